@@ -17,6 +17,8 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from asyncllm.text.text_decoder import REPLACEMENT, ByteFallbackDecoder, ByteLevelDecoder
 from asyncllm.text.tokenizer import Tokenizer
+
+pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_vocabularies import (
     TEXTS,
     LlamaVocabulary,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,10 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file
 
+from asyncllm import AsyncLLMEngine, SamplingParams
 from asyncllm.checkpoint.gguf_choice import choose_gguf
 from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
 from asyncllm.errors import ModelLoadError
+from tests.checkpoints import make_checkpoint
 from tests.hub_stand_in import HubStandIn, serve_hub
 
 hub = pytest.fixture(serve_hub)
@@ -178,6 +182,39 @@ def test_a_file_that_is_shorter_than_the_hub_says_is_not_kept(resolve, hub, tmp_
         resolve("org/toy-GGUF:Q4_K_M", endpoint="http://127.0.0.1:9")
     hub.missing_bytes = 0
     assert resolve("org/toy-GGUF:Q4_K_M").read_bytes() == GGUF
+
+
+def test_an_engine_downloads_and_reads_the_file(hub, resolve, tmp_path, monkeypatch):
+    pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
+    from tests.gguf_files import write_gguf
+
+    make_checkpoint(tmp_path, "LlamaForCausalLM", num_hidden_layers=1)
+    local = tmp_path / "toy-F32.gguf"
+    write_gguf(local, tmp_path, load_file(tmp_path / "model.safetensors"), "F32")
+    hub.repositories["org/real"] = {"toy-F32.gguf": local.read_bytes(), "toy-Q8_0.gguf": GGUF}
+    monkeypatch.setattr("asyncllm.checkpoint.model_files.resolve_model", resolve)
+    hub.hold.clear()
+
+    async def generate(model: str) -> tuple[list[str], list[int]]:
+        engine = AsyncLLMEngine(model, device="cpu")
+        starting = asyncio.create_task(engine.start())
+        stages = []
+        while not starting.done():
+            if engine.load_progress[1] and engine.load_stage not in stages:
+                stages.append(engine.load_stage)
+                hub.hold.set()
+            await asyncio.sleep(0.001)
+        await starting
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        result = await engine.generate([1, 2, 3], params)
+        await engine.aclose()
+        return stages, list(result.token_ids)
+
+    stages, tokens = asyncio.run(generate("org/real:F32"))
+    assert stages[0] == "download"
+    assert set(stages) <= {"download", "weights"}
+    assert tokens == asyncio.run(generate(str(local)))[1]
+    assert len(tokens) == 5
 
 
 def start_pull(hub: HubStandIn, cache: Path, *arguments: str) -> subprocess.Popen[str]:

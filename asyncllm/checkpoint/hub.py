@@ -203,10 +203,15 @@ def _make_quiet_bar(progress: Progress | None) -> type[Any]:
 
         def update(self, n: float | None = 1) -> bool | None:
             self.n += n or 0  # A disabled tqdm bar does not update its count.
+            self.refresh()
+            return None
+
+        def refresh(self, *args: Any, **kwargs: Any) -> None:
+            # huggingface_hub also calls this when it learns a file's size, before its first bytes.
             if progress is not None and self.counts_bytes:
                 furthest = max(bars, key=lambda bar: bar.n)
-                progress(int(furthest.n), int(furthest.total or 0), "download")
-            return None
+                if furthest.total:
+                    progress(int(furthest.n), int(furthest.total), "download")
 
     # tqdm's default lock is a multiprocessing lock, which may start a resource-tracker process.
     QuietBar.set_lock(threading.RLock())
