@@ -249,8 +249,9 @@ class AsyncLLMEngine(Handle):
 
     @property
     def load_progress(self) -> tuple[int, int]:
-        """``(done, total)`` while ``start`` runs. It counts bytes of weights first; on a GPU then
-        steps that compile kernels, and at last CUDA graphs. ``load_stage`` says which."""
+        """``(done, total)`` while ``start`` runs. It counts bytes that are downloaded, then
+        bytes of weights that are read; on a GPU then steps that compile kernels, and at last CUDA
+        graphs. ``load_stage`` says which."""
         return self._thread.progress if self._thread is not None else (0, 0)
 
     @property

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
 from asyncllm.errors import ModelLoadError
-
-MAIN = "1" * 40
-TAGGED = "2" * 40
-WEIGHTS = b"\x08\x00\x00\x00\x00\x00\x00\x00{}      " * 4096
-
-
-def files_of(commit: str) -> dict[str, bytes]:
-    return {
-        "README.md": b"# model",
-        "config.json": json.dumps({"commit": commit}).encode(),
-        "generation_config.json": b"{ }",
-        "model.safetensors": WEIGHTS,
-        "consolidated.safetensors": WEIGHTS,
-        "onnx/model.safetensors": WEIGHTS,
-        "pytorch_model.bin": b"pickle",
-        "original/consolidated.00.pth": b"pickle",
-        "tokenizer.json": b'{"version": "1.0"}',
-        "tokenizer_config.json": b"{}",
-        "special_tokens_map.json": b"{  }",
-        "chat_template.jinja": b"hello",
-        "additional_chat_templates/tool_use.jinja": b"tools",
-        "vocab.json": b"{   }",
-        "merges.txt": b"#version: 0.2",
-    }
-
+from tests.hub_stand_in import MAIN, TAGGED, WEIGHTS, HubStandIn, files_of, serve_hub
 
 UNWANTED = {
     "README.md",
@@ -51,99 +24,7 @@ UNWANTED = {
 }
 WANTED = files_of(MAIN).keys() - UNWANTED
 
-
-class HubStandIn(ThreadingHTTPServer):
-    """The part of the hub's protocol that fetching a snapshot needs."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.revisions = {"main": MAIN, "v1": TAGGED}
-        self.requests: list[str] = []
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: HubStandIn
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def _answer(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.server.requests.append(f"{self.command} {path}")
-        parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
-            self._api("/".join(parts[2:4]), parts[4:])
-        elif parts[2:3] == ["resolve"]:
-            self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
-        else:
-            self._fail(404, "EntryNotFound")
-
-    do_HEAD = do_GET = _answer
-
-    def _api(self, model: str, rest: list[str]) -> None:
-        if model in ("org/absent", "org/private"):
-            return self._fail(401 if model == "org/private" else 404, "RepoNotFound")
-        if model == "org/broken":
-            return self._fail(418, "Teapot")
-        commit = self._commit(rest[1])
-        if commit is None:
-            return self._fail(404, "RevisionNotFound")
-        files = files_of(commit)
-        if rest[0] == "tree":
-            entries = [
-                {"type": "file", "path": name, "size": len(data), "oid": _sha1(data)}
-                for name, data in files.items()
-            ]
-            return self._send(json.dumps(entries).encode(), {})
-        names = [{"rfilename": name} for name in files]
-        info = {"id": model, "modelId": model, "sha": commit, "siblings": names}
-        return self._send(json.dumps(info).encode(), {})
-
-    def _file(self, model: str, revision: str, name: str) -> None:
-        commit = self._commit(revision)
-        if model == "org/gated":
-            return self._fail(403, "GatedRepo")
-        if commit is None or name not in files_of(commit):
-            return self._fail(404, "EntryNotFound")
-        data = files_of(commit)[name]
-        return self._send(data, {"ETag": f'"{_sha1(data)}"', "X-Repo-Commit": commit})
-
-    def _commit(self, revision: str) -> str | None:
-        known = self.server.revisions
-        return revision if revision in known.values() else known.get(revision)
-
-    def _send(self, data: bytes, headers: dict[str, str], status: int = 200) -> None:
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(data))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def _fail(self, status: int, code: str) -> None:
-        self._send(b"", {"X-Error-Code": code}, status)
-
-
-def _sha1(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
-
-
-@pytest.fixture
-def hub() -> Iterator[HubStandIn]:
-    server = HubStandIn()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+hub = pytest.fixture(serve_hub)
 
 
 @pytest.fixture
@@ -173,8 +54,15 @@ def relative_files(path: Path) -> set[str]:
 
 def test_download(hub, resolve, capfd):
     seen: list[tuple[int, int]] = []
+    stages: set[str] = set()
+
+    def progress(done: int, total: int, stage: str = "weights") -> None:
+        seen.append((done, total))
+        stages.add(stage)
+
     before = set(threading.enumerate())
-    path = resolve("org/model", progress=lambda done, total: seen.append((done, total)))
+    path = resolve("org/model", progress=progress)
+    assert stages == {"download"}
     assert relative_files(path) == WANTED
     assert (path / "model.safetensors").read_bytes() == WEIGHTS
     assert json.loads((path / "config.json").read_text()) == {"commit": MAIN}

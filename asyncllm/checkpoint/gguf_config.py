@@ -12,6 +12,7 @@ from typing import Any
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_families import GGUF_FAMILIES, GGUFFamily
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile
+from asyncllm.checkpoint.gguf_vocabulary import end_token_ids
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS
 from asyncllm.errors import ModelLoadError
 
@@ -67,7 +68,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     Raises:
         ModelLoadError: for an unsupported architecture or value.
     """
-    family, metadata = gguf_family(file), ConfigFile(file.path, file.metadata)
+    family = gguf_family(file)
     prefix = f"{file.metadata['general.architecture']}."
     values = {
         key.removeprefix(prefix): _one_of_equals(key.removeprefix(prefix), value)
@@ -87,7 +88,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         "attention_bias": _has_tensor(file, "attn_q.bias"),
         "mlp_bias": _has_tensor(file, "ffn_down.bias"),
         "use_qk_norm": _has_tensor(file, "attn_q_norm.weight"),
-        "eos_token_id": _end_token_ids(metadata) or None,
+        "eos_token_id": end_token_ids(file) or None,
         "dtype": _model_dtype(file),
         **_head_sizes(fields, family),
         **_window(fields, family, _num_layers(fields)),
@@ -203,12 +204,6 @@ def _vocab_size(file: GGUFFile) -> int:
     if embedding is None:
         raise ModelLoadError(f"{file.path}: tensor 'token_embd.weight' is missing")
     return embedding.shape[0]
-
-
-def _end_token_ids(metadata: ConfigFile) -> list[int]:
-    """Ids of the tokens at which llama.cpp ends an answer, read from the file's metadata."""
-    names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return [metadata.integer(name, low=0) for name in names if name in metadata]
 
 
 def _model_dtype(file: GGUFFile) -> str:

@@ -31,6 +31,9 @@ MAX_STRINGS = 2**22
 MAX_STRING_BYTES = 2**24
 """Maximum size in bytes of a string in the metadata; the longest are chat templates."""
 
+MAX_ARRAY_BYTES = 2**27
+"""Maximum size in bytes of an array that ``read_array`` reads; real vocabularies have few MiB."""
+
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """Name of a part of a split file, as llama.cpp requires it."""
 
@@ -114,7 +117,7 @@ class GGUFFile:
     Attributes:
         path: the file; of a split one, the first part.
         metadata: values by key. An array of strings, or of more than ``MAX_ARRAY_LENGTH`` elements,
-            is replaced by its length.
+            is replaced by its length; ``read_array`` reads it.
         tensors: the tensor tables of all parts, by tensor name.
         versions: size and time of each part when its header was read.
 
@@ -154,11 +157,15 @@ class GGUFFile:
                 path.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
             ):
-                return _read_header(_Cursor(path, data))
+                cursor = _Cursor(path, data)
+                header = _read_header(cursor)
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValueError as error:  # mmap raises ValueError for an empty file.
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
+        if len(self.versions) == 1:
+            self._arrays = cursor.arrays
+        return header
 
     def _check_part(self, path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
         """Raise ModelLoadError unless a part is the one that its name says."""
@@ -180,6 +187,34 @@ class GGUFFile:
         """Raise ModelLoadError if a part has changed since its header was read."""
         for version in self.versions:
             version.check()
+
+    def read_array(self, key: str) -> list[Any]:
+        """Read an array of the metadata in full, whatever its length.
+
+        Raises:
+            ModelLoadError: if the file has no array ``key``, the array is larger than
+                ``MAX_ARRAY_BYTES``, or one of its strings is not UTF-8.
+        """
+        if key not in self._arrays:
+            found = repr(self.metadata[key]) if key in self.metadata else "missing"
+            raise ModelLoadError(
+                f"{self.path}: metadata {key!r} is {found:.300}, expected an array"
+            )
+        start, end = self._arrays[key]
+        if end - start > MAX_ARRAY_BYTES:
+            raise ModelLoadError(
+                f"{self.path}: metadata {key!r} has {end - start} bytes, expected at most "
+                f"{MAX_ARRAY_BYTES}"
+            )
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                cursor = _Cursor(self.path, file.read(end - start))
+        except OSError as error:
+            raise ModelLoadError(
+                f"{self.path}: cannot be read ({error.strerror or error})"
+            ) from error
+        return cursor.read_elements(key, cursor.read_number("I"), cursor.read_number("Q"))
 
     def read_floats(self, name: str) -> tuple[float, ...]:
         """Read the elements of a small tensor of type F32.
@@ -268,8 +303,9 @@ def _num_bytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
 class _Cursor:
     """Reader of consecutive values that never reads beyond the end of the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path, self.data, self.position = path, data, 0
+        self.arrays: dict[str, tuple[int, int]] = {}
 
     def error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {message}")
@@ -308,8 +344,20 @@ class _Cursor:
                 )
             return self.read_bytes(size).decode("utf-8", "replace")
         if kind == _ARRAY:
-            return self._read_array(key, self.read_number("I"), self.read_number("Q"))
+            start = self.position
+            value = self._read_array(key, self.read_number("I"), self.read_number("Q"))
+            self.arrays[key] = start, self.position
+            return value
         raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
+
+    def read_elements(self, key: str, kind: int, count: int) -> list[Any]:
+        if kind != _STRING:
+            struct_format = f"<{count}{_SCALAR_FORMATS[kind]}"
+            return list(struct.unpack(struct_format, self.data[self.position :]))
+        try:
+            return [str(self.read_bytes(self.read_number("Q")), "utf-8") for _ in range(count)]
+        except UnicodeDecodeError as error:
+            raise self.error(f"metadata {key!r} has a string that is not UTF-8") from error
 
     def _read_array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:

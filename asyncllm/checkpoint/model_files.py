@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-import threading
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Unpack
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf
 from asyncllm.checkpoint.gguf_file import gguf_parts
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.hub import (
+    HubOptions,
+    download,
+    download_files,
+    list_directory,
+    list_files,
+)
 from asyncllm.errors import ModelLoadError
-from asyncllm.validation import explain
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
-GGUF_SUFFIX = ".gguf"
 _CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER_PATTERNS = tuple(
     "tokenizer* special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "*.tiktoken chat_template* additional_chat_templates/*.jinja tokenization_*.py".split()
 )
-# Files that the patterns above would also match, because "*" matches slashes too: a second copy of
-# the weights, and folders with the weights in other formats.
-_IGNORED_PATTERNS = ("consolidated*.safetensors", "*/*.safetensors", "*.bin", "*.pth", "*.pt")
 _TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
-
-
-class HubOptions(TypedDict, total=False):
-    """Options of a download from the hub.
-
-    Attributes:
-        progress: callback that reports received bytes; no progress bar is printed.
-        endpoint: address of the hub; huggingface_hub's default if absent.
-        cache_dir: directory for downloads; huggingface_hub's default if absent. If the hub cannot
-            be reached, the cached revision is used.
-    """
-
-    progress: Progress | None
-    endpoint: str
-    cache_dir: Path
+_WITH_QUANTIZATION = re.compile(r"(.{2,}):([A-Za-z0-9][A-Za-z0-9._-]*)")
+""""org/repo:Q4_K_M"; what is before the colon of "C:" is a drive."""
 
 
 def resolve_model(
@@ -64,8 +53,10 @@ def resolve_model(
         model: one of
 
             - a directory, with safetensors or one GGUF file;
-            - a GGUF file;
+            - a GGUF file, or any part of a split one;
             - a hub id ("Qwen/Qwen3-0.6B");
+            - a hub id or directory and the quantisation of one of its GGUF files
+              ("Qwen/Qwen3-0.6B-GGUF:Q4_K_M"), as ``choose_gguf`` finds it;
             - None for the model in the package.
 
             A ``str`` is a path if it begins with ".", "/" or "~", has more than one separator, or
@@ -79,13 +70,13 @@ def resolve_model(
     """
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
     patterns += ("*.py",) if code else ()
+    preferred = (_SINGLE_FILE, _INDEX_FILE) if weights else ("config.json",)
     with _lookup_errors(model):
         if model is None:
             directory = _bundled_model()
             _refuse_revision("the model in the package", revision)
         else:
-            directory = _resolve_location(model, revision, patterns, hub)
-        directory = _find_gguf_file(directory, directory / _SINGLE_FILE, directory / _INDEX_FILE)
+            directory = _resolve_location(model, revision, patterns, preferred, hub)
         if directory.suffix == GGUF_SUFFIX:
             return directory
         if not (directory / "config.json").is_file():
@@ -104,8 +95,7 @@ def resolve_tokenizer(
     # If tokenizer.json is missing, transformers reads the tokenizer's class from config.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
     with _lookup_errors(tokenizer):
-        directory = _resolve_location(tokenizer, revision, patterns, hub)
-        directory = _find_gguf_file(directory, *(directory / name for name in _TOKENIZER_FILES))
+        directory = _resolve_location(tokenizer, revision, patterns, _TOKENIZER_FILES, hub)
         if directory.suffix == GGUF_SUFFIX:
             return directory
         if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
@@ -128,40 +118,61 @@ def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
         ) from error
 
 
-def _find_gguf_file(directory: Path, *preferred_files: Path) -> Path:
-    """The GGUF file in ``directory``, or its first part if it is split; ``directory`` itself if any
-    of ``preferred_files`` exists.
-
-    Raises:
-        ModelLoadError: if the directory has several GGUF files, or parts of one are missing.
-    """
-    if directory.suffix == GGUF_SUFFIX:
-        return gguf_parts(directory)[0]
-    if any(file.is_file() for file in preferred_files):
-        return directory
-    files = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
-    found = list(dict.fromkeys(gguf_parts(file)[0] for file in files))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:8])
-        raise ModelLoadError(f"{directory}: has several GGUF files, name one of them: {names}")
-    return found[0] if found else directory
-
-
 def _resolve_location(
     location: str | os.PathLike[str],
     revision: str | None,
     patterns: tuple[str, ...],
+    preferred: tuple[str, ...],
     hub: HubOptions,
 ) -> Path:
-    path = Path(location).expanduser()
-    is_gguf = path.suffix == GGUF_SUFFIX and path.is_file()
-    if is_gguf or (str(location) and path.is_dir()):
+    """Find a directory or GGUF file, and download it if needed.
+
+    Args:
+        patterns: files to download.
+        preferred: a directory with one of these files is used itself, not a GGUF file in it.
+    """
+    path, quantization = Path(location).expanduser(), None
+    if path.suffix == GGUF_SUFFIX and path.is_file():
         _refuse_revision(str(path), revision)
-        return path
+        return gguf_parts(path)[0]
+    if isinstance(location, str) and not path.exists():
+        match = _WITH_QUANTIZATION.fullmatch(location)
+        if match:
+            location, quantization = match.groups()
+            path = Path(location).expanduser()
+    if str(location) and path.is_dir():
+        _refuse_revision(str(path), revision)
+        if quantization is None:
+            names = [entry.name for entry in path.iterdir()]
+        else:
+            names, preferred = list_directory(path), ()
+        return _prefer_gguf(path, names, quantization, preferred)
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
         what = "is a file" if path.is_file() else "does not exist"
         raise ModelLoadError(f"{location!s}: {what}, expected a directory, a GGUF file or a hub id")
-    return _download(location, revision, patterns, hub)
+    where = f"model={location!r}"
+    if quantization is None:
+        directory = download(location, revision, patterns, hub)
+        if any((directory / name).is_file() for name in preferred):
+            return directory
+        names = list_files(location, revision, hub)
+        if not any(name.endswith(GGUF_SUFFIX) for name in names):
+            return directory
+    else:
+        names = list_files(location, revision, hub)
+    chosen = choose_gguf(names, quantization, where)
+    return download_files(location, revision, chosen, hub)[0]
+
+
+def _prefer_gguf(
+    directory: Path, names: list[str], quantization: str | None, preferred: tuple[str, ...]
+) -> Path:
+    """The GGUF file in ``directory``; ``directory`` itself if it has none, or any of
+    ``preferred``."""
+    has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
+    if any((directory / name).is_file() for name in preferred) or not (has_gguf or quantization):
+        return directory
+    return directory / choose_gguf(names, quantization, str(directory))[0]
 
 
 def _looks_like_a_path(location: str) -> bool:
@@ -220,85 +231,3 @@ def weight_files(directory: Path) -> list[Path]:
     if not shards:
         raise config.invalid_field("weight_map", "the file of each tensor")
     return [directory / shard for shard in shards]
-
-
-def _download(model: str, revision: str | None, patterns: tuple[str, ...], hub: HubOptions) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        directory = snapshot_download(
-            model,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_IGNORED_PATTERNS),
-            cache_dir=hub.get("cache_dir"),
-            endpoint=hub.get("endpoint"),
-            tqdm_class=_make_quiet_bar(hub.get("progress")),
-            library_name="asyncllm",
-        )
-    # huggingface_hub also raises the errors of its HTTP library, which have no common base class.
-    except Exception as error:
-        raise ModelLoadError(_explain_download_error(model, revision, error)) from error
-    return Path(directory)
-
-
-def _explain_download_error(model: str, revision: str | None, error: Exception) -> str:
-    from huggingface_hub import errors
-
-    at = "" if revision is None else f" at revision {revision!r}"
-    if isinstance(error, errors.HFValidationError):
-        at, reason = "", f"neither a directory nor a valid hub id ({error})"
-    elif isinstance(error, errors.GatedRepoError):
-        reason = (
-            "gated on the hub; accept its terms on its page, then set HF_TOKEN or run "
-            "`hf auth login`"
-        )
-    elif isinstance(error, errors.RevisionNotFoundError):
-        at, reason = "", f"the hub has no revision {revision!r} of it"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        reason = (
-            "no such directory here, and no such model on the hub or a private one (for which "
-            "HF_TOKEN or `hf auth login` is needed)"
-        )
-    elif isinstance(error, errors.IncompleteSnapshotError):
-        reason = f"only a part of it is in the cache ({error})"
-    elif isinstance(error, errors.LocalEntryNotFoundError):
-        reason = (
-            "not in the cache, and the hub cannot be reached or is switched off by "
-            f"HF_HUB_OFFLINE. Pass a local directory instead. ({error})"
-        )
-    else:
-        reason = f"the download failed ({explain(error)})"
-    return f"model={model!r}{at}: {reason}"
-
-
-def _make_quiet_bar(progress: Progress | None) -> type[Any]:
-    """Make a tqdm class that prints nothing, starts no thread, and reports bytes to ``progress``.
-
-    huggingface_hub counts bytes in several bars (received, written); the most advanced bar is
-    reported.
-    """
-    from tqdm import tqdm
-
-    bars: list[Any] = []
-
-    class QuietBar(tqdm):
-        monitor_interval = 0  # No monitor thread: tqdm's would outlive the download.
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.counts_bytes = kwargs.get("unit") == "B"
-            super().__init__(*args, **kwargs | {"disable": True})
-            self.total = kwargs.get("total")
-            if self.counts_bytes:
-                bars.append(self)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            self.n += n or 0  # A disabled tqdm bar does not update its count.
-            if progress is not None and self.counts_bytes:
-                furthest = max(bars, key=lambda bar: bar.n)
-                progress(int(furthest.n), int(furthest.total or 0))
-            return None
-
-    # tqdm's default lock is a multiprocessing lock, which may start a resource-tracker process.
-    QuietBar.set_lock(threading.RLock())
-    return QuietBar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-LoadStage = Literal["weights", "kernels", "graphs"]
+LoadStage = Literal["download", "weights", "kernels", "graphs"]
 
 
 class Progress(Protocol):
@@ -14,7 +14,7 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
         """Report that ``done`` of ``total`` units are complete.
 
-        A unit depends on the stage: a byte of weights downloaded or read ("weights"), a step that
-        compiles kernels ("kernels"), a captured CUDA graph ("graphs"). ``total`` grows while files
-        are still being looked up.
+        A unit depends on the stage: a byte of the model's files that is downloaded ("download"), a
+        byte of weights that is read ("weights"), a step that compiles kernels ("kernels"), a
+        captured CUDA graph ("graphs"). ``total`` grows while files are still being looked up.
         """

@@ -54,6 +54,7 @@ _PACK_OPTIONS = tuple(
 )
 """Settings that packed weights depend on, and the number of threads that pack them."""
 _MAX_COUNT = 1_000_000
+_MODEL_HELP = "directory, GGUF file, or hub id with a GGUF quantisation or without: org/repo:Q4_K_M"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,6 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_serve(commands)
     _add_bench(commands)
     _add_pack(commands)
+    _add_pull(commands)
     return parser.parse_args(argv)
 
 
@@ -196,9 +198,22 @@ def _add_pack(commands: Any) -> None:
         "processor, and writes them into the model's folder. Engines map that file, also in a "
         "container image or on a read-only disk.",
     )
-    parser.add_argument("model", help="directory, GGUF file or hub id")
+    parser.add_argument("model", help=_MODEL_HELP)
     _set_command(parser, "asyncllm.cli.pack")
     _add_group(parser, "engine", _PACK_OPTIONS)
+
+
+def _add_pull(commands: Any) -> None:
+    parser = commands.add_parser(
+        "pull",
+        help="download a model before it is needed",
+        description="Downloads the files that an engine reads into huggingface_hub's cache and "
+        "prints their path. Files that are complete are not downloaded again; Ctrl-C leaves "
+        "nothing half-written.",
+    )
+    parser.add_argument("model", help=_MODEL_HELP)
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (main)")
+    _set_command(parser, "asyncllm.cli.pull")
 
 
 def _set_command(parser: argparse.ArgumentParser, module: str) -> None:
@@ -219,7 +234,7 @@ def _add_command(
     ``loop_flag`` is its flag that changes the event loop."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
-        "model", nargs="?", help="directory or hub id; the model in the package if left out"
+        "model", nargs="?", help=f"{_MODEL_HELP}; the model in the package if left out"
     )
     _set_command(parser, module)
     if has_sampling:

@@ -88,6 +88,8 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
                 done, total = engine.load_progress
                 if total:
                     what = f"loading {name}, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+                    if engine.load_stage == "download":
+                        what = what.replace("loading", "downloading", 1)
                     if engine.load_stage == "kernels":
                         what = f"compiling kernels, {done} of {total} steps"
                     if engine.load_stage == "graphs":

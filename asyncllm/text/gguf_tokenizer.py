@@ -1,85 +1,256 @@
-"""read_gguf_tokenizer: reads the tokenizer and chat templates of a GGUF file."""
+"""read_gguf_tokenizer: makes the tokenizer and reads the chat templates of a GGUF file.
+
+The tokenizer gives a text the tokens that llama.cpp gives it. transformers' own conversion is not
+used: it knows few names of pre-tokenizers, and takes each model's published tokenizer instead.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_file import GGUFFile
-from asyncllm.checkpoint.importing import importing_transformers
+from asyncllm.checkpoint.gguf_vocabulary import END_TOKENS, read_tokens
 from asyncllm.errors import ModelLoadError
+from asyncllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from asyncllm.validation import explain
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
+_WORD_MARK = "▁"
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+_NAMED_TOKENS = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "seperator": "sep_token",  # llama.cpp spells it so.
+    "padding": "pad_token",
+    "cls": "cls_token",
+    "mask": "mask_token",
+}
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Ids of a SentencePiece vocabulary whose file names none."""
+
+_FILL_IN_TOKENS = frozenset(
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
+    "<|prefix|> <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> "
+    "<|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> "
+    "▁<MID> <|code_middle|> <|middle|> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> "
+    "<|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
+)
+"""Tokens that llama.cpp takes for control tokens by their text, beside ``END_TOKENS``."""
+
+_UNSTRIPPED_TOKENS_OF_PHI3 = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
-    """Read a GGUF file's tokenizer with transformers.
+    """Make a GGUF file's tokenizer.
 
     Returns:
         The tokenizer, its special tokens by name ("eos_token"), and the chat templates by name.
 
     Raises:
-        ModelLoadError: if the file is damaged, or transformers does not support its tokenizer.
+        ModelLoadError: if the file is damaged, or its kind of tokenizer is not supported.
     """
-    metadata = GGUFFile(path).metadata  # GGUFFile checks lengths; transformers does not.
-    with importing_transformers():
-        _check_pre_tokenizer(path, metadata)
-        from transformers import PreTrainedTokenizerFast
+    file = GGUFFile(path)
+    metadata = ConfigFile(path, file.metadata)
+    kind = metadata.choice("tokenizer.ggml.model", ("gpt2", "llama", "gemma4"))
+    vocabulary = {token: i for i, token in enumerate(read_tokens(file))}
+    rule = None if kind == "llama" else _pre_tokenizer(metadata, kind)
+    added = list(_added_tokens(file, vocabulary))
+    try:
+        if rule is None:
+            backend = _sentencepiece(file, metadata, vocabulary, {token.content for token in added})
+        else:
+            backend = _byte_pairs(file, rule, vocabulary)
+        backend.add_tokens(added)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # ``tokenizers`` raises bare exceptions.
+        raise ModelLoadError(
+            f"{path}: no tokenizer can be made of it ({explain(error)})"
+        ) from error
+    named = _named_tokens(metadata, list(vocabulary), {} if rule else _SENTENCEPIECE_IDS)
+    _add_ends(backend, metadata, named, add_bos=rule is None or rule.add_bos)
+    return backend, named, _chat_templates(file.metadata)
 
-        try:
-            loaded: Any = PreTrainedTokenizerFast.from_pretrained(
-                str(path.parent), gguf_file=path.name, local_files_only=True
+
+def _pre_tokenizer(metadata: ConfigFile, kind: str) -> PreTokenizer:
+    """The rule of ``tokenizer.ggml.pre``; llama.cpp's "default" if the file names none."""
+    name = kind if kind == "gemma4" else metadata.values.get("tokenizer.ggml.pre") or "default"
+    if name not in PRE_TOKENIZERS:
+        raise ModelLoadError(
+            f"{metadata.path}: tokenizer.ggml.pre is {name!r:.100}, expected one of "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}; tokenizer= takes the tokenizer of the original "
+            "model instead"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _byte_pairs(
+    file: GGUFFile, rule: PreTokenizer, vocabulary: dict[str, int]
+) -> tokenizers.Tokenizer:
+    """Tokenizer with the file's own merges, over bytes or, with word marks, over characters."""
+    merges = dict.fromkeys(_split_merge(file, merge) for merge in file.read_array(_MERGES))
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary,
+            list(merges),
+            ignore_merges=rule.ignore_merges,
+            byte_fallback=rule.spaces_are_marks,
+        )
+    )
+    splits: list[Any] = [
+        pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in rule.splits
+    ]
+    if rule.spaces_are_marks:
+        backend.normalizer = normalizers.Replace(" ", _WORD_MARK)
+        backend.decoder = _piece_decoder(strip_start=False)
+    else:
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    return backend
+
+
+_MERGES = "tokenizer.ggml.merges"
+
+
+def _split_merge(file: GGUFFile, merge: Any) -> tuple[str, str]:
+    # The first token may begin with a space, as llama.cpp has it.
+    cut = merge.find(" ", 1) if isinstance(merge, str) else -1
+    if cut < 0:
+        raise ModelLoadError(
+            f"{file.path}: metadata {_MERGES!r} has {merge!r:.100}, expected two tokens with a "
+            "space between them"
+        )
+    return merge[:cut], merge[cut + 1 :]
+
+
+def _sentencepiece(
+    file: GGUFFile, metadata: ConfigFile, vocabulary: dict[str, int], added: set[str]
+) -> tokenizers.Tokenizer:
+    """Tokenizer that merges the pair of highest score first.
+
+    Of pairs of equal score, llama.cpp takes the one on the left. ``tokenizers`` ranks pairs, so
+    here the one with the longer left token comes first. Tokens of trained vocabularies have
+    different scores, and the two ways of merging one token rarely overlap.
+    """
+    scores = file.read_array("tokenizer.ggml.scores")
+    if len(scores) < len(vocabulary):
+        raise ModelLoadError(
+            f"{file.path}: metadata 'tokenizer.ggml.scores' has {len(scores)} values for "
+            f"{len(vocabulary)} tokens, expected one each"
+        )
+    pairs = [
+        (-scores[i], -cut, token[:cut], token[cut:])
+        for token, i in vocabulary.items()
+        if token not in added
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    pairs.sort()
+    unknown = metadata.integer(
+        "tokenizer.ggml.unknown_token_id", 0, low=0, high=len(vocabulary) - 1
+    )
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary,
+            [(left, right) for _, _, left, right in pairs],
+            unk_token=next(token for token, i in vocabulary.items() if i == unknown),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = metadata.boolean("tokenizer.ggml.add_space_prefix", True)
+    marks = normalizers.Replace(" ", _WORD_MARK)
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_WORD_MARK), marks]) if prefix else marks
+    )
+    backend.decoder = _piece_decoder(strip_start=prefix)
+    return backend
+
+
+def _piece_decoder(*, strip_start: bool) -> decoders.Decoder:
+    stages: list[Any] = [
+        decoders.Replace(_WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(),
+    ]  # fmt: skip
+    return decoders.Sequence([*stages, decoders.Strip(" ", 1, 0)] if strip_start else stages)
+
+
+def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[AddedToken]:
+    """The tokens that are found in a text before it is split.
+
+    llama.cpp lets a program show gpt-oss's control tokens. They are control tokens here, so that
+    the text of a message cannot spell them.
+    """
+    key, name = "tokenizer.ggml.token_type", file.metadata.get("general.name")
+    types = file.read_array(key) if key in file.metadata else [1] * len(vocabulary)
+    if len(types) < len(vocabulary):
+        raise ModelLoadError(
+            f"{file.path}: metadata {key!r} has {len(types)} values for {len(vocabulary)} tokens, "
+            "expected one each"
+        )
+    # What a file does not say of its tokens, llama.cpp infers from the model's name.
+    strips = isinstance(name, str) and any(phi in name.lower() for phi in ("phi-3", "phi3"))
+    is_jina = "jina-v2-" in str(file.metadata.get("tokenizer.ggml.pre"))
+    for token, i in vocabulary.items():
+        special = types[i] in (_UNKNOWN, _CONTROL) or token in END_TOKENS | _FILL_IN_TOKENS
+        if special or types[i] == _USER_DEFINED:
+            yield AddedToken(
+                token,
+                special=special,
+                normalized=False,
+                lstrip=is_jina and token == "<mask>",
+                rstrip=strips and token not in _UNSTRIPPED_TOKENS_OF_PHI3,
             )
-            backend = _truncate_vocabulary(
-                loaded.backend_tokenizer, metadata["tokenizer.ggml.tokens"]
-            )
-        except Exception as error:  # transformers' converters raise errors of any class.
-            raise ModelLoadError(
-                f"{path}: transformers makes no tokenizer of it ({explain(error)})"
-            ) from error
-    backend.no_truncation()
-    backend.no_padding()
-    named = {
-        name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)
-    }
-    templates = {
+
+
+def _named_tokens(
+    metadata: ConfigFile, tokens: list[str], default_ids: Mapping[str, int]
+) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for name, label in _NAMED_TOKENS.items():
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in metadata:
+            named[label] = tokens[metadata.integer(key, low=0, high=len(tokens) - 1)]
+        elif default_ids.get(name, len(tokens)) < len(tokens):
+            named[label] = tokens[default_ids[name]]
+    return named
+
+
+def _add_ends(
+    backend: tokenizers.Tokenizer, metadata: ConfigFile, named: Mapping[str, str], *, add_bos: bool
+) -> None:
+    """Put the BOS and EOS tokens around a prompt as the file says; without a word of it, BOS as
+    ``add_bos`` says, if there is one."""
+    ends: dict[str, str] = {}
+    for name, default in (("bos", add_bos and "bos_token" in named), ("eos", False)):
+        key = f"tokenizer.ggml.add_{name}_token"
+        if metadata.boolean(key, default):
+            if f"{name}_token" not in named:
+                raise metadata.invalid_field(
+                    key, f"false: tokenizer.ggml.{name}_token_id is missing"
+                )
+            ends[name] = named[f"{name}_token"]
+    if ends:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[part for part in ("bos", "$A", "eos") if part == "$A" or part in ends],
+            special_tokens=[
+                {"id": name, "ids": [backend.token_to_id(token)], "tokens": [token]}
+                for name, token in ends.items()
+            ],
+        )
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    return {
         key.removeprefix(f"{_TEMPLATE_KEY}.") if key != _TEMPLATE_KEY else "default": source
         for key, source in metadata.items()
         if (key == _TEMPLATE_KEY or key.startswith(f"{_TEMPLATE_KEY}.")) and isinstance(source, str)
     }
-    return backend, named, templates
-
-
-def _check_pre_tokenizer(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError for a byte-level vocabulary whose pre-tokenizer transformers does not
-    know, and would silently replace by GPT-2's."""
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:
-        # Other versions of transformers lack this table: they choose the pre-tokenizer by the
-        # model's architecture.
-        return
-    known, split = {"gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}, metadata.get("tokenizer.ggml.pre")
-    if metadata.get("tokenizer.ggml.model") == "gpt2" and split not in known:
-        raise ModelLoadError(
-            f"{path}: tokenizer.ggml.pre is {split!r}, expected {', '.join(sorted(known))}; "
-            "tokenizer= takes the tokenizer of the original model instead"
-        )
-
-
-def _truncate_vocabulary(backend: tokenizers.Tokenizer, size: int) -> tokenizers.Tokenizer:
-    """Copy of ``backend`` without tokens from id ``size`` on.
-
-    transformers adds the special tokens of the model that its tokenizer class was written for. The
-    file's model may have no embedding for them.
-    """
-    description = json.loads(backend.to_str())
-    description["added_tokens"] = [
-        token for token in description["added_tokens"] if token["id"] < size
-    ]
-    return tokenizers.Tokenizer.from_str(json.dumps(description))

@@ -1,0 +1,56 @@
+"""GGUF vocabulary: tokens of a GGUF file, and the ids of those that end an answer."""
+
+from __future__ import annotations
+
+from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.gguf_file import GGUFFile
+from asyncllm.errors import ModelLoadError
+
+END_TOKENS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
+    "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+    "<turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
+)
+"""Tokens that llama.cpp knows by their text to end an answer (``llama-vocab.cpp``): converters
+write the id of only one. Its "</s>" is left out: where that ends an answer it is the file's own
+``eos_token_id``, and in Gemma's vocabulary it is a tag of HTML."""
+
+_NAMED_END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
+
+def read_tokens(file: GGUFFile) -> list[str]:
+    """Read a file's tokens in the order of their ids.
+
+    Raises:
+        ModelLoadError: if there are none, or two are equal.
+    """
+    tokens = file.read_array("tokenizer.ggml.tokens")
+    if not tokens or not all(isinstance(token, str) for token in tokens):
+        raise ModelLoadError(
+            f"{file.path}: metadata 'tokenizer.ggml.tokens' has no strings, expected one per token"
+        )
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # As llama.cpp has it.
+    if len(set(tokens)) < len(tokens):
+        seen: set[str] = set()
+        twice = next(token for token in tokens if token in seen or seen.add(token))
+        raise ModelLoadError(
+            f"{file.path}: metadata 'tokenizer.ggml.tokens' has {twice!r:.100} twice, expected "
+            "each token once"
+        )
+    return tokens
+
+
+def end_token_ids(file: GGUFFile) -> list[int]:
+    """Ids of the tokens that end an answer: those that the metadata names, then ``END_TOKENS``.
+
+    "<|end|>" only ends a message where "<|call|>" and another token end an answer (gpt-oss).
+    """
+    metadata = ConfigFile(file.path, file.metadata)
+    ids = [metadata.integer(name, low=0) for name in _NAMED_END_TOKENS if name in metadata]
+    if "tokenizer.ggml.tokens" in metadata:
+        found = {token: i for i, token in enumerate(read_tokens(file)) if token in END_TOKENS}
+        ids += found.values()
+        calls, ends = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
+        if found.keys() & calls and found.keys() & ends:
+            ids = [i for i in ids if i != found.get("<|end|>")]
+    return list(dict.fromkeys(ids))

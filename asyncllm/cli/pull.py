@@ -1,0 +1,93 @@
+"""``asyncllm pull``: downloads a model's files before an engine needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+
+from asyncllm.cli.text import printable
+
+_POLL_SECONDS = 0.1
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Download the files that an engine with this model reads, and print their path."""
+    pull = _Pull(arguments.model, arguments.revision)
+    try:
+        path = pull.follow()
+    except BaseException:
+        pull.cancel()
+        raise
+    print(path)
+    return 0
+
+
+class _Cancelled(Exception):
+    """Raised within the download to end it."""
+
+
+class _Pull:
+    """A download on a thread of its own: huggingface_hub would not end for Ctrl-C before the files
+    that it is downloading are complete."""
+
+    def __init__(self, model: str, revision: str | None) -> None:
+        self.model, self.revision = model, revision
+        self.received, self.size = 0, 0
+        self._is_cancelled = False
+        self._result: Path | BaseException | None = None
+        self._thread = threading.Thread(target=self._download, daemon=True)
+        self._thread.start()
+
+    def follow(self) -> Path:
+        """Show the progress until the download ends; returns the model's path."""
+        if sys.stderr.isatty():
+            self._show_bar()
+        while self._thread.is_alive():
+            self._thread.join(_POLL_SECONDS)
+        if isinstance(self._result, Path):
+            return self._result
+        assert self._result is not None
+        raise self._result
+
+    def cancel(self) -> None:
+        """End the download with the next bytes that arrive, and wait for it."""
+        self._is_cancelled = True
+        self._thread.join()
+
+    def _download(self) -> None:
+        from asyncllm.checkpoint.model_files import resolve_model
+
+        try:
+            self._result = resolve_model(
+                self.model, self.revision, progress=self._on_progress, announce=self._on_size
+            )
+        except BaseException as error:
+            self._result = error
+
+    def _on_progress(self, done: int, total: int, stage: str = "download") -> None:
+        self.received = done
+        if self._is_cancelled:
+            raise _Cancelled
+
+    def _on_size(self, size: int) -> None:
+        self.size = size
+        print(f"{printable(self.model)}: {_megabytes(size)} to download", file=sys.stderr)
+
+    def _show_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=None)
+            while self._thread.is_alive():
+                if self.size:
+                    text = f"{_megabytes(self.received)} of {_megabytes(self.size)}"
+                    bar.update(task, description=text, completed=self.received, total=self.size)
+                self._thread.join(_POLL_SECONDS)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

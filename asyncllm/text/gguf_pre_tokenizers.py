@@ -1,0 +1,212 @@
+"""GGUF pre-tokenizers: how each name splits a text into words, as ``llama-vocab.cpp`` does.
+
+The names and regular expressions are llama.cpp's. Where its expression differs from that of the
+model's own tokenizer (it knows no classes of upper and lower case beyond ASCII), llama.cpp's is
+used, because it is the one that runs these files. An expression of ``std::regex`` is written for
+Oniguruma: non-ASCII spaces match only ``\\s``, and ``\\d`` is ``[0-9]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACES = r"\s+(?!\S)|\s+"
+_LINES = rf"\s*[\r\n]+|{_SPACES}"
+_REST = rf"{_SIGNS}|{_LINES}"
+
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+_LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_REST}"
+
+_NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+_NOT_LOWER_OR_MARK, _NOT_UPPER_OR_MARK = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]"
+
+
+def _cased(lower: str, upper: str, end: str = "") -> str:
+    """Words of first ``upper``, then ``lower`` letters, one of them at least."""
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return f"{first}{upper}*{lower}+{end}|{first}{upper}+{lower}*{end}"
+
+
+_SIGNS_AND_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
+_ANY_CASE = _cased(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{_CONTRACTION}?")
+_TRIPLES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_NEWLINES = r"[^\n]+|[\n]+"
+_PUNCTUATED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+)
+_DEEPSEEK3 = rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"
+_HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+# llama.cpp ends a range of its characters before U+3000, which is a space.
+_HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff&&\\S]+"
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_HAN = (
+    "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
+    "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
+)
+_LETTERS_OF_ALPHABETS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-"
+    "ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-"
+    "ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How a byte-level vocabulary's text is split into words.
+
+    Attributes:
+        splits: regular expressions; each splits what the one before it left into its matches and
+            the text between them.
+        ignore_merges: a word of the vocabulary is one token, whatever the merges say.
+        add_bos: a prompt begins with the BOS token unless the file says otherwise.
+        spaces_are_marks: characters, not bytes, are merged; a space is written as U+2581, and a
+            character that the vocabulary lacks as bytes. llama.cpp also takes a run of newlines
+            that is a token whole; the merges of Gemma's vocabulary lead to it.
+    """
+
+    splits: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    spaces_are_marks: bool = False
+
+
+_NAMES: dict[PreTokenizer, str] = {
+    PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
+    PreTokenizer((_GPT2,)): (
+        "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
+        "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4"
+    ),
+    PreTokenizer((r"\p{N}", _GPT2)): (
+        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"
+    ),
+    PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")): "falcon",
+    PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True): (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+    ),
+    PreTokenizer((_LLAMA3,)): "dbrx smaug-bpe chatglm-bpe",
+    PreTokenizer((_LLAMA3,), ignore_merges=True): "glm4 glm5",
+    PreTokenizer(
+        (
+            rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
+            + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+            + r"|\s{1}",
+        )
+    ): "jais-2",
+    PreTokenizer((_QWEN2,)): (
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 "
+        "bailingmoe bailingmoe2 llada-moe"
+    ),
+    PreTokenizer(
+        (
+            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",
+        )
+    ): "qwen35",
+    PreTokenizer(
+        (_cased(_NOT_UPPER, _NOT_LOWER) + rf"|\p{{N}}|{_SIGNS_AND_SLASHES}",),
+        ignore_merges=True,
+        add_bos=True,
+    ): "tekken",
+    PreTokenizer(
+        (
+            _cased(_NOT_UPPER, _NOT_LOWER, f"{_CONTRACTION}?")
+            + rf"|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}",
+        )
+    ): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    PreTokenizer(
+        (
+            _cased(_NOT_UPPER_OR_MARK, _NOT_LOWER_OR_MARK, f"{_CONTRACTION}?")
+            + rf"|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}",
+        ),
+        ignore_merges=True,
+    ): "granite-embed-multi-97m",
+    PreTokenizer(
+        (_TRIPLES, rf"{_ANY_CASE}|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}")
+    ): "tiny_aya cohere2moe",
+    PreTokenizer(
+        (
+            "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
+            f"\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_HAN_AND_KANA}",
+            rf"{_ANY_CASE}|\p{{N}}|{_SIGNS_AND_SLASHES}",
+        ),
+        ignore_merges=True,
+    ): "youtu",
+    PreTokenizer(
+        (
+            r"[\r\n]",
+            rf"\s?[{_LETTERS_OF_ALPHABETS}]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002]+",
+            r"\s+\z",
+            _HAN_TO_HANGUL,
+            r"\p{N}+",
+        )
+    ): "deepseek-llm",
+    PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL, r"\p{N}")
+    ): "deepseek-coder",
+    PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)): (
+        "deepseek-v3 hunyuan-dense joyai-llm hy_v4"
+    ),
+    PreTokenizer(
+        (
+            r"\p{N}{1,3}",
+            _HAN_AND_KANA,
+            rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}",
+            r"\p{N}",
+        )
+    ): "spark2_5",
+    PreTokenizer((_BLOOM,)): "poro-chat bloom gpt3-finnish",
+    PreTokenizer((_BLOOM, r"\p{N}")): "viking",
+    PreTokenizer(
+        (
+            "<sentinel:[0-9]+>",
+            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            _GPT2,
+        ),
+        add_bos=True,
+    ): "chameleon",
+    PreTokenizer(
+        (
+            rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?"
+            rf"|\p{{N}}{{1,3}}|{_REST}",
+        )
+    ): "kimi-k2",
+    PreTokenizer((r"\p{N}+", "(?=([0-9]{3})+(?![0-9]))")): "superbpe",
+    PreTokenizer(
+        (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",)
+    ): "seed-coder",
+    PreTokenizer((rf"{_WORD}|\p{{N}}|{_REST}",)): "ufakzeka",
+    PreTokenizer(
+        (
+            _TRIPLES,
+            "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
+            "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
+            "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+            _DEEPSEEK3,
+        )
+    ): "afmoe",
+    PreTokenizer((_NEWLINES, _QWEN2)): "laguna",
+    PreTokenizer(
+        (
+            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+            rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}",
+        )
+    ): "exaone-moe",
+    PreTokenizer(
+        (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORD}|\p{{N}}+|{_REST}"), ignore_merges=True
+    ): "minicpm5",
+    PreTokenizer((_NEWLINES,), add_bos=True, spaces_are_marks=True): (
+        "gemma4 granite-embed-multi-311m"
+    ),
+    PreTokenizer((_NEWLINES,), spaces_are_marks=True): "sarvam-moe",
+}
+
+PRE_TOKENIZERS = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+"""Rules by ``tokenizer.ggml.pre``. "whitespace" is left out: it drops text."""
