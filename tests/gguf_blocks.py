@@ -21,6 +21,14 @@ def random_blocks(scheme: QuantScheme, rows: int, columns: int, seed: int) -> np
     return raw.reshape(rows, -1)
 
 
+def set_floats(scheme: QuantScheme, blocks: np.ndarray, scale: float, minimum: float) -> None:
+    """Sets the float16 scale of all blocks, and the minimum of types that have one."""
+    whole = blocks.reshape(len(blocks), -1, BLOCK_SIZES[scheme][1])
+    places = SCALE_PLACES.get(scheme, (0,))
+    for place, value in zip(places, (scale, minimum), strict=False):
+        whole[:, :, place : place + 2] = np.array([value], np.float16).view(np.uint8)
+
+
 def block_weights(
     scheme: QuantScheme, rows: int, columns: int, seed: int, *, bias: bool = False
 ) -> LinearWeights:

@@ -7,13 +7,14 @@ import torch
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightForm
+from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import BLOCK_TYPES
 from tests.native_library import context, isas
 from tests.test_int4 import rounded
 
 pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
-from tests.gguf_blocks import block_weights, dequantised_blocks  # noqa: E402
+from tests.gguf_blocks import block_weights, dequantised_blocks
 
 ISAS = isas()
 SCHEMES: list[QuantScheme] = list(BLOCK_SIZES)
@@ -113,7 +114,7 @@ def test_a_scale_that_is_no_number_makes_its_output_none():
 def test_what_is_held_is_the_file_and_little_more(scheme):
     """Bytes of a block, in the file and packed: the scales of 6 bits take a byte each."""
     weights = block_weights(scheme, 64, 1024, seed=8)
-    packed = NativeOps(context(1)).make_linear(weights).weights.num_bytes
+    packed = NativeLinear(context(1), weights).weights.num_bytes
     more = 4 if scheme in ("q4_k", "q5_k") else 0
     elements, size = BLOCK_SIZES[scheme]
     assert packed == 64 * (1024 // elements) * (size + more)

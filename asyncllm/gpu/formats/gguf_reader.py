@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
-from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
+from asyncllm.checkpoint.reader import BlockTensor, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.reader import DTYPE_NAMES, join_slices, row_ranges
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES
 
 _MODULE_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -107,13 +109,19 @@ class GGUFReader:
                 -1, *stored.shape[1:]
             )
 
-    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
-        """Codes of a Q4_0 or Q8_0 matrix, whose blocks have a scale and integers; else None."""
+    def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
+        """Codes of Q4_0 or Q8_0, whose blocks have a scale and integers; the blocks of the types in
+        ``BLOCK_SIZES``; None for others, and for vectors."""
         stored = self._stored_tensors[name]
-        label, shape = GGML_TYPES[stored.type][0], stored.shape
-        if label not in ("Q4_0", "Q8_0") or len(shape) != 2:
+        label = GGML_TYPES[stored.type][0]
+        if len(stored.shape) < 2:
             return None
+        shape = math.prod(stored.shape[:-1]), stored.shape[-1]
         read = self._row_bytes(name, shape[0])
+        if (scheme := label.lower()) in BLOCK_SIZES:
+            return BlockTensor(scheme, shape, lambda *rows: torch.from_numpy(read(*rows)))
+        if label not in ("Q4_0", "Q8_0"):
+            return None
         unpacked = _unpack_q4_0 if label == "Q4_0" else _unpack_q8_0
 
         def blocks(start_offset: int, stop: int) -> Tensor:

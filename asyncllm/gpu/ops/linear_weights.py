@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -92,6 +92,8 @@ class LinearWeights:
             beside a packed copy.
         panels: source of the weights in the native kernels' layout; None to pack them. If the
             source has them already, the tensors above are on the meta device, without values.
+        below: weights of other forms, whose outputs follow those of the tensors above. The bias is
+            that of all outputs, and ``panels`` packs all of them, part by part.
 
     Raises:
         ModelLoadError: a dtype or shape contradicts the scheme.
@@ -106,6 +108,7 @@ class LinearWeights:
     column_order: Tensor | None = None
     shared: bool = False
     panels: PanelSource | None = None
+    below: tuple[LinearWeights, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_field("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)
@@ -114,7 +117,7 @@ class LinearWeights:
         self._check_field("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
         width, whole = self.values.shape[1], _STORAGE[self.scheme][1][1]
         self._check_field("columns of values", width, f"a multiple of {whole}", width % whole == 0)
-        rows, columns = self.shape
+        columns, rows = self.shape[1], len(self.values)
         block, grid, order = self.scale_block, None, None
         if self.scheme == "plain" or self.scheme in BLOCK_SIZES:
             self._check_field("scale_block", block, None, block is None)
@@ -123,7 +126,7 @@ class LinearWeights:
             self._check_field("scale_block", self.scale_block, "(rows, columns)", min(block) > 0)
             grid, order = (-(-rows // block[0]), -(-columns // block[1])), (columns,)
             self._check_field("scales", None, grid, self.scales is not None)
-        shapes = {"bias": (rows,), "scales": grid, "zeros": grid, "column_order": order}
+        shapes = {"bias": self.shape[:1], "scales": grid, "zeros": grid, "column_order": order}
         for name, shape in shapes.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None:
@@ -147,12 +150,42 @@ class LinearWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of values, scales and zeros."""
-        parts = (self.values, self.scales, self.zeros)
-        return sum(part.nbytes for part in parts if part is not None)
+        own = (self.values, self.scales, self.zeros)
+        return sum(each.nbytes for each in own if each is not None) + sum(
+            part.num_bytes for part in self.below
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(out, in)``."""
         rows, width = self.values.shape
         weights, values = _STORAGE[self.scheme][1]
-        return rows, width // values * weights
+        return rows + sum(part.shape[0] for part in self.below), width // values * weights
+
+    @property
+    def parts(self) -> list[LinearWeights]:
+        """Weights of one form each, with their own rows of the bias."""
+        if not self.below:
+            return [self]
+        parts = [replace(self, bias=None, below=()), *self.below]
+        biases = (
+            [None] * len(parts)
+            if self.bias is None
+            else self.bias.split([part.shape[0] for part in parts])
+        )
+        return [
+            replace(part, bias=bias, panels=self.panels)
+            for part, bias in zip(parts, biases, strict=True)
+        ]
+
+
+def join_weights(parts: Sequence[LinearWeights]) -> LinearWeights:
+    """Weights whose outputs are those of ``parts``, one after the other."""
+    first, *others = parts
+    if not others:
+        return first
+    biases = [part.bias for part in parts if part.bias is not None]
+    below = tuple(replace(part, bias=None) for part in others)
+    return replace(
+        replace(first, bias=None), below=below, bias=torch.cat(biases) if biases else None
+    )

@@ -275,7 +275,8 @@ static void gather_block_weights(const PackedView& weights, int64_t row, Out* ou
     int64_t within = i % SPAN, quad = within / QUAD, lane = column * QUAD + i % QUAD;
     const uint8_t* span = w + i / SPAN * span_bytes(DTYPE);
     int shift;
-    int code = span[place_in_span(within, column, DTYPE_U4, &shift)] >> shift & 15;
+    int64_t at = place_in_span(within, column, DTYPE_U4, &shift);
+    int code = span[at] >> shift & 15;
     if (P::FORM.bits > 4) {
       int byte = span[P::HIGH + quad / P::QUADS_PER_BYTE * PANEL * QUAD + lane];
       int bits = P::FORM.bits - 4;
