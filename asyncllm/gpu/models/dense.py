@@ -142,8 +142,8 @@ class DecoderBuilder:
         """Builds the embedding, and the output head if the two are tied."""
         model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
-        kinds = {"linear": tied, "gathered": not tied}
-        weights = head.source(head.parameter("embed", rows, model.hidden_size, **kinds))
+        width = model.hidden_size
+        weights = head.source(head.parameter("embed", rows, width, linear=tied, gathered=not tied))
         if isinstance(weights, Tensor):
             dtype = weights.dtype
         assert dtype is not None
