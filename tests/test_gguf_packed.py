@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncllm import EngineConfig
+from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.reader import BlockTensor
 from asyncllm.errors import ModelLoadError
@@ -23,6 +26,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats.gguf_reader import GGUFReader
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.scope import _reorder_rows
+from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, join_weights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import native_type, pack_new_weights
@@ -34,7 +38,12 @@ from tests.native_library import context, isas
 from tests.test_int4 import rounded
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
-from tests.gguf_blocks import block_weights, random_blocks, set_floats  # noqa: E402
+from tests.gguf_blocks import (
+    block_weights,
+    dequantised_blocks,
+    random_blocks,
+    set_floats,
+)
 from tests.gguf_files import permute, write_gguf  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -116,13 +125,16 @@ def make_case(path: Path, name: str) -> Case:
         raw[full_name] = blocks, gguf.GGMLQuantizationType[kind.upper()]
     others = {part: kind.upper() for part, kind in kinds.items()}
     written = write_gguf(path / "model.gguf", path, meant, others, raw=raw)
-    model.load_state_dict(meant | written, strict=not tied)
+    return case_of(path / "model.gguf", model, meant | written)
+
+
+def case_of(path: Path, model: Any, meant: dict[str, torch.Tensor]) -> Case:
+    model.load_state_dict(meant, strict=not model.config.tie_word_embeddings)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             linear: Any = module
             linear.forward = rounding_linear(module.weight.detach().double())
-    num_bytes = sum(t.num_bytes for t in gguf_tensors(path / "model.gguf"))
-    return Case(path / "model.gguf", model, num_bytes)
+    return Case(path, model, sum(t.num_bytes for t in gguf_tensors(path)))
 
 
 def gguf_tensors(path: Path) -> list[Any]:
@@ -324,3 +336,57 @@ def test_rows_of_several_forms_are_reordered_within_each():
     assert torch.equal(ops.linear(whole)(x), apart)
     with pytest.raises(ModelLoadError, match="rows 0 to 5 of scheme 'q4_k' are in another order"):
         _reorder_rows(whole, order.flip(0))
+
+
+@pytest.mark.parametrize("scheme", ["q4_k", "q6_k", "q5_0"])
+def test_experts_stay_packed(scheme):
+    """Stacked: each expert's rows are a layer of their own."""
+    count, hidden, inner, ops = 5, 256, 256, NativeOps(context(2))
+    gate_up = block_weights(scheme, count * 2 * inner, hidden, seed=1)
+    down = block_weights(scheme, count * hidden, inner, seed=2)
+    for part, rms in ((gate_up, 0.1), (down, 0.1)):
+        middle = 7.5 if scheme == "q4_k" else 0.0
+        size = float(dequantised_blocks(part).square().mean()) ** 0.5
+        set_floats(scheme, part.values.numpy(), rms / size / 16, middle * rms / size / 16)
+    experts = ops.experts(ExpertsWeights(count, gate_up, down), ActivationConfig(), 2)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(9, hidden, generator=generator)
+    ids = torch.stack([torch.randperm(count, generator=generator)[:2] for _ in x]).int()
+    weights = torch.rand(9, 2, generator=generator)
+    expected = torch.zeros(9, hidden, dtype=torch.float64)
+    first, second = dequantised_blocks(gate_up).double(), dequantised_blocks(down).double()
+    for token, (own, factors) in enumerate(zip(ids.tolist(), weights, strict=True)):
+        for expert, factor in zip(own, factors, strict=True):
+            row = rounded(x[token : token + 1])
+            both = row @ first[expert * 2 * inner : (expert + 1) * 2 * inner].T
+            gate, up = both.chunk(2, 1)
+            middle_rows = rounded((torch.nn.functional.silu(gate) * up).float())
+            expected[token] += factor * (
+                middle_rows @ second[expert * hidden : (expert + 1) * hidden].T
+            ).squeeze(0)
+    error = (experts(x, ids, weights).double() - expected).norm() / expected.norm()
+    assert error < 1e-3
+    assert (experts(x[:1], ids[:1], weights[:1]) == experts(x, ids, weights)[:1]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_llama_cpp_quantises_stays_packed(tmp_path, tied):
+    """A Q4_K_M file of llama.cpp's own tool, by the interpreter that LLAMA_CPP_PYTHON names."""
+    python = os.environ.get("LLAMA_CPP_PYTHON")
+    if python is None:
+        pytest.skip("LLAMA_CPP_PYTHON names no interpreter that has llama_cpp and gguf")
+    sizes = SIZES | {"num_hidden_layers": 8}
+    model = make_checkpoint(
+        tmp_path, "Qwen3ForCausalLM", **sizes, head_dim=64, tie_word_embeddings=tied
+    )
+    path = tmp_path / "q4_k_m.gguf"
+    command = [python, "-m", "benchmarks.peer_gguf", str(tmp_path), "q4_k_m", str(path)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with closing(GGUFReader(path, torch.float32)) as reader:
+        assert set(reader.types) == {"F32", "Q4_K", "Q6_K"}
+        meant = {name: reader.tensor(name) for name in reader.tensors}
+    case = case_of(path, model, meant)
+    assert difference(case, run(case.path, company=True)) < LIMIT

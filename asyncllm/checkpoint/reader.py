@@ -113,10 +113,7 @@ class CheckpointReader(Protocol):
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
         """Integer codes and scales of a quantised tensor, or its blocks; None if it is stored in
-        neither form.
-
-        Dimensions before the last are its rows.
-        """
+        neither form."""
         ...
 
     def close(self) -> None:

@@ -149,10 +149,8 @@ def _quantised_weight(
     accepts_form: Callable[[WeightForm], bool] | None,
 ) -> LinearWeights | None:
     """Quantised weight of a linear layer or embedding, as stored; None for any other parameter."""
-    if accepts_form is None or not (parameter.linear or parameter.gathered):
-        return None
-    layout = parameter.layout
-    if layout is not None and (layout.transposed or layout.interleaved):
+    packable = (parameter.linear or parameter.gathered) and parameter.layout is None
+    if accepts_form is None or not packable:
         return None
     found = packed_weights(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form

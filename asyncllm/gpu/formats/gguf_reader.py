@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,12 +80,11 @@ class GGUFReader:
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
         """Codes of Q4_0 or Q8_0, whose blocks have a scale and integers; the blocks of the types in
-        ``BLOCK_SIZES``; None for others, and for vectors."""
+        ``BLOCK_SIZES``; None for others."""
         stored = self._stored_tensors[name]
         label, shape = GGML_TYPES[stored.entry.type][0], stored.entry.shape
-        if len(shape) < 2 or stored.change is not None:
+        if len(shape) != 2 or stored.change is not None:
             return None
-        shape = math.prod(shape[:-1]), shape[-1]
         read = self._row_bytes(stored, shape[0])
         if (scheme := label.lower()) in BLOCK_SIZES:
             return BlockTensor(scheme, shape, lambda *rows: torch.from_numpy(read(*rows)))
