@@ -3,8 +3,9 @@
     python -m benchmarks.peer_gguf CHECKPOINT KIND TARGET
 
 Runs in llama.cpp's environment, which has gguf and numpy and need not have torch. KIND is bfloat16,
-float32, q8_0, q4_0 or q4_k_m, a mixture of types that llama.cpp itself chooses and quantises; norms are in float32 in each of them, as llama.cpp expects, and so are the
-convolutions, biases and decays of gated delta rules.
+float32, q8_0, q4_0 or q4_k_m, a mixture of types that llama.cpp itself quantises. Norms are in
+float32 in each of them, as llama.cpp expects, and so are the convolutions, biases and decays of
+gated delta rules.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from tests.native_library import context, isas
 from tests.test_int4 import rounded
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
-from tests.gguf_blocks import (
+from tests.gguf_blocks import (  # noqa: E402
     block_weights,
     dequantised_blocks,
     random_blocks,
@@ -376,9 +376,8 @@ def test_what_llama_cpp_quantises_stays_packed(tmp_path, tied):
     python = os.environ.get("LLAMA_CPP_PYTHON")
     if python is None:
         pytest.skip("LLAMA_CPP_PYTHON names no interpreter that has llama_cpp and gguf")
-    sizes = SIZES | {"num_hidden_layers": 8}
     model = make_checkpoint(
-        tmp_path, "Qwen3ForCausalLM", **sizes, head_dim=64, tie_word_embeddings=tied
+        tmp_path, "Qwen3ForCausalLM", **SIZES, head_dim=64, tie_word_embeddings=tied
     )
     path = tmp_path / "q4_k_m.gguf"
     command = [python, "-m", "benchmarks.peer_gguf", str(tmp_path), "q4_k_m", str(path)]
