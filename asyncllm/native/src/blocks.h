@@ -236,27 +236,31 @@ static __attribute__((noinline)) void block_tile(const PackedView& weights, cons
           whole[s][m][i % NV] = sum;
         }
       }
+      vf scale[NV], minimum[NV];
 #pragma GCC unroll 8
       for (int i = 0; i < NV; ++i) {
-        vf scale = load(scales + i * W);
+        scale[i] = load(scales + i * W);
         if (P::FORM.byte_scales)
-          scale = mul(scale, load_byte_floats(w + P::SCALES + part * PANEL + i * W,
-                                              T::PARTS == 2 ? 128 : 0));
-        vf minimum = zero();
-        if (P::FORM.has_minimum) minimum = load(scales + PANEL + i * W);
+          scale[i] = mul(scale[i], load_byte_floats(w + P::SCALES + part * PANEL + i * W,
+                                                    T::PARTS == 2 ? 128 : 0));
+        if (P::FORM.has_minimum) minimum[i] = load(scales + PANEL + i * W);
         if (P::FORM.has_minimum && P::FORM.byte_scales)
-          minimum = mul(minimum, load_byte_floats(w + P::MINIMA + i * W, 0));
+          minimum[i] = mul(minimum[i], load_byte_floats(w + P::MINIMA + i * W, 0));
+      }
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
+      for (int m = 0; m < M; ++m) {
+        const vf factor = set1(of[m]->scale);
+        const vf below = set1(of[m]->scale * (float)of[m]->sum);
+#pragma GCC unroll 8
+        for (int i = 0; i < NV; ++i) {
           vi sum = whole[0][m][i];
           if (T::SUMS == 2) sum = add_sixteenfold(sum, whole[T::SUMS - 1][m][i]);
 #ifndef BYTE_PRODUCTS
           if (P::FORM.offset) sum = less_product(sum, set_integers(1), offsets[m]);
 #endif
           float* to = out + (m * NV + i) * W;
-          vf y = add(load(to), mul(mul(scale, set1(of[m]->scale)), to_floats(sum)));
-          if (P::FORM.has_minimum)
-            y = sub(y, mul(minimum, set1(of[m]->scale * (float)of[m]->sum)));
+          vf y = add(load(to), mul(mul(scale[i], factor), to_floats(sum)));
+          if (P::FORM.has_minimum) y = sub(y, mul(minimum[i], below));
           store(to, y);
         }
       }
