@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.native_weights import BLOCK_TYPES
+from asyncllm.gpu.ops.native_weights import BLOCK_TYPES, pack_new_weights
 from tests.native_library import context, isas
 from tests.test_int4 import rounded
 
@@ -107,6 +110,25 @@ def test_a_scale_that_is_no_number_makes_its_output_none():
     weights.values[3, 1] = 0x7E
     found = NativeOps(context(1)).linear(weights)(torch.ones(1, 512))
     assert found[0].isnan().nonzero().flatten().tolist() == [3]
+
+
+LAYOUTS = {
+    "avx512-1": "23f9f72e5ee20f96",
+    "avx2-1": "593552113caf8e2c",
+    "baseline-1": "8fa4bd34b9f53b6b",
+}
+"""Digests of the packed bytes of all schemes."""
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("avx512", "avx2", "baseline")])
+def test_the_layout_has_the_version_that_it_was_given(isa):
+    """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
+    new digests into LAYOUTS."""
+    own, digest = context(1, isa), hashlib.blake2b(digest_size=8)
+    for scheme in SCHEMES:
+        packed = pack_new_weights(own, block_weights(scheme, 70, 512, seed=9))
+        digest.update(ctypes.string_at(packed.address, packed.num_bytes))
+    assert {own.layout: digest.hexdigest()}.items() <= LAYOUTS.items()
 
 
 @needs_native

@@ -5,7 +5,8 @@ struct BlockSize {
   int64_t elements, bytes;
 };
 inline BlockSize block_size(int32_t type) {
-  static const BlockSize SIZES[] = {{32, 20}, {32, 22}, {32, 24}, {256, 144}, {256, 176}, {256, 210}, {32, 18}};
+  static const BlockSize SIZES[] = {{32, 20},   {32, 22},   {32, 24}, {256, 144},
+                                    {256, 176}, {256, 210}, {32, 18}};
   return SIZES[type - DTYPE_Q4_1];
 }
 
@@ -30,11 +31,13 @@ inline double block_weight(int32_t type, const uint8_t* block, int64_t j) {
     }
     return half(0) * scale * code - half(2) * minimum;
   }
-  bool above = type == DTYPE_Q4_1 || type == DTYPE_Q5_1, five = type == DTYPE_Q5_0 || type == DTYPE_Q5_1;
+  bool above = type == DTYPE_Q4_1 || type == DTYPE_Q5_1;
+  bool five = type == DTYPE_Q5_0 || type == DTYPE_Q5_1;
   int at = above ? 4 : 2;
   int code = block[at + five * 4 + j % 16] >> j / 16 * 4 & 15;
   if (five) code += (block[at + j / 8] >> j % 8 & 1) * 16;
-  static const int VALUES[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  static const int VALUES[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                               1,    13,   25,  38,  53,  69,  89,  113};
   if (type == DTYPE_IQ4_NL) return half(0) * VALUES[code];
   return above ? half(0) * code + half(2) : half(0) * (code - 16);
 }
@@ -71,7 +74,8 @@ struct Codes {
     if (is_block()) {
       // Scales and minima are below 2: some bits of their exponents are zero.
       for (int64_t i = 0; i < n * groups; ++i) {
-        uint8_t* block = values.get() + i / groups * row_bytes + i % groups * block_size(type).bytes;
+        uint8_t* block = values.get() + i / groups * row_bytes;
+        block += i % groups * block_size(type).bytes;
         if (type == DTYPE_Q6_K) block += 208;
         block[1] &= 0xbf;
         if (type != DTYPE_Q6_K) block[3] &= 0xbf;
@@ -101,8 +105,8 @@ void grouped(Context* context, int32_t dtype) {
   std::unique_ptr<float[]> bias(new float[n]);
   for (int64_t i = 0; i < n; ++i) bias[i] = float(normal());
   GroupedArgs args = {codes.values.get(), n, k, codes.row_bytes, codes.group,
-                      codes.is_block() ? nullptr : codes.scales.at(), codes.zeros.get(), biased ? bias.get() : nullptr, codes.type,
-                      codes.scales.dtype};
+                      codes.is_block() ? nullptr : codes.scales.at(), codes.zeros.get(),
+                      biased ? bias.get() : nullptr, codes.type, codes.scales.dtype};
   Weights* packed = asyncllm_pack_grouped(context, &args);
   if (!packed) fail("pack_grouped");
   expect_ok(asyncllm_linear(context, packed, x.at(), x_stride, y.at(), y_stride, m, dtype),

@@ -1,7 +1,7 @@
-// Weights in blocks of GGUF, which are repacked and not rounded again. A span of a panel has the low
-// 4 bits of its codes, as DTYPE_U4 has them; the higher bits of its codes, one byte for those of
-// four quads (2 bits each) or of eight (1 bit each); its byte scales; and its byte minima. Bytes that
-// are signed in the file are 128 larger here.
+// Weights in blocks of GGUF, which are repacked and not rounded again. A span of a panel has the
+// low 4 bits of its codes, as DTYPE_U4 has them; the higher bits of its codes, one byte for those
+// of four quads (2 bits each) or of eight (1 bit each); its byte scales; and its byte minima. Bytes
+// that are signed in the file are 128 larger here.
 //
 // A byte times a float16 is exact in float32, and so are the products with a span's integer sum.
 // They are added to the output as in grouped.h.
@@ -49,7 +49,7 @@ template <int32_t DTYPE> static void read_block(const uint8_t* from, Block& to) 
       to.codes[i] = (from[i % 16] >> i / 16 * 4 & 15) | (high >> i & 1) << 4;
     return;
   }
-  // 6 bits for each span's scale and minimum: of the last four the upper 2 are in the first's bytes.
+  // A span's scale and minimum have 6 bits: the upper 2 of the last four are in the first's bytes.
   for (int i = 0; i < 4; ++i) {
     to.byte_scales[i] = from[i] & 63;
     to.byte_minima[i] = from[i + 4] & 63;
@@ -91,7 +91,8 @@ static void write_block(const Block& block, uint8_t* to, f16* floats, int64_t co
     }
     constexpr uint32_t BITS = P::FORM.bits == 5 ? 0x01010101 : 0x03030303;
     for (int i = 0; i < QUADS; ++i)
-      high[i / P::QUADS_PER_BYTE] |= (quads[i] >> 4 & BITS) << i % P::QUADS_PER_BYTE * (P::FORM.bits - 4);
+      high[i / P::QUADS_PER_BYTE] |= (quads[i] >> 4 & BITS)
+                                     << i % P::QUADS_PER_BYTE * (P::FORM.bits - 4);
     for (int i = 0; i < P::FORM.bits - 4; ++i)
       __builtin_memcpy(to + P::HIGH + (i * PANEL + column) * QUAD, high + i, QUAD);
     for (int i = 0; i < P::FORM.byte_scales; ++i)

@@ -152,8 +152,11 @@ template <int32_t DTYPE> struct Form {
   static constexpr int BITS = DTYPE == DTYPE_U4 ? 4 : 8;
   static constexpr bool WHOLE = BITS == 8 && SPANS_INT8;
   static constexpr int SUMS = BITS == 8 && !WHOLE ? 2 : 1;  // of a span, for each output
-  // Rows for whose sums of a span there are registers.
-  static constexpr int ROWS = IS_BLOCK ? (SPANS_INT8 || (block_form(DTYPE).bits == 4 && DTYPE != DTYPE_IQ4_NL) ? 4 : 2) : WHOLE ? 6 : 16 / BITS;
+  // Rows for whose sums of a span there are registers. Blocks have no more than one sum for each
+  // where products of bytes are summed in 32 bits, or codes have 4 bits.
+  static constexpr bool ONE_SUM =
+      SPANS_INT8 || (block_form(DTYPE).bits == 4 && DTYPE != DTYPE_IQ4_NL);
+  static constexpr int ROWS = IS_BLOCK ? (ONE_SUM ? 4 : 2) : WHOLE ? 6 : 16 / BITS;
 };
 
 INLINE vf load_scales(const PackedView& weights, int64_t at) {

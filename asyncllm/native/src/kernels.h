@@ -53,12 +53,12 @@ struct PackedView {
   // panel_elements is a number of bytes.
   int32_t scale_dtype;
   int64_t group, groups;
-  const void* group_scales;  // [n / panel][groups][panel]; [n / panel][groups][2][panel] with minima
+  const void* group_scales;  // [n / panel][groups][panel]; with minima [n / panel][groups][2][panel]
   const uint8_t* zeros;      // [n / panel][groups][panel], or null
 };
 
-// Scale of SPAN inputs of a row that are rounded to 8-bit integers, their sum, and that of the first
-// half. For int8 weights with a scale per output, all are multiplied by constants (grouped.h).
+// Scale of SPAN inputs of a row that are rounded to 8-bit integers, their sum, and that of their
+// first half. For int8 weights with a scale per output, all are multiplied by constants (grouped.h).
 struct Span {
   float scale;
   int32_t sum, half;

@@ -57,8 +57,10 @@ INLINE vb load_quads(const uint8_t* p) {
 }
 INLINE vb add_bits(const vb& codes, const vb& from, int shift, uint8_t mask) {
   vb out;
-  for (int i = 0; i < 4 * W; ++i)
-    out.bytes[i] = codes.bytes[i] | ((shift < 0 ? from.bytes[i] << -shift : from.bytes[i] >> shift) & mask);
+  for (int i = 0; i < 4 * W; ++i) {
+    int moved = shift < 0 ? from.bytes[i] << -shift : from.bytes[i] >> shift;
+    out.bytes[i] = codes.bytes[i] | (moved & mask);
+  }
   return out;
 }
 INLINE vb look_up(const uint8_t* table, const vb& codes) {
