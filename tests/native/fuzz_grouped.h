@@ -72,13 +72,17 @@ struct Codes {
     values.reset(new uint8_t[count]);
     for (int64_t i = 0; i < count; ++i) values[i] = uint8_t(draw(0, 255));
     if (is_block()) {
-      // Scales and minima are below 2: some bits of their exponents are zero.
+      // Scales and minima are about 2^-5, or 2^-11 where a byte multiplies them, so that outputs
+      // are not beyond float16.
+      int exponent = group == SPAN ? 0x28 : 0x10;
       for (int64_t i = 0; i < n * groups; ++i) {
         uint8_t* block = values.get() + i / groups * row_bytes;
         block += i % groups * block_size(type).bytes;
         if (type == DTYPE_Q6_K) block += 208;
-        block[1] &= 0xbf;
-        if (type != DTYPE_Q6_K) block[3] &= 0xbf;
+        bool has_minimum = type == DTYPE_Q4_1 || type == DTYPE_Q5_1 || type == DTYPE_Q4_K ||
+                           type == DTYPE_Q5_K;
+        block[1] = uint8_t((block[1] & 0x83) | exponent);
+        if (has_minimum) block[3] = uint8_t((block[3] & 0x83) | exponent);
       }
     } else if (draw(0, 1)) {
       zeros.reset(new uint8_t[n * groups]);

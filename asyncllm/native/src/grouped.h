@@ -17,7 +17,7 @@ const float INT8_UNIT = 0x1p-21f;
 
 // Bytes of one span of inputs in a panel.
 static constexpr int64_t span_bytes(int32_t dtype) {
-  if (block_form(dtype).elements) return PANEL * block_form(dtype).span_bytes();
+  if (block_form(dtype).elements) return PANEL * block_span_bytes(block_form(dtype));
   return PANEL * SPAN / (dtype == DTYPE_U4 ? 2 : 1);
 }
 INLINE int64_t count_spans(int64_t k) { return (k + SPAN - 1) / SPAN; }

@@ -19,11 +19,6 @@ struct BlockForm {
   int32_t byte_scales;      // number of byte scales of a span
   bool has_minimum;
   int32_t offset;
-
-  // Bytes of an output's span in a panel: 4 bits of each code, the others, and what scales them.
-  constexpr int64_t span_bytes() const {
-    return SPAN / 2 + (bits - 4) * SPAN / 8 + byte_scales + (byte_scales && has_minimum);
-  }
 };
 
 static constexpr BlockForm block_form(int32_t dtype) {
@@ -38,6 +33,12 @@ static constexpr BlockForm block_form(int32_t dtype) {
     case DTYPE_IQ4_NL: return {32, 18, 4, 0, false, 128};
   }
   return {};
+}
+
+// Bytes of an output's span in a panel: 4 bits of each code, the others, and what scales them.
+static constexpr int64_t block_span_bytes(BlockForm form) {
+  return SPAN / 2 + (form.bits - 4) * SPAN / 8 + form.byte_scales +
+         (form.byte_scales && form.has_minimum);
 }
 
 // Packed weights [n, k], in panels of `panel` outputs, padded with zeros: [n / panel][k][panel],
