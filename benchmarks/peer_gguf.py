@@ -3,8 +3,9 @@
     python -m benchmarks.peer_gguf CHECKPOINT KIND TARGET
 
 Runs in llama.cpp's environment, which has gguf and numpy and need not have torch. KIND is bfloat16,
-float32, q8_0 or q4_0; norms are in float32 in each of them, as llama.cpp expects, and so are the
-convolutions, biases and decays of gated delta rules.
+float32, q8_0, q4_0 or q4_k_m, a mixture of types that llama.cpp itself quantises. Norms are in
+float32 in each of them, as llama.cpp expects, and so are the convolutions, biases and decays of
+gated delta rules.
 """
 
 from __future__ import annotations
@@ -154,5 +155,33 @@ def add_gated_delta(writer: Any, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(heads)
 
 
+def quantise(source: Path, target: Path) -> None:
+    """Quantises a GGUF file to llama.cpp's Q4_K_M.
+
+    Raises:
+        RuntimeError: llama.cpp refuses the file.
+    """
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    partial = target.with_suffix(".partial")
+    status = llama_cpp.llama_model_quantize(str(source).encode(), str(partial).encode(), params)
+    if status:
+        raise RuntimeError(f"llama_model_quantize: status {status}")
+    partial.rename(target)
+
+
+def main() -> None:
+    checkpoint, kind, target = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    if kind != "q4_k_m":
+        write(checkpoint, kind, target)
+        return
+    plain = target.with_suffix(".plain")
+    write(checkpoint, "bfloat16", plain)
+    quantise(plain, target)
+    plain.unlink()
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main()

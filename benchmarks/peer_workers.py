@@ -35,7 +35,8 @@ class AsyncLLM:
 
         self.loop = asyncio.new_event_loop()
         self.engine = AsyncLLMEngine(
-            arguments.checkpoint,
+            arguments.export or arguments.checkpoint,
+            tokenizer=arguments.checkpoint,
             dtype=arguments.dtype,
             device="cpu",
             num_threads=arguments.threads,

@@ -40,6 +40,7 @@ UNITS = {
     "B": "tok/s",
     "C": "tok/s",
     "D first token": "ms",
+    "memory": "MiB",
 }
 MODULES = {
     "asyncllm": "asyncllm",
@@ -88,20 +89,27 @@ def is_installed(python: str, module: str) -> bool:
     return subprocess.run([python, "-c", probe], cwd=ROOT, check=False).returncode == 0
 
 
-def start(name: str, python: str, checkpoint: Path, arguments: argparse.Namespace) -> Engine:
+def start(
+    name: str, pythons: Mapping[str, str], checkpoint: Path, arguments: argparse.Namespace
+) -> Engine:
     """The engine, loaded.
+
+    Args:
+        pythons: the interpreter of each engine.
 
     Raises:
         PeerError: it is not installed, does not have these weights, or fails.
     """
+    python = pythons[name]
     if not is_installed(python, MODULES[name]):
         raise PeerError("not installed")
     command = [python, "-m", "benchmarks.peer_workers", name, "--checkpoint", str(checkpoint)]
     command += ["--dtype", arguments.dtype, "--threads", str(arguments.num_threads)]
     if name == "openvino-genai":
         command += ["--export", str(export(python, checkpoint, arguments.weights or "fp16"))]
-    elif name == "llama.cpp":
-        command += ["--export", str(write_gguf(python, checkpoint, arguments))]
+    elif name == "llama.cpp" or (name == "asyncllm" and arguments.weights == "q4_k_m"):
+        # Both read the one file.
+        command += ["--export", str(write_gguf(pythons["llama.cpp"], checkpoint, arguments))]
     elif arguments.weights is not None:
         if name != "asyncllm":
             raise PeerError(f"has no {arguments.weights} weights here")
@@ -139,12 +147,15 @@ def export(python: str, checkpoint: Path, weights: str) -> Path:
 
 def write_gguf(python: str, checkpoint: Path, arguments: argparse.Namespace) -> Path:
     """The checkpoint in llama.cpp's format, in the same precision."""
-    kind = {None: arguments.dtype, "int8": "q8_0", "int4": "q4_0"}[arguments.weights]
+    kind = {None: arguments.dtype, "int8": "q8_0", "int4": "q4_0"}.get(
+        arguments.weights, arguments.weights
+    )
     target = checkpoint.with_name(f"{checkpoint.name}-{kind}.gguf")
     if target.exists():
         return target
-    if not is_installed(python, "gguf"):
-        raise PeerError("no export, and no gguf to make one")
+    modules = ("gguf", "llama_cpp") if kind == "q4_k_m" else ("gguf",)
+    if not all(is_installed(python, module) for module in modules):
+        raise PeerError(f"no export, and no {' and '.join(modules)} to make one")
     command = [python, "-m", "benchmarks.peer_gguf", str(checkpoint), kind, str(target)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -155,6 +166,15 @@ def write_gguf(python: str, checkpoint: Path, arguments: argparse.Namespace) -> 
 def draw_prompts(seed: int, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(1, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Memory of a process, pages of mapped files included; None where there is no procfs."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(engine: Engine, index: int, vocab_size: int, workloads: Sequence[str]) -> None:
@@ -175,6 +195,8 @@ def measure(engine: Engine, index: int, vocab_size: int, workloads: Sequence[str
         found["C"] = 64 * 32 / shared["seconds"]
     if "D" in workloads:
         found["D first token"] = engine.ask(draw_prompts(index, [2048], vocab_size), 1)["first"]
+    if (held := resident_bytes(engine.process.pid)) is not None:
+        found["memory"] = held / 2**20
     engine.rounds.append(found)
     # A round of a slow engine takes minutes, and the table comes last.
     figures = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
@@ -200,7 +222,11 @@ def tell(report: Report, engines: Sequence[Engine], missing: Mapping[str, str]) 
 
 def main() -> int:
     parser = peer_checkpoint.options(__doc__)
-    parser.add_argument("--weights", choices=("int8", "int4"), help="quantised weights")
+    parser.add_argument(
+        "--weights",
+        choices=("int8", "int4", "q4_k_m"),
+        help="quantised weights; q4_k_m is one GGUF file for all",
+    )
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH",
                         help="the interpreter that has an engine")  # fmt: skip
@@ -223,7 +249,7 @@ def main() -> int:
             if arguments.only and name not in ("asyncllm", *arguments.only.split(",")):
                 continue
             try:
-                engines.append(start(name, pythons[name], checkpoint, arguments))
+                engines.append(start(name, pythons, checkpoint, arguments))
             except PeerError as error:
                 if name == "asyncllm":
                     raise

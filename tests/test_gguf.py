@@ -39,6 +39,7 @@ from tests.linear_weights import dequantised
 from tests.parity import check_greedy
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
+from tests.gguf_blocks import dequantised_blocks  # noqa: E402
 from tests.gguf_files import TEMPLATE, write_gguf  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -315,7 +316,7 @@ def test_an_engine_serves_a_file(plain, tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
 def test_blocks_of_a_scale_and_integers_stay_packed(plain, tmp_path, monkeypatch, kind):
-    """Rotated rows of q and k included; what has a minimum is dequantised."""
+    """Rotated rows of q and k included; what has a minimum is the file's own blocks."""
     path = tmp_path / "model.gguf"
     write(path, plain, kind)
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 700)
@@ -327,12 +328,16 @@ def test_blocks_of_a_scale_and_integers_stay_packed(plain, tmp_path, monkeypatch
         )
     )
     packed = {name: each for name, each in found.items() if isinstance(each, LinearWeights)}
-    assert bool(packed) == (kind != "Q4_1")
+    assert {"embed.weight", "layers.0.qkv.weight", "lm_head.weight"} < set(packed)
     for name, weights in packed.items():
+        whole = expected[name]
+        assert isinstance(whole, torch.Tensor)
+        if kind == "Q4_1":
+            assert (weights.scheme, weights.scale_block) == ("q4_1", None)
+            assert torch.equal(dequantised_blocks(weights), whole)
+            continue
         assert (weights.scheme, weights.scale_block) == (f"int{kind[1]}", (1, 32))
-        torch.testing.assert_close(dequantised(weights).float(), expected[name], rtol=1e-6, atol=0)
-    tied = "embed.weight" in packed
-    assert tied == (model.tie_word_embeddings and kind != "Q4_1")
+        torch.testing.assert_close(dequantised(weights).float(), whole, rtol=1e-6, atol=0)
 
 
 def test_a_model_is_a_file_or_a_directory_with_one(plain, tmp_path):

@@ -139,7 +139,7 @@ def watch(runner: Any) -> list[Tensor]:
     return logits
 
 
-def test_parts_of_different_forms_are_dequantised(plain, tmp_path):
+def test_parts_of_different_forms_are_beside_each_other(plain, tmp_path):
     """The value projection of 8 bits, the others of 4: one linear layer computes all three."""
     config = compressed("pack-quantized", GROUP4)
     config["config_groups"]["group_1"] = {
@@ -155,8 +155,14 @@ def test_parts_of_different_forms_are_dequantised(plain, tmp_path):
     stored = [name for name in load_file(plain / "model.safetensors") if "_proj." in name]
     values = {index for index, name in enumerate(stored) if "v_proj" in name}
     model = repacked(plain, tmp_path, Case(config, pack))
+    expected = unpacked(loaded(model))
     packed = bundles(loaded(model, accepts_form=takes).items())
-    assert layers(packed) == {"o", "gate_up", "down"}
+    assert layers(packed) - {"lm_head"} == {"qkv", "o", "gate_up", "down"}
+    for each, weights in packed.items():
+        schemes = ["int4", "int8"] if "qkv" in each else ["int4"]
+        assert [part.scheme for part in weights.parts] == schemes
+        exact = torch.cat([dequantised(part) for part in weights.parts])
+        torch.testing.assert_close(exact.float(), expected[each], rtol=1e-6, atol=0.0)
 
 
 def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> QuantisedTensor:
@@ -171,13 +177,17 @@ def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> Quantis
 def test_what_cannot_stay_packed():
     alike = packed_weights([codes(), codes(rows=16)], takes)
     assert alike is not None
-    assert alike.shape == (24, 64)
+    assert (alike.shape, alike.below) == ((24, 64), ())
+    mixed = packed_weights([codes(), codes(), codes(group=64), codes(bits=8), codes()], takes)
+    assert mixed is not None
+    assert [(part.shape, part.scheme) for part in mixed.parts] == [
+        ((16, 64), "int4"), ((8, 64), "int4"), ((8, 64), "int8"), ((8, 64), "int4"),
+    ]  # fmt: skip
     order = torch.arange(64).flip(0) // 32
     for parts in (
         [codes(), None],
         [None],
-        [codes(), codes(group=64)],
-        [codes(), codes(bits=8)],
+        [codes(), codes(bits=2)],
         [codes(group=16)],
         [codes(bits=2)],
         [codes(column_groups=order)],

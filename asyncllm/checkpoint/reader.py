@@ -57,6 +57,22 @@ class QuantisedTensor:
     step: int = 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTensor:
+    """Quantised matrix ``[out, in]`` in blocks of a GGUF type, which hold their own scales.
+
+    Attributes:
+        scheme: the type's name in lower case, e.g. "q4_k".
+        shape: ``(out, in)``.
+        read_rows: function that reads rows: ``read_rows(start, stop)`` returns their bytes,
+            ``[stop - start, bytes of a row]`` uint8.
+    """
+
+    scheme: str
+    shape: tuple[int, ...]
+    read_rows: Callable[[int, int], Tensor]
+
+
 class CheckpointReader(Protocol):
     """Access to all tensors of a checkpoint, under their names in the files."""
 
@@ -95,8 +111,9 @@ class CheckpointReader(Protocol):
         """
         ...
 
-    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
-        """Integer codes and scales of a quantised tensor; None if it is not stored in this form."""
+    def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
+        """Integer codes and scales of a quantised tensor, or its blocks; None if it is stored in
+        neither form."""
         ...
 
     def close(self) -> None:

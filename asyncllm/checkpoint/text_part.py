@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor, TensorInfo
+from asyncllm.checkpoint.reader import BlockTensor, CheckpointReader, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.logger import get_logger
 
@@ -72,7 +72,7 @@ class TextPart:
     def slices(self, name: str) -> Iterator[Tensor]:
         return self._reader.slices(self._stored_names[name])
 
-    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
         return self._reader.quantised_tensor(self._stored_names[name])
 
     def close(self) -> None:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
-from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
+from asyncllm.checkpoint.reader import BlockTensor, CheckpointReader, QuantisedTensor
 from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import PackedSizes, log_sizes, open_checkpoint
 from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.models.architectures import is_unused, parameters, sum_parameters
 from asyncllm.gpu.models.parameter import Parameter
-from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
+from asyncllm.gpu.ops.linear_weights import (
+    LinearWeights,
+    QuantScheme,
+    WeightForm,
+    join_weights,
+)
 from asyncllm.gpu.weight_upload import PinnedUploader
 
 DUMMY_SEED = 0
@@ -141,27 +148,65 @@ def _quantised_weight(
     parameter: Parameter,
     accepts_form: Callable[[WeightForm], bool] | None,
 ) -> LinearWeights | None:
-    """Quantised weight of a linear layer or tied embedding, as stored; None for any other
-    parameter."""
-    if accepts_form is None or not parameter.linear or parameter.layout is not None:
+    """Quantised weight of a linear layer or embedding, as stored; None for any other parameter."""
+    packable = (parameter.linear or parameter.gathered) and parameter.layout is None
+    if accepts_form is None or not packable:
         return None
-    return packed_weights(
+    found = packed_weights(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form
     )
+    # Each expert is a layer of its own, so the parts of a form would have to end where experts do.
+    return None if found is not None and found.below and ".experts." in parameter.name else found
 
 
 def packed_weights(
-    parts: Sequence[QuantisedTensor | None], accepts_form: Callable[[WeightForm], bool]
+    parts: Sequence[QuantisedTensor | BlockTensor | None],
+    accepts_form: Callable[[WeightForm], bool],
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
-    Returns None for parts of different forms, or of a form that ``accepts_form`` refuses.
+    Of parts in several forms, adjacent ones of one form are stacked, and those of the next form are
+    ``below`` them. Returns None for a part without codes, or of a form that ``accepts_form``
+    refuses.
     """
-    codes = [part for part in parts if part is not None]
-    forms = {(part.bits, part.shape[1:], min(part.block[1], part.shape[-1])) for part in codes}
-    if len(codes) < len(parts) or len(forms) != 1:
+    stacks: list[LinearWeights] = []
+    for _, group in groupby(parts, _form_key):
+        found = [part for part in group if part is not None]
+        blocks = [part for part in found if isinstance(part, BlockTensor)]
+        codes = [part for part in found if isinstance(part, QuantisedTensor)]
+        stack = _stack_blocks(blocks, accepts_form) if blocks else _stack_codes(codes, accepts_form)
+        if stack is None:
+            return None
+        stacks.append(stack)
+    return join_weights(stacks)
+
+
+def _form_key(part: QuantisedTensor | BlockTensor | None) -> object:
+    """Key that is equal for parts that can be one tensor."""
+    if isinstance(part, QuantisedTensor):
+        return part.bits, min(part.block[1], part.shape[-1])
+    return None if part is None else part.scheme
+
+
+def _stack_blocks(
+    parts: Sequence[BlockTensor], accepts_form: Callable[[WeightForm], bool]
+) -> LinearWeights | None:
+    scheme: Any = parts[0].scheme
+    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    if not accepts_form(WeightForm((rows, columns), scheme)):
         return None
-    bits, (columns,), group = forms.pop()
+    # A single tensor stays where it is in the mapped file.
+    values = [part.read_rows(0, part.shape[0]) for part in parts]
+    return LinearWeights(values[0] if len(values) == 1 else torch.cat(values), scheme=scheme)
+
+
+def _stack_codes(
+    codes: Sequence[QuantisedTensor], accepts_form: Callable[[WeightForm], bool]
+) -> LinearWeights | None:
+    if not codes:
+        return None
+    bits, columns = codes[0].bits, codes[0].shape[1]
+    group = min(codes[0].block[1], columns)
     scheme = _SCHEME_BY_BITS.get(bits)
     if scheme is None or columns * bits % 8 or any(c.column_groups is not None for c in codes):
         return None

@@ -30,6 +30,11 @@ HALVES_2(emulated_si, emulated_add_epi32, _mm256_add_epi32)
 HALVES_2(emulated_si, emulated_sub_epi32, _mm256_sub_epi32)
 HALVES_2(emulated_si, emulated_mullo_epi32, _mm256_mullo_epi32)
 HALVES_2(emulated_si, emulated_and_si512, _mm256_and_si256)
+HALVES_2(emulated_si, emulated_or_si512, _mm256_or_si256)
+HALVES_2(emulated_si, emulated_shuffle_epi8, _mm256_shuffle_epi8)
+EMULATED emulated_si emulated_broadcast_i32x4(__m128i x) {
+  return {_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)};
+}
 
 EMULATED emulated_ps emulated_set1_ps(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 EMULATED emulated_si emulated_set1_epi32(int x) {
@@ -155,6 +160,7 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_add_epi32 emulated_add_epi32
 #define _mm512_add_ps emulated_add_ps
 #define _mm512_and_si512 emulated_and_si512
+#define _mm512_broadcast_i32x4 emulated_broadcast_i32x4
 #define _mm512_castps512_ps256(x) ((x).low)
 #define _mm512_castps_si512 emulated_castps_si512
 #define _mm512_castsi512_ps emulated_castsi512_ps
@@ -181,6 +187,7 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_max_ps emulated_max_ps
 #define _mm512_mul_ps emulated_mul_ps
 #define _mm512_mullo_epi32 emulated_mullo_epi32
+#define _mm512_or_si512 emulated_or_si512
 #define _mm512_reduce_max_ps emulated_reduce_max_ps
 #define _mm512_roundscale_ps(x, mode) \
   emulated_ps { _mm256_round_ps((x).low, mode), _mm256_round_ps((x).high, mode) }
@@ -188,6 +195,7 @@ EMULATED emulated_ps emulated_dpbf16_ps(emulated_ps acc, emulated_si a, emulated
 #define _mm512_set1_ps emulated_set1_ps
 #define _mm512_setzero_ps() emulated_set1_ps(0)
 #define _mm512_setzero_si512() emulated_set1_epi32(0)
+#define _mm512_shuffle_epi8 emulated_shuffle_epi8
 #define _mm512_slli_epi32 emulated_slli_epi32
 #define _mm512_srli_epi32 emulated_srli_epi32
 #define _mm512_storeu_ps emulated_storeu_ps

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
-from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
+from asyncllm.checkpoint.reader import BlockTensor, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.gguf_tensors import StoredTensor, model_tensors
 from asyncllm.gpu.formats.reader import DTYPE_NAMES, join_slices, row_ranges
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES
 
 _TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -77,13 +78,18 @@ class GGUFReader:
             values = values.view(-1, *entry.shape[1:])
             yield values if stored.change is None else stored.change(values)
 
-    def quantised_tensor(self, name: str) -> QuantisedTensor | None:
-        """Codes of a Q4_0 or Q8_0 matrix, whose blocks have a scale and integers; else None."""
+    def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
+        """Codes of Q4_0 or Q8_0, whose blocks have a scale and integers; the blocks of the types in
+        ``BLOCK_SIZES``; None for others."""
         stored = self._stored_tensors[name]
         label, shape = GGML_TYPES[stored.entry.type][0], stored.shape
-        if label not in ("Q4_0", "Q8_0") or len(shape) != 2 or stored.change is not None:
+        if len(shape) != 2 or stored.change is not None:
             return None
         read = self._row_bytes(stored)
+        if (scheme := label.lower()) in BLOCK_SIZES:
+            return BlockTensor(scheme, shape, lambda *rows: torch.from_numpy(read(*rows)))
+        if label not in ("Q4_0", "Q8_0"):
+            return None
         unpacked = _unpack_q4_0 if label == "Q4_0" else _unpack_q8_0
 
         def blocks(start_offset: int, stop: int) -> Tensor:

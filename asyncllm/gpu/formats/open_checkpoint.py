@@ -49,10 +49,14 @@ class PackedSizes:
     num_elements: int = 0
 
     def add(self, weights: LinearWeights) -> None:
-        assert weights.scale_block is not None
-        columns, group = weights.shape[1], weights.scale_block[1]
-        where = "per channel" if group == columns else f"in groups of {group}"
-        self.form_phrases.add(f"{weights.scheme} {where}")
+        for part in weights.parts:
+            if part.scale_block is None:
+                where = "in blocks"
+            elif part.scale_block[1] == part.shape[1]:
+                where = "per channel"
+            else:
+                where = f"in groups of {part.scale_block[1]}"
+            self.form_phrases.add(f"{part.scheme} {where}")
         self.num_bytes += weights.num_bytes
         self.num_elements += math.prod(weights.shape)
 

@@ -142,7 +142,8 @@ class DecoderBuilder:
         """Builds the embedding, and the output head if the two are tied."""
         model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
-        weights = head.source(head.parameter("embed", rows, model.hidden_size, linear=tied))
+        width = model.hidden_size
+        weights = head.source(head.parameter("embed", rows, width, linear=tied, gathered=not tied))
         if isinstance(weights, Tensor):
             dtype = weights.dtype
         assert dtype is not None
@@ -151,7 +152,8 @@ class DecoderBuilder:
             multiplier = torch.tensor(multiplier, dtype=dtype).item()
         if tied:
             return ops.tied_embedding(head.quantise_if_configured(weights), dtype, multiplier)
-        assert isinstance(weights, Tensor)
+        if isinstance(weights, LinearWeights):
+            return ops.packed_embedding(weights, dtype, multiplier), None
         return ops.embedding(weights, multiplier), None
 
     def layer(self, index: int) -> Layer:

@@ -51,6 +51,7 @@ class Parameter:
         layout: layout of a single fused part; None if the parts are plain rows.
         linear: whether the parameter is a linear layer's weight that may be packed or quantised.
             Weights of routers and gates may not.
+        gathered: whether it is an embedding's table, which may be packed as the checkpoint has it.
         alternative: the same parameter in the layout of other checkpoints; None if all checkpoints
             have the same layout.
     """
@@ -61,6 +62,7 @@ class Parameter:
     dtype: str | None = None
     layout: StackLayout | None = None
     linear: bool = False
+    gathered: bool = False
     alternative: Parameter | None = None
 
     def found_in(self, tensors: Collection[str]) -> Parameter:

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
+from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.layers import GatedMLP
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.base import Linear, RMSNorm
-from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.linear_weights import LinearWeights, join_weights
 from asyncllm.gpu.ops.quantise import ConvertWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
@@ -151,11 +152,26 @@ def _as_linear_weights(weights: Tensor | LinearWeights) -> LinearWeights:
 
 
 def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
-    """Reorders the rows of weights; scales and zero points have to be per row."""
-    parts = {name: getattr(weights, name) for name in ("values", "bias", "scales", "zeros")}
-    ordered = {
-        name: part.index_select(0, rows.to(part.device))
-        for name, part in parts.items()
-        if part is not None
-    }
-    return replace(weights, **ordered)
+    """Reorders the rows of weights; scales and zero points have to be per row.
+
+    Raises:
+        ModelLoadError: a row would move to weights of another form.
+    """
+    parts, first = [], 0
+    for part in weights.parts:
+        last = first + part.shape[0]
+        own = rows[first:last] - first
+        if not bool(((own >= 0) & (own < last - first)).all()):
+            raise ModelLoadError(
+                f"rows {first} to {last - 1} of scheme {part.scheme!r} are in another order than "
+                "their neighbours of another scheme, expected one scheme"
+            )
+        tensors = {name: getattr(part, name) for name in ("values", "bias", "scales", "zeros")}
+        ordered = {
+            name: tensor.index_select(0, own.to(tensor.device))
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        parts.append(replace(part, **ordered))
+        first = last
+    return join_weights(parts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -10,17 +11,32 @@ from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 
-QuantScheme = Literal["plain", "int8", "e4m3", "int4", "e2m1"]
+QuantScheme = Literal[
+    "plain", "int8", "e4m3", "int4", "e2m1",
+    "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl",
+]  # fmt: skip
 
-_STORAGE: dict[QuantScheme, tuple[list[torch.dtype], int]] = {
-    "plain": ([torch.float32, torch.bfloat16, torch.float16], 1),
-    "int8": ([torch.int8], 1),
-    "e4m3": ([torch.float8_e4m3fn], 1),
-    "int4": ([torch.uint8], 2),
-    "e2m1": ([torch.uint8], 2),
+BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+    "iq4_nl": (32, 18),
 }
-"""Storage of each scheme: the dtypes that ``values`` may have, and the number of weights per stored
-value."""
+"""Weights and bytes of a block, for the schemes whose rows are a GGUF file's own."""
+
+_STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
+    "plain": ([torch.float32, torch.bfloat16, torch.float16], (1, 1)),
+    "int8": ([torch.int8], (1, 1)),
+    "e4m3": ([torch.float8_e4m3fn], (1, 1)),
+    "int4": ([torch.uint8], (2, 1)),
+    "e2m1": ([torch.uint8], (2, 1)),
+    **{scheme: ([torch.uint8], sizes) for scheme, sizes in BLOCK_SIZES.items()},
+}
+"""Storage of each scheme: the dtypes that ``values`` may have, and a number of weights and the
+number of stored values that hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +74,14 @@ class PanelSource(Protocol):
 class LinearWeights:
     """Weight ``[out, in]`` and bias of a linear layer.
 
-    With a scheme other than "plain", an element is ``(value - zero) * scale``. A block of
+    With a scheme of integers or small floats, an element is ``(value - zero) * scale``. A block of
     ``scale_block`` rows and columns has one ``scale`` and one ``zero``: ``(1, in)`` is a block per
     output channel, ``(1, 128)`` a block per 128 columns of a row, ``(128, 128)`` a block per tile.
+    A scheme of ``BLOCK_SIZES`` has everything in ``values``: the blocks of a GGUF file.
 
     Attributes:
         values: ``[out, in]``; for 4-bit schemes ``[out, in / 2]`` uint8, with even columns in the
-            low bits.
+            low bits; for blocks ``[out, bytes of a row]`` uint8.
         bias: ``[out]``.
         scheme: element type of ``values``; "plain" is a floating point type of torch.
         scales: ``[ceil(out / rows), ceil(in / columns)]`` for a ``scale_block`` of (rows, columns).
@@ -75,6 +92,8 @@ class LinearWeights:
             beside a packed copy.
         panels: source of the weights in the native kernels' layout; None to pack them. If the
             source has them already, the tensors above are on the meta device, without values.
+        below: weights of other forms, whose outputs follow those of the tensors above. The bias is
+            that of all outputs, and ``panels`` packs all of them, part by part.
 
     Raises:
         ModelLoadError: a dtype or shape contradicts the scheme.
@@ -89,22 +108,25 @@ class LinearWeights:
     column_order: Tensor | None = None
     shared: bool = False
     panels: PanelSource | None = None
+    below: tuple[LinearWeights, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_field("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)
         dtypes, _ = _STORAGE[self.scheme]
         self._check_field("dtype of values", self.values.dtype, dtypes, self.values.dtype in dtypes)
         self._check_field("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
-        rows, columns = self.shape
+        width, whole = self.values.shape[1], _STORAGE[self.scheme][1][1]
+        self._check_field("columns of values", width, f"a multiple of {whole}", width % whole == 0)
+        columns, rows = self.shape[1], len(self.values)
         block, grid, order = self.scale_block, None, None
-        if self.scheme == "plain":
+        if self.scheme == "plain" or self.scheme in BLOCK_SIZES:
             self._check_field("scale_block", block, None, block is None)
         else:
             block = block or (0, 0)
             self._check_field("scale_block", self.scale_block, "(rows, columns)", min(block) > 0)
             grid, order = (-(-rows // block[0]), -(-columns // block[1])), (columns,)
             self._check_field("scales", None, grid, self.scales is not None)
-        shapes = {"bias": (rows,), "scales": grid, "zeros": grid, "column_order": order}
+        shapes = {"bias": self.shape[:1], "scales": grid, "zeros": grid, "column_order": order}
         for name, shape in shapes.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None:
@@ -128,11 +150,42 @@ class LinearWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of values, scales and zeros."""
-        parts = (self.values, self.scales, self.zeros)
-        return sum(part.nbytes for part in parts if part is not None)
+        own = (self.values, self.scales, self.zeros)
+        return sum(each.nbytes for each in own if each is not None) + sum(
+            part.num_bytes for part in self.below
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(out, in)``."""
         rows, width = self.values.shape
-        return rows, width * _STORAGE[self.scheme][1]
+        weights, values = _STORAGE[self.scheme][1]
+        return rows + sum(part.shape[0] for part in self.below), width // values * weights
+
+    @property
+    def parts(self) -> list[LinearWeights]:
+        """Weights of one form each, with their own rows of the bias."""
+        if not self.below:
+            return [self]
+        parts = [replace(self, bias=None, below=()), *self.below]
+        biases = (
+            [None] * len(parts)
+            if self.bias is None
+            else self.bias.split([part.shape[0] for part in parts])
+        )
+        return [
+            replace(part, bias=bias, panels=self.panels)
+            for part, bias in zip(parts, biases, strict=True)
+        ]
+
+
+def join_weights(parts: Sequence[LinearWeights]) -> LinearWeights:
+    """Weights whose outputs are those of ``parts``, one after the other."""
+    first, *others = parts
+    if not others:
+        return first
+    biases = [part.bias for part in parts if part.bias is not None]
+    below = tuple(replace(part, bias=None) for part in others)
+    return replace(
+        replace(first, bias=None), below=below, bias=torch.cat(biases) if biases else None
+    )

@@ -1,4 +1,4 @@
-"""NativeLinear: linear layers on packed weights."""
+"""NativeLinear, NativeJoinedLinear: linear layers on packed weights."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class NativeLinear:
         self.dtype = weights.values.dtype if weights.scheme == "plain" else None
         self.weights = pack_weights(context, weights)
         handle, keep_alive = self.weights.handle, [self.weights]
-        self._linear = NativeOp(context, "linear", keep_alive, weights=handle, y_stride=self.n)
+        self._linear = NativeOp(context, "linear", keep_alive, weights=handle)
         self._argmax = NativeOp(context, "argmax", keep_alive, weights=handle)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.project(self._check_input(x))
+        return self.project(self.check_input(x))
 
     def project(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Computes the outputs ``[T, out]`` of ``x [T, in]``, without checks of ``x``.
@@ -44,11 +44,21 @@ class NativeLinear:
             dtype: dtype of the outputs; has to be float32 for float32 weights, and the dtype of
                 ``x``, or None, for others.
         """
-        op = self._linear
-        y = op.empty(x, self.n, dtype)
-        op.args.x_stride, op.args.dtype = x.stride(0), DTYPES[x.dtype]
-        op(x, {"x": x, "y": y})
+        y = self._linear.empty(x, self.n, dtype)
+        self.write(x, y)
         return y
+
+    def write(self, x: Tensor, y: Tensor) -> None:
+        """Writes the outputs of ``x [T, in]``, as ``project`` returns them, to ``y [T, out]`` with
+        contiguous rows."""
+        op = self._linear
+        op.args.x_stride, op.args.y_stride = x.stride(0), y.stride(0)
+        op.args.dtype = DTYPES[x.dtype]
+        op(x, {"x": x, "y": y})
+
+    def empty(self, x: Tensor, width: int) -> Tensor:
+        """Allocates an output ``[T, width]`` of the dtype of ``x [T, in]``."""
+        return self._linear.empty(x, width)
 
     def argmax(self, x: Tensor) -> Tensor:
         """``x [T, in] -> [T]`` int64: index of each row's largest output, the first of equal ones.
@@ -57,14 +67,34 @@ class NativeLinear:
         is -1 for a row whose outputs include NaN or infinity, and NO_TOKEN_LEFT for a row whose
         outputs are all minus infinity.
         """
-        x, op = self._check_input(x), self._argmax
+        x, op = self.check_input(x), self._argmax
         tokens = op.empty(x, 1, torch.int64)
         op.args.x_stride, op.args.dtype = x.stride(0), DTYPES[x.dtype]
         op(x, {"x": x, "out": tokens})
         return tokens.view(-1)
 
-    def _check_input(self, x: Tensor) -> Tensor:
+    def check_input(self, x: Tensor) -> Tensor:
         x = contiguous_rows(x, self.dtype or x.dtype)
         if x.shape[1] != self.k:
             raise ValueError(f"native linear: x has {x.shape[1]} columns, expected {self.k}")
         return x
+
+
+class NativeJoinedLinear:
+    """Linear layer on weights of several forms, such as the mixtures of types of a GGUF file.
+
+    Each form is a layer of its own, which writes its columns of the outputs.
+    """
+
+    def __init__(self, context: Context, weights: LinearWeights) -> None:
+        self.layers = [NativeLinear(context, part) for part in weights.parts]
+        self.n = weights.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first = self.layers[0]
+        x = first.check_input(x)
+        y, column = first.empty(x, self.n), 0
+        for layer in self.layers:
+            layer.write(x, y[:, column : column + layer.n])
+            column += layer.n
+        return y

@@ -13,10 +13,10 @@ from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.ops.base import Embedding
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
-from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativeTable
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
-from asyncllm.gpu.ops.native_linear import NativeLinear
+from asyncllm.gpu.ops.native_linear import NativeJoinedLinear, NativeLinear
 from asyncllm.gpu.ops.native_norms import NativeResidualAdd, NativeRMSNorm
 from asyncllm.gpu.ops.native_pointwise import (
     GELU_TANH,
@@ -43,10 +43,10 @@ class NativeOps(CpuOps):
     """Op set of the native library, on the threads of a context."""
 
     name = "native"
-    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4"})
+    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4", *BLOCK_SIZES})
     accepted_weights = (
         "'plain', or 'int8' and 'int4' with scales per output channel or in blocks of (1, a "
-        f"multiple of {INPUTS_PER_SCALE}), and without column_order"
+        f"multiple of {INPUTS_PER_SCALE}), or blocks of GGUF, and without column_order"
     )
     packs_linear = True
     state_rows = staticmethod(NativeStateRows)
@@ -77,7 +77,9 @@ class NativeOps(CpuOps):
     def accepts_form(self, form: WeightForm) -> bool:
         return form.scheme == "plain" or native_type(form) is not None
 
-    def make_linear(self, weights: LinearWeights) -> NativeLinear:
+    def make_linear(self, weights: LinearWeights) -> NativeLinear | NativeJoinedLinear:
+        if weights.below:
+            return NativeJoinedLinear(self.context, weights)
         return NativeLinear(self.context, weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
@@ -88,6 +90,11 @@ class NativeOps(CpuOps):
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         return NativeTable(self.context, values, multiplier)
+
+    def packed_embedding(
+        self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
+    ) -> Embedding:
+        return NativeEmbedding(NativeLinear(self.context, weights), dtype, multiplier)
 
     def recorder(self) -> Recorder:
         return Recorder(self.context)

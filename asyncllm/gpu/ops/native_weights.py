@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightForm
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.gpu.ops.quantise import GROUP, Conversion, check_even_inputs
 from asyncllm.native.context import Context, PackedWeights, raise_status
@@ -19,6 +19,11 @@ from asyncllm.native.interface import STRUCTS
 INT8, UINT4, UINT8 = 3, 4, 5
 """The library's types of quantised weights. INT8 has a scale per output channel; the others have a
 scale per output channel and group of inputs."""
+
+BLOCK_TYPES: Mapping[str, int] = {
+    "q4_1": 6, "q5_0": 7, "q5_1": 8, "q4_k": 9, "q5_k": 10, "q6_k": 11, "iq4_nl": 12,
+}  # fmt: skip
+"""The library's types of GGUF blocks, by scheme."""
 
 INPUTS_PER_SCALE = 32
 """Number of inputs per scale when the kernels quantise the inputs. The size of a group of weights
@@ -30,6 +35,8 @@ def native_type(form: WeightForm) -> int | None:
     type."""
     block_rows, group = form.scale_block or (0, 0)
     columns = form.shape[1]
+    if form.scheme in BLOCK_TYPES and not form.has_order:
+        return BLOCK_TYPES[form.scheme]
     if form.has_order or block_rows != 1:
         return None
     if form.scheme == "int8" and group == columns and not form.has_zeros:
@@ -107,6 +114,8 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
         stored = native_type(weights.form)
+        if weights.scheme in BLOCK_TYPES:
+            return _pack_blocks(context, weights, bias)
         if stored != INT8:
             assert stored is not None
             return _pack_grouped(context, weights, stored, bias)
@@ -137,6 +146,16 @@ def _pack_grouped(
         group=-(-min(block[1], k) // INPUTS_PER_SCALE) * INPUTS_PER_SCALE,
         scales=scales.data_ptr(), zeros=_address(zeros),
         bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],
+    )  # fmt: skip
+    return PackedWeights.grouped(context, args)
+
+
+def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) -> PackedWeights:
+    values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
+    args = STRUCTS["GroupedArgs"](
+        values=values.data_ptr(), n=weights.shape[0], k=weights.shape[1],
+        row_bytes=values.stride(0), group=BLOCK_SIZES[weights.scheme][0], bias=_address(bias),
+        dtype=BLOCK_TYPES[weights.scheme], scale_dtype=DTYPES[torch.float16],
     )  # fmt: skip
     return PackedWeights.grouped(context, args)
 

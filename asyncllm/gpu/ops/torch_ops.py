@@ -110,11 +110,12 @@ class TorchOps:
         Raises:
             ModelLoadError: the op set cannot compute with weights of this form.
         """
-        if not self.accepts_form(weights.form):
-            raise ModelLoadError(
-                f"weights of scheme {weights.scheme!r} with scale_block={weights.scale_block}: the "
-                f"op set {self.name!r} takes {self.accepted_weights}"
-            )
+        for part in weights.parts:
+            if not self.accepts_form(part.form):
+                raise ModelLoadError(
+                    f"weights of scheme {part.scheme!r} with scale_block={part.scale_block}: the "
+                    f"op set {self.name!r} takes {self.accepted_weights}"
+                )
         self.linear_bytes += weights.num_bytes
 
     def accepts_form(self, form: WeightForm) -> bool:
@@ -159,6 +160,22 @@ class TorchOps:
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
         """Makes an embedding from ``values [vocab_size, H]``, times ``multiplier``."""
         return TorchEmbedding(values, multiplier)
+
+    def packed_embedding(
+        self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
+    ) -> Embedding:
+        """Makes an embedding from quantised weights of a form that ``accepts_form`` accepts.
+
+        Args:
+            dtype: dtype of the embedding.
+            multiplier: factor on the embedding.
+
+        Raises:
+            ModelLoadError: the op set gathers no rows of quantised weights.
+        """
+        raise ModelLoadError(
+            f"an embedding of scheme {weights.scheme!r}: the op set {self.name!r} takes 'plain'"
+        )
 
     def tied_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0

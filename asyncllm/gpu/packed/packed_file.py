@@ -43,13 +43,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.ops.linear_weights import LinearWeights
+from asyncllm.gpu.ops.linear_weights import LinearWeights, join_weights
 from asyncllm.gpu.ops.native_weights import pack_new_weights
 from asyncllm.native.context import Context, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
 MAGIC = b"asyncLLM"
-FORMAT = 1
+FORMAT = 2
 """Version of the file format. A file of another version is a miss."""
 
 ALIGNMENT = 64
@@ -83,18 +83,50 @@ class Panels:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredForm:
+    """Form of a linear layer's weights, see ``LinearWeights``.
+
+    Attributes:
+        dtype, shape: of the values; torch's name of the dtype.
+    """
+
+    dtype: str
+    shape: list[int]
+    scheme: Any
+    scale_block: list[int] | None
+    scale_dtype: str | None
+    scale_shape: list[int] | None
+    has_zeros: bool
+
+    def placeholder(self, panels: StoredPanels) -> LinearWeights:
+        """The weights without values, which ``panels`` has."""
+        scales = zeros = None
+        if self.scale_shape is not None:
+            assert self.scale_dtype is not None
+            scales = _placeholder(self.scale_shape, self.scale_dtype)
+            zeros = _placeholder(self.scale_shape, self.dtype) if self.has_zeros else None
+        rows, columns = self.scale_block or (0, 0)
+        return LinearWeights(
+            _placeholder(self.shape, self.dtype),
+            scheme=self.scheme,
+            scales=scales,
+            scale_block=None if self.scale_block is None else (rows, columns),
+            zeros=zeros,
+            panels=panels,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A line of the header: one parameter of the decoder.
 
     Attributes:
-        dtype: torch's name of the dtype of the values.
-        shape: shape of the parameter. For 4-bit values it is the shape of the stored bytes.
+        dtype, shape: of a plain tensor; torch's name of the dtype.
         offset, num_bytes: place in the file.
         checksum: ``Context.checksum`` of these bytes.
         parts: panels of a linear layer's weight, in the order in which they are packed; empty for a
             plain tensor.
-        scheme, scale_block, scale_dtype, scale_shape, has_zeros: form of a linear layer's weights,
-            see ``LinearWeights``.
+        forms: forms of the weights, in the order of their outputs; empty for a plain tensor.
     """
 
     name: str
@@ -104,11 +136,7 @@ class TensorEntry:
     num_bytes: int
     checksum: int
     parts: list[Panels]
-    scheme: Any = "plain"
-    scale_block: list[int] | None = None
-    scale_dtype: str | None = None
-    scale_shape: list[int] | None = None
-    has_zeros: bool = False
+    forms: list[StoredForm]
 
 
 class PanelRecorder:
@@ -116,25 +144,43 @@ class PanelRecorder:
 
     Attributes:
         weights: the packed weights, in the order in which they were made.
-        form: the last of the weights that were packed, without values.
-        rows, scale_rows: rows of all weights and of their scales together.
+        forms: their forms; adjacent weights of one form, such as experts, are one.
     """
-
-    form: LinearWeights
 
     def __init__(self) -> None:
         self.weights: list[PackedWeights] = []
-        self.rows = self.scale_rows = 0
+        self.forms: list[StoredForm] = []
 
     def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
         made = pack_new_weights(context, weights)
         self.weights.append(made)
-        parts = {name: getattr(weights, name) for name in ("values", "scales", "zeros")}
-        forms = {name: part.to("meta") for name, part in parts.items() if part is not None}
-        self.form = replace(weights, **forms, bias=None, panels=None)
-        self.rows += weights.shape[0]
-        self.scale_rows += 0 if weights.scales is None else len(weights.scales)
+        values, scales, block = weights.values, weights.scales, weights.scale_block
+        form = StoredForm(
+            _name(values.dtype),
+            [*values.shape],
+            weights.scheme,
+            None if block is None else [*block],
+            None if scales is None else _name(scales.dtype),
+            None if scales is None else [*scales.shape],
+            weights.zeros is not None,
+        )
+        if self.forms and _alike(self.forms[-1], form):
+            form = _stack(self.forms.pop(), form)
+        self.forms.append(form)
         return made
+
+
+def _stack(above: StoredForm, below: StoredForm) -> StoredForm:
+    scale_shape = above.scale_shape
+    if scale_shape is not None and below.scale_shape is not None:
+        scale_shape = [scale_shape[0] + below.scale_shape[0], *scale_shape[1:]]
+    shape = [above.shape[0] + below.shape[0], *above.shape[1:]]
+    return replace(above, shape=shape, scale_shape=scale_shape)
+
+
+def _alike(one: StoredForm, other: StoredForm) -> bool:
+    """Whether two forms differ in their rows alone."""
+    return replace(one, shape=other.shape, scale_shape=other.scale_shape) == other
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,20 +305,8 @@ class PackedFile:
         return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(entry.shape)
 
     def _linear(self, entry: TensorEntry) -> LinearWeights:
-        scales = zeros = None
-        if entry.scale_shape is not None:
-            assert entry.scale_dtype is not None
-            scales = _placeholder(entry.scale_shape, entry.scale_dtype)
-            zeros = _placeholder(entry.scale_shape, entry.dtype) if entry.has_zeros else None
-        rows, columns = entry.scale_block or (0, 0)
-        return LinearWeights(
-            _placeholder(entry.shape, entry.dtype),
-            scheme=entry.scheme,
-            scales=scales,
-            scale_block=None if entry.scale_block is None else (rows, columns),
-            zeros=zeros,
-            panels=StoredPanels(self, iter(entry.parts)),
-        )
+        panels = StoredPanels(self, iter(entry.parts))
+        return join_weights([form.placeholder(panels) for form in entry.forms])
 
 
 def write_packed_file(
@@ -377,29 +411,17 @@ def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, in
     offset = places[0][0]
     num_bytes = sum(places[-1]) - offset
     if isinstance(tensor, Tensor):
-        return TensorEntry(name, _name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [])
-    form, parts = tensor.form, []
+        return TensorEntry(name, _name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [], [])
+    parts: list[Panels] = []
     for each, (start, size) in zip(tensor.weights, places, strict=True):
         parts.append(Panels([getattr(each.form, field) for field in _PANEL_FIELDS], start, size))
-    return TensorEntry(
-        name,
-        _name(form.values.dtype),
-        [tensor.rows, form.values.shape[1]],
-        offset,
-        num_bytes,
-        0,
-        parts,
-        form.scheme,
-        None if form.scale_block is None else [*form.scale_block],
-        None if form.scales is None else _name(form.scales.dtype),
-        None if form.scales is None else [tensor.scale_rows, form.scales.shape[1]],
-        form.zeros is not None,
-    )
+    return TensorEntry(name, "", [], offset, num_bytes, 0, parts, tensor.forms)
 
 
 def _entry_of(line: dict[str, Any]) -> TensorEntry:
     parts: Any = [Panels(**part) for part in line["parts"]]
-    return TensorEntry(**line | {"parts": parts})
+    forms: Any = [StoredForm(**form) for form in line["forms"]]
+    return TensorEntry(**line | {"parts": parts, "forms": forms})
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -39,7 +39,6 @@ inline bool is_activation(int32_t kind) {
 inline int64_t size_of(int32_t dtype) {
   return dtype == DTYPE_F32 ? 4 : dtype == DTYPE_I8 ? 1 : 2;
 }
-inline bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
 inline bool aligned(const void* p, int64_t size) { return reinterpret_cast<uintptr_t>(p) % size == 0; }
 // Whether p, type and stride are valid for a matrix [rows, width].
 inline bool is_matrix(const void* p, int32_t dtype, int64_t rows, int64_t width, int64_t stride) {

@@ -15,9 +15,11 @@
 enum { QUADS = SPAN / QUAD };
 const float INT8_UNIT = 0x1p-21f;
 
-INLINE bool is_grouped(int32_t dtype) { return dtype == DTYPE_U4 || dtype == DTYPE_U8; }
 // Bytes of one span of inputs in a panel.
-INLINE int64_t span_bytes(int32_t dtype) { return PANEL * SPAN / (dtype == DTYPE_U4 ? 2 : 1); }
+static constexpr int64_t span_bytes(int32_t dtype) {
+  if (block_form(dtype).elements) return PANEL * block_span_bytes(block_form(dtype));
+  return PANEL * SPAN / (dtype == DTYPE_U4 ? 2 : 1);
+}
 INLINE int64_t count_spans(int64_t k) { return (k + SPAN - 1) / SPAN; }
 
 // Byte, in a span of a panel, with the value of input i and an output; `shift` is the number of
@@ -33,6 +35,27 @@ INLINE int64_t place_in_span(int64_t i, int64_t output, int32_t dtype, int* shif
 INLINE uint32_t spread(uint32_t codes) {
   codes = (codes | codes << 8) & 0x00ff00ff;
   return (codes | codes << 4) & 0x0f0f0f0f;
+}
+
+// Defined in blocks.h, for weights in blocks of GGUF.
+struct SpanBlock;
+template <int32_t DTYPE, int M>
+static void block_tile(const PackedView& weights, const LinearTask& task, int64_t row,
+                       int64_t panel, const SpanBlock& block, float* out);
+static void pack_blocks(const GroupedArgs& args, const PackedView& view, int64_t panel);
+static void gather_block_row(const PackedView& weights, int64_t row, void* out, int32_t dtype);
+
+// Calls f with a null pointer to an array whose size is the type: a constant in f.
+template <class F> INLINE void with_block_type(int32_t dtype, F&& f) {
+  switch (dtype) {
+    case DTYPE_Q4_1: return f((char(*)[DTYPE_Q4_1])nullptr);
+    case DTYPE_Q5_0: return f((char(*)[DTYPE_Q5_0])nullptr);
+    case DTYPE_Q5_1: return f((char(*)[DTYPE_Q5_1])nullptr);
+    case DTYPE_Q4_K: return f((char(*)[DTYPE_Q4_K])nullptr);
+    case DTYPE_Q5_K: return f((char(*)[DTYPE_Q5_K])nullptr);
+    case DTYPE_Q6_K: return f((char(*)[DTYPE_Q6_K])nullptr);
+    case DTYPE_IQ4_NL: return f((char(*)[DTYPE_IQ4_NL])nullptr);
+  }
 }
 
 // Packs `bytes` of a row's values, at most a span, for one output of a panel.
@@ -52,6 +75,10 @@ INLINE void pack_span(const uint8_t* row, int64_t bytes, int32_t dtype, uint8_t*
 // Packs the values, scales and zero points of panels [first, last).
 static void pack_grouped(const GroupedArgs& args, const PackedView& view, int64_t first,
                          int64_t last) {
+  if (block_form(args.dtype).elements) {
+    for (int64_t panel = first; panel < last; ++panel) pack_blocks(args, view, panel);
+    return;
+  }
   int64_t bytes = span_bytes(args.dtype), width = args.scale_dtype == DTYPE_F32 ? 4 : 2;
   int64_t per_byte = args.dtype == DTYPE_U4 ? 2 : 1;
   int64_t row_bytes = (args.k + per_byte - 1) / per_byte;
@@ -85,7 +112,7 @@ static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k, bool
   for (int64_t span = 0; span < count_spans(k); ++span) {
     const T* from = x + span * SPAN;
     int64_t left = k - span * SPAN;
-    vf values[SPAN / W], top = zero(), sums = zero();
+    vf values[SPAN / W], top = zero(), halves[2] = {zero(), zero()};
 #pragma GCC unroll 8
     for (int64_t i = 0; i < SPAN / W; ++i) {
       values[i] = left >= SPAN ? load(from + i * W) : load_some(from + i * W, left - i * W);
@@ -96,16 +123,17 @@ static void quantise_spans(const T* x, int8_t* out, Span* spans, int64_t k, bool
 #pragma GCC unroll 8
     for (int64_t i = 0; i < SPAN / W; ++i) {
       values[i] = round_even(mul(values[i], factor));
+      vf& sums = halves[i / (SPAN / W / 2)];
       sums = add(sums, values[i]);
     }
     // It is NaN if an input was NaN, or infinite: then the factor is 0.
-    float sum = hsum(sums);
+    float half = hsum(halves[0]), sum = half + hsum(halves[1]);
     bool finite = sum == sum;
 #pragma GCC unroll 8
     for (int64_t i = 0; i < SPAN / W; ++i)
       store(out + span * SPAN + i * W, finite ? values[i] : zero());
     spans[span] = {finite ? largest / limit * unit : __builtin_nanf(""),
-                   finite ? (int32_t)sum * start : 0};
+                   finite ? (int32_t)sum * start : 0, finite ? (int32_t)half * start : 0};
   }
 }
 
@@ -119,10 +147,16 @@ static void quantise_row_spans(const void* x, int32_t dtype, int8_t* out, Span* 
 // How tiles multiply weights of a type.
 template <int32_t DTYPE> struct Form {
   static constexpr bool BY_CHANNEL = DTYPE == DTYPE_I8;
+  static constexpr bool IS_BLOCK = block_form(DTYPE).elements > 0;
+  static constexpr int64_t BYTES = span_bytes(DTYPE);
   static constexpr int BITS = DTYPE == DTYPE_U4 ? 4 : 8;
   static constexpr bool WHOLE = BITS == 8 && SPANS_INT8;
   static constexpr int SUMS = BITS == 8 && !WHOLE ? 2 : 1;  // of a span, for each output
-  static constexpr int ROWS = WHOLE ? 6 : 16 / BITS;  // for whose sums of a span there are registers
+  // Rows for whose sums of a span there are registers. Blocks have no more than one sum for each
+  // where products of bytes are summed in 32 bits, or codes have 4 bits.
+  static constexpr bool ONE_SUM =
+      SPANS_INT8 || (block_form(DTYPE).bits == 4 && DTYPE != DTYPE_IQ4_NL);
+  static constexpr int ROWS = IS_BLOCK ? (ONE_SUM ? 4 : 2) : WHOLE ? 6 : 16 / BITS;
 };
 
 INLINE vf load_scales(const PackedView& weights, int64_t at) {
@@ -187,7 +221,7 @@ static __attribute__((noinline)) void spanned_tile(const PackedView& weights,
                                                    float* out) {
   using F = Form<DTYPE>;
   const int64_t spans = count_spans(weights.k), stride = spans * SPAN;
-  const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans_per_group = weights.group / SPAN;
+  const int64_t bytes = F::BYTES, spans_per_group = weights.group / SPAN;
   const uint8_t* w = (const uint8_t*)weights.data + panel * weights.panel_elements;
   const int8_t* x = task.x8 + row * stride + block.first * SPAN;
   const int64_t ahead = BLOCK_BYTES + block.line * 64;
@@ -255,13 +289,17 @@ static void spanned_panel(const PackedView& weights, const LinearTask& task, int
   using F = Form<DTYPE>;
   alignas(64) float sums[GROUP_ROWS * PANEL];
   zero_floats(sums, rows * PANEL);
-  const int64_t bytes = PANEL * SPAN * F::BITS / 8, spans = count_spans(weights.k);
-  const int64_t step = rows <= F::ROWS ? spans : BLOCK_BYTES / bytes;
+  const int64_t spans = count_spans(weights.k);
+  const int64_t step = rows <= F::ROWS ? spans : BLOCK_BYTES / F::BYTES;
   for (int64_t span = 0; span < spans; span += step)
-    each_tile<F::ROWS>(rows, bytes / 64, [&](auto tile) {
+    each_tile<F::ROWS>(rows, (F::BYTES + 63) / 64, [&](auto tile) {
+      constexpr int ROWS = decltype(tile)::ROWS;
       SpanBlock block = {span, least(spans, span + step), tile.line, tile.lines};
-      spanned_tile<DTYPE, decltype(tile)::ROWS>(weights, task, row + tile.row, panel, block,
-                                                sums + tile.row * PANEL);
+      float* own = sums + tile.row * PANEL;
+      if constexpr (F::IS_BLOCK)
+        block_tile<DTYPE, ROWS>(weights, task, row + tile.row, panel, block, own);
+      else
+        spanned_tile<DTYPE, ROWS>(weights, task, row + tile.row, panel, block, own);
     });
   if (F::BY_CHANNEL) {
     for (int64_t i = 0; i < rows * NV; ++i) {
@@ -284,6 +322,11 @@ static void spanned_panels(const PackedView& weights, const LinearTask& task) {
 static void spanned_linear(const PackedView& weights, const LinearTask& task) {
   if (weights.dtype == DTYPE_U4) return spanned_panels<DTYPE_U4>(weights, task);
   if (weights.dtype == DTYPE_U8) return spanned_panels<DTYPE_U8>(weights, task);
+  if (block_form(weights.dtype).elements) {
+    return with_block_type(weights.dtype, [&](auto* type) {
+      spanned_panels<sizeof(*type)>(weights, task);
+    });
+  }
 #ifdef BYTE_PRODUCTS
   spanned_panels<DTYPE_I8>(weights, task);
 #endif
@@ -306,6 +349,7 @@ static void gather_grouped(const PackedView& weights, int64_t row, Out* out) {
 }
 
 static void gather_grouped_row(const PackedView& weights, int64_t row, void* out, int32_t dtype) {
+  if (block_form(weights.dtype).elements) return gather_block_row(weights, row, out, dtype);
   with_type(weights.scale_dtype, [&](auto* type) {
     using S = typename pointee<decltype(type)>::type;
     with_type(dtype, [&](auto* to) { gather_grouped<S>(weights, row, (decltype(to))out); });

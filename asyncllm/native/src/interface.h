@@ -23,9 +23,12 @@ enum Status {
 enum Activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1 };
 
 // Tensors are of the first three types. Weights of a linear layer may also be of DTYPE_I8, with a
-// scale per output, or of DTYPE_U4 or DTYPE_U8, with a scale per output and group of inputs.
+// scale per output, of DTYPE_U4 or DTYPE_U8, with a scale per output and group of inputs, or in
+// blocks of a type of GGUF, from DTYPE_Q4_1 on.
 enum DType {
-  DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_I8 = 3, DTYPE_U4 = 4, DTYPE_U8 = 5
+  DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2, DTYPE_I8 = 3, DTYPE_U4 = 4, DTYPE_U8 = 5,
+  DTYPE_Q4_1 = 6, DTYPE_Q5_0 = 7, DTYPE_Q5_1 = 8, DTYPE_Q4_K = 9, DTYPE_Q5_K = 10,
+  DTYPE_Q6_K = 11, DTYPE_IQ4_NL = 12
 };
 
 typedef struct Context Context;
@@ -148,6 +151,8 @@ typedef struct SlotsArgs {
 
 // Quantised weights [n, k]. An element is (value - zero) * scale, with a scale and a zero point per
 // output and group of inputs. The size of a group is a multiple of SPAN; the last may be shorter.
+//
+// Rows in blocks of GGUF hold all that they need: scales and zeros are null, and a group is a block.
 enum { SPAN = 32 };
 typedef struct GroupedArgs {
   const void* values;  // [n] rows; a byte has two of DTYPE_U4, the even input's in the low bits
@@ -160,7 +165,7 @@ typedef struct GroupedArgs {
 
 // Form of packed weights: with the kernels of a context it says where everything lies in them.
 typedef struct PanelArgs {
-  int64_t n, k, group;  // group: as in GroupedArgs; 0 for weights that are not in groups
+  int64_t n, k, group;  // group: as in GroupedArgs; 0 for weights without groups
   int32_t dtype, scale_dtype, has_zeros;
 } PanelArgs;
 

@@ -11,6 +11,36 @@
 // such bytes, so raise it with every change of them.
 enum { LAYOUT = 1 };
 
+// A block type of GGUF: a weight is scale * (code - offset) - minimum. Scale and minimum are in
+// float16 for each block; or they are such a number times one byte for each span, or half a span.
+struct BlockForm {
+  int32_t elements, bytes;  // of a block; 0 for a type that is none of GGUF's
+  int32_t bits;             // of a code
+  int32_t byte_scales;      // number of byte scales of a span
+  bool has_minimum;
+  int32_t offset;
+};
+
+static constexpr BlockForm block_form(int32_t dtype) {
+  switch (dtype) {
+    case DTYPE_Q4_1: return {32, 20, 4, 0, true, 0};
+    case DTYPE_Q5_0: return {32, 22, 5, 0, false, 16};
+    case DTYPE_Q5_1: return {32, 24, 5, 0, true, 0};
+    case DTYPE_Q4_K: return {256, 144, 4, 1, true, 0};
+    case DTYPE_Q5_K: return {256, 176, 5, 1, true, 0};
+    case DTYPE_Q6_K: return {256, 210, 6, 2, false, 32};
+    // A code is an index of IQ4_NL_VALUES, which are 128 above the type's own.
+    case DTYPE_IQ4_NL: return {32, 18, 4, 0, false, 128};
+  }
+  return {};
+}
+
+// Bytes of an output's span in a panel: 4 bits of each code, the others, and what scales them.
+static constexpr int64_t block_span_bytes(BlockForm form) {
+  return SPAN / 2 + (form.bits - 4) * SPAN / 8 + form.byte_scales +
+         (form.byte_scales && form.has_minimum);
+}
+
 // Packed weights [n, k], in panels of `panel` outputs, padded with zeros: [n / panel][k][panel],
 // or, in pairs of inputs, [n / panel][k / 2][panel][2]. grouped.h has the layout of weights whose
 // inputs are rounded in spans.
@@ -20,18 +50,19 @@ struct PackedView {
   const float* bias;    // of the same shape, or null
   int64_t n, k, panel_elements;
   int32_t dtype;
-  // The fields below are for DTYPE_U4 and DTYPE_U8, for which panel_elements is a number of bytes.
+  // The fields below are for DTYPE_U4 and DTYPE_U8, and for blocks of GGUF. For all these
+  // panel_elements is a number of bytes.
   int32_t scale_dtype;
   int64_t group, groups;
-  const void* group_scales;  // [n / panel][groups][panel]
-  const uint8_t* zeros;      // of the same shape, or null
+  const void* group_scales;  // [n / panel][groups][panel]; with minima [n / panel][groups][2][panel]
+  const uint8_t* zeros;      // [n / panel][groups][panel], or null
 };
 
-// Scale and sum of SPAN inputs of a row that are rounded to 8-bit integers. For int8 weights with a
-// scale per output, both are multiplied by constants (grouped.h).
+// Scale of SPAN inputs of a row that are rounded to 8-bit integers, their sum, and that of their
+// first half. For int8 weights with a scale per output, all are multiplied by constants (grouped.h).
 struct Span {
   float scale;
-  int32_t sum;
+  int32_t sum, half;
 };
 
 // The largest output of a row so far; `broken` contains NaN if an output was NaN or infinity.
@@ -114,6 +145,9 @@ struct DeltaTask {
   int32_t dtype;
 };
 
+// Whether weights have scales for groups of inputs.
+static inline bool is_grouped(int32_t dtype) { return dtype >= DTYPE_U4; }
+
 struct Kernels {
   const char* name;
   int64_t width;         // floats per vector
@@ -172,7 +206,7 @@ struct Kernels {
 
   // Whether `linear` with weights of this type reads x in spans.
   bool takes_spans(int32_t dtype) const {
-    return dtype == DTYPE_U4 || dtype == DTYPE_U8 || (spans_int8 && dtype == DTYPE_I8);
+    return is_grouped(dtype) || (spans_int8 && dtype == DTYPE_I8);
   }
 };
 

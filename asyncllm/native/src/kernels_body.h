@@ -5,6 +5,7 @@ template <class T> struct pointee<T*> { typedef T type; };
 #include "vector_math.h"
 #include "linear.h"
 #include "grouped.h"
+#include "blocks.h"
 #include "rounding.h"
 #include "rows.h"
 #include "experts_rows.h"

@@ -8,7 +8,6 @@ enum { TAKES_BFLOAT16 = 0 };
 #endif
 
 // Defined in grouped.h, for weights with scales per group of inputs.
-INLINE bool is_grouped(int32_t dtype);
 static void spanned_linear(const PackedView& weights, const LinearTask& task);
 static void gather_grouped_row(const PackedView& weights, int64_t row, void* out, int32_t dtype);
 

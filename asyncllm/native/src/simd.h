@@ -11,9 +11,12 @@
 //   vb, va             W quads of 4 bytes; W sums of quads' products, wide enough for the sum over
 //                      a span of 4-bit values
 //   load_codes(p, low, high)    the low and the high 4 bits of 4 W bytes
+//   load_quads(uint8*)          W quads of bytes
+//   add_bits(codes, x, shift, mask)    codes, or the bits of x, shifted right (left if shift is
+//                      negative), that are in the mask; for each byte
+//   look_up(uint8*, codes)      elements of an aligned table of 16 bytes
 //   set_quad(int8*) no_sums dot_codes(acc, codes, x) total(va)
 //   BYTE_PRODUCTS      defined if va is vi, and dot_codes sums products of 8-bit codes exactly
-//   load_quads(uint8*)          W quads of 8-bit codes; only if BYTE_PRODUCTS
 //   load_bytes(uint8*) set_integers less_product(a, b, x) add_sixteenfold(a, b)    on vi
 //   round_even, scale_by_pow2(x, n)    n integral, within a normal float's exponents
 //   hmax hsum sum4              sum4 is hsum of four vectors, with the same bits

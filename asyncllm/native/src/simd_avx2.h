@@ -62,6 +62,15 @@ INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
   low = _mm256_and_si256(both, mask);
   high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
 }
+INLINE vb load_quads(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+INLINE vb add_bits(vb codes, vb from, int shift, uint8_t mask) {
+  vb moved = shift < 0 ? _mm256_slli_epi32(from, -shift) : _mm256_srli_epi32(from, shift);
+  return _mm256_or_si256(codes, _mm256_and_si256(moved, _mm256_set1_epi8((char)mask)));
+}
+INLINE vb look_up(const uint8_t* table, vb codes) {
+  __m128i one = _mm_load_si128((const __m128i*)table);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(one), codes);
+}
 INLINE vb set_quad(const int8_t* p) {
   int32_t quad;
   __builtin_memcpy(&quad, p, 4);

@@ -55,6 +55,14 @@ INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
   high = _mm512_and_si512(_mm512_srli_epi32(both, 4), mask);
 }
 INLINE vb load_quads(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE vb add_bits(vb codes, vb from, int shift, uint8_t mask) {
+  vb moved = shift < 0 ? _mm512_slli_epi32(from, -shift) : _mm512_srli_epi32(from, shift);
+  return _mm512_or_si512(codes, _mm512_and_si512(moved, _mm512_set1_epi32(mask * 0x01010101)));
+}
+INLINE vb look_up(const uint8_t* table, vb codes) {
+  __m128i one = _mm_load_si128((const __m128i*)table);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(one), codes);
+}
 INLINE vb set_quad(const int8_t* p) {
   int32_t quad;
   __builtin_memcpy(&quad, p, 4);

@@ -50,6 +50,24 @@ INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
     high.bytes[i] = p[i] >> 4;
   }
 }
+INLINE vb load_quads(const uint8_t* p) {
+  vb out;
+  __builtin_memcpy(out.bytes, p, sizeof(out.bytes));
+  return out;
+}
+INLINE vb add_bits(const vb& codes, const vb& from, int shift, uint8_t mask) {
+  vb out;
+  for (int i = 0; i < 4 * W; ++i) {
+    int moved = shift < 0 ? from.bytes[i] << -shift : from.bytes[i] >> shift;
+    out.bytes[i] = codes.bytes[i] | (moved & mask);
+  }
+  return out;
+}
+INLINE vb look_up(const uint8_t* table, const vb& codes) {
+  vb out;
+  for (int i = 0; i < 4 * W; ++i) out.bytes[i] = table[codes.bytes[i]];
+  return out;
+}
 INLINE vb set_quad(const int8_t* p) {
   vb out;
   for (int i = 0; i < 4 * W; ++i) out.bytes[i] = (uint8_t)p[i % 4];

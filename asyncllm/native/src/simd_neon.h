@@ -62,6 +62,14 @@ INLINE void load_codes(const uint8_t* p, vb& low, vb& high) {
   low = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
   high = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
 }
+INLINE vb load_quads(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
+INLINE vb add_bits(vb codes, vb from, int shift, uint8_t mask) {
+  uint8x16_t moved = vshlq_u8(vreinterpretq_u8_s8(from), vdupq_n_s8((int8_t)-shift));
+  return vorrq_s8(codes, vreinterpretq_s8_u8(vandq_u8(moved, vdupq_n_u8(mask))));
+}
+INLINE vb look_up(const uint8_t* table, vb codes) {
+  return vreinterpretq_s8_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s8(codes)));
+}
 INLINE vb set_quad(const int8_t* p) {
   int32_t quad;
   __builtin_memcpy(&quad, p, 4);

@@ -25,6 +25,7 @@ Sizes sizes_of(const Kernels* kernels, const PanelArgs& a) {
     return {panels, values, a.dtype == DTYPE_I8 ? panels * kernels->panel * 4 : 0, 0};
   }
   int64_t scales = panels * divide_up(a.k, a.group) * kernels->panel;
+  if (block_form(a.dtype).has_minimum) scales *= 2;
   return {panels, panels * divide_up(a.k, SPAN) * kernels->span_bytes(a.dtype),
           scales * size_of(a.scale_dtype), a.has_zeros ? scales : 0};
 }
@@ -33,7 +34,9 @@ bool is_valid(const PanelArgs& a) {
   if (a.n < 1 || a.k < 1 || a.n > INT32_MAX || a.k > INT32_MAX) return false;
   if (!is_grouped(a.dtype))
     return is_dtype(a.dtype) || (a.dtype == DTYPE_I8 && largest_integer(a.k) >= 1);
-  return a.group >= SPAN && a.group % SPAN == 0 && is_dtype(a.scale_dtype);
+  if (const int64_t elements = block_form(a.dtype).elements)
+    return a.k % elements == 0 && a.group == elements && a.scale_dtype == DTYPE_F16 && !a.has_zeros;
+  return a.dtype <= DTYPE_U8 && a.group >= SPAN && a.group % SPAN == 0 && is_dtype(a.scale_dtype);
 }
 
 // Makes weights of panels at `data`, or of new ones if it is null.
@@ -109,9 +112,11 @@ API Weights* asyncllm_pack(Context* context, const void* values, int32_t dtype, 
 API Weights* asyncllm_pack_grouped(Context* context, const GroupedArgs* args) {
   const GroupedArgs& a = *args;
   PanelArgs panels = {a.n, a.k, a.group, a.dtype, a.scale_dtype, a.zeros != nullptr};
-  if (!is_open(context) || !is_grouped(a.dtype) || !is_valid(panels) || !a.values || !a.scales ||
-      a.row_bytes < (a.dtype == DTYPE_U4 ? divide_up(a.k, 2) : a.k))
-    return nullptr;
+  if (!is_open(context) || !is_grouped(a.dtype) || !is_valid(panels) || !a.values) return nullptr;
+  const BlockForm block = block_form(a.dtype);
+  int64_t row_bytes = block.elements ? a.k / block.elements * block.bytes
+                      : a.dtype == DTYPE_U4 ? divide_up(a.k, 2) : a.k;
+  if (a.row_bytes < row_bytes || !a.scales != (block.elements > 0)) return nullptr;
   const Kernels* kernels = context->kernels;
   Weights* weights = make_weights(kernels, panels, nullptr, a.bias);
   if (!weights) return nullptr;
