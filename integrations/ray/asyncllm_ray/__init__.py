@@ -17,8 +17,9 @@ if tuple(int(part) for part in ray.__version__.split(".")[:2]) < (2, 60):
         name="ray",
     )
 
+from asyncllm_ray.application import run
 from asyncllm_ray.client import Client
 from asyncllm_ray.counters import Counters
 from asyncllm_ray.replica import deployment
 
-__all__ = ["Client", "Counters", "deployment"]
+__all__ = ["Client", "Counters", "deployment", "run"]

@@ -118,6 +118,7 @@ class EngineReplica:
         return {one.name: getattr(stats, one.name) for one in fields(EngineStats)} | {
             "accepts": not self._is_draining,
             "state": state,
+            "pid": os.getpid(),
             "num_streams": len(self._held),
             "num_expired": self._num_expired,
         }

@@ -11,7 +11,7 @@ import ray
 from ray import serve
 
 from asyncllm import LLM
-from asyncllm_ray import Client, deployment
+from asyncllm_ray import Client, deployment, run
 
 ENGINE: dict[str, Any] = {"num_threads": 1, "num_blocks": 256, "max_num_seqs": 8}
 REPLICA = {"num_cpus": 0.25}
@@ -32,16 +32,16 @@ def cluster() -> Iterator[Any]:
 Deploy = Callable[..., Any]
 
 
-@pytest.fixture
-def deploy(cluster: Any) -> Iterator[Deploy]:
+@pytest.fixture(name="deploy")
+def make_deploy(cluster: Any) -> Iterator[Deploy]:
     """Deploys the packaged model under a name; returns the handle. The test's end deletes it."""
     names: list[str] = []
 
-    def run(name: str, num_replicas: int = 1, *, serve_options: Any = None, **options: Any) -> Any:
+    def deploy(name: str, num_replicas: int = 1, *, serve_options: Any = None, **options: Any) -> Any:
         names.append(name)
         return run_app(name, num_replicas, serve_options, **options)
 
-    yield run
+    yield deploy
     for name in set(names):
         serve.delete(name)
 
@@ -49,7 +49,7 @@ def deploy(cluster: Any) -> Iterator[Deploy]:
 def run_app(name: str, num_replicas: int = 1, serve_options: Any = None, **options: Any) -> Any:
     given = {"num_replicas": num_replicas, "ray_actor_options": REPLICA} | (serve_options or {})
     app = deployment(**(ENGINE | options), serve_options=given)
-    return serve.run(app, name=name, route_prefix=None)
+    return run(app, name)
 
 
 @pytest.fixture(scope="session")
