@@ -20,6 +20,7 @@ if tuple(int(part) for part in ray.__version__.split(".")[:2]) < (2, 60):
 from asyncllm_ray.application import run
 from asyncllm_ray.client import Client
 from asyncllm_ray.counters import Counters
+from asyncllm_ray.generate import Generate
 from asyncllm_ray.replica import deployment
 
-__all__ = ["Client", "Counters", "deployment", "run"]
+__all__ = ["Client", "Counters", "Generate", "deployment", "run"]
