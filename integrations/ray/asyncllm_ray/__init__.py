@@ -18,9 +18,11 @@ if tuple(int(part) for part in ray.__version__.split(".")[:2]) < (2, 60):
     )
 
 from asyncllm_ray.application import run
+from asyncllm_ray.autoscaling import LoadPolicy
 from asyncllm_ray.client import Client
 from asyncllm_ray.counters import Counters
 from asyncllm_ray.generate import Generate
+from asyncllm_ray.ingress import openai_app
 from asyncllm_ray.replica import deployment
 
-__all__ = ["Client", "Counters", "Generate", "deployment", "run"]
+__all__ = ["Client", "Counters", "Generate", "LoadPolicy", "deployment", "openai_app", "run"]

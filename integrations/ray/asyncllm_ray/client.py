@@ -21,6 +21,7 @@ from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fi
 from asyncllm_ray.counters import Counters
 from asyncllm_ray.prompts import prompt_hashes
 from asyncllm_ray.remote import DeltaCollector, Link, RemoteRequest
+from asyncllm_ray.traces import current_trace
 from asyncllm_ray.wire import Call
 
 _ANY_LENGTH = 1 << 31
@@ -154,7 +155,7 @@ class Client:
             # What the replica holds and what it sends ahead are together ``max_unread``.
             window = max(1, most // 2)
             sent["max_unread"] = max(1, most - window)
-        call = Call("", prompt, params, sent, window, chat is not None)
+        call = Call("", prompt, params, sent, window, chat is not None, current_trace())
         call.hashes, call.num_tokens = prompt_hashes(prompt, options.cache_salt)
         group = RequestGroup(group_id, Channel(most, options.on_slow))
         for _ in range(params.n):

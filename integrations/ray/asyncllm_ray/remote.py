@@ -31,6 +31,7 @@ from asyncllm.core.channel import End
 from asyncllm.core.request import RequestGroup
 from asyncllm.validation import explain
 from asyncllm_ray.counters import Counters
+from asyncllm_ray.metrics import ClientMetrics
 from asyncllm_ray.replica import control
 from asyncllm_ray.wire import Batch, Call, Heard
 
@@ -49,6 +50,7 @@ class Link:
     def __init__(self, handle: Any, retries: int, heartbeat: float) -> None:
         self.loop = asyncio.new_event_loop()
         self.counters = Counters()
+        self._metrics = ClientMetrics()
         self.pid = os.getpid()
         self._handle = handle
         self._retries = retries
@@ -139,6 +141,7 @@ class Link:
 
     def _beat(self) -> None:
         self._is_beating = bool(self._live)
+        self._metrics.update(replace(self.counters))
         for remote in self._live:
             self.tell(remote)
         if self._is_beating:

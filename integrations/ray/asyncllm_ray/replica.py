@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import ray
-from ray import cloudpickle, serve
+from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from asyncllm import (
@@ -23,11 +23,17 @@ from asyncllm import (
 )
 from asyncllm import validation as check
 from asyncllm.config import make_config
+from asyncllm.core.executor import ExecutorInfo
 from asyncllm.outputs import EngineStats
-from asyncllm_ray.wire import Batch, Call, Heard, portable
+from asyncllm_ray.metrics import ReplicaMetrics
+from asyncllm_ray.traces import in_trace
+from asyncllm_ray.wire import Batch, Call, Heard, check_sendable, portable
+
+Prepare = Callable[[AsyncLLMEngine], object]
 
 _DEFAULT_SEQS = 64
 
+_REPORT_INTERVAL = 1.0
 _END_POLL = 0.01
 """Seconds between two looks for the end of a stream while its next item is not due."""
 
@@ -39,10 +45,16 @@ class EngineReplica:
         config: the engine's configuration.
         lease: seconds after which the request of a client that is not heard from is aborted.
         interval: least number of seconds between two items of one stream.
+        prepare: function called with the engine before it starts.
     """
 
-    async def __init__(self, config: EngineConfig, lease: float, interval: float) -> None:
+    async def __init__(
+        self, config: EngineConfig, lease: float, interval: float, prepare: Prepare | None
+    ) -> None:
         self._engine = AsyncLLMEngine(config=config)
+        self._metrics = ReplicaMetrics()
+        self._engine.add_observer(self._metrics)
+        self._prepared = None if prepare is None else prepare(self._engine)
         await self._engine.start()
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _HeldStream] = {}
@@ -51,14 +63,18 @@ class EngineReplica:
         self._is_draining = False
         self._num_expired = 0
         self._actor = ray.get_runtime_context().current_actor
-        self._watch = asyncio.create_task(self._end_lost_streams())
+        self._tasks = [
+            asyncio.create_task(self._end_lost_streams()),
+            asyncio.create_task(self._report()),
+        ]
 
     async def stream(self, call: Call) -> AsyncIterator[Batch]:
         """Answer one attempt of a request. An error is the last item."""
         first = Batch(replica=self._actor)
         try:
             make: Any = self._engine.chat if call.is_chat else self._engine.stream
-            stream: TokenStream = make(call.prompt, call.params, **call.options)
+            with in_trace(call.trace):
+                stream: TokenStream = make(call.prompt, call.params, **call.options)
         except Exception as error:
             yield first._replace(error=portable(error))
             return
@@ -89,6 +105,12 @@ class EngineReplica:
                 if now - held.heard_at > self._lease:
                     self._num_expired += 1
                     held.give_up(self._lease)
+
+    async def _report(self) -> None:
+        while True:
+            if self._engine.state == "running":
+                self._metrics.update(self._engine.stats(), self._num_expired)
+            await asyncio.sleep(_REPORT_INTERVAL)
 
     # --- what Serve asks ---------------------------------------------------------------
 
@@ -123,11 +145,16 @@ class EngineReplica:
             "num_expired": self._num_expired,
         }
 
+    def info(self) -> ExecutorInfo:
+        """Limits of the engine, for clients that check requests."""
+        return self._engine._require_started().loaded.executor.info
+
     async def __del__(self) -> None:
         # Serve calls it after the last request of a replica that is stopped has ended.
-        if hasattr(self, "_watch"):
+        if hasattr(self, "_tasks"):
             self._is_draining = True
-            self._watch.cancel()
+            for task in self._tasks:
+                task.cancel()
             await self._engine.aclose()
 
 
@@ -228,6 +255,7 @@ def deployment(
     drain: float = 30.0,
     lease: float = 10.0,
     interval: float = 0.05,
+    prepare: Prepare | None = None,
     serve_options: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> serve.Application:
@@ -243,6 +271,8 @@ def deployment(
         lease: seconds after which a replica aborts the request of a client that is not heard from.
         interval: least number of seconds between two items of one stream; the first token is sent
             at once. Each item takes 1 to 2 ms of both processes.
+        prepare: function that each replica calls with its engine before it starts, such as
+            ``asyncllm.tracing.trace_engine``; its result is kept.
         serve_options: further options of ``serve.deployment``: ``num_replicas``,
             ``ray_actor_options``, ``autoscaling_config`` and others.
 
@@ -250,12 +280,9 @@ def deployment(
         InvalidRequestError: for an argument that makes no sense, or cannot be sent to a replica.
     """
     made = make_config(model, config, overrides)
-    for one in fields(made):
-        try:
-            cloudpickle.dumps(getattr(made, one.name))
-        except Exception as error:
-            accepted = f"a value that can be sent to a replica ({error})"
-            raise check.invalid(one.name, getattr(made, one.name), accepted) from error
+    sent = {one.name: getattr(made, one.name) for one in fields(made)} | {"prepare": prepare}
+    for field_name, value in sent.items():
+        check_sendable(field_name, value)
     lease = check.seconds("lease", lease, above=True)
     interval = check.seconds("interval", interval, above=True)
     seqs = made.max_num_seqs or _DEFAULT_SEQS
@@ -273,4 +300,4 @@ def deployment(
         ),
     }
     made_class = serve.deployment(**(options | (serve_options or {})))(EngineReplica)
-    return made_class.bind(made, lease, interval)
+    return made_class.bind(made, lease, interval, prepare)

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ray import cloudpickle
+
 from asyncllm import AsyncLLMError, Delta, RequestError, SamplingParams
+from asyncllm import validation as check
 from asyncllm.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ class Call:
         options: arguments of ``AsyncLLMEngine.stream``, or ``chat``.
         window: tokens that the replica sends ahead of what the client has read.
         num_tokens: tokens of the prompt; an estimate for a text.
+        trace: context of the caller's span, as OpenTelemetry's headers; empty without one.
         hashes: hashes of the prompt's blocks, for the router.
         placed: the router's record of this attempt; it stays with the client.
     """
@@ -34,13 +38,14 @@ class Call:
     options: dict[str, Any]
     window: int
     is_chat: bool
+    trace: dict[str, str] = field(default_factory=dict)
     num_tokens: int = 1
     hashes: Sequence[bytes] = ()
     placed: Placed | None = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        args = (self.key, self.prompt, self.params, self.options, self.window, self.is_chat)
-        return Call, args
+        sent = (self.key, self.prompt, self.params, self.options, self.window, self.is_chat)
+        return Call, (*sent, self.trace)
 
 
 class Batch(NamedTuple):
@@ -74,6 +79,15 @@ class Heard(NamedTuple):
     key: str
     num_read: int
     is_aborted: bool = False
+
+
+def check_sendable(name: str, value: Any) -> None:
+    """Raise InvalidRequestError, with ``param`` set, for a value that cannot be pickled."""
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        accepted = f"a value that can be sent to a replica ({error})"
+        raise check.invalid(name, value, accepted) from error
 
 
 def portable(error: Exception) -> Exception:
