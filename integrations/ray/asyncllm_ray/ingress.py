@@ -103,7 +103,8 @@ class _NoExecutor:
     def launch(self, batch: Any) -> None:
         raise RuntimeError("this engine is in front of replicas, and computes nothing")
 
-    sample = launch
+    def sample(self, masks: Any) -> None:
+        self.launch(masks)
 
     def collect(self) -> Any:
         self.launch(None)
@@ -120,9 +121,7 @@ def _load_tokenizer(info: ExecutorInfo, config: EngineConfig, progress: Progress
     from asyncllm.runtime.loading import _read_tokenizer
 
     code = config.trust_remote_code
-    path = resolve_model(
-        config.model, config.revision, weights=False, code=code, progress=progress
-    )
+    path = resolve_model(config.model, config.revision, weights=False, code=code, progress=progress)
     tokenizer_path = path
     if config.tokenizer is not None:
         tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)
@@ -150,7 +149,7 @@ class OpenAIIngress:
         await self._engine.start()
         self._options = options
 
-    def __serve_build_asgi_app__(self) -> Any:  # noqa: N807
+    def __serve_build_asgi_app__(self) -> Any:
         from asyncllm.serving import create_app
 
         return create_app(self._engine, **self._options)

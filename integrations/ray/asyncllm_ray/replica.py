@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 
 from asyncllm import (
     AsyncLLMEngine,
@@ -24,7 +23,7 @@ from asyncllm import (
 from asyncllm import validation as check
 from asyncllm.config import make_config
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.outputs import EngineStats
+from asyncllm.outputs import EngineStats, TokenLogprobs
 from asyncllm_ray.metrics import ReplicaMetrics
 from asyncllm_ray.traces import in_trace
 from asyncllm_ray.wire import Batch, Call, Heard, check_sendable, portable
@@ -214,13 +213,15 @@ class _HeldStream:
                 error = EngineClosedError("the engine was closed")
             except Exception as failure:
                 error = portable(failure)
-            prompt, logprobs = (), ()
+            prompt: Sequence[int] = ()
+            logprobs: Sequence[TokenLogprobs] = ()
             if deltas and not knows_prompt:
                 knows_prompt = True
-                prompt, logprobs = stream.prompt_token_ids or (), stream.prompt_logprobs or ()
+                prompt = stream.prompt_token_ids or ()
+                logprobs = [one for one in stream.prompt_logprobs or () if one is not None]
             self._num_sent += sum(len(delta.token_ids) for delta in deltas)
             sent_at = time.monotonic()
-            yield Batch(tuple(deltas), self._error or error, None, prompt, tuple(logprobs[1:]))
+            yield Batch(tuple(deltas), self._error or error, None, prompt, logprobs)
             if error is not None or self._error is not None:
                 return
 
@@ -294,10 +295,10 @@ def deployment(
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": 2.0,
         "max_constructor_retry_count": 1,
-        "request_router_config": RequestRouterConfig(
-            request_router_class="asyncllm_ray.router.PrefixRouter",
-            request_routing_stats_period_s=1.0,
-        ),
+        "request_router_config": {
+            "request_router_class": "asyncllm_ray.router.PrefixRouter",
+            "request_routing_stats_period_s": 1.0,
+        },
     }
     made_class = serve.deployment(**(options | (serve_options or {})))(EngineReplica)
     return made_class.bind(made, lease, interval, prepare)

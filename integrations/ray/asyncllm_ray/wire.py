@@ -84,7 +84,7 @@ class Heard(NamedTuple):
 def check_sendable(name: str, value: Any) -> None:
     """Raise InvalidRequestError, with ``param`` set, for a value that cannot be pickled."""
     try:
-        cloudpickle.dumps(value)
+        cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:
         accepted = f"a value that can be sent to a replica ({error})"
         raise check.invalid(name, value, accepted) from error

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import ray
+from asyncllm_ray import Client, deployment, run
 from ray import serve
 
 from asyncllm import LLM
-from asyncllm_ray import Client, deployment, run
 
 ENGINE: dict[str, Any] = {"num_threads": 1, "num_blocks": 256, "max_num_seqs": 8}
 REPLICA = {"num_cpus": 0.25}
@@ -37,7 +37,9 @@ def make_deploy(cluster: Any) -> Iterator[Deploy]:
     """Deploys the packaged model under a name; returns the handle. The test's end deletes it."""
     names: list[str] = []
 
-    def deploy(name: str, num_replicas: int = 1, *, serve_options: Any = None, **options: Any) -> Any:
+    def deploy(
+        name: str, num_replicas: int = 1, *, serve_options: Any = None, **options: Any
+    ) -> Any:
         names.append(name)
         return run_app(name, num_replicas, serve_options, **options)
 

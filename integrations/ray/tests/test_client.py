@@ -9,6 +9,8 @@ import threading
 from typing import Any
 
 import pytest
+from asyncllm_ray import Client
+from replicas import stats, until, until_idle
 
 from asyncllm import (
     LLM,
@@ -21,8 +23,6 @@ from asyncllm import (
     RequestError,
     SamplingParams,
 )
-from asyncllm_ray import Client
-from replicas import stats, until, until_idle
 
 PROMPT = "Mia has a boat."
 ENDLESS: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True}

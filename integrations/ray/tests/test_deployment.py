@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import ray
+from asyncllm_ray import deployment, run
+from conftest import ENGINE, REPLICA
 from ray import serve
 
 from asyncllm import EngineError, InvalidRequestError, LogitsProcessor, ModelLoadError
-from asyncllm_ray import deployment, run
-from conftest import ENGINE, REPLICA
 
 
 def test_limits_come_from_the_engine(cluster: Any) -> None:

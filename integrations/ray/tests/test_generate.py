@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import ray
+from asyncllm_ray import Generate
 
 from asyncllm import LLM, InvalidRequestError, SamplingParams
-from asyncllm_ray import Generate
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "num_blocks": 256}
 
@@ -75,7 +75,9 @@ def test_a_dataset_is_completed(cluster: Any, llm: LLM) -> None:
     rows = ray.data.from_items([{"id": i, "prompt": f"{i} boats"} for i in range(40)])
     found = complete(rows, sampling_params={"max_tokens": 8, "temperature": 0})
     texts = {row["id"]: row["text"] for row in found}
-    assert texts == {i: llm.generate(f"{i} boats", max_tokens=8, temperature=0).text for i in range(40)}
+    assert texts == {
+        i: llm.generate(f"{i} boats", max_tokens=8, temperature=0).text for i in range(40)
+    }
     assert {row["error"] for row in found} == {None}
 
 

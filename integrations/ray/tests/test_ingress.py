@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from ray import serve
-from ray.serve.config import HTTPOptions
-
-from asyncllm import LLM, InvalidRequestError
 from asyncllm_ray import openai_app, run
 from conftest import ENGINE, REPLICA
+from ray import serve
+from ray.serve.config import HTTPOptions
 from replicas import stats, until, until_idle
+
+from asyncllm import LLM, InvalidRequestError
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,9 @@ async def http(url: str) -> Any:
 async def test_completions_are_the_engines(http: Any, llm: LLM) -> None:
     body = {"model": "mia", "prompt": "Mia has", "max_tokens": 20, "temperature": 0}
     answer = (await http.post("/v1/completions", json=body)).json()
-    assert answer["choices"][0]["text"] == llm.generate("Mia has", max_tokens=20, temperature=0).text
+    assert (
+        answer["choices"][0]["text"] == llm.generate("Mia has", max_tokens=20, temperature=0).text
+    )
     assert answer["usage"]["completion_tokens"] == 20
 
 
@@ -126,12 +129,15 @@ async def test_tokens_health_and_stats(http: Any, llm: LLM, engines: Any) -> Non
     assert (await http.get("/health")).status_code == 200
     assert [one["id"] for one in (await http.get("/v1/models")).json()["data"]] == ["mia"]
 
-    async def has_requests() -> bool:
-        lines = (await http.get("/metrics")).text.splitlines()
-        [line] = [one for one in lines if one.startswith("asyncllm:generation_tokens_total")] or [""]
-        return bool(line) and float(line.split()[-1]) > 0
+    await http.post("/v1/completions", json={"prompt": "Mia", "max_tokens": 3})
 
-    await until(has_requests)
+    async def has_tokens() -> bool:
+        text = (await http.get("/metrics")).text
+        found = re.search(r"^asyncllm:generation_tokens_total{.*} (\S+)$", text, re.MULTILINE)
+        assert found is not None, text[:2000]
+        return float(found[1]) > 0
+
+    await until(has_tokens)
 
 
 def test_options_that_cannot_be_sent_are_named() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import ray
-from ray import serve
-
-from asyncllm import LLM, EngineDeadError, SamplingParams
 from asyncllm_ray import Client, deployment, run
 from conftest import ENGINE, REPLICA
+from ray import serve
 from replicas import replica_of, stats, until, until_idle
+
+from asyncllm import LLM, EngineDeadError, SamplingParams
 
 PROMPT = "Mia has a boat."
 ENDLESS: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True}
@@ -201,9 +201,7 @@ async def test_scaling_down_drains(deploy: Any) -> None:
     assert len(held) == 2
     given = {"num_replicas": 1, "ray_actor_options": REPLICA}
     app = deployment(**ENGINE, drain=20.0, serve_options=given)
-    serve.run_many(
-        [serve.RunTarget(app, "scaled", None)], wait_for_applications_running=False
-    )
+    serve.run_many([serve.RunTarget(app, "scaled", None)], wait_for_applications_running=False)
     await until_replicas(handle, 1)
     late = [client.stream(f"{number} late boats", **PAUSED) for number in range(4)]
     for stream in late:

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from asyncllm_ray import Client, LoadPolicy
 from opentelemetry.sdk.trace import TracerProvider
 from ray import serve
+from replicas import replica_of, until
 
 from asyncllm import InvalidRequestError
-from asyncllm_ray import Client, LoadPolicy
-from replicas import replica_of, until
 
 
 def trace_to_memory(engine: Any) -> Any:

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from asyncllm import SamplingParams, Usage
 from asyncllm_ray.placement import Placement
 from asyncllm_ray.prompts import prompt_hashes
 from asyncllm_ray.router import PrefixRouter
 from asyncllm_ray.wire import Call
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncllm import SamplingParams, Usage
 
 IDLE = {"num_blocks": 1024, "accepts": True, "prompt_tokens_per_second": 1000.0}
 STORY = "Once upon a time there was a boat, and in the boat there was Mia. " * 20
