@@ -21,11 +21,12 @@ async def num_replicas(handle) -> int:
 
 async def until_replicas(handle, count: int) -> None:
     began = time.monotonic()
-    while await num_replicas(handle) != count:
-        if time.monotonic() - began > 90:
-            raise TimeoutError(f"there are not {count} replicas after 90 s")
+    for _ in range(180):
+        if await num_replicas(handle) == count:
+            print(f"{count} replicas after {time.monotonic() - began:.0f} s")
+            return
         await asyncio.sleep(0.5)
-    print(f"{count} replicas after {time.monotonic() - began:.0f} s")
+    raise TimeoutError(f"there are not {count} replicas after 90 s")
 
 
 async def load(client: Client, number: int, stop: asyncio.Event) -> int:
@@ -51,8 +52,9 @@ async def main(handle) -> None:
     read = asyncio.create_task(stream.result())
     await asyncio.sleep(0.05)
     read.cancel()
-    while (await handle.broadcast("stats").results_async())[0]["num_running"]:
-        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
+    [found] = await handle.broadcast("stats").results_async()
+    assert found["num_running"] == 0
     print("cancelled: nothing runs")
 
     stop = asyncio.Event()

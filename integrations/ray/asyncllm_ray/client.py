@@ -148,7 +148,8 @@ class Client:
                 _check_plain(name, sent[name])
         group_id = options.request_id or f"ray-{uuid.uuid4().hex}"
         sent["request_id"] = group_id
-        if group_id in self._streams and self._streams[group_id].finish_reason is None:
+        live = self._streams.get(group_id)
+        if live is not None and not live._group.cancelled:
             raise check.invalid("request_id", group_id, "an id that no live request has")
         most, window = options.max_unread, options.max_unread
         if options.on_slow != "coalesce":

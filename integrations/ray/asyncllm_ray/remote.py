@@ -114,7 +114,7 @@ class Link:
                 if batch.error is not None:
                     return batch.error
         except Exception as error:
-            return _translate(error)
+            return translate(error)
         finally:
             remote.response = None
             if call.placed is not None:
@@ -278,7 +278,7 @@ class RemoteRequest:
         elif self.group.cancelled:
             end = End("abort", None, _NOT_RUN)
         else:
-            end = error
+            end = error or EngineClosedError("the client's thread was stopped")
         self.group.cancelled = True
         if channel.offer_end(end):
             channel.end()
@@ -291,7 +291,7 @@ class RemoteRequest:
             channel.mailbox.notify((channel,))
 
 
-def _translate(error: Exception) -> Exception:
+def translate(error: Exception) -> Exception:
     """Make an exception of Ray one of asyncllm's."""
     cause: Any = getattr(error, "cause", None)
     if isinstance(error, AsyncLLMError):
@@ -299,7 +299,7 @@ def _translate(error: Exception) -> Exception:
     if isinstance(error, RayTaskError) and isinstance(cause, AsyncLLMError):
         return cause
     if isinstance(error, BackPressureError):
-        found: AsyncLLMError = EngineOverloadedError(str(error), retry_after=1.0)
+        found: AsyncLLMError = EngineOverloadedError(str(error), retry_after=error.retry_after_s or 1.0)
     elif isinstance(error, RayActorError):
         found = EngineDeadError(f"the replica died: {error}")
     elif isinstance(error, DeploymentUnavailableError):

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from asyncllm_ray import Client
+from asyncllm_ray.remote import translate
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from replicas import stats, until, until_idle
 
 from asyncllm import (
@@ -20,6 +23,7 @@ from asyncllm import (
     EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
+    ModelLoadError,
     RequestError,
     SamplingParams,
 )
@@ -307,3 +311,24 @@ async def test_instant_cancels_leave_nothing(client: Client, handle: Any) -> Non
         client.stream(PROMPT, **ENDLESS).close()
     await until_idle(handle)
     assert len((await client.generate(PROMPT, max_tokens=5, ignore_eos=True)).token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ActorDiedError(None), EngineDeadError),
+        (ActorUnavailableError("away", None), EngineDeadError),
+        (BackPressureError(1, 1), EngineOverloadedError),
+        (RayTaskError("stream", "", ModelLoadError("no model")), ModelLoadError),
+        (DeploymentUnavailableError("engine"), EngineClosedError),  # pyright: ignore[reportArgumentType]
+        (RuntimeError("broken"), RequestError),
+        (EngineOverloadedError("full", retry_after=3.0), EngineOverloadedError),
+    ],
+)
+def test_no_error_arrives_as_rays(error: Exception, expected: type[Exception]) -> None:
+    found = translate(error)
+    assert type(found) is expected
+    assert found is error or found is getattr(error, "cause", None) or found.__cause__ is error
+    if isinstance(found, EngineOverloadedError):
+        assert found.retry_after > 0
+    assert type(pickle.loads(pickle.dumps(found))) is expected

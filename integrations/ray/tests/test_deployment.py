@@ -62,7 +62,7 @@ def test_a_load_error_reaches_the_caller(cluster: Any) -> None:
 def test_too_few_cpus_are_said(cluster: Any) -> None:
     app = deployment(**ENGINE, serve_options={"ray_actor_options": {"num_cpus": 64}})
     try:
-        with pytest.raises(EngineError, match="not running after 5.0 s(.|\n)*UPDATING"):
+        with pytest.raises(EngineError, match=r"not running after 5.0 s(.|\n)*UPDATING"):
             run(app, "large", timeout=5)
     finally:
         serve.delete("large")
