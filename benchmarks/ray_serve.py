@@ -108,7 +108,6 @@ def main() -> None:
     report = Report("Engines on Ray", {"streams": str(STREAMS), "ray": ray.__version__})
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        serve.start(proxy_location="Disabled")
         report.section("one replica of the packaged model, one thread")
         given = {"ray_actor_options": {"num_cpus": 0.5}}
         client = Client(run(deployment(**ENGINE, serve_options=given), "benchmark"))

@@ -73,7 +73,6 @@ async def main(handle) -> None:
 
 if __name__ == "__main__":
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    serve.start(proxy_location="Disabled")
     try:
         scaling = {
             "min_replicas": 1,

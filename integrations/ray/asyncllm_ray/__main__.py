@@ -28,7 +28,6 @@ def main() -> None:
     given = parser.parse_args()
     ray.init(num_cpus=given.replicas + 1, include_dashboard=False, log_to_driver=False)
     try:
-        serve.start(proxy_location="Disabled")
         app = deployment(
             given.model,
             serve_options={

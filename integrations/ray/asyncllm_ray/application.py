@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayTaskError
 
 from asyncllm import EngineError, ModelLoadError
 from asyncllm import validation as check
@@ -18,23 +19,29 @@ def run(
     name: str = "llm",
     *,
     route_prefix: str | None = None,
+    http_options: dict[str, Any] | None = None,
     timeout: float = 300.0,
 ) -> Any:
     """Deploy an application, or update it, and wait until it runs; returns its handle.
 
-    ``serve.run`` does the same, but waits for ever where resources are missing.
+    ``serve.run`` does the same, but waits for ever where resources are missing, and opens a port
+    for HTTP. This starts Serve, if it does not run yet, with HTTP only if one of the next two
+    arguments is given.
 
     Args:
         application: from ``deployment``, or one that contains such.
         name: the application's name.
         route_prefix: path of its HTTP endpoint; None for an application without one.
+        http_options: "host" and "port" of HTTP, for a Serve that does not run yet.
         timeout: seconds that the replicas may take to start.
 
     Raises:
+        InvalidRequestError: if HTTP cannot listen there.
         ModelLoadError: if a replica could not load its model, with its error's text.
         EngineError: if the application does not run in time; the message says what is missing.
     """
     timeout = check.seconds("timeout", timeout, above=True)
+    _start_serve(route_prefix is not None or http_options is not None, http_options)
     target = serve.RunTarget(application, name, route_prefix)
     [handle] = serve.run_many([target], wait_for_applications_running=False)
     until = time.monotonic() + timeout
@@ -51,6 +58,19 @@ def run(
                 "num_cpus, num_gpus and memory in ray_actor_options have to fit into the cluster"
             )
         time.sleep(_POLL)
+
+
+def _start_serve(has_http: bool, http_options: dict[str, Any] | None) -> None:
+    if not has_http:
+        serve.start(proxy_location="Disabled")
+        return
+    try:
+        serve.start(proxy_location="EveryNode", http_options=http_options)
+    except RayTaskError as error:
+        serve.shutdown()  # Only a Serve that did not run before can fail here.
+        reason = str(error.cause).strip().rpartition("\n")[2]
+        accepted = f"a host and port to listen on, or None ({reason})"
+        raise check.invalid("http_options", http_options, accepted) from error
 
 
 def _describe(found: Any) -> str:

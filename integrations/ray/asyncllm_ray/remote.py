@@ -299,7 +299,9 @@ def translate(error: Exception) -> Exception:
     if isinstance(error, RayTaskError) and isinstance(cause, AsyncLLMError):
         return cause
     if isinstance(error, BackPressureError):
-        found: AsyncLLMError = EngineOverloadedError(str(error), retry_after=error.retry_after_s or 1.0)
+        found: AsyncLLMError = EngineOverloadedError(
+            str(error), retry_after=error.retry_after_s or 1.0
+        )
     elif isinstance(error, RayActorError):
         found = EngineDeadError(f"the replica died: {error}")
     elif isinstance(error, DeploymentUnavailableError):

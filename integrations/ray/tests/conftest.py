@@ -23,7 +23,6 @@ def cluster() -> Iterator[Any]:
     context = ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
     )
-    serve.start(proxy_location="Disabled")
     yield context
     serve.shutdown()
     ray.shutdown()

@@ -14,7 +14,6 @@ import pytest
 from asyncllm_ray import openai_app, run
 from conftest import ENGINE, REPLICA
 from ray import serve
-from ray.serve.config import HTTPOptions
 from replicas import stats, until, until_idle
 
 from asyncllm import LLM, InvalidRequestError
@@ -28,7 +27,6 @@ def url(cluster: Any) -> Iterator[str]:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     serve.shutdown()
-    serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host="127.0.0.1", port=port))
     app = openai_app(
         **ENGINE,
         max_queued_requests=4,
@@ -36,10 +34,15 @@ def url(cluster: Any) -> Iterator[str]:
         app_options={"token": "secret"},
         engine_options={"serve_options": {"num_replicas": 1, "ray_actor_options": REPLICA}},
     )
-    run(app, "openai", route_prefix="/")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(InvalidRequestError, match=str(port)) as caught:
+            run(app, "openai", route_prefix="/", http_options={"host": "127.0.0.1", "port": port})
+        assert caught.value.param == "http_options"
+    run(app, "openai", route_prefix="/", http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
-    serve.start(proxy_location="Disabled")
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ async def test_only_a_request_without_a_token_is_sent_again(deploy: Any, llm: LL
 
     await until(is_held)
     seed = waiting._core.call.params.seed
+    assert seed is not None
     ray.kill(replica_of(began))
     with pytest.raises(EngineDeadError):
         await began
