@@ -9,7 +9,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Link:
         self._retries = retries
         self._heartbeat = heartbeat
         self._live: set[RemoteRequest] = set()
-        self._news: dict[Any, tuple[Any, dict[str, Heard]]] = {}
+        self._news: dict[Any, dict[str, Heard]] = {}
         self._names = itertools.count()
         self._prefix = uuid.uuid4().hex
         self._is_beating = False
@@ -89,12 +89,12 @@ class Link:
         try:
             while not remote.group.cancelled:
                 error = await self._attempt(remote)
-                is_lost = isinstance(error, EngineDeadError)
+                is_lost = isinstance(error, EngineDeadError) and not remote.group.cancelled
                 self.counters.lost_replicas += is_lost
                 if not (is_lost and retries and not remote.channel.num_written):
                     break
                 retries -= 1
-                self.counters.retries += not remote.group.cancelled
+                self.counters.retries += 1
         except Exception as failure:
             error = EngineDeadError(f"the client failed: {explain(failure)}")
             error.__cause__ = failure
@@ -108,17 +108,15 @@ class Link:
         call.key = f"{self._prefix}-{next(self._names)}"
         remote.replica = None
         try:
-            remote.response = response = self._handle.remote(call)
-            async for batch in response:
+            async for batch in self._handle.remote(call):
                 remote.take(batch)
                 if batch.error is not None:
                     return batch.error
         except Exception as error:
-            return translate(error)
+            return None if remote.last is not None else translate(error)
         finally:
-            remote.response = None
             if call.placed is not None:
-                call.placed.end(remote.usage)
+                call.placed.end(None if remote.last is None else remote.last.usage)
                 call.placed = None
         return None if remote.last is not None else EngineDeadError("the replica ended the stream")
 
@@ -129,14 +127,14 @@ class Link:
             return
         if not self._news:
             self.loop.call_soon(self._send_news)
-        news = self._news.setdefault(replica._actor_id, (replica, {}))[1]
+        news = self._news.setdefault(replica, {})
         key = remote.call.key
         is_aborted = is_aborted or (key in news and news[key].is_aborted)
         news[key] = Heard(key, remote.num_read, is_aborted)
 
     def _send_news(self) -> None:
         told, self._news = self._news, {}
-        for replica, news in told.values():
+        for replica, news in told.items():
             replica.__ray_call__.remote(control, list(news.values()))
 
     def _beat(self) -> None:
@@ -173,7 +171,6 @@ class RemoteRequest:
         group: the request; its channel carries the output to the reader.
         call: the attempt under way.
         replica: handle of the replica's actor; None before its first item.
-        response: the streaming response of the attempt.
         last: the last delta of all, with the usage; None before.
     """
 
@@ -181,10 +178,8 @@ class RemoteRequest:
     group: RequestGroup
     call: Call
     replica: Any = None
-    response: Any = None
     task: Any = None
     last: Delta | None = None
-    usage: Usage | None = None
     _num_told: int = 0
 
     def __post_init__(self) -> None:
@@ -228,31 +223,36 @@ class RemoteRequest:
     # --- on the link's thread ----------------------------------------------------------
 
     def _abort(self) -> None:
+        self.call.is_aborted = True
         if self.replica is not None:
             self.link.tell(self, is_aborted=True)
-        elif self.response is not None:
-            self.response.cancel()
+        else:
+            # The replica is told by the call, or as soon as it is known: a response that is
+            # cancelled while Serve sends it may run on.
+            self.end(None)
 
     def take(self, batch: Batch) -> None:
         """Hand an item of the answer to the reader."""
-        channel = self.channel
+        channel, members = self.channel, self.group.members
         if batch.replica is not None:
             self.replica = batch.replica
             if self.group.cancelled:
                 self.link.tell(self, is_aborted=True)
+        if channel.ended:
+            return
         if batch.prompt_token_ids:
-            for member in self._requests:
+            for member in members:
                 member.set_prompt(list(batch.prompt_token_ids))
             if batch.prompt_logprobs:
-                self._requests[0].prompt_logprobs = list(batch.prompt_logprobs)
+                members[0].prompt_logprobs = list(batch.prompt_logprobs)
         if not batch.deltas:
             return
         if self.call.placed is not None:
             self.call.placed.answered()
         for delta in batch.deltas:
-            self._requests[delta.index].token_ids.extend(delta.token_ids)
+            members[delta.index].token_ids.extend(delta.token_ids)
             if delta.usage is not None:
-                self.last, self.usage = delta, delta.usage
+                self.last = delta
                 delta = replace(delta, finish_reason=None, stop_reason=None, usage=None)
                 if delta == Delta("", (), delta.index):
                     break
@@ -262,10 +262,6 @@ class RemoteRequest:
             return
         self.link.counters.pauses += channel.num_written - self._num_told >= self.call.window
         self._wake()
-
-    @property
-    def _requests(self) -> Sequence[Any]:
-        return self.group.members
 
     def end(self, error: Exception | None) -> None:
         """End the stream: by the last delta, by the error, or as aborted."""

@@ -70,6 +70,8 @@ class EngineReplica:
     async def stream(self, call: Call) -> AsyncIterator[Batch]:
         """Answer one attempt of a request. An error is the last item."""
         first = Batch(replica=self._actor)
+        if call.is_aborted:
+            return
         try:
             make: Any = self._engine.chat if call.is_chat else self._engine.stream
             with in_trace(call.trace):

@@ -26,6 +26,7 @@ class Call:
         prompt: text, token ids, or messages if ``is_chat``.
         options: arguments of ``AsyncLLMEngine.stream``, or ``chat``.
         window: tokens that the replica sends ahead of what the client has read.
+        is_aborted: the request was aborted before the call was sent.
         num_tokens: tokens of the prompt; an estimate for a text.
         trace: context of the caller's span, as OpenTelemetry's headers; empty without one.
         hashes: hashes of the prompt's blocks, for the router.
@@ -39,13 +40,14 @@ class Call:
     window: int
     is_chat: bool
     trace: dict[str, str] = field(default_factory=dict)
+    is_aborted: bool = False
     num_tokens: int = 1
     hashes: Sequence[bytes] = ()
     placed: Placed | None = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         sent = (self.key, self.prompt, self.params, self.options, self.window, self.is_chat)
-        return Call, (*sent, self.trace)
+        return Call, (*sent, self.trace, self.is_aborted)
 
 
 class Batch(NamedTuple):

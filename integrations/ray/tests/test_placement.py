@@ -21,7 +21,7 @@ STORY = "Once upon a time there was a boat, and in the boat there was Mia. " * 2
 
 def make_call(prompt: Any, salt: str | None = None) -> Call:
     hashes, num_tokens = prompt_hashes(prompt, salt)
-    return Call("", prompt, SamplingParams(), {}, 256, False, {}, num_tokens, hashes)
+    return Call("", prompt, SamplingParams(), {}, 256, False, {}, False, num_tokens, hashes)
 
 
 def usage(call: Call, cached: int = 0) -> Usage:
