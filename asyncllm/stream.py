@@ -310,7 +310,9 @@ class TokenStream(Handle):
         self.finish_reason = final.finish_reason
         self.usage = final.usage
         self._stop_reason = final.stop_reason
-        return Delta(
+        # A delta of another process may have reasoning and calls already.
+        return replace(
+            delta,
             text=delta.text + last.text + final.text,
             token_ids=delta.token_ids + last.token_ids,
             index=final.output,

@@ -27,8 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n*```text\n(.*?)^```)?", re.M | re.S)
 ELSEWHERE = {
     "docs/attention_backends.md": "tests/test_attention_backends.py",
+    "docs/ray.md": "integrations/ray/tests/test_pages.py",
     "docs/structured_output.md": "tests/test_structured_params.py",
     "docs/testing.md": "tests/test_testing.py",
+    "integrations/ray/README.md": "integrations/ray/tests/test_pages.py",
 }
 """Pages whose own tests look at more than that they run."""
 HERE = {

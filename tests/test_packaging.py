@@ -112,7 +112,7 @@ def test_the_distributions_install_and_run(tmp_path: Path) -> None:
     for folder in folders:
         _run(sys.executable, "-m", "build", "--outdir", dist, folder)
     built = sorted(dist.iterdir())
-    assert len(built) == 2 * len(folders) == 6
+    assert len(built) == 2 * len(folders) == 8
     _run(sys.executable, "-m", "twine", "check", "--strict", *built)
 
     [wheel] = dist.glob("asyncllm-*.whl")

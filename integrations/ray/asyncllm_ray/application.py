@@ -1,0 +1,80 @@
+"""Start of a Serve application, with asyncllm's errors."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayTaskError
+
+from asyncllm import EngineError, ModelLoadError
+from asyncllm import validation as check
+
+_POLL = 0.2
+
+
+def run(
+    application: serve.Application,
+    name: str = "llm",
+    *,
+    route_prefix: str | None = None,
+    http_options: dict[str, Any] | None = None,
+    timeout: float = 300.0,
+) -> Any:
+    """Deploy an application, or update it, and wait until it runs; returns its handle.
+
+    ``serve.run`` does the same, but waits for ever where resources are missing, and opens a port
+    for HTTP. This starts Serve, if it does not run yet, with HTTP only if one of the next two
+    arguments is given.
+
+    Args:
+        application: from ``deployment``, or one that contains such.
+        name: the application's name.
+        route_prefix: path of its HTTP endpoint; None for an application without one.
+        http_options: "host" and "port" of HTTP, for a Serve that does not run yet.
+        timeout: seconds that the replicas may take to start.
+
+    Raises:
+        InvalidRequestError: if HTTP cannot listen there.
+        ModelLoadError: if a replica could not load its model, with its error's text.
+        EngineError: if the application does not run in time; the message says what is missing.
+    """
+    timeout = check.seconds("timeout", timeout, above=True)
+    _start_serve(route_prefix is not None or http_options is not None, http_options)
+    target = serve.RunTarget(application, name, route_prefix)
+    [handle] = serve.run_many([target], wait_for_applications_running=False)
+    until = time.monotonic() + timeout
+    while True:
+        found = serve.status().applications.get(name)
+        if found is not None and found.status == "RUNNING":
+            return handle
+        if found is not None and found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise ModelLoadError(f"the application {name!r} cannot start: {_describe(found)}")
+        if time.monotonic() > until:
+            state = "not known to Serve" if found is None else _describe(found)
+            raise EngineError(
+                f"the application {name!r} is not running after {timeout:.1f} s: {state}; "
+                "num_cpus, num_gpus and memory in ray_actor_options have to fit into the cluster"
+            )
+        time.sleep(_POLL)
+
+
+def _start_serve(has_http: bool, http_options: dict[str, Any] | None) -> None:
+    if not has_http:
+        serve.start(proxy_location="Disabled")
+        return
+    try:
+        serve.start(proxy_location="EveryNode", http_options=http_options)
+    except RayTaskError as error:
+        serve.shutdown()  # Only a Serve that did not run before can fail here.
+        reason = str(error.cause).strip().rpartition("\n")[2]
+        accepted = f"a host and port to listen on, or None ({reason})"
+        raise check.invalid("http_options", http_options, accepted) from error
+
+
+def _describe(found: Any) -> str:
+    parts = [f"{found.status.value} {found.message}".strip()]
+    for name, one in found.deployments.items():
+        parts.append(f"deployment {name!r} {one.status.value} {one.message}".strip())
+    return "\n".join(parts)

@@ -1,0 +1,338 @@
+"""Requests at replicas, as a TokenStream sees its engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from asyncllm import (
+    AsyncLLMError,
+    CompletionOutput,
+    Delta,
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    ToolCall,
+    Usage,
+)
+from asyncllm.core.channel import End
+from asyncllm.core.request import RequestGroup
+from asyncllm.validation import explain
+from asyncllm_ray.counters import Counters
+from asyncllm_ray.metrics import ClientMetrics
+from asyncllm_ray.replica import control
+from asyncllm_ray.wire import Batch, Call, Heard
+
+_NOT_RUN = Usage(0, 0, 0, 0.0, None, 0.0)
+
+
+class Link:
+    """Thread with an event loop that talks to the replicas of one deployment.
+
+    Args:
+        handle: handle of the replicas' streaming method.
+        retries: how often a request without a token may be sent again.
+        heartbeat: seconds between two messages to each replica that holds a stream.
+    """
+
+    def __init__(self, handle: Any, retries: int, heartbeat: float) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.counters = Counters()
+        self._metrics = ClientMetrics()
+        self.pid = os.getpid()
+        self._handle = handle
+        self._retries = retries
+        self._heartbeat = heartbeat
+        self._live: set[RemoteRequest] = set()
+        self._news: dict[Any, dict[str, Heard]] = {}
+        self._names = itertools.count()
+        self._prefix = uuid.uuid4().hex
+        self._is_beating = False
+        self.thread = threading.Thread(
+            target=_run_loop, args=(self.loop,), name="asyncllm-ray", daemon=True
+        )
+        self.thread.start()
+        weakref.finalize(self, _stop, self.loop)
+
+    def submit(self, remote: RemoteRequest) -> None:
+        """Send a request; any thread may call it."""
+        self.post(self._start, remote)
+
+    def post(self, run: Callable[..., None], *args: Any) -> None:
+        """Run a function on the thread, unless its loop is closed. Any thread may call it, also a
+        destructor."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(run, *args)
+
+    def _start(self, remote: RemoteRequest) -> None:
+        self._live.add(remote)
+        remote.task = self.loop.create_task(self._run(remote))
+        if not self._is_beating:
+            self._is_beating = True
+            self.loop.call_later(self._heartbeat, self._beat)
+
+    async def _run(self, remote: RemoteRequest) -> None:
+        """Send a request to a replica, and again if it may be; then end its stream."""
+        retries, error = self._retries, None
+        try:
+            while not remote.group.cancelled:
+                error = await self._attempt(remote)
+                is_lost = isinstance(error, EngineDeadError) and not remote.group.cancelled
+                self.counters.lost_replicas += is_lost
+                if not (is_lost and retries and not remote.channel.num_written):
+                    break
+                retries -= 1
+                self.counters.retries += 1
+        except Exception as failure:
+            error = EngineDeadError(f"the client failed: {explain(failure)}")
+            error.__cause__ = failure
+        finally:
+            self._live.discard(remote)
+            remote.end(error)
+
+    async def _attempt(self, remote: RemoteRequest) -> Exception | None:
+        """Send a request to one replica, and read its answer; returns why it failed."""
+        call = remote.call
+        call.key = f"{self._prefix}-{next(self._names)}"
+        remote.replica = None
+        try:
+            async for batch in self._handle.remote(call):
+                remote.take(batch)
+                if batch.error is not None:
+                    return batch.error
+        except Exception as error:
+            return None if remote.last is not None else translate(error)
+        finally:
+            if call.placed is not None:
+                call.placed.end(None if remote.last is None else remote.last.usage)
+                call.placed = None
+        return None if remote.last is not None else EngineDeadError("the replica ended the stream")
+
+    def tell(self, remote: RemoteRequest, is_aborted: bool = False) -> None:
+        """Send a replica news of a request, together with others of this turn of the loop."""
+        replica = remote.replica
+        if replica is None:
+            return
+        if not self._news:
+            self.loop.call_soon(self._send_news)
+        news = self._news.setdefault(replica, {})
+        key = remote.call.key
+        is_aborted = is_aborted or (key in news and news[key].is_aborted)
+        news[key] = Heard(key, remote.num_read, is_aborted)
+
+    def _send_news(self) -> None:
+        told, self._news = self._news, {}
+        for replica, news in told.items():
+            replica.__ray_call__.remote(control, list(news.values()))
+
+    def _beat(self) -> None:
+        self._is_beating = bool(self._live)
+        self._metrics.update(replace(self.counters))
+        for remote in self._live:
+            self.tell(remote)
+        if self._is_beating:
+            self.loop.call_later(self._heartbeat, self._beat)
+
+    def close(self) -> None:
+        """Abort all requests."""
+        for remote in list(self._live):
+            remote.abort(remote.group)
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(loop.stop)
+
+
+@dataclass(eq=False)
+class RemoteRequest:
+    """A request at a replica; a TokenStream calls it as its engine's core.
+
+    Attributes:
+        link: the thread that talks to replicas.
+        group: the request; its channel carries the output to the reader.
+        call: the attempt under way.
+        replica: handle of the replica's actor; None before its first item.
+        last: the last delta of all, with the usage; None before.
+    """
+
+    link: Link
+    group: RequestGroup
+    call: Call
+    replica: Any = None
+    task: Any = None
+    last: Delta | None = None
+    _num_told: int = 0
+
+    def __post_init__(self) -> None:
+        self.channel = self.group.channel
+        self._step = max(1, self.call.window // 2)
+        self.channel.is_backpressured = True  # So that each read calls ``on_drained``.
+
+    @property
+    def num_read(self) -> int:
+        return self.channel.num_read
+
+    # --- what a TokenStream calls ------------------------------------------------------
+
+    def check_waiting(self) -> None:
+        """Refuse the link's own thread, which would wait for itself for ever."""
+        if threading.current_thread() is self.link.thread:
+            raise RuntimeError("the client's own thread cannot wait for a stream")
+
+    def send(self, run: Callable[..., None], *args: Any) -> None:
+        run(*args)
+
+    def on_drained(self, _: RequestGroup) -> None:
+        """Give the replica credit, if the reader has read enough since the last time."""
+        channel = self.channel
+        if channel.num_read - self._num_told >= self._step:
+            self._num_told = channel.num_read
+            self.link.post(self.link.tell, self)
+
+    def abort(self, group: RequestGroup) -> None:
+        """Abort the request. Any thread may call it, any number of times."""
+        group.aborted = True
+        if not group.cancelled:
+            group.cancelled = True
+            self.link.post(self._abort)
+
+    def abandon(self, group: RequestGroup) -> None:
+        """Abort the request from a destructor."""
+        if os.getpid() == self.link.pid:
+            self.abort(group)
+
+    # --- on the link's thread ----------------------------------------------------------
+
+    def _abort(self) -> None:
+        self.call.is_aborted = True
+        if self.replica is not None:
+            self.link.tell(self, is_aborted=True)
+        else:
+            # The replica is told by the call, or as soon as it is known: a response that is
+            # cancelled while Serve sends it may run on.
+            self.end(None)
+
+    def take(self, batch: Batch) -> None:
+        """Hand an item of the answer to the reader."""
+        channel, members = self.channel, self.group.members
+        if batch.replica is not None:
+            self.replica = batch.replica
+            if self.group.cancelled:
+                self.link.tell(self, is_aborted=True)
+        if channel.ended:
+            return
+        if batch.prompt_token_ids:
+            for member in members:
+                member.set_prompt(list(batch.prompt_token_ids))
+            if batch.prompt_logprobs:
+                members[0].prompt_logprobs = list(batch.prompt_logprobs)
+        if not batch.deltas:
+            return
+        if self.call.placed is not None:
+            self.call.placed.answered()
+        for delta in batch.deltas:
+            members[delta.index].token_ids.extend(delta.token_ids)
+            if delta.usage is not None:
+                self.last = delta
+                delta = replace(delta, finish_reason=None, stop_reason=None, usage=None)
+                if delta == Delta("", (), delta.index):
+                    break
+            channel.items.append(delta)
+            channel.num_written += len(delta.token_ids)
+        if self.last is not None:
+            return
+        self.link.counters.pauses += channel.num_written - self._num_told >= self.call.window
+        self._wake()
+
+    def end(self, error: Exception | None) -> None:
+        """End the stream: by the last delta, by the error, or as aborted."""
+        channel = self.channel
+        if self.last is not None:
+            last = self.last
+            assert last.finish_reason is not None
+            assert last.usage is not None
+            end: Any = End(last.finish_reason, last.stop_reason, last.usage, output=last.index)
+        elif self.group.cancelled:
+            end = End("abort", None, _NOT_RUN)
+        else:
+            end = error or EngineClosedError("the client's thread was stopped")
+        self.group.cancelled = True
+        if channel.offer_end(end):
+            channel.end()
+        self._wake()
+
+    def _wake(self) -> None:
+        channel = self.channel
+        if channel.has_reader and channel.mailbox is not None:
+            channel.has_reader = False
+            channel.mailbox.notify((channel,))
+
+
+def translate(error: Exception) -> Exception:
+    """Make an exception of Ray one of asyncllm's."""
+    cause: Any = getattr(error, "cause", None)
+    if isinstance(error, AsyncLLMError):
+        return error
+    if isinstance(error, RayTaskError) and isinstance(cause, AsyncLLMError):
+        return cause
+    if isinstance(error, BackPressureError):
+        found: AsyncLLMError = EngineOverloadedError(
+            str(error), retry_after=error.retry_after_s or 1.0
+        )
+    elif isinstance(error, RayActorError):
+        found = EngineDeadError(f"the replica died: {error}")
+    elif isinstance(error, DeploymentUnavailableError):
+        found = EngineClosedError(error.message)
+    else:
+        found = RequestError(f"the replica could not be asked: {explain(error)}")
+    found.__cause__ = error
+    return found
+
+
+@dataclass(eq=False)
+class DeltaCollector:
+    """Collects the reasoning and the tool calls of a conversation, which replicas have parsed."""
+
+    _reasoning: dict[int, list[str]] = field(default_factory=dict)
+    _calls: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
+
+    def push(self, delta: Delta) -> Delta:
+        if delta.reasoning:
+            self._reasoning.setdefault(delta.index, []).append(delta.reasoning)
+        for one in delta.tool_calls:
+            calls = self._calls.setdefault(delta.index, {})
+            call = calls.setdefault(one.index, [one.id, one.name, "", False])
+            call[2] += one.arguments
+            call[3] = call[3] or one.done
+        return delta
+
+    def interrupt(self) -> bool:
+        """Whether text was held back until an error; replicas have sent theirs."""
+        return False
+
+    def complete(self, output: CompletionOutput) -> CompletionOutput:
+        calls = self._calls.get(output.index, {}).values()
+        return replace(
+            output,
+            reasoning="".join(self._reasoning.get(output.index, ())),
+            tool_calls=tuple([ToolCall(id, name, text) for id, name, text, done in calls if done]),
+        )

@@ -1,0 +1,103 @@
+"""What client and replica send each other."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ray import cloudpickle
+
+from asyncllm import AsyncLLMError, Delta, RequestError, SamplingParams
+from asyncllm import validation as check
+from asyncllm.outputs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from asyncllm_ray.placement import Placed
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One attempt of a request, from a client to a replica.
+
+    Attributes:
+        key: name of the attempt, unique in the cluster.
+        prompt: text, token ids, or messages if ``is_chat``.
+        options: arguments of ``AsyncLLMEngine.stream``, or ``chat``.
+        window: tokens that the replica sends ahead of what the client has read.
+        is_aborted: the request was aborted before the call was sent.
+        num_tokens: tokens of the prompt; an estimate for a text.
+        trace: context of the caller's span, as OpenTelemetry's headers; empty without one.
+        hashes: hashes of the prompt's blocks, for the router.
+        placed: the router's record of this attempt; it stays with the client.
+    """
+
+    key: str
+    prompt: Any
+    params: SamplingParams
+    options: dict[str, Any]
+    window: int
+    is_chat: bool
+    trace: dict[str, str] = field(default_factory=dict)
+    is_aborted: bool = False
+    num_tokens: int = 1
+    hashes: Sequence[bytes] = ()
+    placed: Placed | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = (self.key, self.prompt, self.params, self.options, self.window, self.is_chat)
+        return Call, (*sent, self.trace, self.is_aborted)
+
+
+class Batch(NamedTuple):
+    """Item of a replica's answer.
+
+    Attributes:
+        deltas: what was generated since the last item.
+        error: why the request failed; nothing follows it.
+        replica: handle of the replica's actor, in the first item.
+        prompt_token_ids: the prompt's tokens, in one of the first items.
+        prompt_logprobs: log-probabilities of the prompt after its first token, before the first
+            delta, if they were asked for.
+    """
+
+    deltas: tuple[Delta, ...] = ()
+    error: Exception | None = None
+    replica: Any = None
+    prompt_token_ids: Sequence[int] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+
+class Heard(NamedTuple):
+    """News from a client about one of its attempts, which renews the attempt's lease.
+
+    Attributes:
+        key: the attempt's.
+        num_read: number of output tokens that the client's reader has read.
+        is_aborted: end the request.
+    """
+
+    key: str
+    num_read: int
+    is_aborted: bool = False
+
+
+def check_sendable(name: str, value: Any) -> None:
+    """Raise InvalidRequestError, with ``param`` set, for a value that cannot be pickled."""
+    try:
+        cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
+    except Exception as error:
+        accepted = f"a value that can be sent to a replica ({error})"
+        raise check.invalid(name, value, accepted) from error
+
+
+def portable(error: Exception) -> Exception:
+    """The exception itself if it can be sent, else a RequestError that describes it."""
+    error.__traceback__ = None
+    if not isinstance(error, AsyncLLMError):
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return RequestError(f"the replica raised {type(error).__name__}: {error}")
+    return error
