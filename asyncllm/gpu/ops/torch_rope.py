@@ -11,7 +11,13 @@ from asyncllm.gpu.ops.torch_norms import TorchRMSNorm, torch_norm
 
 
 class TorchRopeAndCache:
-    """``RopeAndCache`` in plain torch, which norms and rotates q and k in place in ``qkv``."""
+    """``RopeAndCache`` in plain torch, which norms and rotates q and k in place in ``qkv``.
+
+    Args:
+        q_norm, k_norm: weights of per-head norms, ``[D]``, or of norms over all heads, ``[Hq * D]``
+            and ``[Hk * D]``; None for no norm. They round like ``TorchOps.rms_norm``.
+        v_norm: ``[D]``, weight of a per-head norm of v; None for no norm.
+    """
 
     def __init__(
         self,
@@ -72,7 +78,11 @@ class TorchRopeAndCache:
 
 
 class TorchRope:
-    """``Rope`` in plain torch: norms and rotates q in place."""
+    """``Rope`` in plain torch: norms and rotates q in place.
+
+    Args:
+        norm: ``[D]``, weight of a per-head norm of q; None for no norm.
+    """
 
     def __init__(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> None:
         self.shape, self.norm = shape, None
