@@ -109,7 +109,11 @@ def rotate(source: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def write_kv(cache: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
-    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to the tokens' slots in ``cache``."""
-    num_kv_heads, head_dim = cache.shape[-2:]
-    pair = kv.view(kv.shape[0], 2, num_kv_heads, head_dim).transpose(0, 1)
-    cache.view(2, -1, num_kv_heads, head_dim).index_copy_(1, slot_mapping, pair)
+    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to the tokens' slots in a ``cache`` of any
+    layout."""
+    _, _, block_size, *head = cache.shape
+    pair = kv.view(kv.shape[0], 2, *head).transpose(0, 1)
+    if cache.is_contiguous():
+        cache.view(2, -1, *head).index_copy_(1, slot_mapping, pair)
+    else:
+        cache[:, slot_mapping // block_size, slot_mapping % block_size] = pair
