@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -81,50 +83,33 @@ class ObserverNotifier:
     _request: Request
     _observers: tuple[Observer, ...]
     _is_submitted: bool = False
-    _first_token_seen: bool = False
-    _end_arguments: tuple[Usage, BaseException | None] | None = None
-    # Popping from a list is atomic: the thread that gets the item delivers the end.
-    _undelivered: list[bool] = field(default_factory=lambda: [True])
-    _first_token_observers: list[Observer] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._first_token_observers = list(self._observers)
+    _has_ended: bool = False
+    # Popping is atomic: of two threads, the one that gets a call makes it.
+    _calls: deque[tuple[Any, ...]] = field(default_factory=deque)
 
     def submitted(self, submission: RequestInfo) -> None:
         for observer in self._observers:
             _call_method(observer, "on_submit", self._request, submission)
         self._is_submitted = True
-        if self._end_arguments is not None:
-            self._deliver()
+        if self._has_ended:
+            self._make_calls()
 
     def first_token(self) -> None:
-        self._first_token_seen = True
-        if self._is_submitted:
-            self._deliver_first_token()
+        self._add_calls("on_first_token")
 
     def finished(self, usage: Usage, error: BaseException | None) -> None:
-        self._end_arguments = (usage, error)
+        self._has_ended = True
+        self._add_calls("on_finish", usage, error)
+
+    def _add_calls(self, method: str, *args: Any) -> None:
+        self._calls.extend((observer, method, self._request, *args) for observer in self._observers)
         if self._is_submitted:
-            self._deliver()
+            self._make_calls()
 
-    def _deliver(self) -> None:
-        try:
-            self._undelivered.pop()
-        except IndexError:
-            return
-        assert self._end_arguments is not None
-        if self._first_token_seen:
-            self._deliver_first_token()
-        for observer in self._observers:
-            _call_method(observer, "on_finish", self._request, *self._end_arguments)
-
-    def _deliver_first_token(self) -> None:
-        while True:
-            try:
-                observer = self._first_token_observers.pop(0)
-            except IndexError:
-                return
-            _call_method(observer, "on_first_token", self._request)
+    def _make_calls(self) -> None:
+        with suppress(IndexError):
+            while True:
+                _call_method(*self._calls.popleft())
 
 
 class Observers:

@@ -13,6 +13,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.token_rules import TokenRules
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -64,7 +65,8 @@ class WatchedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def sample(self, logits: Tensor, scalars: Any, req_indices: Tensor, *rest: Any) -> None:
+    def sample(self, logits: Tensor, scalars: Any, rows: DrawRows, out: Tensor) -> None:
+        req_indices = rows.req_indices
         lines = len(scalars["temperature"])
         # Rows of the host have lines of their own, one for each and one for padding.
         indices = self.host_rows if lines == len(logits) + 1 else req_indices.tolist()
@@ -73,7 +75,7 @@ class WatchedOps:
         for row, index in enumerate(indices):
             if index >= 0:
                 self.drawn[index] = logits[row].clone()
-        self._ops.sample(logits, scalars, req_indices, *rest)
+        self._ops.sample(logits, scalars, rows, out)
 
 
 class Bench:

@@ -36,7 +36,7 @@ def info(
 def group(index: int, block_size: int, window: int | None) -> KVCacheSpec:
     if window is None:
         return KVCacheSpec((index,), block_size)
-    return KVCacheSpec((index,), block_size, "sliding_window", window)
+    return KVCacheSpec((index,), block_size, window)
 
 
 def longest_context(specs: Sequence[KVCacheSpec], num_blocks: int, step_tokens: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from asyncllm.core.block_pool import NULL_BLOCK_ID, Block, BlockPool, FreeList
+from asyncllm.core.block_pool import NULL_BLOCK_ID, BlockPool
 from tests.hypothesis_settings import quick_and_slow
 
 
@@ -43,25 +43,6 @@ def test_misuse_is_noticed():
         BlockPool(1)
 
 
-def test_free_list_refuses_what_would_corrupt_it():
-    block, other = Block(1), Block(2)
-    free = FreeList([block])
-    for insert in (free.append, free.appendleft):
-        with pytest.raises(ValueError, match="in the free list already"):
-            insert(block)
-    with pytest.raises(ValueError, match="not in the free list"):
-        free.remove(other)
-    assert free.popleft_n(1) == [block]
-    # It may come back, and is refused anew once it has gone.
-    free.append(block)
-    free.remove(block)
-    with pytest.raises(ValueError, match="not in the free list"):
-        free.remove(block)
-    with pytest.raises(IndexError, match="1 blocks asked of a free list of 0"):
-        free.popleft_n(1)
-    assert (free.count, list(free)) == (0, [])
-
-
 def hold_the_null_block(pool, holders):
     pool.blocks[NULL_BLOCK_ID].ref_count = 1
     holders.append([pool.blocks[NULL_BLOCK_ID]])
@@ -75,11 +56,10 @@ def hold_the_null_block(pool, holders):
         (lambda pool, holders: holders[0].append(holders[0][0]), "holds a block twice"),
         (hold_the_null_block, "holds the null block"),
         (
-            lambda pool, _: pool._free_list.append(pool.blocks[NULL_BLOCK_ID]),
+            lambda pool, _: pool._unhashed.append(pool.blocks[NULL_BLOCK_ID]),
             "the null block is free",
         ),
-        (lambda pool, holders: pool._free_list.append(holders[0][0]), "leaked"),
-        (lambda pool, _: setattr(pool._free_list, "count", 2), "the free list is corrupt"),
+        (lambda pool, holders: pool._unhashed.append(holders[0][0]), "leaked"),
         (lambda _, holders: setattr(holders[0][0], "hash", b"y"), "cannot be found"),
         (lambda _, holders: setattr(holders[0][0], "hash", None), "names another block"),
     ],
@@ -180,7 +160,8 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "pool"):
             self.pool.check_integrity(self.holders)
-            assert [b.block_id for b in self.pool._free_list] == self.free
+            free = [*reversed(self.pool._unhashed), *self.pool._evictable]
+            assert [block.block_id for block in free] == self.free
             counts = self.pool.num_usable, self.pool.num_free, self.pool.num_cached
             assert counts == (len(self.pool.blocks) - 1, len(self.free), len(self.hash_of))
 

@@ -42,7 +42,7 @@ def traces(rig):
     pools = [kv.pool] if kv.states is None else [kv.pool, kv.states.pool]
     return [
         (
-            [block.block_id for block in pool._free_list],
+            [block.block_id for block in (*pool._unhashed, *pool._evictable)],
             [(block.ref_count, block.hash) for block in pool.blocks],
             list(pool._by_hash),
         )

@@ -66,7 +66,8 @@ def test_standard_streams_that_are_closed_or_full(redirected, code, says):
         "    assert sys.stdin.read() == ''\n"
         "    assert os.open(os.devnull, 0) > 2\n"
         "    return 0\n"
-        "arguments.parse = lambda argv: types.SimpleNamespace(run=run)\n"
+        "sys.modules['asyncllm.cli.x'] = types.SimpleNamespace(run=run)\n"
+        "arguments.parse = lambda argv: types.SimpleNamespace(command='x')\n"
         "sys.exit(asyncllm.cli.main())\n"
     )
     command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {redirected}', sys.executable, stand_in]

@@ -69,7 +69,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(captures, caplog, collecting
     with caplog.at_level(logging.WARNING):
         for rows in (4, 2, 1, 4, 2, 1):
             runs.clear()
-            graphs.run(rows)
+            graphs.run(GraphKey(rows))
             assert runs[0] == GraphKey(rows)  # Eagerly, whether or not a capture came after.
             assert gc.isenabled() == collecting
             captures.check_clean()
@@ -88,7 +88,7 @@ def test_a_capture_that_goes_well(captures, collecting):
     runs: list[GraphKey] = []
     graphs = StepGraphs(runs.append, CudaGraphCapturer(DEVICE), (1, 2))
     for rows in (2, 1, 1):
-        graphs.run(rows)
+        graphs.run(GraphKey(rows))
     # Each once to warm up and once captured, then replayed.
     assert runs == [GraphKey(2)] * 2 + [GraphKey(1)] * 2
     assert [record.key for record in graphs.captured] == [GraphKey(2), GraphKey(1)]
@@ -106,12 +106,12 @@ def test_a_key_is_captured_again_at_its_third_step_and_at_its_ninth(captures, ca
         runs.append(key)
 
     graphs = StepGraphs(run, CudaGraphCapturer(DEVICE), (1, 2))
-    graphs.run(2)
+    graphs.run(GraphKey(2))
     attempts = []
     for step in range(1, 15):
         begun = captures.begun
         captures.fails = EMBEDDING if step < 13 else ""
-        graphs.run(1)
+        graphs.run(GraphKey(1))
         if captures.begun > begun:
             attempts.append(step)
     # The first, the third behind it, the ninth behind that, where it goes well.
@@ -121,10 +121,10 @@ def test_a_key_is_captured_again_at_its_third_step_and_at_its_ninth(captures, ca
     assert runs.count(GraphKey(1)) == 13 + 1
     # The other has had no step since.
     assert runs.count(GraphKey(2)) == 1
-    graphs.run(2)
-    graphs.run(2)
+    graphs.run(GraphKey(2))
+    graphs.run(GraphKey(2))
     assert len(graphs.captured) == 1
-    graphs.run(2)
+    graphs.run(GraphKey(2))
     assert [record.key for record in graphs.captured] == [GraphKey(1), GraphKey(2)]
     assert len(caplog.records) == 1
 
@@ -139,10 +139,10 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
         runs.append(key)
 
     graphs = StepGraphs(run, CudaGraphCapturer(DEVICE), (1, 4))
-    graphs.run(1)
-    graphs.run(1, Part.FORWARD)
-    graphs.run(1, Part.SAMPLE, Stages.PENALTIES)
-    graphs.run(1, Part.SAMPLE, Stages.PENALTIES)
+    graphs.run(GraphKey(1))
+    graphs.run(GraphKey(1, Part.FORWARD))
+    graphs.run(GraphKey(1, Part.SAMPLE, Stages.PENALTIES))
+    graphs.run(GraphKey(1, Part.SAMPLE, Stages.PENALTIES))
     assert [record.key for record in graphs.captured] == [
         GraphKey(4),
         GraphKey(4, Part.FORWARD),
@@ -152,7 +152,7 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
     captures.fails = EMBEDDING
     runs.clear()
     for _ in range(2):
-        graphs.run(1, Part.SAMPLE, Stages.TOKEN_RULES)
+        graphs.run(GraphKey(1, Part.SAMPLE, Stages.TOKEN_RULES))
     assert runs == [GraphKey(rows, Part.SAMPLE, Stages.TOKEN_RULES) for rows in (4, 1)]
 
 

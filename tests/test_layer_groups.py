@@ -69,7 +69,7 @@ def test_smaller_heads_have_more_tokens_in_a_block():
     assert groups == [LayerGroup((0,)), LayerGroup((1,), 512, 2)]
     assert [group.spec(16) for group in groups] == [
         KVCacheSpec((0,), 16),
-        KVCacheSpec((1,), 32, "sliding_window", 512),
+        KVCacheSpec((1,), 32, 512),
     ]
 
 
@@ -84,8 +84,8 @@ def test_an_incomplete_group_leaves_the_last_parts_of_blocks_unused():
     layout = BlockLayout((2, 4, 2, 8))
     groups = [
         KVGroup(KVCacheSpec((1, 3), 4), layout),
-        KVGroup(KVCacheSpec((0,), 4, "sliding_window", 5), layout),
-        KVGroup(KVCacheSpec((2,), 4, "sliding_window", 5), layout),
+        KVGroup(KVCacheSpec((0,), 4, 5), layout),
+        KVGroup(KVCacheSpec((2,), 4, 5), layout),
     ]
     cache = KVCache(groups, 3, torch.float32, CPU)
     assert cache.tensor.nbytes == 3 * block_bytes(groups, torch.float32) == 3 * 2 * 128 * 4

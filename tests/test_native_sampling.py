@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages, TopLogprobs
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -41,7 +41,7 @@ def parameters(rows: int, seed: int) -> Scalars:
 def draw(ops: NativeOps, logits: torch.Tensor, sampling: Scalars, lines: torch.Tensor):
     out = torch.empty_like(lines)
     last = torch.zeros(len(sampling["states"]), dtype=torch.int64)
-    ops.sample(logits, sampling, lines, lines * 3, last, out)
+    ops.sample(logits, sampling, DrawRows(lines, lines * 3, last), out)
     assert torch.equal(last[lines], out.clamp(min=0))
     return out
 
@@ -235,9 +235,9 @@ def test_what_cannot_be_sampled_from_is_refused():
         with pytest.raises(ValueError, match=words):
             draw(ops, given, sampling | changes, lines)
     with pytest.raises(ValueError, match="req_indices"):
-        ops.sample(logits, sampling, lines[:3], lines, lines.clone(), lines.clone())
+        ops.sample(logits, sampling, DrawRows(lines[:3], lines, lines.clone()), lines.clone())
     with pytest.raises(RuntimeError, match="beyond its table"):
-        ops.sample(logits, sampling, lines + 1, lines, lines.clone(), lines.clone())
+        ops.sample(logits, sampling, DrawRows(lines + 1, lines, lines.clone()), lines.clone())
 
 
 def test_a_greedy_row_that_needs_the_host_gets_its_logits():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.sampling_inputs import (
     LOGITS_STAGES,
+    DrawRows,
     LogitsTables,
     SamplingRows,
     Stages,
@@ -315,7 +316,7 @@ def test_the_winner_of_the_race(ops, dtype):
     columns = lines * 7, temperature, top_k, torch.ones(rows), torch.zeros(rows)
     sampling = draw_scalars(*(F.pad(column, (0, 1)) for column in columns))
     found, last = torch.full((rows,), -9), torch.zeros(rows + 1, dtype=torch.int64)
-    ops.sample(logits, sampling, lines, lines * 2, last, found)
+    ops.sample(logits, sampling, DrawRows(lines, lines * 2, last), found)
     keys = gumbel_keys(lines * 7, lines * 2 + 1)
     scaled = logits.double() / temperature.clamp(min=1e-9).double().unsqueeze(1)
     order = scaled.sort(dim=-1, descending=True, stable=True).indices

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.core.executor import SamplingLimits
 from asyncllm.core.token_rules import TokenRules
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
 from asyncllm.gpu.sample.sampling_state import mix_seed
@@ -68,7 +68,7 @@ def draws(
     rows = logits.expand(count, -1)
     last = torch.zeros(count + 1, dtype=torch.int64)
     scalars = dict(zip(DRAW_SCALARS, (state, *parameters), strict=True))
-    cpu_ops(ops).sample(rows, scalars, lines, lines, last, out)
+    cpu_ops(ops).sample(rows, scalars, DrawRows(lines, lines, last), out)
     assert torch.equal(last[:-1], out)
     return out.numpy()
 

@@ -445,7 +445,7 @@ def test_a_graph_is_recorded_once_per_key() -> None:
     graphs = StepGraphs(runs.append, GraphCapturer(), (2, 4))
     half, masked = Part.FORWARD, (Part.SAMPLE, Stages.MASKS)
     for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
-        graphs.run(rows, *key)
+        graphs.run(GraphKey(rows, *key))
     whole, small = GraphKey(4), GraphKey(2)
     # The first step of a kind is padded to the largest bucket.
     halves = [GraphKey(4, half), whole, GraphKey(5), GraphKey(4, *masked)]

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     arguments = parse(argv)
     try:
-        code = arguments.run(arguments)
+        code = import_module(f"asyncllm.cli.{arguments.command}").run(arguments)
         sys.stdout.flush()  # Flush here, so that an error is raised now instead of at exit.
         return code
     except InvalidRequestError as error:

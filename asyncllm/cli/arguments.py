@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
@@ -58,15 +57,17 @@ _MODEL_HELP = "directory, GGUF file, or hub id with a GGUF quantisation or witho
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments; their attribute ``run`` is the command's function. Exits with code 2 for
-    an invalid command line, and 0 after ``--help`` and ``--version``."""
+    """Parse the arguments; their attribute ``command`` names its module in this package. Exits with
+    code 2 for an invalid command line, and 0 after ``--help`` and ``--version``."""
     parser = argparse.ArgumentParser(
         prog="asyncllm",
         description="A streaming LLM engine that runs inside your application. Without a model "
         "named, every command runs the small one that ships in the package.",
     )
     parser.add_argument("--version", action="version", version=f"asyncllm {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True
+    )
     _add_demo(commands)
     _add_chat(commands)
     _add_serve(commands)
@@ -95,7 +96,6 @@ def _add_demo(commands: Any) -> None:
     parser = _add_command(
         commands,
         "demo",
-        "asyncllm.cli.demo",
         "several streams at once, side by side",
         "Runs stories, questions, sums, JSON, a chat and a tool call at once and shows them "
         "as they stream.",
@@ -107,7 +107,6 @@ def _add_chat(commands: Any) -> None:
     parser = _add_command(
         commands,
         "chat",
-        "asyncllm.cli.chat",
         "talk to a model in the terminal",
         "Ctrl-C stops an answer; twice at the prompt, or Ctrl-D, leaves. /help lists commands. "
         "From a pipe, every line is a turn or a command; standard output has the answers alone.",
@@ -119,7 +118,6 @@ def _add_serve(commands: Any) -> None:
     parser = _add_command(
         commands,
         "serve",
-        "asyncllm.cli.serve",
         "OpenAI's protocol over HTTP and WebSockets",
         "Serves chat completions, completions and responses at http://HOST:PORT/v1. SIGTERM and "
         "Ctrl-C let the answers in flight end; a second one does not wait for them.",
@@ -167,7 +165,6 @@ def _add_bench(commands: Any) -> None:
     parser = _add_command(
         commands,
         "bench",
-        "asyncllm.cli.bench",
         "measure throughput and latency",
         "Runs random prompts at several concurrencies and prints a table. Every stream "
         "generates exactly --output-len tokens.",
@@ -199,7 +196,6 @@ def _add_pack(commands: Any) -> None:
         "container image or on a read-only disk.",
     )
     parser.add_argument("model", help=_MODEL_HELP)
-    _set_command(parser, "asyncllm.cli.pack")
     _add_group(parser, "engine", _PACK_OPTIONS)
 
 
@@ -213,17 +209,11 @@ def _add_pull(commands: Any) -> None:
     )
     parser.add_argument("model", help=_MODEL_HELP)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (main)")
-    _set_command(parser, "asyncllm.cli.pull")
-
-
-def _set_command(parser: argparse.ArgumentParser, module: str) -> None:
-    parser.set_defaults(run=lambda arguments: importlib.import_module(module).run(arguments))
 
 
 def _add_command(
     commands: Any,
     name: str,
-    module: str,
     summary: str,
     description: str,
     *,
@@ -236,7 +226,6 @@ def _add_command(
     parser.add_argument(
         "model", nargs="?", help=f"{_MODEL_HELP}; the model in the package if left out"
     )
-    _set_command(parser, module)
     if has_sampling:
         group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
         group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     config = checked_config(arguments)
     facts = machine_facts(config.device)
-    async with open_engine(config) as engine:
+    async with open_engine(AsyncLLMEngine(config=config)) as engine:
         _check_lengths(engine, arguments)
         load = Load(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
         await load.warm_up()

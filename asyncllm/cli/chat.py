@@ -32,11 +32,11 @@ _PROMPT = "› "
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    config = checked_config(arguments)
+    engine = AsyncLLMEngine(config=checked_config(arguments))
     options = {"loop_factory": loop_factory(arguments)}
     with (
         start_blocking_portal("asyncio", options) as loop,
-        loop.wrap_async_context_manager(open_engine(config)) as engine,
+        loop.wrap_async_context_manager(open_engine(engine)),
     ):
         return Chat(engine, loop, arguments).converse()
 

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _main(arguments: argparse.Namespace) -> int:
     config = checked_config(arguments)
-    async with open_engine(config) as engine:
+    async with open_engine(AsyncLLMEngine(config=config)) as engine:
         display = _choose_display()
         show = _submit(engine, arguments)
         await display(show)

@@ -54,16 +54,8 @@ def checked_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 @asynccontextmanager
-async def open_engine(
-    engine_or_config: EngineConfig | AsyncLLMEngine,
-) -> AsyncIterator[AsyncLLMEngine]:
-    """Start a new or given engine, and close it at the end. On a terminal, show the progress of
-    loading."""
-    engine = (
-        engine_or_config
-        if isinstance(engine_or_config, AsyncLLMEngine)
-        else AsyncLLMEngine(config=engine_or_config)
-    )
+async def open_engine(engine: AsyncLLMEngine) -> AsyncIterator[AsyncLLMEngine]:
+    """Start an engine, and close it at the end. On a terminal, show the progress of loading."""
     if sys.stderr.isatty():
         await _start_with_bar(engine)
     else:

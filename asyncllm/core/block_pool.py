@@ -1,102 +1,33 @@
 """BlockPool: all KV blocks, the free list and the index by hash.
 
-The free list is intrusive and doubly linked, as in vLLM v1: popping the head, appending to the tail
-and removing from the middle on a prefix hit are O(1). A freed block keeps its hash and its contents
-and stays findable until it is popped for reuse, so eviction is lazy and least recently used. Blocks
-without a hash are of no use to another request and go to the head. StateSnapshots uses a second
-pool, whose blocks stand for recurrent states.
+A freed block keeps its hash and its contents and stays findable until it is taken for reuse, so
+eviction is lazy and least recently used. Blocks without a hash are of no use to another request and
+are taken first. The free list is in two parts, a stack of blocks without a hash and an ordered dict
+of those with one, so taking, freeing and removing a block on a prefix hit are O(1). StateSnapshots
+uses a second pool, whose blocks stand for recurrent states.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 NULL_BLOCK_ID = 0
 
 
 class Block:
-    """One KV block: its number, reference count, hash and place in the free list. Made once, with
-    the pool; only the pool changes it."""
+    """One KV block: its number, reference count and hash. Made once, with the pool; only the pool
+    changes it."""
 
-    __slots__ = ("block_id", "hash", "next", "prev", "ref_count")
+    __slots__ = ("block_id", "hash", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.hash: bytes | None = None
-        self.prev: Block | None = None
-        self.next: Block | None = None
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, refs={self.ref_count}, hashed={self.hash is not None})"
-
-
-class FreeList:
-    """Intrusive doubly linked list of blocks, with a sentinel at both ends."""
-
-    __slots__ = ("_head", "_tail", "count")
-
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self._head = Block(-1)
-        self._tail = Block(-1)
-        self._head.next = self._tail
-        self._tail.prev = self._head
-        self.count = 0
-        for block in blocks:
-            self.append(block)
-
-    def popleft_n(self, count: int) -> list[Block]:
-        """Remove and return the first ``count`` blocks."""
-        if count > self.count:
-            raise IndexError(f"{count} blocks asked of a free list of {self.count}")
-        taken = []
-        block = self._head.next
-        for _ in range(count):
-            assert block is not None
-            taken.append(block)
-            successor = block.next
-            block.prev = block.next = None
-            block = successor
-        assert block is not None
-        self._head.next = block
-        block.prev = self._head
-        self.count -= count
-        return taken
-
-    def append(self, block: Block) -> None:
-        self._insert_before(block, self._tail)
-
-    def appendleft(self, block: Block) -> None:
-        successor = self._head.next
-        assert successor is not None
-        self._insert_before(block, successor)
-
-    def remove(self, block: Block) -> None:
-        before, after = block.prev, block.next
-        if before is None or after is None:
-            raise ValueError(f"{block} is not in the free list")
-        before.next = after
-        after.prev = before
-        block.prev = block.next = None
-        self.count -= 1
-
-    def _insert_before(self, block: Block, successor: Block) -> None:
-        if block.prev is not None or block.next is not None:
-            raise ValueError(f"{block} is in the free list already")
-        before = successor.prev
-        assert before is not None
-        before.next = block
-        block.prev = before
-        block.next = successor
-        successor.prev = block
-        self.count += 1
-
-    def __iter__(self):
-        block = self._head.next
-        while block is not None and block is not self._tail:
-            yield block
-            block = block.next
 
 
 class BlockPool:
@@ -117,7 +48,8 @@ class BlockPool:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self.null_block.ref_count = 1
-        self._free_list = FreeList(self.blocks[1:])
+        self._unhashed = self.blocks[:0:-1]
+        self._evictable: OrderedDict[Block, None] = OrderedDict()
         self._by_hash: dict[bytes, Block] = {}
         self.find: Callable[[bytes], Block | None] = self._by_hash.get
 
@@ -129,7 +61,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that no request holds, cached or not."""
-        return self._free_list.count
+        return len(self._unhashed) + len(self._evictable)
 
     @property
     def num_cached(self) -> int:
@@ -137,25 +69,27 @@ class BlockPool:
         return len(self._by_hash)
 
     def allocate(self, count: int) -> list[Block]:
-        """Take ``count`` blocks from the head of the free list, the least recently used. This
-        evicts cached blocks; freeing a block does not.
+        """Take ``count`` free blocks: the latest freed of those without a hash, then the least
+        recently used. This evicts cached blocks; freeing a block does not.
 
         Raises:
             IndexError: if fewer blocks are free; then no block is taken.
         """
-        if count > self._free_list.count:
-            raise IndexError(f"{count} blocks wanted, {self._free_list.count} are free")
-        taken = self._free_list.popleft_n(count)
-        for block in taken:
-            if block.hash is not None:
-                self.unpublish(block)
+        if count > self.num_free:
+            raise IndexError(f"{count} blocks wanted, {self.num_free} are free")
+        taken = []
+        for _ in range(count):
+            if not self._unhashed:
+                self.unpublish(next(iter(self._evictable)))
+            block = self._unhashed.pop()
             block.ref_count = 1
+            taken.append(block)
         return taken
 
     def touch(self, block: Block) -> None:
         """Take a reference to a block found by its hash. A free block leaves the free list."""
         if block.ref_count == 0:
-            self._free_list.remove(block)
+            del self._evictable[block]
         block.ref_count += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -168,9 +102,9 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.hash is None:
-                    self._free_list.appendleft(block)
+                    self._unhashed.append(block)
                 else:
-                    self._free_list.append(block)
+                    self._evictable[block] = None
 
     def publish(self, block: Block, block_hash: bytes) -> bool:
         """Enter a held block into the prefix cache. Returns False if another block already has this
@@ -183,14 +117,14 @@ class BlockPool:
         return True
 
     def unpublish(self, block: Block) -> None:
-        """Remove a block from the prefix cache; a free block moves to the head of the free list."""
+        """Remove a block from the prefix cache; if free, it is taken next."""
         if block.hash is None:
             return
         del self._by_hash[block.hash]
         block.hash = None
-        if block.ref_count == 0 and block.prev is not None:
-            self._free_list.remove(block)
-            self._free_list.appendleft(block)
+        if block in self._evictable:
+            del self._evictable[block]
+            self._unhashed.append(block)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Does nothing and returns False while requests hold blocks."""
@@ -211,9 +145,7 @@ class BlockPool:
             ids = [block.block_id for block in blocks]
             assert len(ids) == len(set(ids)), f"a request holds a block twice: {ids}"
             refs.update(ids)
-        free = list(self._free_list)
-        free_ids = {block.block_id for block in free}
-        assert len(free) == len(free_ids) == self._free_list.count, "the free list is corrupt"
+        free_ids = {block.block_id for block in (*self._unhashed, *self._evictable)}
         assert NULL_BLOCK_ID not in free_ids, "the null block is free"
         assert NULL_BLOCK_ID not in refs, "a request holds the null block"
         for block in self.blocks[1:]:

@@ -122,9 +122,6 @@ def block_ids(tables: Iterable[list[Block]]) -> tuple[list[int], ...]:
     return tuple([[block.block_id for block in blocks] for blocks in tables])
 
 
-_GROUP_CLASSES = {"full_attention": FullAttentionGroup, "sliding_window": SlidingWindowGroup}
-
-
 class KVCacheManager:
     """Block tables of all KV groups over one pool.
 
@@ -161,7 +158,9 @@ class KVCacheManager:
             sizes = [spec.block_size for spec in specs]
             self.states = StateSnapshots(num_state_snapshots, sizes)
         self.groups = [
-            _GROUP_CLASSES[spec.kind](spec, i, self.pool, step_tokens)
+            (FullAttentionGroup if spec.window is None else SlidingWindowGroup)(
+                spec, i, self.pool, step_tokens
+            )
             for i, spec in enumerate(specs)
         ]
         self._sliding_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,24 +12,20 @@ class KVCacheSpec:
     Attributes:
         layers: indices of the layers.
         block_size: tokens per block.
-        kind: which tokens of a sequence keep their KV. "full_attention": all of them;
-            "sliding_window": those that a later query sees.
-        window: number of keys that a query of a "sliding_window" group sees, its own included.
+        window: number of keys that a query sees, its own included: the tokens that no later query
+            sees lose their KV. None with full attention, where all tokens keep it.
 
     Raises:
-        ValueError: ``window`` below 1 or missing for a "sliding_window", or given for another kind.
+        ValueError: ``window`` is below 1.
     """
 
     layers: tuple[int, ...]
     block_size: int
-    kind: Literal["full_attention", "sliding_window"] = "full_attention"
     window: int | None = None
 
     def __post_init__(self) -> None:
-        slides = self.kind == "sliding_window"
-        if slides != (self.window is not None) or (self.window is not None and self.window < 1):
-            expected = "at least 1" if slides else "None"
-            raise ValueError(f"window={self.window}: expected {expected} for kind={self.kind!r}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window}: expected at least 1, or None")
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Maximum number of blocks that a sequence of ``num_tokens`` holds at once. With a window:

@@ -70,16 +70,17 @@ class StateSnapshots:
     def _snapshot_key(self, tokens: HashedTokens, num_tokens: int) -> bytes:
         return tokens.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
+    def _ends(self, num_tokens: int) -> range:
+        """Lengths of at most ``num_tokens`` that a snapshot may have, the longest first."""
+        size = self._common_block_size
+        return range(num_tokens // size * size, 0, -size)
+
     def find(self, prompt: HashedTokens, num_tokens: int) -> int:
         """Length in tokens of the longest prefix within ``num_tokens`` that has a snapshot; else
         0."""
         if not self.pool.num_cached:
             return 0
-        for end in range(
-            num_tokens // self._common_block_size * self._common_block_size,
-            0,
-            -self._common_block_size,
-        ):
+        for end in self._ends(num_tokens):
             if self.pool.find(self._snapshot_key(prompt, end)) is not None:
                 return end
         return 0
@@ -89,11 +90,7 @@ class StateSnapshots:
         snapshot covers a longer prefix of the request than any snapshot that exists."""
         if not self._pending_keys:
             return False
-        for end in range(
-            request.max_cached_tokens // self._common_block_size * self._common_block_size,
-            0,
-            -self._common_block_size,
-        ):
+        for end in self._ends(request.max_cached_tokens):
             key = self._snapshot_key(request, end)
             if key in self._pending_keys:
                 return True

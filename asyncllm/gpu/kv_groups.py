@@ -53,8 +53,7 @@ class LayerGroup:
     def spec(self, block_size: int) -> KVCacheSpec:
         """Makes the KVCacheSpec; ``block_size`` is the smallest number of tokens per block of any
         group."""
-        kind = "full_attention" if self.window is None else "sliding_window"
-        return KVCacheSpec(self.layers, block_size * self.scale, kind, self.window)
+        return KVCacheSpec(self.layers, block_size * self.scale, self.window)
 
 
 def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.batch.sampling_table import scalar_sections
 from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, plain_batch, step_inputs
@@ -119,6 +120,5 @@ def _sample_all_rows(decoder: LanguageModel, logits: torch.Tensor) -> None:
     scalars["temperature"].fill_(1.0)
     scalars["top_k"].fill_(64)
     scalars["top_p"].fill_(0.9)
-    decoder.ops.sample(
-        logits, scalars, rows, rows, rows.new_empty(count + 1), torch.empty_like(rows)
-    )
+    drawn = DrawRows(rows, rows, rows.new_empty(count + 1))
+    decoder.ops.sample(logits, scalars, drawn, torch.empty_like(rows))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
@@ -452,7 +453,7 @@ def draw(sample: Callable[..., None], arguments: Sequence[Tensor]) -> Tensor:
     lines = torch.arange(len(logits), device=logits.device)
     out = torch.empty_like(lines)
     sampling = draw_scalars(states, *parameters)
-    sample(logits, sampling, lines, positions - 1, torch.empty_like(lines), out)
+    sample(logits, sampling, DrawRows(lines, positions - 1, torch.empty_like(lines)), out)
     return out
 
 
@@ -528,7 +529,8 @@ def check_company(sample: Callable[..., None], device: str) -> None:
     rows = slots.clamp(min=0)
     last_sampled_tokens = torch.full((8,), -5, device=device)
     sampling, found = draw_scalars(there[1], *there[3:]), torch.empty_like(slots)
-    sample(there[0][rows], sampling, slots, there[2][rows] - 1, last_sampled_tokens, found)
+    drawn = DrawRows(slots, there[2][rows] - 1, last_sampled_tokens)
+    sample(there[0][rows], sampling, drawn, found)
     assert found.tolist() == torch.where(slots >= 0, together[rows], -1).tolist()
     expected = torch.full((8,), -5)
     expected[[6, 2, 5]] = together[[6, 2, 5]].cpu()

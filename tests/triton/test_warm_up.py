@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from asyncllm.core.batch import StepBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, default_batch_sizes
@@ -56,9 +56,9 @@ def run_everything(runner: ModelRunner) -> None:
     stages = (Stages.NONE, Stages.TOKEN_RULES, Stages.PENALTIES | Stages.LOGPROBS)
     memory.prepare_sampling(Stages.LOGPROBS, memory.host_buffers[0])
     for rows in sorted({*replay.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
-        replay.graphs.run(rows)
+        replay.graphs.run(GraphKey(rows))
         if replay.can_balance:
-            replay.graphs.run(rows, balanced=True)
+            replay.graphs.run(GraphKey(rows, balanced=True))
         for each in stages if rows in (1, 3, ROWS) else ():
             replay.run_padded_rows(GraphKey(rows, Part.FORWARD))
             replay.run_padded_rows(GraphKey(rows, Part.SAMPLE, each))
@@ -92,9 +92,8 @@ def draw_for_the_host(runner: ModelRunner) -> None:
         lines = torch.arange(rows + 1)
         own = {name: steps.memory.scalars[name][lines] for name in DRAW_SCALARS}
         logits = torch.zeros((rows, runner.info.vocab_size))
-        steps.model.ops.sample(
-            logits, own, lines[:-1], lines[:-1], torch.zeros_like(lines), lines[:-1].clone()
-        )
+        drawn = DrawRows(lines[:-1], lines[:-1], torch.zeros_like(lines))
+        steps.model.ops.sample(logits, own, drawn, lines[:-1].clone())
 
 
 def warm(runner: ModelRunner, progress: Callable[[int, int], None] = lambda *_: None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
@@ -158,8 +159,8 @@ def of_routing(capability: int) -> None:
 
 def sample(vocab_size: int, dtype: torch.dtype) -> Run:
     scalars = draw_scalars(longs(256), floats(256), ints(256), floats(256), floats(256))
-    lines = longs(64), longs(64), longs(256), longs(64)
-    return lambda _: sampling.sample(empty(64, vocab_size, dtype=dtype), scalars, *lines)
+    rows, out = DrawRows(longs(64), longs(64), longs(256)), longs(64)
+    return lambda _: sampling.sample(empty(64, vocab_size, dtype=dtype), scalars, rows, out)
 
 
 MIXED = TritonStateRows(longs(64), longs(4096), longs(65), True)

@@ -71,7 +71,7 @@ class BlockTable:
         self._changes.clear()
         return indices, self.table.reshape(-1)[indices]
 
-    def slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def slot_mapping(self, req_indices: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """KV slots ``[T]`` int64 of tokens.
 
         A token at position p of request r has the slot

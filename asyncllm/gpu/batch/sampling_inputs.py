@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,21 @@ class LogitsTables:
         return torch.zeros((self.table_rows, width), dtype=dtype, device=self.device)
 
 
+class DrawRows(NamedTuple):
+    """Rows that get a token, the argument ``rows`` of an op set's ``sample``.
+
+    Attributes:
+        req_indices: ``[S]`` int64, request index of each row; -1 for a padded row.
+        positions: ``[S]`` int64, position of the token before the sampled one.
+        last_sampled_tokens: ``[N + 1]`` int64 by request index, written: the sampled token, or 0
+            for a row without one.
+    """
+
+    req_indices: Tensor
+    positions: Tensor
+    last_sampled_tokens: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Sampling inputs of S sampled rows, for a batch of N request indices.
@@ -99,6 +115,10 @@ class SamplingRows:
         return torch.where(
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
         )
+
+    def drawn(self) -> DrawRows:
+        """The rows as ``sample`` takes them."""
+        return DrawRows(self.req_indices, self.positions, self.last_sampled_tokens)
 
     def at(self, index: Tensor | slice) -> SamplingRows:
         """Selects the rows of ``index``: views for a slice, else copies."""

@@ -131,20 +131,17 @@ class StepGraphs:
         index = bisect_left(self.buckets, num_rows)
         return self.buckets[index] if index < len(self.buckets) else None
 
-    def run(
-        self,
-        num_rows: int,
-        part: Part = Part.STEP,
-        stages: Stages = Stages.NONE,
-        *,
-        balanced: bool = False,
-    ) -> None:
-        """Runs a part of a step, by graph; eagerly if ``num_rows`` exceeds the largest bucket."""
-        bucket = self.bucket(num_rows)
+    def run(self, key: GraphKey) -> None:
+        """Runs a part of a step, by graph; eagerly if it exceeds the largest bucket.
+
+        Args:
+            key: its ``bucket`` may be any number of rows.
+        """
+        bucket = self.bucket(key.bucket)
         if bucket is None:
-            self._run(GraphKey(num_rows, part, stages, balanced))
+            self._run(key)
             return
-        key = GraphKey(bucket, part, stages, balanced)
+        key = GraphKey(bucket, key.part, key.stages, key.balanced)
         graph = self._graphs.get(key)
         if graph is not None:
             graph()

@@ -119,14 +119,14 @@ class GraphReplay(Replay):
         count, part = len(step.rows), Part.STEP if step.needs_only_draw else Part.FORWARD
         # The static logits are allocated when a step first needs them, and never inside a capture.
         logits = self._static_logits() if part is Part.FORWARD else self.memory.sampled[:0]
-        self.graphs.run(step.bucket or count, part, balanced=step.balanced)
+        self.graphs.run(GraphKey(step.bucket or count, part, balanced=step.balanced))
         return StepOutput(logits[:count], logits[:0])
 
     def sample(self, step: LaunchedStep) -> bool:
         if not step.is_decode:
             return False
         if not step.needs_only_draw:
-            self.graphs.run(step.bucket or len(step.rows), Part.SAMPLE, step.stages)
+            self.graphs.run(GraphKey(step.bucket or len(step.rows), Part.SAMPLE, step.stages))
         return True
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Segments:
         count = self._num_tokens = step.num_tokens
         context = self._context = self.model.context(step, self.cache)
         try:
-            self.graphs.run(bucket, Part.BODY)
+            self.graphs.run(GraphKey(bucket, Part.BODY))
         finally:
             self._context = None
         ends = {name: tensor[:count] for name, tensor in self._ends.items()}

@@ -8,6 +8,7 @@ from itertools import cycle
 
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.graph.streams import SyncStream
@@ -37,16 +38,14 @@ class _Job(HostBuffer):
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
+        rows = DrawRows(indices, positions, memory.last_sampled_tokens)
         # If the output head has no argmax, no row is greedy, and the greedy tokens are not read.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
         lines, width = batch.token_ids.shape
         self.args = STRUCTS["Job"](
             program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
-            draw=sample_args(
-                recorded_step.logits, memory.scalars, indices, positions,
-                memory.last_sampled_tokens, tokens,
-            ),
+            draw=sample_args(recorded_step.logits, memory.scalars, rows, tokens),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
             lines=indices.data_ptr(), positions=positions.data_ptr(),
             table=batch.token_ids.ctypes.data, table_lines=lines, table_width=width,

@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import EngineError
-from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
+from asyncllm.gpu.batch.input_batch import InputBatch
+from asyncllm.gpu.batch.step_buffer import plain_batch, step_inputs
+from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -106,83 +110,55 @@ def _make_steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
     for name, rows in (
         ("decode", decodes), ("prefill", prefills), ("decode and prefill", decodes + prefills),
     ):  # fmt: skip
-        yield _make_step(name, _RandomRows(rows, size), request)
+        yield _make_step(name, rows, request, size)
 
 
-def _make_step(name: str, rows: _RandomRows, request: AttentionRequest) -> _Step:
+def _make_step(
+    name: str, rows: list[tuple[int, int]], request: AttentionRequest, size: int
+) -> _Step:
+    """Makes a step of random tensors from rows (cached tokens, tokens of the step), decodes first.
+
+    Each row has its own blocks, in random order, and a request index other than its row number.
+    Block 0 is the null block. Steps of decode rows alone are as a captured graph sees them.
+    """
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
     pair = (shape.num_kv_heads, shape.head_dim)
-    cache = torch.full((2, rows.blocks.size + 1, rows.size, *pair), UNOWNED_VALUE)
-    for row in range(len(rows.starts)):
-        own = rows.slots(row, 0)
-        cache.flatten(1, 2)[:, own] = torch.randn(2, len(own), *pair, generator=random)
-    slots = np.concatenate([rows.slots(row, int(at)) for row, at in enumerate(rows.starts)])
-    inputs = rows.captured_inputs(device) if name == "decode" else rows.planned_inputs(device)
+    starts, counts = zip(*rows, strict=True)
+    lengths = [start + count for start, count in rows]
+    width = -(-max(lengths) // size) + 1
+    blocks = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
+    batch = plain_batch(starts, counts, num_decodes=counts.count(1))
+    batch.req_indices.reverse()
+    # The last line of the block table is that of padded rows.
+    persistent = InputBatch(len(rows) + 1, width * size, [KVCacheSpec((0,), size)])
+    (table,) = persistent.tables
+    cache = torch.full((2, len(blocks) + 1, size, *pair), UNOWNED_VALUE)
+    for row, (req_index, length) in enumerate(zip(batch.req_indices, lengths, strict=True)):
+        table.append(req_index, blocks[row * width : (row + 1) * width].tolist())
+        own = table.slot_mapping(req_index, np.arange(length))
+        cache.flatten(1, 2)[:, own] = torch.randn(2, length, *pair, generator=random)
+    inputs = step_inputs(batch, persistent, device)
+    slots = inputs.groups[0].slot_mapping
+    if name == "decode":
+        inputs = _add_padded_rows(inputs, width * size)
     # Make queries a strided slice, as in the model, where they are part of the projection of q, k
     # and v.
     heads = shape.num_heads + 2 * shape.num_kv_heads
-    count = len(slots) + (NUM_PADDED_ROWS if name == "decode" else 0)
-    merged = torch.randn(count, heads, shape.head_dim, generator=random)
+    merged = torch.randn(inputs.num_tokens, heads, shape.head_dim, generator=random)
     q = merged.to(device, request.dtype)[:, : shape.num_heads]
-    cache = cache.to(device, request.dtype)
-    return _Step(name, shape, q, cache, torch.from_numpy(slots).to(device), inputs)
+    return _Step(name, shape, q, cache.to(device, request.dtype), slots, inputs)
 
 
-class _RandomRows:
-    """Rows of a step, decode rows first, from pairs (cached tokens, tokens of the step).
-
-    Each row has its own blocks, in random order, and a request index other than its row number.
-    Block 0 is the null block.
-    """
-
-    def __init__(self, rows: list[tuple[int, int]], size: int) -> None:
-        self.size = size
-        self.starts, self.counts = np.array(rows, dtype=np.int64).T
-        self.lengths = self.starts + self.counts
-        width = int(-(-self.lengths.max() // size)) + 1
-        order = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
-        self.blocks = order.reshape(-1, width)
-        self.req_indices = np.arange(len(rows))[::-1].copy()
-        self.table = np.zeros((len(rows) + 1, width), dtype=np.int32)
-        self.table[self.req_indices] = self.blocks
-
-    def slots(self, row: int, first: int) -> np.ndarray:
-        """KV slots of a row's tokens from position ``first`` on."""
-        positions = np.arange(first, int(self.lengths[row]))
-        return self.blocks[row, positions // self.size] * self.size + positions % self.size
-
-    def planned_inputs(self, device: torch.device) -> StepInputs:
-        """Inputs of an eager step, whose lengths the host knows."""
-        return self._make_inputs(device, 0)
-
-    def captured_inputs(self, device: torch.device) -> StepInputs:
-        """Inputs of a captured step: the same rows, then padded rows; no lengths on the host."""
-        return replace(
-            self._make_inputs(device, NUM_PADDED_ROWS),
-            max_len=self.table.shape[1] * self.size,
-            host=None,
-        )
-
-    def _make_inputs(self, device: torch.device, padded: int) -> StepInputs:
-        def padded_on_device(array: np.ndarray, dtype: torch.dtype, padding: int = 0) -> Tensor:
-            padded_rows = np.concatenate((array, np.full(padded, padding)))
-            return torch.from_numpy(padded_rows).to(device, dtype)
-
-        starts = np.concatenate(([0], np.cumsum(self.counts)))
-        decodes = int((self.counts == 1).sum())
-        tokens = torch.zeros(int(starts[-1]) + padded, dtype=torch.int64, device=device)
-        table = torch.from_numpy(self.table).to(device)
-        return StepInputs(
-            num_decodes=decodes + padded,
-            token_ids=tokens,
-            positions=tokens,
-            req_indices=padded_on_device(self.req_indices, torch.int64, -1),
-            seq_lens=padded_on_device(self.lengths, torch.int32),
-            query_start_loc=torch.from_numpy(starts).to(device),
-            prefill_start_loc=torch.from_numpy(starts[decodes:] - decodes).int().to(device),
-            groups=[GroupInputs(tokens, table, self.table, self.size)],
-            max_num_seqs=len(self.req_indices),
-            max_len=int(self.lengths.max()),
-            num_logits=0,
-            host=RowArrays(self.req_indices, self.starts, starts, self.lengths.astype(np.int32)),
-        )
+def _add_padded_rows(step: StepInputs, max_len: int) -> StepInputs:
+    """Inputs of a captured step: the same rows, then padded rows; no lengths on the host."""
+    padding = (0, NUM_PADDED_ROWS)
+    return replace(
+        step,
+        num_decodes=step.num_decodes + NUM_PADDED_ROWS,
+        token_ids=F.pad(step.token_ids, padding),
+        positions=F.pad(step.positions, padding),
+        req_indices=F.pad(step.req_indices, padding, value=-1),
+        seq_lens=F.pad(step.seq_lens, padding),
+        max_len=max_len,
+        host=None,
+    )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.ops.gumbel import (
     CHUNK,
     MIN_TEMPERATURE,
@@ -37,32 +38,26 @@ SPAN_COUNTS = (64, 512)
 """Numbers of spans to sort, tried one after the other; if none suffices, all spans are sorted."""
 
 
-def sample(
-    logits: Tensor,
-    sampling: Mapping[str, Tensor],
-    req_indices: Tensor,
-    positions: Tensor,
-    last_sampled_tokens: Tensor,
-    out: Tensor,
-) -> None:
+def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     A row's token depends on that row alone.
     """
     out.fill_(-1)
     width = -(-logits.shape[1] // CHUNK) * CHUNK
-    for rows in torch.nonzero(req_indices >= 0).flatten().split(max(1, BLOCK_LOGITS // width)):
-        requests = req_indices[rows]
+    drawn = torch.nonzero(rows.req_indices >= 0).flatten()
+    for some in drawn.split(max(1, BLOCK_LOGITS // width)):
+        requests = rows.req_indices[some]
         temperature = sampling["temperature"][requests]
-        scaled = logits.new_full((len(rows), width), -torch.inf, dtype=torch.float32)
+        scaled = logits.new_full((len(some), width), -torch.inf, dtype=torch.float32)
         factors = temperature_factors(temperature).unsqueeze(1)
-        torch.mul(logits[rows].float(), factors, out=scaled[:, : logits.shape[1]])
-        keys = gumbel_keys(sampling["states"][requests], positions[rows] + 1)
+        torch.mul(logits[some].float(), factors, out=scaled[:, : logits.shape[1]])
+        keys = gumbel_keys(sampling["states"][requests], rows.positions[some] + 1)
         top_k, top_p, min_p = (sampling[name][requests] for name in ("top_k", "top_p", "min_p"))
         limits = top_k, top_p, min_p
         tokens = _sample_rows(scaled, keys, temperature, limits, logits.shape[1])
-        out[rows] = tokens
-        last_sampled_tokens[requests] = tokens.clamp(min=0)
+        out[some] = tokens
+        rows.last_sampled_tokens[requests] = tokens.clamp(min=0)
 
 
 def _sample_rows(

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.ops.base import RMSNorm
+from asyncllm.gpu.ops.torch_norms import torch_norm
 
 
 class GatedNorm(Protocol):
@@ -30,12 +30,11 @@ class TorchGatedNorm:
     """``GatedNorm`` in plain torch.
 
     Args:
-        norm: norm over the elements of a head.
-        size: size of a head.
+        weight: ``[D]``, weight of the norm over the elements of a head.
     """
 
-    def __init__(self, norm: RMSNorm, size: int) -> None:
-        self.norm, self.size = norm, size
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.norm, self.size = torch_norm(weight, eps), len(weight)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         normed = self.norm(x.view(-1, self.size)).view(x.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import num_words
-from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import DrawRows, SamplingRows, Stages, TopLogprobs
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, LOGITS_STAGE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context, raise_status
@@ -45,48 +45,33 @@ def contiguous_logits(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def sample_args(
-    logits: Tensor,
-    sampling: Mapping[str, Tensor],
-    req_indices: Tensor,
-    positions: Tensor,
-    last_sampled_tokens: Tensor,
-    out: Tensor,
-) -> Any:
+def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> Any:
     """Converts the arguments of ``TorchOps.sample`` to the native library's ``SampleArgs``.
 
     The result holds addresses: the caller has to keep the tensors alive.
     """
-    rows = len(logits)
-    lines = min(len(sampling["states"]), len(last_sampled_tokens))
+    count, last = len(logits), rows.last_sampled_tokens
+    lines = min(len(sampling["states"]), len(last))
     return STRUCTS["SampleArgs"](
         logits=logits.data_ptr(),
         row_stride=logits.stride(0),
-        rows=rows,
+        rows=count,
         vocab_size=logits.shape[1],
-        req_indices=checked_address("req_indices", req_indices, torch.int64, rows),
-        positions=checked_address("positions", positions, torch.int64, rows),
+        req_indices=checked_address("req_indices", rows.req_indices, torch.int64, count),
+        positions=checked_address("positions", rows.positions, torch.int64, count),
         **{
             name: checked_address(name, sampling[name], each.dtype, lines)
             for name, each in DRAW_SCALARS.items()
         },
         lines=lines,
-        last_sampled=checked_address(
-            "last_sampled_tokens", last_sampled_tokens, torch.int64, lines
-        ),
-        out=checked_address("out", out, torch.int64, rows),
+        last_sampled=checked_address("last_sampled_tokens", last, torch.int64, lines),
+        out=checked_address("out", out, torch.int64, count),
         dtype=DTYPES[logits.dtype],
     )
 
 
 def sample(
-    context: Context,
-    logits: Tensor,
-    sampling: Mapping[str, Tensor],
-    req_indices: Tensor,
-    positions: Tensor,
-    last_sampled_tokens: Tensor,
-    out: Tensor,
+    context: Context, logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor
 ) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
@@ -94,8 +79,7 @@ def sample(
     in their last bits, so that another token may be sampled where two tokens almost tie.
     """
     logits = contiguous_logits(logits)
-    args = sample_args(logits, sampling, req_indices, positions, last_sampled_tokens, out)
-    status = context.functions.sample(context.handle, args)
+    status = context.functions.sample(context.handle, sample_args(logits, sampling, rows, out))
     if status:
         raise_status("sample", status)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 class TorchResidualAdd:
     """Substitute for the norm in blocks without a norm; its ``add`` only adds to the residual."""
 
-    def __init__(self, multiplier: float, scale: float) -> None:
+    def __init__(self, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self.multiplier, self.scale = multiplier, scale
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -51,6 +51,12 @@ class TorchWideRMSNorm(TorchRMSNorm):
 def torch_norm(
     weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
 ) -> TorchRMSNorm:
-    """Makes the norm for the weight's dtype: TorchWideRMSNorm for float32, else TorchRMSNorm."""
+    """Makes the norm over the last dimension of ``[T, H]`` or ``[T, parts, H]`` for the weight's
+    dtype: TorchWideRMSNorm for float32, else TorchRMSNorm.
+
+    Args:
+        multiplier: factor on ``x`` in ``RMSNorm.add``.
+        scale: factor on the rounded sum in ``RMSNorm.add``.
+    """
     kind = TorchWideRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
     return kind(weight, eps, multiplier, scale)

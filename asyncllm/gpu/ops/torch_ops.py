@@ -6,7 +6,7 @@ with as few torch calls as possible.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,22 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
-from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.errors import ModelLoadError
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
-from asyncllm.gpu.ops.base import (
-    AttentionShape,
-    Embedding,
-    Linear,
-    RMSNorm,
-    Rope,
-    RopeAndCache,
-)
+from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, Rope, RopeAndCache
 from asyncllm.gpu.ops.causal_conv import CausalConv, TorchCausalConv
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
-from asyncllm.gpu.ops.gated_delta import DeltaBiases, GatedDelta, TorchGatedDelta
+from asyncllm.gpu.ops.gated_delta import GatedDelta, TorchGatedDelta
 from asyncllm.gpu.ops.gated_norm import GatedNorm, TorchGatedNorm
 from asyncllm.gpu.ops.gumbel import gumbel_sample
 from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
@@ -194,52 +187,14 @@ class TorchOps:
         memory."""
         return int(memory.sum())
 
-    @staticmethod
-    def rms_norm(
-        weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
-    ) -> RMSNorm:
-        """Makes a norm over the last dimension of ``[T, H]`` or ``[T, parts, H]``.
-
-        The result is rounded to the model's dtype: before the multiplication by a weight of that
-        dtype, but after the multiplication by a float32 weight.
-
-        Args:
-            multiplier: factor on ``x`` in ``RMSNorm.add``.
-            scale: factor on the rounded sum in ``RMSNorm.add``.
-        """
-        return torch_norm(weight, eps, multiplier, scale)
-
-    @staticmethod
-    def residual_add(multiplier: float = 1.0, scale: float = 1.0) -> RMSNorm:
-        """Makes the substitute for a norm in blocks without a norm; its ``add`` returns the sum
-        twice."""
-        return TorchResidualAdd(multiplier, scale)
-
-    @staticmethod
-    def rope(shape: AttentionShape, norm: Tensor | None, eps: float) -> Rope:
-        """Makes the op ``Rope``.
-
-        Args:
-            norm: ``[D]``, weight of a per-head norm of q; None for no norm.
-        """
-        return TorchRope(shape, norm, eps)
-
-    @staticmethod
-    def rope_and_cache(
-        shape: AttentionShape,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        v_norm: Tensor | None = None,
-    ) -> RopeAndCache:
-        """Makes the op ``RopeAndCache``.
-
-        Args:
-            q_norm, k_norm: weights of per-head norms, ``[D]``, or of norms over all heads,
-                ``[Hq * D]`` and ``[Hk * D]``; None for no norm. They round like ``rms_norm``.
-            v_norm: ``[D]``, weight of a per-head norm of v; None for no norm.
-        """
-        return TorchRopeAndCache(shape, q_norm, k_norm, eps, v_norm)
+    # Makers of the ops of a layer. An op's class says what its arguments are.
+    rms_norm: Callable[..., RMSNorm] = staticmethod(torch_norm)
+    residual_add: Callable[..., RMSNorm] = staticmethod(TorchResidualAdd)
+    rope: Callable[[AttentionShape, Tensor | None, float], Rope] = staticmethod(TorchRope)
+    rope_and_cache: Callable[..., RopeAndCache] = staticmethod(TorchRopeAndCache)
+    causal_conv: Callable[[Tensor], CausalConv] = staticmethod(TorchCausalConv)
+    gated_delta: Callable[..., GatedDelta] = staticmethod(TorchGatedDelta)
+    gated_norm: Callable[[Tensor, float], GatedNorm] = staticmethod(TorchGatedNorm)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Makes the argument ``rotary`` of ``Rope``, once per step for all layers with this table.
@@ -257,21 +212,6 @@ class TorchOps:
     def state_rows(step: StepInputs) -> Any:
         """Makes the argument ``rows`` of recurrent ops, once per step for all layers."""
         return StateRows.of(step)
-
-    @staticmethod
-    def causal_conv(weight: Tensor) -> CausalConv:
-        """Makes a causal convolution; ``weight [C, W]`` has the oldest input's weight first."""
-        return TorchCausalConv(weight)
-
-    @staticmethod
-    def gated_delta(shape: LinearAttentionConfig, biases: DeltaBiases) -> GatedDelta:
-        """Makes the gated delta rule of a layer."""
-        return TorchGatedDelta(shape, biases)
-
-    @staticmethod
-    def gated_norm(weight: Tensor, eps: float) -> GatedNorm:
-        """Makes the per-head gated norm after a gated delta rule; ``weight`` is ``[D]``."""
-        return TorchGatedNorm(torch_norm(weight, eps), len(weight))
 
     @staticmethod
     def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
@@ -327,26 +267,16 @@ class TorchOps:
     top_logprobs = staticmethod(top_logprobs)
 
     @staticmethod
-    def sample(
-        logits: Tensor,
-        sampling: Mapping[str, Tensor],
-        req_indices: Tensor,
-        positions: Tensor,
-        last_sampled_tokens: Tensor,
-        out: Tensor,
-    ) -> None:
+    def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> None:
         """Samples one token per row, as ``gumbel.gumbel_sample`` does.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
             sampling: tensors named in DRAW_SCALARS, ``[N + 1]`` each.
-            req_indices: ``[S]`` int64, request index of each row; -1 for a padded row.
-            positions: ``[S]`` int64, position of the token before the sampled one.
-            last_sampled_tokens: ``[N + 1]`` int64 by request index, written: the sampled token, or
-                0 for a row without one.
             out: ``[S]`` int64, written: the sampled token; -1 for a padded row or one with NaN or
                 infinity; NO_TOKEN_LEFT for a row whose logits are all minus infinity.
         """
+        req_indices, positions, last_sampled_tokens = rows
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
         own = {name: sampling[name][lines] for name in DRAW_SCALARS}

@@ -11,7 +11,13 @@ from asyncllm.gpu.ops.torch_norms import TorchRMSNorm, torch_norm
 
 
 class TorchRopeAndCache:
-    """``RopeAndCache`` in plain torch, which norms and rotates q and k in place in ``qkv``."""
+    """``RopeAndCache`` in plain torch, which norms and rotates q and k in place in ``qkv``.
+
+    Args:
+        q_norm, k_norm: weights of per-head norms, ``[D]``, or of norms over all heads, ``[Hq * D]``
+            and ``[Hk * D]``; None for no norm. They round like ``TorchOps.rms_norm``.
+        v_norm: ``[D]``, weight of a per-head norm of v; None for no norm.
+    """
 
     def __init__(
         self,
@@ -72,7 +78,11 @@ class TorchRopeAndCache:
 
 
 class TorchRope:
-    """``Rope`` in plain torch: norms and rotates q in place."""
+    """``Rope`` in plain torch: norms and rotates q in place.
+
+    Args:
+        norm: ``[D]``, weight of a per-head norm of q; None for no norm.
+    """
 
     def __init__(self, shape: AttentionShape, norm: Tensor | None, eps: float) -> None:
         self.shape, self.norm = shape, None
@@ -99,7 +109,11 @@ def rotate(source: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def write_kv(cache: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
-    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to the tokens' slots in ``cache``."""
-    num_kv_heads, head_dim = cache.shape[-2:]
-    pair = kv.view(kv.shape[0], 2, num_kv_heads, head_dim).transpose(0, 1)
-    cache.view(2, -1, num_kv_heads, head_dim).index_copy_(1, slot_mapping, pair)
+    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to the tokens' slots in a ``cache`` of any
+    layout."""
+    _, _, block_size, *head = cache.shape
+    pair = kv.view(kv.shape[0], 2, *head).transpose(0, 1)
+    if cache.is_contiguous():
+        cache.view(2, -1, *head).index_copy_(1, slot_mapping, pair)
+    else:
+        cache[:, slot_mapping // block_size, slot_mapping % block_size] = pair

@@ -66,6 +66,8 @@ class PackedStore:
 
     Attributes:
         state: phrase that says where the weights come from, and why not from a file.
+        num_threads: number of threads of the native ops.
+        path: the file that is written.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class PackedStore:
         beside: bool = False,
     ) -> None:
         self._model, self._config, self._context = model, config, context
+        self.num_threads = context.num_threads
         self._beside, self._stopped = beside, threading.Event()
         self._progress = progress or (lambda *_: None)
         self._recorded: list[tuple[str, Tensor | PanelRecorder]] = []
@@ -108,19 +111,9 @@ class PackedStore:
         )
         assert isinstance(config.packed_cache_size, int)  # EngineConfig has converted it.
         self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
-
-    @property
-    def num_threads(self) -> int:
-        """Number of threads of the native ops."""
-        return self._context.num_threads
-
-    @property
-    def _folder(self) -> PackedFolder:
-        return self._model_folder if self._beside else self._cache
-
-    @property
-    def _key(self) -> dict[str, Any]:
-        return self._beside_key if self._beside else self._cache_key
+        self._folder = self._model_folder if beside else self._cache
+        self._key = self._beside_key if beside else self._cache_key
+        self.path = self._folder.path / _file_name(self._key)
 
     # --- reading -----------------------------------------------------------------------
 
@@ -215,11 +208,6 @@ class PackedStore:
             self._recorded.append((name, recorder))
             whole = LinearWeights(value) if isinstance(value, Tensor) else value
             yield name, replace(whole, panels=recorder)
-
-    @property
-    def path(self) -> Path:
-        """The file that is written."""
-        return self._folder.path / _file_name(self._key)
 
     def write(self) -> None:
         """Writes the file now, unless it exists: the weights came from it, or another process has

@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_STAGES,
+    DrawRows,
+    SamplingRows,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
@@ -86,9 +92,8 @@ class HostRows:
             torch.zeros_like(torch.cat((table_rows, table_rows[:1]))),
             torch.empty_like(table_rows),
         )
-        self._sampler.ops.sample(
-            self._processed_logits, self._draw_scalars, table_rows, self._positions, last, tokens
-        )
+        drawn = DrawRows(table_rows, self._positions, last)
+        self._sampler.ops.sample(self._processed_logits, self._draw_scalars, drawn, tokens)
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
         self._add_errors(output)
         output.token_ids[list(errors)] = -1

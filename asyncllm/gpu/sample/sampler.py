@@ -100,8 +100,7 @@ class Sampler:
         processed = logits
         if stages & LOGITS_STAGES:
             processed = self.ops.process_logits(logits, rows, stages)
-        indices, positions = rows.req_indices, rows.positions
-        self.ops.sample(processed, scalars, indices, positions, rows.last_sampled_tokens, tokens)
+        self.ops.sample(processed, scalars, rows.drawn(), tokens)
         if stages & Stages.LOGPROBS:
             assert top is not None
             self.ops.top_logprobs(logits, tokens, top)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, AttentionShape
+from asyncllm.gpu.ops.torch_rope import write_kv
 from asyncllm.gpu.transformers_model.probe import AttentionCall, Probe
 from asyncllm.gpu.transformers_model.rules import kv_shape
 
@@ -90,22 +91,10 @@ class PagedAttention:
         if self.value_padding:
             value = F.pad(value, (0, self.value_padding))
         if self.writes_kv:
-            pair = torch.cat((key, value)).transpose(1, 2)
-            write_kv(cache, step.slot_mappings[kind.kv_group], pair)
+            kv = torch.cat((key[0], value[0])).transpose(0, 1)
+            write_kv(cache, step.slot_mappings[kind.kv_group], kv)
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        plan = step.plans[kind]
-        if kind.shape.sinks:
-            out = self.attention(q, k, v, cache, plan, options["s_aux"])
-        else:
-            out = self.attention(q, k, v, cache, plan)
+        sinks = (options["s_aux"],) if kind.shape.sinks else ()
+        out = self.attention(q, k, v, cache, step.plans[kind], *sinks)
         out = out.view(1, -1, kind.shape.num_heads, kind.shape.head_dim)
         return out[..., : self.value_size] if self.value_padding else out
-
-
-def write_kv(cache: Tensor, slot_mapping: Tensor, pair: Tensor) -> None:
-    """Writes keys and values ``pair [2, T, Hk, D]`` to their slots in a ``cache`` of any layout."""
-    if cache.is_contiguous():
-        cache.view(2, -1, *cache.shape[3:]).index_copy_(1, slot_mapping, pair)
-        return
-    block_size = cache.shape[2]
-    cache[:, slot_mapping // block_size, slot_mapping % block_size] = pair

@@ -151,7 +151,9 @@ class TritonAttention:
             num_partials = max(
                 num_partials, self._plan_tiles(plan, tokens, rows - decodes, max_len)
             )
-        self._make_workspace(plan, num_partials)
+        if num_partials:
+            size = workspace_size(num_partials, self.shape.num_heads, self.shape.head_dim)
+            plan.workspace = torch.empty(size, dtype=torch.float32, device=self.device)
         return plan
 
     def _plan_decodes(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
@@ -175,11 +177,6 @@ class TritonAttention:
         plan.tile_splits = splits
         return tokens * splits if splits > 1 else 0
 
-    def _make_workspace(self, plan: TritonPlan, num_partials: int) -> None:
-        if num_partials:
-            size = workspace_size(num_partials, self.shape.num_heads, self.shape.head_dim)
-            plan.workspace = torch.empty(size, dtype=torch.float32, device=self.device)
-
     def __call__(
         self,
         q: Tensor,
@@ -191,19 +188,12 @@ class TritonAttention:
     ) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend(q, cache, out, plan, sinks)
-        return out.view(q.shape[0], -1)
-
-    def attend(
-        self, q: Tensor, cache: Tensor, out: Tensor, plan: TritonPlan, sinks: Tensor | None
-    ) -> None:
-        """Writes the attention of ``q [T, Hq, D]`` to ``out``, of the same shape."""
-        if not plan.is_bound:
+        if plan.decode is None and plan.prefill is None:
             self._bind_kernels(plan, q.shape[0], cache.shape[2])
-        if plan.decode is not None:
-            plan.decode(q, cache, out, sinks)
-        if plan.prefill is not None:
-            plan.prefill(q, cache, out, sinks)
+        for kernel in (plan.decode, plan.prefill):
+            if kernel is not None:
+                kernel(q, cache, out, sinks)
+        return out.view(q.shape[0], -1)
 
     def _bind_kernels(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
         """Binds the kernels to the arguments that all layers of a step share."""
@@ -213,4 +203,3 @@ class TritonAttention:
             plan.prefill = self._prefill(
                 self.shape, block_size, self.prefill_tiles, plan, tokens - plan.num_decodes
             )
-        plan.is_bound = True

@@ -33,7 +33,6 @@ class TritonPlan:
         window: number of keys that a query sees, its own included; None is all.
         decode, prefill: the kernels bound to the step's arguments by its first layer; None without
             rows of that kind.
-        is_bound: whether ``decode`` and ``prefill`` have been made.
     """
 
     num_decodes: int
@@ -48,4 +47,3 @@ class TritonPlan:
     window: int | None = None
     decode: Callable[..., None] | None = None
     prefill: Callable[..., None] | None = None
-    is_bound: bool = False

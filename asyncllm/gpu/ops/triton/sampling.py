@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.top_k import (
@@ -293,34 +294,27 @@ def choose_kernel(
     tl.store(last_sampled_tokens + req_index, tl.where(valid, token, 0).to(tl.int64))
 
 
-def sample(
-    logits: Tensor,
-    sampling: Mapping[str, Tensor],
-    req_indices: Tensor,
-    positions: Tensor,
-    last_sampled_tokens: Tensor,
-    out: Tensor,
-) -> None:
+def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     ``logits`` are float32, bfloat16 or float16, with contiguous rows. A row's token depends on that
     row alone.
     """
-    rows, vocab_size = logits.shape
-    if not rows:
+    (count, vocab_size), (req_indices, positions, last_sampled_tokens) = logits.shape, rows
+    if not count:
         return
     num_chunks = cdiv(vocab_size, gumbel.CHUNK)
-    floats = torch.empty((3, rows, num_chunks), dtype=torch.float32, device=logits.device)
-    indices = torch.empty((2, rows, num_chunks), dtype=torch.int32, device=logits.device)
-    candidates = torch.empty((rows, MAX_SORTED.value), dtype=torch.int64, device=logits.device)
+    floats = torch.empty((3, count, num_chunks), dtype=torch.float32, device=logits.device)
+    indices = torch.empty((2, count, num_chunks), dtype=torch.int32, device=logits.device)
+    candidates = torch.empty((count, MAX_SORTED.value), dtype=torch.int64, device=logits.device)
     chunks = (*floats, indices[0])
     of_rows = (logits, sampling["states"], positions, sampling["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))
     limits = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
-    chunk_kernel[(rows, cdiv(num_chunks, 4 * COUNTER_ROWS.value))](
+    chunk_kernel[(count, cdiv(num_chunks, 4 * COUNTER_ROWS.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )
-    choose_kernel[(rows,)](
+    choose_kernel[(count,)](
         out,
         last_sampled_tokens,
         candidates,
