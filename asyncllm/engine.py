@@ -58,8 +58,8 @@ class AsyncLLMEngine(Handle):
         config: every other setting. ``overrides`` replace fields of it.
 
     Raises:
-        InvalidRequestError: for a configuration that makes no sense in itself. Files, threads
-            and devices are touched by ``start`` only.
+        InvalidRequestError: for an invalid configuration. Only ``start`` uses files, threads
+            and devices.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class AsyncLLMEngine(Handle):
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[EngineThread]:
-        """Context of starting an engine thread. If the start fails or is cancelled, the engine is
-        as if it had never been started."""
+        """Context manager that starts an engine thread. If the start fails or is cancelled, the
+        engine is as if it had never been started."""
         if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
         if self.state != "new":
@@ -135,7 +135,7 @@ class AsyncLLMEngine(Handle):
         submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers, self._rest)
         self._submitter = submitter
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)
-        # Does not refer to the engine, so that one without other references is collected.
+        # The callback does not refer to the engine, so that a dropped engine is collected.
         thread.exited.add_done_callback(partial(_report_death, core, self._observers))
 
     def _thread_mailbox(self) -> ThreadMailbox:
@@ -227,9 +227,9 @@ class AsyncLLMEngine(Handle):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the engine ended; None after the application's own ``aclose``. An EngineDeadError,
-        whose ``__cause__`` is the failure, or an EngineClosedError, for example because the event
-        loop that it was started on has ended. Any thread may read it."""
+        """Error that ended the engine; None after the application's own ``aclose``. It is an
+        EngineDeadError, whose ``__cause__`` is the failure, or an EngineClosedError, for example
+        because the event loop of ``start`` has ended. Any thread may read it."""
         return None if self._input_processor is None else self._require_started().error
 
     async def __aenter__(self) -> Self:
@@ -256,7 +256,7 @@ class AsyncLLMEngine(Handle):
 
     @property
     def load_stage(self) -> LoadStage:
-        """Current stage of the start, which is also what ``load_progress`` counts."""
+        """Current stage of the start, and the unit of ``load_progress``."""
         return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------
@@ -317,7 +317,7 @@ class AsyncLLMEngine(Handle):
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> Completion:
-        """``stream(prompt, sampling_params, **options)``, read to the end."""
+        """Complete a prompt: reads ``stream(prompt, sampling_params, **options)`` to its end."""
         return await self.stream(prompt, sampling_params, **options).result()
 
     async def submit(
@@ -366,8 +366,8 @@ class AsyncLLMEngine(Handle):
                     print(result.key, result.completion or result.error)
 
         Args:
-            rows: any number of rows, of any type. They are drawn as there is room for them: an
-                iterable that may block on a thread of its own, an async iterable on this loop.
+            rows: any number of rows, of any type, drawn when there is room for them: from an
+                iterable on a separate thread if it may block, from an async iterable on this loop.
             prompt: function of a row that makes its prompt: text, token ids or messages. None takes
                 the rows themselves.
             sampling_params: for all rows, or a function of a row.
@@ -376,15 +376,15 @@ class AsyncLLMEngine(Handle):
             ordered: yield the results in the order of the rows; False yields them as they come, so
                 that no row waits for a longer one before it.
             max_under_way: maximum number of rows that were drawn and whose results were not read;
-                at most ``max_queued_requests``, which None means.
+                None is ``max_queued_requests``, which is also the limit.
             progress: function called with the number of rows done, those of ``done`` included, and
                 of rows failed, before each result is returned; its exceptions are logged.
             options: as for ``stream``, or ``chat``, but for ``request_id``, ``max_unread`` and
                 ``on_slow``.
 
-        An exception of a row, of its ``prompt`` or of its request is the row's own: its result has
-        it, and the other rows go on. An exception of the iterable, or the end of the engine, ends
-        the job.
+        An exception in a row, in its ``prompt`` or in its request fails this row alone: the row's
+        result has the exception, and the other rows go on. An exception of the iterable, or the end
+        of the engine, ends the job.
 
         Raises:
             InvalidRequestError: for an argument that cannot be used, with ``param`` set.
@@ -399,7 +399,7 @@ class AsyncLLMEngine(Handle):
         return RowStream(found, submit)
 
     def _check_rows(self, rows: Rows, options: dict[str, Any]) -> None:
-        """Check what the rows of ``map`` have in common, and bind them to this engine."""
+        """Check the options that all rows of ``map`` share, and bind the rows to this engine."""
         for name in ("request_id", "max_unread", "on_slow"):
             if name in options:
                 accepted = (
@@ -439,7 +439,7 @@ class AsyncLLMEngine(Handle):
 
         Args:
             messages: ``{"role": …, "content": …}`` each.
-            tools: what the model may call: OpenAI's schemas, Python functions, or Pydantic models
+            tools: tools for the model: OpenAI's schemas, Python functions, or Pydantic models
                 of the arguments; see docs/tools.md. Calls come as ``Delta.tool_calls``.
             tool_choice: "auto"; "none" does not show the tools to the model; "required" and
                 ``{"type": "function", "function": {"name": …}}`` force calls whose arguments fit
@@ -603,17 +603,17 @@ class AsyncLLMEngine(Handle):
     def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """Number of leading tokens of a prompt that a request would take from the prefix cache now.
 
-        It is at most ``len(token_ids) - 1``: the last token is always computed. No step runs for
-        it, and it changes nothing, not even which prefixes are evicted first. Any thread may call
-        it. A dead engine has nothing cached.
+        It is at most ``len(token_ids) - 1``: the last token is always computed. The call runs no
+        step, and changes nothing, not even the order of eviction. Any thread may call it. A dead
+        engine has nothing cached.
 
         Args:
             token_ids: the prompt, as ``tokenize`` returns it.
             cache_salt: as for ``stream``.
 
         Raises:
-            InvalidRequestError: for anything but at most ``max_model_len`` token ids of the
-                vocabulary, and a text or None.
+            InvalidRequestError: for more than ``max_model_len`` token ids, an id outside the
+                vocabulary, or a ``cache_salt`` that is neither text nor None.
             EngineClosedError: if the engine is not started, or closed.
         """
         inputs = self._running()

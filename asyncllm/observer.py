@@ -44,10 +44,10 @@ class Observer(Protocol):
     ``on_finish``, if the request gets a token; its time is ``request.first_token_at``.
 
     An optional method ``on_engine_dead(engine, error)`` is called once if the engine dies, after
-    ``on_finish`` of its requests. ``engine`` is its number in an EngineGroup, else None; so is
-    ``request.group.engine``.
+    ``on_finish`` of its requests. ``engine`` is the engine's number in an EngineGroup, else None.
+    ``request.group.engine`` is the same number.
 
-    The methods must be quick: the first runs in the application's call, the others in the step
+    The methods must be quick: ``on_submit`` runs in the application's call, the others in the step
     loop. Exceptions, even CancelledError and SystemExit, are logged and affect no request; only
     Ctrl-C in ``on_submit``, a KeyboardInterrupt on the main thread, reaches the caller. The methods
     may read the request, but must not change it. In the step loop they cannot wait for the engine:

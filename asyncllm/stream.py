@@ -250,7 +250,7 @@ class TokenStream(Handle):
     def _call_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
         """Have ``mailbox`` (None: the running loop's) wake ``waiter`` once the request has ended,
         and not at each delta. To be called once, before any read. Returns False if the request has
-        ended already; then the waiter may be woken too."""
+        ended already; the waiter may be woken even then."""
         self._channel.waiter = waiter
         self._channel.mailbox = self._mailbox_of_loop() if mailbox is None else mailbox
         return self._channel.final is None

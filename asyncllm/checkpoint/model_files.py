@@ -108,8 +108,8 @@ def resolve_tokenizer(
 
 @contextmanager
 def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Convert OSErrors to ModelLoadError. An unreadable folder, or a name that is too long, must
-    not be treated as a missing one."""
+    """Convert OSErrors to ModelLoadError. An unreadable folder, or a path that is too long, must
+    not be treated as a missing file."""
     try:
         yield
     except OSError as error:

@@ -25,9 +25,9 @@ class WeightsIdentity:
 
     Attributes:
         paths: the files that have weights.
-        files: a description of each. In the hub's cache, where a file's name is the hash of its
+        files: one description per file. In the hub's cache, where a file's name is the hash of its
             content, that hash and the size; elsewhere path, size, times and inode.
-        names: name and size of each, which are the same for a copy.
+        names: name and size of each file; a copy of the files has the same.
         config: digest of config.json, whose quantisation section says how to read the weights;
             empty for GGUF.
     """
@@ -39,7 +39,7 @@ class WeightsIdentity:
 
     @classmethod
     def of(cls, path: Path) -> WeightsIdentity:
-        """Looks at a model's directory or GGUF file.
+        """Read the identity of the weights in a model's directory or GGUF file.
 
         Raises:
             OSError: a file is missing or cannot be read.

@@ -159,8 +159,8 @@ class Chat:
                 return starts[0], self._loop.call(stream.result)
 
     def _fitting_turn_starts(self) -> list[int]:
-        """Indices of the turns, oldest first, from which on the messages leave room for an answer.
-        If the newest turn alone is too long, only its index."""
+        """Indices of the turns at which the sent messages may start and leave room for an answer,
+        oldest first. If the newest turn alone is too long, only its index."""
         starts = self._conversation.turn_starts()
         max_tokens = room_for_messages(self._engine, self._sampling.get("max_tokens"))
         if not self._fits(starts[-1], max_tokens):

@@ -165,7 +165,7 @@ class KVCacheManager:
         ]
         self._sliding_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
-        # Every block of every group ends at a multiple of the greatest common divisor.
+        # Every block ends at a multiple of the greatest common divisor of all groups' block sizes.
         every = math.gcd(*(spec.block_size for spec in specs))
         self._publish_interval = every if enable_prefix_caching else NEVER
         self.watermark = max(1, self.pool.num_usable // 100)
@@ -319,8 +319,8 @@ class KVCacheManager:
                 num_slots = len(blocks) * group.block_size
         for group in self._sliding_groups:
             next_out_of_window = group.next_out_of_window(request.num_out_of_window[group.index])
-            # Free a single block only when the tables grow anyway; otherwise they would change
-            # twice as often.
+            # Free a single block only when the tables grow anyway; otherwise the tables would
+            # change twice as often.
             if next_out_of_window + group.block_size <= num_slots:
                 num_slots = next_out_of_window
         request.num_slots = num_slots

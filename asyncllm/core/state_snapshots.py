@@ -44,9 +44,9 @@ class StateSnapshots:
     - every ``interval`` tokens of its output, and at the last full block of output that is computed
       anew. Only the newest of these is kept.
 
-    A row ends at a snapshot, because the executor has the state at the row's end only. It saves it
-    after the step's forward pass. So a snapshot is findable from the next step on, once the last of
-    its tokens is known, and only if the request's epoch has not changed.
+    A row ends at a snapshot, because the executor has the state at the row's end only. The executor
+    saves the state after the step's forward pass. So a snapshot can be found from the next step on,
+    once the last of its tokens is known, and only if the request's epoch has not changed.
 
     Args:
         num_snapshots: slots for snapshots, in addition to those of running requests.

@@ -128,8 +128,7 @@ class _TransientWeights:
         return parameter.linear and parameter.dtype is None and not held
 
     def mapped(self, parameter: Parameter) -> Tensor | None:
-        """The weight as a tensor in the mapped file; None unless the file has it whole and in the
-        right dtype."""
+        """View of the weight in the mapped file; None unless stored whole and in its dtype."""
         name = parameter.parts[0][0]
         info = self._reader.tensors[name]
         mapped = info.num_bytes == math.prod(parameter.shape) * self._dtype.itemsize

@@ -19,9 +19,9 @@ class Stages(enum.Flag):
 
     NONE = 0
     MASKS = enum.auto()
-    """Grammar masks, by row."""
+    """Grammar masks: the tokens that each row's grammar allows."""
     TOKEN_RULES = enum.auto()
-    """``logit_bias``, ``allowed_token_ids``, ``bad_words`` of one token, ``min_tokens``."""
+    """``logit_bias``, ``allowed_token_ids``, single-token ``bad_words`` and ``min_tokens``."""
     PENALTIES = enum.auto()
     LOGPROBS = enum.auto()
 

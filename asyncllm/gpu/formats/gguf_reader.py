@@ -30,7 +30,7 @@ class GGUFReader:
         label: quantisation for the log; empty for a file without quantised tensors.
 
     Args:
-        dtype: dtype to which quantised tensors are dequantised; others keep their own.
+        dtype: dtype to which quantised tensors are dequantised; plain tensors keep theirs.
 
     Raises:
         ModelLoadError: the file is damaged or not supported, or has types of tensors that need

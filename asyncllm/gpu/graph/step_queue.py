@@ -66,14 +66,13 @@ class StepQueue(SyncStream):
     """Runs recorded steps one after the other, without the host in between.
 
     A step finds its input tokens in the persistent batch, where the previous step has written them.
-    The batch is not copied: a step that reassigns a request index, or frees blocks before a
-    window, has to wait for steps in flight that have a row of that request index.
+    The batch is not copied: a step that reassigns a request index, or frees blocks that left a
+    sliding window, has to wait for steps in flight that have a row of that request index.
 
     While a step is queued, no other op may run on the native library's context.
 
     Attributes:
-        min_tokens: smallest step, in tokens, that begins before it is collected; None if only
-            steps that await masks do.
+        min_tokens: smallest step, in tokens, that runs ahead; None if only masked steps do.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class StepQueue(SyncStream):
         self._last_job: _Job | None = None
 
     def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
-        """Whether a step is worth running ahead, and can be applied while others are in flight.
+        """Whether a step is worth running ahead, and can be applied behind steps in flight.
 
         Running ahead pays if the step is long enough or awaits masks. The step may only append to
         rows of the batch that steps in flight read.

@@ -60,7 +60,7 @@ class WeightForm:
 
 
 class PanelSource(Protocol):
-    """Protocol of the packing of one parameter's weights, such as from a file."""
+    """Source of one parameter's weights in the native kernels' layout, such as a packed file."""
 
     def pack(self, context: Any, weights: LinearWeights) -> Any:
         """Returns PackedWeights of a native context.

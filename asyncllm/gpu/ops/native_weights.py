@@ -17,8 +17,8 @@ from asyncllm.native.context import Context, PackedWeights, raise_status
 from asyncllm.native.interface import STRUCTS
 
 INT8, UINT4, UINT8 = 3, 4, 5
-"""The library's types of quantised weights. INT8 has a scale per output channel; the others have a
-scale per output channel and group of inputs."""
+"""The library's types of quantised weights. INT8 has a scale per output channel; UINT4 and UINT8
+have a scale per output channel and group of inputs."""
 
 BLOCK_TYPES: Mapping[str, int] = {
     "q4_1": 6, "q5_0": 7, "q5_1": 8, "q4_k": 9, "q5_k": 10, "q6_k": 11, "iq4_nl": 12,
@@ -31,8 +31,7 @@ has to be a multiple of it."""
 
 
 def native_type(form: WeightForm) -> int | None:
-    """The library's type for quantised weights of this form; None for a form without such a
-    type."""
+    """The library's type for quantised weights of this form; None if it does not support them."""
     block_rows, group = form.scale_block or (0, 0)
     columns = form.shape[1]
     if form.scheme in BLOCK_TYPES and not form.has_order:

@@ -1,4 +1,4 @@
-"""TorchOps: the op set in plain torch, base class and reference of the others.
+"""TorchOps: the op set in plain torch, base class and reference of all op sets.
 
 Tiny models are bound by the overhead of torch calls, not by arithmetic, so that each op is written
 with as few torch calls as possible.
@@ -201,7 +201,7 @@ class TorchOps:
 
         Args:
             table: ``[max_positions, D]``, the cosines and then the sines of D / 2 angles; or
-                ``[max_positions, 2, D]``, such a row for queries and one for keys.
+                ``[max_positions, 2, D]``, with separate rows for queries and keys.
             positions: ``[T]`` int64.
         """
         rows = table[positions]

@@ -1,7 +1,7 @@
 """PackedFile: a model's weights in one file, as the native ops read them.
 
-Packing takes most of a start, and its result depends on the checkpoint, the form and the layout
-alone. So the first start writes it, and later ones map it::
+Packing takes most of a start, and its result depends only on the checkpoint, the quantisation and
+the kernels' layout. So the first start writes the result to a file, and later starts map the file::
 
     preamble, 64 bytes   magic, format version, size of the file, place and digest of the header
     tensors              each at a multiple of 64 bytes, in the order of the decoder's parameters
@@ -10,8 +10,8 @@ alone. So the first start writes it, and later ones map it::
 - ``key`` identifies the checkpoint, form, layout and version (``packed_store.py``). The file's name
   is a digest of the key, and the key itself is compared as well.
 - ``content`` has a checksum of each file of the checkpoint.
-- ``tensors`` has a line per parameter: its form, its place, and the checksum of its bytes. A linear
-  layer's weight is its panels, one piece per expert where it has experts; anything else is plain.
+- ``tensors`` has an entry per parameter: its form, its place, and the checksum of its bytes. The
+  weight of a linear layer is stored as packed panels, experts one by one; other tensors are plain.
 
 **Written** with the preamble last: it is zeros until all other bytes are in place. The file has
 another name until it is complete and on the disk, so neither a process that is killed nor a full
@@ -19,9 +19,9 @@ disk leaves an incomplete file under the final name.
 
 **Read** in this order: the open file's kind, owner and size, the preamble, the header's digest, the
 key; only then is it mapped, shared and read-only, and the checksums of the tensors are computed by
-the native threads. Any other result is a miss and never an error. A mapping outlives the unlinking
+the native threads. A failed check is a miss and never an error. A mapping outlives the unlinking
 and the replacement of its file. Truncation ends a process that reads beyond the new end (SIGBUS);
-nothing here truncates, and only the file's owner can.
+the engine never truncates a file, and only the file's owner could.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class StoredForm:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A line of the header: one parameter of the decoder.
+    """Entry of the file's header for one parameter of the decoder.
 
     Attributes:
         dtype, shape: of a plain tensor; torch's name of the dtype.
         offset, num_bytes: place in the file.
-        checksum: ``Context.checksum`` of these bytes.
+        checksum: checksum of these bytes, see ``Context.checksums``.
         parts: panels of a linear layer's weight, in the order in which they are packed; empty for a
             plain tensor.
         forms: forms of the weights, in the order of their outputs; empty for a plain tensor.
@@ -209,7 +209,7 @@ class PackedFile:
         owners: accepted user ids of the file's owner.
 
     Attributes:
-        key, content: see the module.
+        key, content: the header's fields of the same names.
         size: size in bytes.
         address: address of the file's first byte. The mapping lasts as long as this object, which
             tensors and packed weights in it refer to.
@@ -222,7 +222,7 @@ class PackedFile:
     def __init__(self, path: Path, owners: Collection[int]) -> None:
         self.path = path
         try:
-            # A FIFO would block, and a link may point to a file of another owner.
+            # Do not block on a FIFO, and do not follow a link, perhaps to another user's file.
             opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise PackedFileError("there is no such file") from error
@@ -239,13 +239,13 @@ class PackedFile:
             raise PackedFileError(f"cannot be read ({error!r:.200})") from error
         finally:
             os.close(opened)
-        # Without large pages in its file cache, a kernel refuses the advice.
+        # madvise fails on a kernel whose page cache has no huge pages.
         with suppress(OSError, AttributeError):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
 
     def _check(self, opened: int, found: os.stat_result, owners: Collection[int]) -> dict[str, Any]:
-        """Checks all but the tensors; returns the header."""
+        """Checks the file, except its tensors; returns the header."""
         if not stat.S_ISREG(found.st_mode):
             raise PackedFileError("is no regular file")
         if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -281,7 +281,7 @@ class PackedFile:
         """Computes the checksum of every tensor.
 
         Raises:
-            PackedFileError: one differs from the header's.
+            PackedFileError: a checksum differs from the one in the header.
         """
         places = [(entry.offset, entry.num_bytes) for entry in self.entries]
         found = context.checksums(self.address, places)
@@ -292,14 +292,14 @@ class PackedFile:
     def weights(self) -> Iterator[tuple[str, Tensor | LinearWeights]]:
         """Yields the decoder's parameters by name, in the order of the file.
 
-        Linear layers get panels of this file; their tensors are on the meta device. They are
-        quantised already, if the file's key says so.
+        Weights of linear layers are panels of this file, with their tensors on the meta device. If
+        the file's key names a quantisation, they are quantised already.
         """
         for entry in self.entries:
             yield entry.name, self._linear(entry) if entry.parts else self._plain(entry)
 
     def _plain(self, entry: TensorEntry) -> Tensor:
-        # The buffer refers to this object, and torch to the buffer.
+        # The tensor keeps the buffer alive, and the buffer keeps the mapping alive.
         buffer: Any = (ctypes.c_char * entry.num_bytes).from_address(self.address + entry.offset)
         buffer.owner = self
         return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(entry.shape)
@@ -370,8 +370,7 @@ def write_packed_file(
 
 
 class _Writer:
-    """Appends to a file in pieces of ``_WRITE_BYTES``, across the ends of tensors: the page cache
-    uses large pages only within a single write.
+    """Appends to a file in large writes: the page cache uses large pages only within one write.
 
     Attributes:
         end: number of bytes appended.
@@ -404,7 +403,7 @@ class _Writer:
                 if count < len(first):
                     self._waiting.insert(0, first[count:])
                 count -= min(count, len(first))
-        del self._owners[:-1]  # The last may have more to append.
+        del self._owners[:-1]  # ``append`` may still need the last.
 
 
 def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:

@@ -50,16 +50,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _StoppedError(Exception):
-    """The engine has ended, so its file is not written to the end."""
+    """Stops the writing of a packed file, because the engine has ended."""
 
 
 class PackedStore:
     """Reader of an engine's packed weights from a file, or writer of a new file.
 
-    Weights are looked for in the cache folder, by what the file system says about the checkpoint,
-    and then beside the model (``asyncllm pack``), by the checksum of the checkpoint's content. The
-    name of a file is a digest of its key, which says whose weights these are and in which form; so
-    weights of another checkpoint, form, layout, processor or version have another name.
+    Weights are looked up first in the cache folder, by the metadata of the checkpoint's files, then
+    beside the model (``asyncllm pack``), by the checksum of the checkpoint's content. A file's name
+    is a digest of its key, which identifies checkpoint, quantisation, layout, processor and
+    version.
 
     Args:
         beside: write beside the model and not into the cache folder.
@@ -106,10 +106,10 @@ class PackedStore:
         self._model_folder = PackedFolder(
             model.path.parent if is_file else model.path,
             None,
-            # A file beside the model is readable for users who can read the model.
+            # Users who can read the model can also read the file beside it.
             0o600 | (self._identity.paths[0].stat().st_mode & 0o044),
         )
-        assert isinstance(config.packed_cache_size, int)  # EngineConfig has converted it.
+        assert isinstance(config.packed_cache_size, int)  # EngineConfig parses "32GiB".
         self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
         self._folder = self._model_folder if beside else self._cache
         self._key = self._beside_key if beside else self._cache_key
@@ -120,8 +120,8 @@ class PackedStore:
     def build(self, read: Callable[[], Weights], build: Callable[[Weights, bool], T]) -> T:
         """Builds a model from its file, or from the checkpoint.
 
-        With ``packed_cache="shared"`` a missing file is written first, while other processes that
-        want it wait, and the model is built from it then.
+        With ``packed_cache="shared"`` a missing file is written first, and the model is then built
+        from the file. Other processes wait until the file is written.
 
         Args:
             read: reads the checkpoint.
@@ -150,8 +150,7 @@ class PackedStore:
         return made
 
     def _find(self) -> PackedFile | None:
-        """Opens and verifies the file of these weights; None, with a line in the log, for a file
-        that cannot be used."""
+        """Opens and verifies the weights' file; None if it is missing, or unusable (logged)."""
         own = {os.geteuid()} if hasattr(os, "geteuid") else set()
         with_model = own | {0, self._identity.paths[0].stat().st_uid}
         for folder, key, owners in (
@@ -165,14 +164,14 @@ class PackedStore:
                 found = PackedFile(path, owners)
                 if found.key != key:
                     raise PackedFileError("has the weights of another model or form")
-                # Report progress now: work that does not need the weights begins on other threads.
+                # Report progress now: other threads then begin work that does not need the weights.
                 self._progress(0, found.size)
                 if folder is self._model_folder and found.content != self._content(self._context):
                     raise PackedFileError("was made of other weights than the model's")
                 self._verify(found)
             except (PackedFileError, OSError) as error:
                 line = f"packed weights {path}: {error}; they are packed anew"
-                if line not in self._logged_lines:  # The file is checked again under the lock.
+                if line not in self._logged_lines:  # Log once: ``build`` may look twice.
                     logger.warning("%s", line)
                 self._logged_lines.add(line)
                 continue
@@ -210,8 +209,8 @@ class PackedStore:
             yield name, replace(whole, panels=recorder)
 
     def write(self) -> None:
-        """Writes the file now, unless it exists: the weights came from it, or another process has
-        written it.
+        """Writes the file now, unless the weights were read from a file or another process wrote
+        it.
 
         Raises:
             OSError: the folder cannot be written.
@@ -224,7 +223,7 @@ class PackedStore:
                 self._write_locked()
 
     def write_later(self, notes: Mapping[str, Any]) -> None:
-        """Writes the file, and notes that belong to it, on a thread of low priority."""
+        """Writes the file and ``notes``, JSON files by name, on a thread of low priority."""
         if self._is_refused:
             self._recorded = []
         if not self._recorded and not notes:
@@ -232,7 +231,7 @@ class PackedStore:
         self._writer = threading.Thread(
             target=self._write_quietly, args=(notes,), name="asyncllm-packed-writer", daemon=True
         )
-        with suppress(RuntimeError, MemoryError):  # The next start writes it.
+        with suppress(RuntimeError, MemoryError):  # The next start writes the file.
             self._writer.start()
 
     def _write_quietly(self, notes: Mapping[str, Any]) -> None:
@@ -247,7 +246,7 @@ class PackedStore:
         except (OSError, ModelLoadError, MemoryError) as error:
             self._refuse(error)
         finally:
-            self._recorded = []  # They would keep the weights of an engine that has ended.
+            self._recorded = []  # Release the weights, even if the writing failed.
 
     def _refuse(self, error: BaseException) -> None:
         self.state = f"packed at this start, and not written: {error}"
@@ -256,9 +255,9 @@ class PackedStore:
     def _write_locked(self) -> None:
         """Writes the file. Needs the folder's lock."""
         path, recorded = self.path, self._recorded
-        # The engine's own context is in use on the engine's thread.
+        # Make a second context: only one thread at a time may use the engine's.
         context = Context(self._context.functions, 1, self._context.isa)
-        # Another process may have written it while this one waited.
+        # Another process may have written the file while this process waited for the lock.
         with suppress(PackedFileError):
             written = PackedFile(path, {os.geteuid()})
             if written.key == self._key and not self._beside:
@@ -302,30 +301,29 @@ class PackedStore:
             raise _StoppedError
 
     def _check_wanted(self) -> None:
-        """Raises if the start was given up."""
+        """Raises an exception if the caller has given up starting the engine."""
         self._check_stopped()
         self._progress(0, 1)
 
     def close(self) -> None:
-        """Ends the writing of the file. A file that is not complete is removed."""
+        """Stops the writing of the file; an incomplete file is removed."""
         self._stopped.set()
 
-    # --- notes -------------------------------------------------------------------------
+    # --- notes: small JSON files that belong to a packed file ------------------------------
 
     def note_name(self, kind: str, about: Mapping[str, Any]) -> str:
-        """Name of this file's note of a kind; equal ``about`` gives an equal name."""
+        """File name of a note of ``kind``, with a digest of ``about``."""
         return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(about, sort_keys=True))}.json"
 
     def read_note(self, name: str) -> Any:
-        """Reads a note; None if there is none."""
+        """Reads a note, a small JSON file; None if there is no such file."""
         for folder in (self._cache, self._model_folder):
             with suppress(OSError, ValueError, ModelLoadError):
                 return json.loads(read_small_file(folder.path / name, _MAX_NOTE_BYTES))
         return None
 
     def _write_note(self, name: str, note: Any) -> None:
-        """Writes a note, unless another process writes or the folder cannot be written: then the
-        next start does."""
+        """Writes a note; the next start does if the folder is locked or read-only."""
         content = json.dumps(note).encode()
         with suppress(OSError):
             if not self._beside:
@@ -380,7 +378,7 @@ def cache_folder(config: EngineConfig) -> Path:
     if config.packed_cache_dir is not None:
         return Path(config.packed_cache_dir).expanduser()
     found = os.environ.get("XDG_CACHE_HOME", "")
-    # The convention is to ignore a relative path.
+    # The XDG convention ignores a relative path.
     base = Path(found) if os.path.isabs(found) else Path.home() / ".cache"
     return base / "asyncllm" / "packed"
 

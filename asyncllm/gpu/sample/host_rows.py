@@ -119,7 +119,7 @@ class HostRows:
                     errors[row] = error
 
     def _add_errors(self, output: SampleOutput) -> None:
-        """Adds an error for each row without a token that has none yet."""
+        """Adds an error for each row that has neither a token nor an error."""
         for row in np.flatnonzero(output.token_ids < 0).tolist():
             if row in output.errors:
                 continue

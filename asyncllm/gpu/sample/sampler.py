@@ -17,7 +17,7 @@ from asyncllm.logits_processor import LogitsProcessor
 
 
 class Sampler:
-    """The sampling parameters of all request indices, and the draw with them.
+    """Holds the sampling parameters of all request indices, and draws tokens by them.
 
     Args:
         num_logprobs: log-probabilities per token that a step's buffers hold.
