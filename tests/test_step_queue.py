@@ -38,6 +38,7 @@ ALONE = {
     "drawn": [DRAWN, replace(DRAWN, top_k=9), replace(DRAWN, top_p=0.8), replace(DRAWN, min_p=0.1)],
     "both": [DRAWN, GREEDY, replace(DRAWN, top_k=9), GREEDY],
     "logprobs": [DRAWN, GREEDY, replace(GREEDY, logprobs=3), replace(DRAWN, logprobs=0)],
+    "drawn logprobs": [DRAWN, replace(DRAWN, logprobs=3), replace(DRAWN, logprobs=1), DRAWN],
 }
 HOST = {
     "penalties": replace(DRAWN, repetition_penalty=1.3),

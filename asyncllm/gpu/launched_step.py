@@ -114,18 +114,15 @@ class LaunchedStep:
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
 
-    def order_sampled_rows(self, needed: np.ndarray, with_logprobs: np.ndarray) -> None:
-        """Orders the sampled rows so that those whose logits are needed come first, and among them
-        those with log-probabilities.
+    def order_sampled_rows(self, needed: np.ndarray) -> None:
+        """Orders the sampled rows so that those whose logits are needed come first.
 
         Args:
             needed: ``[S]`` bool, whether a row's logits are needed.
-            with_logprobs: ``[S]`` bool, whether a row asks for log-probabilities.
         """
         self.num_logits = int(np.count_nonzero(needed))
-        behind = 2 - needed.astype(np.int8) - with_logprobs
-        if (behind != behind[:1]).any():
-            order = np.argsort(behind, kind="stable")
+        if self.num_logits not in (0, len(needed)):
+            order = np.argsort(~needed, kind="stable")
             self.rows, self.req_indices = self.rows[order], self.req_indices[order]
             self.positions = self.positions[order]
 

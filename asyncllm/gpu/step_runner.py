@@ -159,7 +159,7 @@ class StepRunner:
             needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:
                 needed[step.sampled_indices_of(batch.masked_rows)] = True
-            step.order_sampled_rows(needed, state.logprobs[step.req_indices] >= 0)
+            step.order_sampled_rows(needed)
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
