@@ -121,8 +121,8 @@ class StepQueue(SyncStream):
         """Queues a step that has been applied to the batch.
 
         If the step's tokens can be drawn from unprocessed logits, the step runs to its end, with
-        its tokens' log-probabilities, else up to its logits. No step may be submitted behind a step that ends with its logits until that
-        step has been sampled.
+        its tokens' log-probabilities, else up to its logits. No step may be submitted behind a step
+        that ends with its logits until that step has been sampled.
 
         Raises:
             RuntimeError: the process is a forked child.
