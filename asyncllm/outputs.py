@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from struct import unpack, unpack_from
 from typing import Any, Literal, NamedTuple
 
 from asyncllm.structured.parse_output import parse_output
@@ -23,24 +25,85 @@ class Logprob(NamedTuple):
     rank: int
 
 
-class TokenLogprobs(NamedTuple):
+class TokenLogprobs:
     """Log-probabilities at one position of the output or the prompt.
 
     ``top`` holds the ``logprobs=k`` or ``prompt_logprobs=k`` most likely tokens in descending
     order; ``sampled`` is the sampled token, or the prompt's own token at that position, even if it
-    is among ``top`` too.
+    is among ``top`` too. ``sampled, top = entry`` unpacks both.
     """
 
-    sampled: Logprob
-    top: tuple[Logprob, ...]
+    # An engine makes very many of these, few of which are read: a Logprob per candidate would keep
+    # the garbage collector busy for longer than the step.
+    __slots__ = ("_content",)
+
+    _content: bytes | tuple[Logprob, tuple[Logprob, ...]]
+
+    def __init__(self, sampled: Logprob, top: tuple[Logprob, ...]) -> None:
+        self._content = (sampled, top)
+
+    @classmethod
+    def _packed(cls, content: bytes) -> TokenLogprobs:
+        """Make one from 32-bit numbers: the sampled token's id, rank and log-probability, then id
+        and log-probability of each likeliest token."""
+        made = cls.__new__(cls)
+        made._content = content
+        return made
+
+    @property
+    def _num_top(self) -> int:
+        content = self._content
+        return len(content) // 8 - 1 if isinstance(content, bytes) else len(content[1])
+
+    def _rows(self) -> tuple[tuple[int, float], Iterable[tuple[int, float]]]:
+        """Id and log-probability of the sampled token and of the likeliest tokens, without making
+        Logprobs."""
+        content = self._content
+        if isinstance(content, bytes):
+            numbers = unpack(f"=iif{self._num_top * 'if'}", content)
+            return (numbers[0], numbers[2]), zip(numbers[3::2], numbers[4::2], strict=True)
+        sampled, top = content
+        return sampled[:2], [one[:2] for one in top]
+
+    def _unpacked(self) -> tuple[Logprob, tuple[Logprob, ...]]:
+        content = self._content
+        if isinstance(content, bytes):
+            (token_id, logprob), top = self._rows()
+            (rank,) = unpack_from("=i", content, 4)
+            found = tuple([Logprob(*one, at) for at, one in enumerate(top, 1)])
+            content = self._content = Logprob(token_id, logprob, rank), found
+        return content
+
+    @property
+    def sampled(self) -> Logprob:
+        return self._unpacked()[0]
+
+    @property
+    def top(self) -> tuple[Logprob, ...]:
+        return self._unpacked()[1]
 
     @property
     def token_id(self) -> int:
-        return self.sampled.token_id
+        return self._rows()[0][0]
 
     @property
     def logprob(self) -> float:
-        return self.sampled.logprob
+        return self._rows()[0][1]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._unpacked())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenLogprobs):
+            return NotImplemented
+        return self._unpacked() == other._unpacked()
+
+    def __hash__(self) -> int:
+        return hash(self._unpacked())
+
+    def __repr__(self) -> str:
+        sampled, top = self._unpacked()
+        return f"TokenLogprobs({sampled=}, {top=})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,12 @@ ALONE = {
     "greedy": [GREEDY] * 4,
     "drawn": [DRAWN, replace(DRAWN, top_k=9), replace(DRAWN, top_p=0.8), replace(DRAWN, min_p=0.1)],
     "both": [DRAWN, GREEDY, replace(DRAWN, top_k=9), GREEDY],
+    "logprobs": [DRAWN, GREEDY, replace(GREEDY, logprobs=3), replace(DRAWN, logprobs=0)],
+    "drawn logprobs": [DRAWN, replace(DRAWN, logprobs=3), replace(DRAWN, logprobs=1), DRAWN],
 }
 HOST = {
     "penalties": replace(DRAWN, repetition_penalty=1.3),
-    "logprobs": replace(GREEDY, logprobs=3),
+    "logprobs and a bias": replace(GREEDY, logprobs=3, logit_bias={3: 5.0}),
     "prompt logprobs": replace(GREEDY, prompt_logprobs=2),
     "bias": replace(GREEDY, logit_bias={3: 5.0}),
     "processors": replace(DRAWN, logits_processors=(lambda output, logits: -logits,)),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from pydantic_core import to_json
 
-from asyncllm.outputs import Logprob, TokenLogprobs
+from asyncllm.outputs import TokenLogprobs
 from asyncllm.serving.answers import CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST_LOGPROB = -1e9
@@ -17,7 +18,7 @@ LOWEST_LOGPROB = -1e9
 
 def logprobs_size(tokens: Sequence[TokenLogprobs | None] | None) -> int:
     """Approximate number of JSON bytes of log-probabilities."""
-    return 32 * len(tokens) * (1 + len(tokens[-1].top)) if tokens and tokens[-1] else 0
+    return 32 * len(tokens) * (1 + tokens[-1]._num_top) if tokens and tokens[-1] else 0
 
 
 def encode_logprobs(value: Any) -> str:
@@ -40,17 +41,17 @@ class LogprobWriter:
     def write(self, tokens: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
         return [
             {
-                **self._make_entries((item.sampled,))[0],
-                "top_logprobs": self._make_entries(item.top[: self.num_top]),
+                **self._make_entries((sampled,))[0],
+                "top_logprobs": self._make_entries(islice(top, self.num_top)),
             }
-            for item in tokens
+            for sampled, top in map(TokenLogprobs._rows, tokens)
         ]
 
-    def _make_entries(self, candidates: Iterable[Logprob]) -> list[TopLogprob]:
+    def _make_entries(self, candidates: Iterable[tuple[int, float]]) -> list[TopLogprob]:
         spell, lowest = self.spelling_of, LOWEST_LOGPROB
         return [
             {"token": text, "logprob": one if one > lowest else lowest, "bytes": data}
-            for token_id, one, _ in candidates
+            for token_id, one in candidates
             for text, data in (spell(token_id),)
         ]
 
@@ -79,22 +80,24 @@ class LegacyLogprobs:
         """
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
-            token_id = first if item is None else item.token_id
-            text = "" if token_id is None else self.spelling_of(token_id)[0]
+            if item is None:
+                text, logprob, top = "" if first is None else self.spelling_of(first)[0], None, None
+            else:
+                sampled, likeliest = item._rows()
+                text, logprob = self.spelling_of(sampled[0])[0], max(sampled[1], LOWEST_LOGPROB)
+                top = self._top_by_text((*islice(likeliest, self.num_top), sampled))
             found["tokens"].append(text)
-            found["token_logprobs"].append(
-                None if item is None else max(item.logprob, LOWEST_LOGPROB)
-            )
-            found["top_logprobs"].append(None if item is None else self._top_by_text(item))
+            found["token_logprobs"].append(logprob)
+            found["top_logprobs"].append(top)
             found["text_offset"].append(self._offset)
             self._offset += len(text)
         return found
 
-    def _top_by_text(self, item: TokenLogprobs) -> dict[str, float]:
-        """Top log-probabilities by text. Of two tokens with the same text the likelier one counts.
-        As in OpenAI's protocol, the sampled token is always included."""
+    def _top_by_text(self, candidates: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by text. Of two tokens with the same text the likelier one counts. As
+        in OpenAI's protocol, the sampled token is always included."""
         top: dict[str, float] = {}
         spell, lowest = self.spelling_of, LOWEST_LOGPROB
-        for token_id, one, _ in (*item.top[: self.num_top], item.sampled):
+        for token_id, one in candidates:
             top.setdefault(spell(token_id)[0], one if one > lowest else lowest)
         return top

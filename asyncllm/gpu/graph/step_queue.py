@@ -6,9 +6,11 @@ import ctypes
 from collections.abc import Iterable
 from itertools import cycle
 
+import numpy as np
+
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
+from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.graph.streams import SyncStream
@@ -52,7 +54,7 @@ class _Job(HostBuffer):
         )  # fmt: skip
 
     def set_sizes(self, step: LaunchedStep) -> None:
-        """Sets the arguments that depend on the step's sizes and on whether it draws tokens."""
+        """Sets the arguments that depend on the step's sizes and on what it draws."""
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes
@@ -60,6 +62,12 @@ class _Job(HostBuffer):
         args.bytes = begin + self.tensors["wanted"].itemsize * sizes.wanted
         args.num_tokens = sizes.logits + sizes.greedy if step.is_drawn else 0
         args.draw.rows = sizes.logits if step.is_drawn else 0
+        asked = np.flatnonzero(step.row_logprobs >= 0)
+        args.top_rows = asked[-1] + 1 if len(asked) else 0
+        if args.top_rows:
+            top = self.logprobs
+            args.top = top.values.shape[1] - 1
+            args.top_values, args.top_ids = top.values.data_ptr(), top.ids.data_ptr()
 
 
 class StepQueue(SyncStream):
@@ -109,9 +117,9 @@ class StepQueue(SyncStream):
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
 
-        If the step's tokens can be drawn from unprocessed logits, the step runs to its end, else up
-        to its logits. No step may be submitted behind a step that ends with its logits until that
-        step has been sampled.
+        If the step's tokens can be drawn from unprocessed logits, the step runs to its end, with
+        its tokens' log-probabilities, else up to its logits. No step may be submitted behind a step
+        that ends with its logits until that step has been sampled.
 
         Raises:
             RuntimeError: the process is a forked child.
@@ -120,10 +128,12 @@ class StepQueue(SyncStream):
         job = step.buffer = next(self._jobs)
         self._memory.upload(step)
         self._memory.write(step)
-        asks = step.batch.masked_rows or step.batch.prompt_logprobs or step.row_stages.any()
-        step.is_drawn = not asks and not len(
-            self._sampler.state.rows_needing_host(step.req_indices)
-        )
+        state, stages = self._sampler.state, step.row_stages
+        asks = (stages & ~Stages.LOGPROBS.value).any()
+        asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
+        step.is_drawn = not asks and not len(state.rows_needing_host(step.req_indices))
+        if step.is_drawn and stages.any():
+            step.stages, step.row_logprobs = Stages.LOGPROBS, state.logprobs[step.req_indices]
         job.set_sizes(step)
         context = self.recorded_step.program.context
         status = context.functions.submit(context.handle, job.args)

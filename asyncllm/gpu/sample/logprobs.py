@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-
 import numpy as np
 from torch import Tensor
 
@@ -28,14 +26,17 @@ def token_logprobs(
         tokens: ``[S]``, the sampled tokens.
         counts: ``[S]``, number of likeliest tokens to return for each row.
     """
-    found = []
-    rows = zip(values.tolist(), ids.tolist(), tokens.tolist(), counts.tolist(), strict=True)
-    for row, row_ids, token, count in rows:
-        best = zip(row_ids[:count], row[:count], range(1, count + 1), strict=True)
-        # Bypass Logprob's constructor, which takes twice as long: a prompt needs many Logprobs.
-        top = tuple(map(tuple.__new__, repeat(Logprob), best))
-        found.append(TokenLogprobs(Logprob(token, row[-1], row_ids[-1]), top))
-    return found
+    num_top = values.shape[1] - 1
+    packed = np.empty((len(values), 2 * num_top + 3), dtype=np.int32)
+    packed[:, 0], packed[:, 1], packed[:, 3::2] = tokens, ids[:, -1], ids[:, :-1]
+    as_floats = packed.view(np.float32)
+    as_floats[:, 2], as_floats[:, 4::2] = values[:, -1], values[:, :-1]
+    content, width = packed.tobytes(), packed.strides[0]
+    starts = range(0, len(content), width)
+    return [
+        TokenLogprobs._packed(content[start : start + 8 * count + 12])
+        for start, count in zip(starts, counts.tolist(), strict=True)
+    ]
 
 
 def logprobs_of_row(logits: Tensor, token: int, count: int) -> TokenLogprobs:

@@ -419,6 +419,10 @@ typedef struct Job {
   int64_t bytes;
   // The sampling from the logits; nothing is sampled if it has no rows.
   SampleArgs draw;
+  // The log-probabilities of the first top_rows of these rows, as by asyncllm_top_logprobs.
+  int64_t top_rows, top;
+  float* top_values;
+  int64_t* top_ids;
   // [SIZE_GREEDY], indices of the largest outputs, written by the program.
   const int64_t* greedy;
   // The step's tokens: the sampled ones, then `greedy`; num_tokens is 0 if the caller samples.

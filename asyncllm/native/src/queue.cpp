@@ -22,6 +22,11 @@ int32_t run_job(Context* context, Job* job) {
   memcpy(job->to, job->from, job->bytes);
   int32_t status = asyncllm_run(context, job->program, job->sizes, &job->failed);
   if (!status && job->draw.rows) status = asyncllm_sample(context, &job->draw);
+  const SampleArgs& draw = job->draw;
+  if (!status && job->top_rows)
+    status = asyncllm_top_logprobs(context, draw.logits, draw.row_stride, job->top_rows,
+                                   draw.vocab_size, draw.dtype, draw.out, job->top,
+                                   job->top_values, job->top_ids);
   if (status || !job->num_tokens) return status;
   memcpy(job->tokens + job->draw.rows, job->greedy, job->sizes[SIZE_GREEDY] * sizeof(int64_t));
   return keep_tokens(*job);
@@ -91,6 +96,7 @@ API int32_t asyncllm_submit(Context* context, Job* job) {
   if (!is_open(context)) return STATUS_CLOSED;
   const Job& j = *job;
   if (j.bytes < 0 || (j.bytes && (!j.to || !j.from)) || j.draw.rows < 0 || j.num_tokens < 0 ||
+      j.top_rows < 0 || j.top_rows > j.draw.rows ||
       (j.num_tokens && (!j.lines || !j.positions || !j.tokens || !j.table || !j.greedy ||
                         j.num_tokens != j.draw.rows + j.sizes[SIZE_GREEDY])))
     return STATUS_INVALID;

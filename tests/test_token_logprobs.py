@@ -1,0 +1,50 @@
+"""TokenLogprobs: packed numbers that become objects when they are read."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+
+import numpy as np
+import pytest
+
+from asyncllm.gpu.sample.logprobs import token_logprobs
+from asyncllm.outputs import Logprob, TokenLogprobs
+
+TOP = (Logprob(7, -0.5, 1), Logprob(2, -1.25, 2))
+WHOLE = TokenLogprobs(Logprob(9, -3.5, 3), TOP)
+
+
+def make(count: int) -> TokenLogprobs:
+    values = np.array([[-0.5, -1.25, -3.5]] * 2, dtype=np.float32)
+    ids = np.array([[7, 2, 3]] * 2)
+    return token_logprobs(values, ids, np.array([4, 9]), np.array([2, count]))[1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_row_has_the_sampled_token_and_as_many_others_as_were_asked_for(count):
+    entry = make(count)
+    assert entry._num_top == count
+    assert (entry.token_id, entry.logprob) == (9, -3.5)
+    sampled, top = entry
+    assert (sampled, top) == (Logprob(9, -3.5, 3), TOP[:count])
+    assert (entry.sampled, entry.top, entry._num_top) == (sampled, top, count)
+
+
+def test_packed_and_given_ones_are_equal():
+    assert make(2) == WHOLE
+    assert hash(make(2)) == hash(WHOLE)
+    assert make(1) != WHOLE
+    assert repr(make(2)) == repr(WHOLE)
+    assert repr(make(0)) == (
+        "TokenLogprobs(sampled=Logprob(token_id=9, logprob=-3.5, rank=3), top=())"
+    )
+    assert pickle.loads(pickle.dumps(make(2))) == WHOLE
+
+
+def test_rows_that_are_not_read_are_one_object_for_the_garbage_collector():
+    entry = make(2)
+    assert not any(map(gc.is_tracked, gc.get_referents(entry)[:1]))
+    (token_id, logprob), others = entry._rows()
+    assert (token_id, logprob, list(others)) == (9, -3.5, [one[:2] for one in TOP])
+    assert isinstance(entry._content, bytes)
