@@ -249,9 +249,9 @@ class AsyncLLMEngine(Handle):
 
     @property
     def load_progress(self) -> tuple[int, int]:
-        """``(done, total)`` while ``start`` runs. It counts bytes that are downloaded, then
-        bytes of weights that are read; on a GPU then steps that compile kernels, and at last CUDA
-        graphs. ``load_stage`` says which."""
+        """Progress of ``start`` as ``(done, total)``, in units of the stage. Stages are downloaded
+        bytes, then bytes of weights that are read; on a GPU then steps that compile kernels, and at
+        last CUDA graphs. ``load_stage`` names the current stage."""
         return self._thread.progress if self._thread is not None else (0, 0)
 
     @property

@@ -119,9 +119,10 @@ class EngineGroup(AsyncLLMEngine):
     # --- lifecycle ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all engines that are new, at the same time. If one fails or the call is cancelled,
-        these are as if they had never been started, and may form another group; exceptions as for
-        an engine, and InvalidRequestError for an engine that another group has since."""
+        """Start all new engines at the same time. If one fails or the call is cancelled, the new
+        engines are as if never started, and may form another group. Raises the errors of
+        ``AsyncLLMEngine.start``, and InvalidRequestError for an engine that another group has
+        taken."""
         if self.state != "new":
             raise EngineError(f"start(): the group is {self.state}; expected a new one")
         engines = self._queue.engines
@@ -235,7 +236,7 @@ class EngineGroup(AsyncLLMEngine):
         return next((error for error in errors if error is not None), None)
 
     def __del__(self) -> None:
-        """Release the engines, and leave them to their own destructors."""
+        """Release the engines from the group; their own destructors close them."""
         if hasattr(self, "_queue"):
             self._queue.release(*self._queue.engines.values())
 

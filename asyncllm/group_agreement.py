@@ -1,4 +1,4 @@
-"""Which engines can form a group."""
+"""Conditions for engines to form a group."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class GroupQueue:
     Attributes:
         engines: engines by number; replaced, never changed.
         retried: streams whose requests may be sent again, by id.
-        lead: submitter of the engine that stands for all; None before the first has started.
+        lead: submitter of the engine that represents the group; None before one has started.
         line: calls that wait for a place at any engine.
     """
 
@@ -87,7 +87,7 @@ class GroupQueue:
         return any(core.scheduler.running for core in self.cores())
 
     def claim(self, engine: AsyncLLMEngine, number: int) -> None:
-        """Refuse an engine to other groups, and give it its number.
+        """Assign an engine to this group, under a number.
 
         Raises:
             InvalidRequestError: if another group has it.
@@ -97,11 +97,12 @@ class GroupQueue:
         engine._group, engine._observers.engine = self, number
 
     def has_lost(self, engine: AsyncLLMEngine) -> bool:
-        """Whether another group has an engine, which was released."""
+        """Whether an engine belongs to another group."""
         return engine._group is not None and engine._group is not self
 
     def release(self, *engines: AsyncLLMEngine) -> None:
-        """Leave engines to themselves and to other groups. Takes no lock: a destructor calls it."""
+        """Detach engines, so that other groups may claim them. Takes no lock: a destructor calls
+        it."""
         for engine in engines:
             if engine._group is self:
                 engine._group = engine._observers.engine = None
@@ -112,13 +113,13 @@ class GroupQueue:
                     engine._rest = Rest(engine._has_running_requests)
 
     def add(self, engine: AsyncLLMEngine, number: int) -> None:
-        """Let requests go to an engine."""
+        """Add an engine, to which requests may then go."""
         self.claim(engine, number)
         self.engines = {**self.engines, number: engine}
         self.join_line(engine)
 
     def join_line(self, engine: AsyncLLMEngine) -> None:
-        """Let an engine, once it has started, serve the calls that wait."""
+        """Give waiting calls places at an engine, if it has started."""
         if engine._submitter is not None:
             admission = engine._submitter.core.admission
             admission.lines = (admission.line, self.line)
@@ -168,15 +169,15 @@ class GroupQueue:
         return self._watch(stream, submission, self._retries)
 
     def _leave_line(self, submission: Submission, placed: Future[Any]) -> None:
-        """Take back the place, in line or in a queue, of a call that was cancelled. An engine
-        thread runs it, because a destructor may have cancelled the call."""
+        """Remove a cancelled call from the waiting line or the queue. An engine thread runs this
+        function, because a destructor may have cancelled the call."""
         self.line.withdraw(submission.request.group)
         for sent in submission.observers:
             sent.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
         placed.add_done_callback(_abort_placed)
 
     def _place_first(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
-        """``_place`` for the first request in line; None if there is no room."""
+        """Place the first waiting request; returns None if all queues are full."""
         try:
             return self._place(submission, 1)
         except EngineOverloadedError:
@@ -185,8 +186,8 @@ class GroupQueue:
     def _place(
         self, submission: Submission, num_lines: int | None = None
     ) -> tuple[Submitter, TokenStream]:
-        """Give a request its place in the queue of an engine, and make its stream. The lock of the
-        line makes an id unique: no other call looks for it meanwhile.
+        """Give a request its place at an engine, and make its stream. The caller holds the lock of
+        the waiting line, so that two requests cannot take one id.
 
         Args:
             num_lines: as for ``Admission.reserve``.
@@ -209,8 +210,9 @@ class GroupQueue:
         """Choose an engine for a request.
 
         Returns:
-            Its submitter, and the observer that tells the router what became of the request; None
-            if there was no choice. A text is noted even then, for the engines of later.
+            The engine's submitter, and an observer that reports the request's outcome to the
+            router. The observer is None if only one engine runs and the prompt is tokenised; a text
+            is always recorded, for engines that start later.
         """
         request, submission.observers = submission.request, ()
         for core in self.cores():

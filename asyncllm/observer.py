@@ -84,7 +84,7 @@ class ObserverNotifier:
     _observers: tuple[Observer, ...]
     _is_submitted: bool = False
     _has_ended: bool = False
-    # Popping is atomic: of two threads, the one that gets a call makes it.
+    # Popping is atomic, so two threads never make the same call of an observer.
     _calls: deque[tuple[Any, ...]] = field(default_factory=deque)
 
     def submitted(self, submission: RequestInfo) -> None:

@@ -33,8 +33,8 @@ class TokenLogprobs:
     is among ``top`` too. ``sampled, top = entry`` unpacks both.
     """
 
-    # An engine makes very many of these, few of which are read: a Logprob per candidate would keep
-    # the garbage collector busy for longer than the step.
+    # ``_content`` is packed until it is read, because few entries are: a Logprob object per
+    # candidate of every token would keep the garbage collector busy for longer than the step.
     __slots__ = ("_content",)
 
     _content: bytes | tuple[Logprob, tuple[Logprob, ...]]
@@ -44,8 +44,8 @@ class TokenLogprobs:
 
     @classmethod
     def _packed(cls, content: bytes) -> TokenLogprobs:
-        """Make one from 32-bit numbers: the sampled token's id, rank and log-probability, then id
-        and log-probability of each likeliest token."""
+        """Make a TokenLogprobs from packed 32-bit numbers. The numbers are the sampled token's id,
+        rank and log-probability, then id and log-probability of each likeliest token."""
         made = cls.__new__(cls)
         made._content = content
         return made
@@ -56,8 +56,8 @@ class TokenLogprobs:
         return len(content) // 8 - 1 if isinstance(content, bytes) else len(content[1])
 
     def _rows(self) -> tuple[tuple[int, float], Iterable[tuple[int, float]]]:
-        """Id and log-probability of the sampled token and of the likeliest tokens, without making
-        Logprobs."""
+        """Ids and log-probabilities of the sampled and the likeliest tokens. No Logprob objects are
+        made."""
         content = self._content
         if isinstance(content, bytes):
             numbers = unpack(f"=iif{self._num_top * 'if'}", content)

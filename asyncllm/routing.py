@@ -132,9 +132,9 @@ class Router:
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
         """Choose an engine, and count the prompt as sent to it until ``settle``.
 
-        Engines that are not alive are excluded, and paused ones while another is not paused. A full
-        engine is not chosen. Equal engines are chosen in turn, because what one was sent counts.
-        Statistics may be old or wrong: impossible numbers count as none.
+        Engines that are not alive or are full are excluded, and paused ones while another is not
+        paused. Equal engines are chosen in turn, because requests sent to an engine count as load.
+        Statistics may be old or wrong; impossible numbers are ignored.
 
         Args:
             candidates: all engines.
@@ -168,7 +168,7 @@ class Router:
 
         Args:
             cached_tokens: how many tokens were cached in the end, as ``usage.cached_tokens`` says.
-                What an engine's later candidates claim to have cached counts in proportion. None if
+                ``cached_tokens`` of the engine's later candidates is scaled accordingly. None if
                 the request had no token.
 
         Raises:
@@ -240,7 +240,7 @@ class Router:
 
 
 def _check_candidates(candidates: Sequence[Candidate]) -> None:
-    """Refuse candidates that cannot be compared."""
+    """Raise InvalidRequestError for malformed candidates or repeated keys."""
     given = check.items("candidates", candidates, "a list of candidates")
     for i, one in enumerate(given):
         try:
@@ -301,7 +301,7 @@ def block_hashes(
         cache_salt: prompts with different salts have no hash in common.
 
     Raises:
-        InvalidRequestError: for anything but token ids, a size from 1 and a text or None.
+        InvalidRequestError: for an argument of a wrong type, or a ``block_size`` below 1.
     """
     block_size = check.integer("block_size", block_size, 1)
     cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
@@ -314,15 +314,16 @@ def block_hashes(
 
 
 def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
-    """Hashes of a text that is not tokenised yet: of its first 2 KiB, and of each further 2 KiB
-    with all before, up to 64 KiB. A shorter piece at the end has none, because it grows.
+    """Hashes of the pieces of a text that is not tokenised yet. A piece has 2 KiB, and its hash
+    covers the text up to the end of the piece. Only the first 64 KiB have hashes. A shorter piece
+    at the end has none, because the text may grow.
 
     Args:
         text: the beginning of the prompt, or all of it.
         cache_salt: texts with different salts have no hash in common.
 
     Raises:
-        InvalidRequestError: for anything but a text, and a text or None.
+        InvalidRequestError: for an argument of a wrong type.
     """
     if not isinstance(text, str):
         raise check.invalid("text", text, "a string")
@@ -354,10 +355,10 @@ class Sent:
 
 
 class PrefixIndex:
-    """Prefixes that engines out of reach are expected to have cached, by what was sent to them.
+    """Index of the prefixes that remote engines are expected to have cached.
 
-    Each engine evicts the least recently used blocks, tails before heads, and the index does the
-    same. So the blocks that it has of an engine are whole prefixes. Any thread may call it.
+    The index records the prompts sent to each engine. Like an engine, it evicts the least recently
+    used blocks, tails before heads, so it keeps whole prefixes. Any thread may call its methods.
 
     Args:
         max_blocks: blocks to remember of each engine: as many as its KV cache has.

@@ -86,7 +86,7 @@ class _Row:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context of reading the stream, whose exception is the row's error."""
+        """Context that stores an exception of reading as the row's error."""
         try:
             yield
         except Exception as error:
@@ -169,7 +169,7 @@ class Rows:
         return self._iterator
 
     def take_iterator(self) -> Any:
-        """The iterator of a job that draws no more; None if there is none to close."""
+        """Remove and return the iterator, to be closed; None if absent."""
         iterator, self._iterator = self._iterator, None
         return iterator
 
@@ -179,12 +179,12 @@ class Rows:
         try:
             yield
         except Exception as error:
-            self._iterator = None  # A generator that raised is closed.
+            self._iterator = None  # A generator that raised needs no closing.
             self.end(draw_error(error))
 
     def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
-        """Make a row's request: the row under way, its prompt and its sampling parameters; None if
-        the row is done already, or failed here, or if there is no row."""
+        """Make a row's request: the row, its prompt and its sampling parameters. Returns None if
+        the row is done already, if a function of the job fails for it, or after the last row."""
         if row is _END:
             self._iterator = None
             if not self.is_exhausted:
@@ -217,7 +217,7 @@ class Rows:
 
     @contextmanager
     def submitting(self, row: _Row) -> Iterator[None]:
-        """Context of submitting a row, whose exception is the row's error."""
+        """Context that stores an exception of submitting as the row's error."""
         try:
             yield
         except Exception as error:
@@ -250,8 +250,8 @@ class Rows:
         return None
 
     def result(self, row: _Row) -> RowResult:
-        """Make the result of a row that was read, and report the progress; raises its error if the
-        engine has ended."""
+        """Make the result of an ended row, and report the progress. Raises the row's EngineError if
+        the engine has ended."""
         completion, error = row.completion, row.error
         if isinstance(error, EngineError) and not self.is_running():
             raise error
@@ -285,7 +285,7 @@ def _ignore(row: _Row) -> None:
 
 @contextmanager
 def _closing() -> Iterator[None]:
-    """Context of closing a generator, whose exceptions are logged."""
+    """Context in which exceptions of closing a generator are logged."""
     try:
         yield
     except Exception as error:
@@ -417,18 +417,18 @@ class _Feed:
                 self._backend.post(self._cancel)
 
     def _close_iterator(self) -> None:
-        """Have the caller's generator closed: on the thread that may be drawing from it, or on the
-        loop."""
+        """Close the caller's generator. A plain one is closed on the thread that draws from it, an
+        async one on the event loop."""
         iterator, backend = self._rows.take_iterator(), self._backend
         if isinstance(iterator, Generator):
-            with suppress(RequestError):  # No thread can be started: it is collected.
+            with suppress(RequestError):  # Without a thread, garbage collection closes it.
                 self._worker.submit(partial(_close_generator, iterator))
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 
             def close() -> None:
                 self._cancel = backend.spawn(_close_async_generator(iterator))
 
-            with suppress(RuntimeError):  # The loop is closed, and has closed its generators.
+            with suppress(RuntimeError):  # A closed loop has closed its generators.
                 backend.post(close)
 
     async def _run(self) -> None:
@@ -464,7 +464,7 @@ class _Feed:
     async def _submit_row(self, row: _Row, prompt: Any, params: SamplingParams | None) -> None:
         with self._rows.submitting(row):
             stream = await self._submit(prompt, params)
-            if not self._rows.is_exhausted:  # Closed meanwhile: losing the stream aborts.
+            if not self._rows.is_exhausted:  # Else dropping the stream aborts the request.
                 self._rows.add(row, stream)
 
 

@@ -310,7 +310,7 @@ class TokenStream(Handle):
         self.finish_reason = final.finish_reason
         self.usage = final.usage
         self._stop_reason = final.stop_reason
-        # A delta of another process may have reasoning and calls already.
+        # A delta that another process parsed has its reasoning and tool calls already.
         return replace(
             delta,
             text=delta.text + last.text + final.text,

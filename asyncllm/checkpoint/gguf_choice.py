@@ -11,11 +11,11 @@ GGUF_SUFFIX = ".gguf"
 _SPLIT_SUFFIX = re.compile(r"-(\d{5})-of-(\d{5})$")
 _MAX_NAMES = 16
 _LONGER_NAMES = frozenset("k s m l p xs xl xxs xxl nl moe".split())
-"""Parts that continue a quantisation's name: "Q4_K" is not "Q4_K_M"."""
+"""Name parts that belong to the quantisation before them: "Q4_K" must not match "Q4_K_M"."""
 
 
 def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> list[str]:
-    """Names of the one GGUF file, or of all parts of the one split file, in order.
+    """Names of the chosen GGUF file, or of its parts in order.
 
     Args:
         names: names of files, relative to a repository or directory; other files are ignored.
@@ -38,12 +38,12 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
 
 
 def _is_companion(stem: str) -> bool:
-    """Whether a file belongs to a model but is none: a vision encoder or an importance matrix."""
+    """Whether a file is a vision encoder or an importance matrix."""
     return stem.rsplit("/", 1)[-1].lower().startswith(("mmproj", "imatrix"))
 
 
 def _has_part(stem: str, quantization: str) -> bool:
-    """Whether ``quantization`` is a whole part of a file's name, and not of a longer one."""
+    """Whether a file's name has exactly this quantisation, not a longer name."""
     parts, wanted = _split_name(stem), _split_name(quantization)
     for start in range(len(parts) - len(wanted) + 1):
         end = start + len(wanted)

@@ -101,13 +101,13 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
 
 
 def _one_of_equals(name: str, value: Any) -> Any:
-    """The number that a list has for each layer, where all are equal; else ``value``."""
+    """First element of a per-layer list of equals; else ``value``."""
     is_listed = name in _COPIED_FIELDS and isinstance(value, list) and len(value) > 0
     return value[0] if is_listed and value.count(value[0]) == len(value) else value
 
 
 def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
-    """Raise ModelLoadError for a key whose meaning is not known, or that is missing."""
+    """Raise ModelLoadError for an unknown or missing key, or an unsupported value."""
     known = {*_COPIED_FIELDS, *_CHECKED_FIELDS, *family.fields, *family.expected, *family.more_keys}
     known |= set(_LINEAR_FIELDS if "ssm.group_count" in family.fields else ())
     for name in fields.values:
@@ -135,8 +135,8 @@ def _has_tensor(file: GGUFFile, name: str) -> bool:
 
 
 def _window(fields: ConfigFile, family: GGUFFamily, num_layers: int) -> dict[str, Any]:
-    """Read the sliding window. llama.cpp has the layers that slide in its code, by architecture; a
-    few files list them."""
+    """Read the sliding window, and which layers have it. Few files list these layers: llama.cpp
+    knows them by architecture."""
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     window = fields.integer(name, family.constants.get("sliding_window"), low=0, high=2**31 - 1)
     if not window:
@@ -153,7 +153,7 @@ def _window(fields: ConfigFile, family: GGUFFamily, num_layers: int) -> dict[str
 
 
 def _linear_attention(fields: ConfigFile) -> dict[str, Any]:
-    """Sizes and layers of linear attention, beside the fields that are copied."""
+    """Value head size and, if listed, layers of linear attention."""
     heads = fields.integer("ssm.time_step_rank")
     size = fields.integer("ssm.inner_size")
     if size % heads:
@@ -190,7 +190,7 @@ def _head_sizes(fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
         raise fields.invalid_field(name, f"{size}, as the keys have")
     found: dict[str, Any] = {"head_dim": size, "partial_rotary_factor": 1.0}
     if rotated != size:
-        # Rounded up, because the product with the size is rounded down to the number of elements.
+        # Round up: the product of this factor and the head size is later rounded down.
         found["partial_rotary_factor"] = math.nextafter(rotated / size, 1.0)
     if family.wide_layers:
         wide = fields.integer("block_count") == family.wide_layers
@@ -216,8 +216,8 @@ def _model_dtype(file: GGUFFile) -> str:
 
 
 def _rope_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
-    """Fields of config.json about RoPE. Its scaling is that of full-attention layers, where sliding
-    layers have a base of their own."""
+    """Fields of config.json for RoPE. If sliding layers have a base of their own, only
+    full-attention layers are scaled."""
     if "rope.freq_base_swa" in fields:
         theta = fields.number("rope.freq_base_swa", open_low=True)
         sliding = {"rope_parameters": {"sliding_attention": {"rope_theta": theta}}}
@@ -226,7 +226,7 @@ def _rope_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> 
 
 
 def _scaling_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
-    """The scaling of RoPE; as in llama.cpp, a factor without a type is linear."""
+    """RoPE scaling. As in llama.cpp, a factor without a type means linear scaling."""
     implied = "linear" if "rope.scaling.factor" in fields else "none"
     kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), implied)
     original = fields.integer("rope.scaling.original_context_length", None, high=MAX_POSITIONS)
@@ -244,7 +244,7 @@ def _scaling_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) 
         found = {there: f"rope.scaling.{here}" for here, there in _YARN_FIELDS.items()}
         rope |= {there: fields.number(key) for there, key in found.items() if key in fields}
         if "mscale_all_dim" in rope:
-            rope["mscale"] = 1.0  # As llama.cpp assumes.
+            rope["mscale"] = 1.0  # llama.cpp assumes an mscale of 1.
         if original is not None:
             rope["original_max_position_embeddings"] = original
         if "attention.temperature_scale" in fields:

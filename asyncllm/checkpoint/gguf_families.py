@@ -1,7 +1,7 @@
 """GGUF_FAMILIES: the architectures of GGUF files, as data.
 
-Each row has what the file leaves out: transformers' architecture, the meaning of its metadata and
-tensor names, and the rules that llama.cpp has in its code, such as which layers slide.
+Each row has what such a file leaves out: the class in transformers, the meaning of metadata keys
+and tensor names, and rules from llama.cpp's code, such as which layers have a sliding window.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 EXPERT = "{}"
-"""Placeholder of an expert's index in the name of a tensor that GGUF stacks over experts."""
+"""Placeholder for the expert's index in transformers' names of tensors that GGUF stacks."""
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -29,7 +29,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""transformers' names of modules in dense models, without the prefix of a layer."""
+"""transformers' module names in dense models by GGUF's, both without the layer's prefix."""
 
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -104,22 +104,22 @@ class GGUFFamily:
         architecture: transformers' class.
         fields: fields of config.json by metadata key, beside those of all architectures.
         constants: fields of config.json that the metadata lacks, or may leave out.
-        required: metadata keys without which the model is not known.
-        expected: the only supported value of metadata keys, which is also their default.
+        required: metadata keys that a file must have.
+        expected: only supported value by metadata key; also the value where the key is missing.
         more_keys: further metadata keys: those that do not change the model for text, and those of
             RoPE and of queries that only this architecture has.
-        names: transformers' names of tensors; those in ``NAMES`` apply as well.
+        names: transformers' tensor names by GGUF's, in addition to ``NAMES``.
         permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
         adds_one: whether the weights of norms are stored with 1 added.
-        tiles_value_heads: whether value heads of linear attention are stored by their place in a
-            group before their group.
-        grouped_gates: tensor with the gates of linear attention, by key head; "" if the two gates
-            are apart.
+        tiles_value_heads: whether value heads of linear attention are stored in the order
+            ``[value heads per key head, key heads]``, instead of the reverse.
+        grouped_gates: tensor with both gates of linear attention, grouped by key head; "" if each
+            gate has its own tensor.
         full_every: interval of layers with full attention among sliding ones; 0 if all layers
             slide; None if no file of the architecture has a sliding window.
-        partial_rope: whether ``rope.dimension_count`` may be less than a head.
-        wide_layers: number of layers of the one size that scales queries by the hidden size per
-            head instead of the size of a head; 0 for architectures without this rule.
+        partial_rope: whether ``rope.dimension_count`` may be less than the head size.
+        wide_layers: layer count of the one model size that scales queries by the hidden size
+            divided by the number of heads, not by the head size; 0 if there is no such size.
         rope: RoPE parameters that the metadata lacks.
         variant: a metadata key, and the row of files in which this key is not 0.
     """
@@ -151,7 +151,7 @@ _SIGMOID = {"expert_gating_func": 2}
 _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
-    # Text tokens have the same position in each section.
+    # The sections of M-RoPE do not matter: a text token has the same position in each.
     more_keys=("rope.dimension_sections", "nextn_predict_layers"),
     names=_GATED_DELTA,
     adds_one=True,
@@ -166,7 +166,7 @@ _QWEN3_5_MOE = replace(
 )
 
 GGUF_FAMILIES: dict[str, GGUFFamily] = {
-    # Mistral's files say "llama" too.
+    # Files of Mistral and Mixtral have the architecture "llama" too.
     "llama": replace(
         _LLAMA,
         variant=(
@@ -199,7 +199,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         },
         required=("attention.scale", "logit_scale"),
         expected={"rope.scaling.finetuned": True},
-        # Granite 4 without experts and states has the sizes of both.
+        # Dense Granite 4 files have sizes of experts and state space layers, but no such tensors.
         more_keys=(
             *("expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count"),
             *("ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"),
@@ -216,7 +216,8 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     "qwen3moe": GGUFFamily(
         "Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}, names=_EXPERTS
     ),
-    # Stored in the form of Qwen3.5, but for the gates, which are grouped by key head.
+    # Stored as Qwen3.5, except that value heads are not reordered and gates are grouped by key
+    # head.
     "qwen3next": replace(_QWEN3_5_MOE, tiles_value_heads=False, grouped_gates="ssm_ba.weight"),
     "qwen35": _QWEN3_5,
     "qwen35moe": _QWEN3_5_MOE,
@@ -297,4 +298,4 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         rope={"truncate": False},
     ),
 }
-"""Rules by ``general.architecture``."""
+"""Rules for reading GGUF files, by the metadata's ``general.architecture``."""

@@ -32,10 +32,10 @@ MAX_STRING_BYTES = 2**24
 """Maximum size in bytes of a string in the metadata; the longest are chat templates."""
 
 MAX_ARRAY_BYTES = 2**27
-"""Maximum size in bytes of an array that ``read_array`` reads; real vocabularies have few MiB."""
+"""Maximum size in bytes of an array that ``read_array`` reads; real vocabularies have a few MiB."""
 
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""Name of a part of a split file, as llama.cpp requires it."""
+"""Name of a part of a split file, in llama.cpp's form."""
 
 _SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -77,7 +77,7 @@ class GGUFTensor:
     """Entry of a GGUF file's tensor table.
 
     Attributes:
-        path: the file, which is a part of a split one.
+        path: the file; of a split file, the part that has the tensor.
         shape: in torch's order: the contiguous dimension is last.
         type: number in ``GGML_TYPES``.
         start_offset: offset of the first byte in the file.
@@ -91,7 +91,7 @@ class GGUFTensor:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """List the files of a split GGUF file, of which ``path`` is any one; else only ``path``.
+    """List all parts of a split GGUF file; else only ``path``.
 
     Raises:
         ModelLoadError: if a part is missing.
@@ -112,7 +112,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 class GGUFFile:
-    """The header of a GGUF file, versions 2 and 3 (``ggml/docs/gguf.md``), or of a split one.
+    """Header of a GGUF file (``ggml/docs/gguf.md``, versions 2 and 3), split or not.
 
     Attributes:
         path: the file; of a split one, the first part.
@@ -168,7 +168,7 @@ class GGUFFile:
         return header
 
     def _check_part(self, path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
-        """Raise ModelLoadError unless a part is the one that its name says."""
+        """Raise ModelLoadError if metadata contradicts the file name or first part."""
         places = metadata.get("split.count", 1) or 1, metadata.get("split.no", number)
         if places != (count, number):
             raise ModelLoadError(

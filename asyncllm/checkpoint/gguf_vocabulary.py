@@ -11,9 +11,9 @@ END_TOKENS = frozenset(
     "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
     "<turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
 )
-"""Tokens that llama.cpp knows by their text to end an answer (``llama-vocab.cpp``): converters
-write the id of only one. Its "</s>" is left out: where that ends an answer it is the file's own
-``eos_token_id``, and in Gemma's vocabulary it is a tag of HTML."""
+"""Tokens that end an answer by their text, as in llama.cpp (``llama-vocab.cpp``): converters write
+the id of only one such token. llama.cpp's "</s>" is left out: files in which it ends an answer name
+it as ``eos_token_id``, and in Gemma's vocabulary it is an HTML tag."""
 
 _NAMED_END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
@@ -29,7 +29,7 @@ def read_tokens(file: GGUFFile) -> list[str]:
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has no strings, expected one per token"
         )
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # As llama.cpp has it.
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # llama.cpp's name.
     if len(set(tokens)) < len(tokens):
         seen: set[str] = set()
         twice = next(token for token in tokens if token in seen or seen.add(token))
@@ -43,7 +43,8 @@ def read_tokens(file: GGUFFile) -> list[str]:
 def end_token_ids(file: GGUFFile) -> list[int]:
     """Ids of the tokens that end an answer: those that the metadata names, then ``END_TOKENS``.
 
-    "<|end|>" only ends a message where "<|call|>" and another token end an answer (gpt-oss).
+    "<|end|>" is left out if the vocabulary also has "<|call|>" or "<|calls|>", and "<|return|>" or
+    "<|flush|>" (gpt-oss): it then ends a message, not the answer.
     """
     metadata = ConfigFile(file.path, file.metadata)
     ids = [metadata.integer(name, low=0) for name in _NAMED_END_TOKENS if name in metadata]

@@ -14,8 +14,8 @@ from asyncllm.checkpoint.progress import Progress
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import explain
 
-# Files that patterns would also match, because "*" matches slashes too: a second copy of the
-# weights, and folders with the weights in other formats.
+# Files to leave out although download patterns match them ("*" matches slashes too): a second copy
+# of the weights, and weights in other formats.
 _IGNORED_PATTERNS = ("consolidated*.safetensors", "*/*.safetensors", "*.bin", "*.pth", "*.pt")
 
 
@@ -39,10 +39,10 @@ class HubOptions(TypedDict, total=False):
 
 
 def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
-    """Names of a repository's files; of those in the cache if the hub cannot be reached.
+    """Names of a repository's files; of its cached files when offline.
 
     Raises:
-        ModelLoadError: if there is no such model, or neither hub nor cache have it.
+        ModelLoadError: if the model does not exist, or is neither reachable nor cached.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
@@ -57,8 +57,8 @@ def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
             errors.RevisionNotFoundError,
         ):
             raise
-        except Exception:  # Also the errors of its HTTP library, which have no common base class.
-            # No pattern: which files are missing in the cache does not matter.
+        except Exception:  # huggingface_hub's HTTP errors have no common base class.
+            # Request no file, so that an incomplete cache is no error.
             cached = snapshot_download(
                 model,
                 revision=revision,
@@ -71,7 +71,7 @@ def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
 
 
 def list_directory(directory: Path) -> list[str]:
-    """Names of the files in a directory and its folders, relative to it."""
+    """Names of all files below a directory, relative to that directory."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path.relative_to(directory).as_posix() for path in files)
 
@@ -82,7 +82,7 @@ def download_files(
     """Download some files of a repository; returns their paths.
 
     Raises:
-        ModelLoadError: if a file cannot be downloaded, and the cache has it not either.
+        ModelLoadError: if a file cannot be downloaded and is not in the cache.
     """
     directory = download(model, revision, tuple(map(glob.escape, names)), hub)
     paths = [directory / name for name in names]
@@ -118,7 +118,7 @@ def download(model: str, revision: str | None, patterns: tuple[str, ...], hub: H
 
 
 def _announce(model: str, options: dict[str, Any], announce: Callable[[int], None]) -> None:
-    """Report the size of a download; ModelLoadError if the disk has not that much space."""
+    """Report a download's size; raises ModelLoadError if the disk has less space."""
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
@@ -141,7 +141,7 @@ def _announce(model: str, options: dict[str, Any], announce: Callable[[int], Non
 
 @contextmanager
 def _download_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Convert any error of huggingface_hub to ModelLoadError. It also raises the errors of its HTTP
+    """Convert every exception to ModelLoadError. huggingface_hub also raises exceptions of its HTTP
     library, which have no common base class."""
     try:
         yield

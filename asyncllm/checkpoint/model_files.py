@@ -34,7 +34,7 @@ _TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
 _WITH_QUANTIZATION = re.compile(r"(.{2,}):([A-Za-z0-9][A-Za-z0-9._-]*)")
-""""org/repo:Q4_K_M"; what is before the colon of "C:" is a drive."""
+"""Matches "org/repo:Q4_K_M", but not the drive "C:"."""
 
 
 def resolve_model(
@@ -129,7 +129,7 @@ def _resolve_location(
 
     Args:
         patterns: files to download.
-        preferred: a directory with one of these files is used itself, not a GGUF file in it.
+        preferred: file names; a directory that has one is used itself, not its GGUF file.
     """
     path, quantization = Path(location).expanduser(), None
     if path.suffix == GGUF_SUFFIX and path.is_file():
@@ -167,8 +167,8 @@ def _resolve_location(
 def _prefer_gguf(
     directory: Path, names: list[str], quantization: str | None, preferred: tuple[str, ...]
 ) -> Path:
-    """The GGUF file in ``directory``; ``directory`` itself if it has none, or any of
-    ``preferred``."""
+    """Path of the GGUF file in ``directory``, or ``directory`` itself. The latter if the directory
+    has no GGUF file, or has a file of ``preferred``."""
     has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
     if any((directory / name).is_file() for name in preferred) or not (has_gguf or quantization):
         return directory

@@ -112,8 +112,8 @@ class CheckpointReader(Protocol):
         ...
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
-        """Integer codes and scales of a quantised tensor, or its blocks; None if it is stored in
-        neither form."""
+        """Integer codes and scales, or GGUF blocks, of a quantised tensor. None for any other
+        tensor."""
         ...
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ _MODEL_HELP = "directory, GGUF file, or hub id with a GGUF quantisation or witho
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments; their attribute ``command`` names its module in this package. Exits with
+    """Parse the arguments; ``command`` of the result names a module of ``asyncllm.cli``. Exits with
     code 2 for an invalid command line, and 0 after ``--help`` and ``--version``."""
     parser = argparse.ArgumentParser(
         prog="asyncllm",

@@ -13,7 +13,7 @@ _POLL_SECONDS = 0.1
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Download the files that an engine with this model reads, and print their path."""
+    """Download the files of a model, and print their path."""
     pull = _Pull(arguments.model, arguments.revision)
     try:
         path = pull.follow()
@@ -25,12 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Cancelled(Exception):
-    """Raised within the download to end it."""
+    """Exception that ends a cancelled download."""
 
 
 class _Pull:
-    """A download on a thread of its own: huggingface_hub would not end for Ctrl-C before the files
-    that it is downloading are complete."""
+    """Download on a thread of its own. In the main thread huggingface_hub would finish the current
+    files before it ends for Ctrl-C."""
 
     def __init__(self, model: str, revision: str | None) -> None:
         self.model, self.revision = model, revision
@@ -52,7 +52,7 @@ class _Pull:
         raise self._result
 
     def cancel(self) -> None:
-        """End the download with the next bytes that arrive, and wait for it."""
+        """Cancel the download at the next received bytes; wait for its end."""
         self._is_cancelled = True
         self._thread.join()
 

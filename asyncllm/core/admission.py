@@ -98,14 +98,14 @@ class Admission:
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
-            num_lines: how many of ``lines`` are served before the group: the index of the line that
-                it is the first of; None for all.
+            num_lines: how many of ``lines`` go before the group; for the first group of a line,
+                the index of that line. None for all.
 
         Raises:
             EngineOverloadedError: if the queue is full.
             InvalidRequestError: if a live request has this id, or the queue is too short for
                 the group even when it is empty.
-            EngineError: after ``close``, the error that it was given.
+            EngineError: after ``close(error)``, the result of ``error()``.
         """
         with self._lock:
             lacks = self._admit(group, num_tokens, num_lines)
@@ -149,7 +149,7 @@ class Admission:
             return self.line.push(group, partial(self._take, group, num_tokens), is_gone)
 
     def _take(self, group: RequestGroup, num_tokens: int) -> bool:
-        """Register the first group of ``line``; returns whether there was room."""
+        """Register the first waiting group; False if the queue is full."""
         with self._lock:
             return self._admit(group, num_tokens, 0) is None
 
@@ -328,5 +328,5 @@ class Admission:
             self._closed = error
             live = [*self._live_groups.values(), *self._replaced_groups]
         self.line.fail(error)
-        self._advance_lines()  # The group's line may lack another engine.
+        self._advance_lines()  # Calls to an EngineGroup may have waited for this engine.
         return live

@@ -166,7 +166,8 @@ class OutputProcessor:
         group.cancelled = True
         self._admission.forget(group)
         for member in group.members:
-            # An application may keep the stream, and grammars in use keep others from compiling.
+            # Release the grammar, as the application may keep the stream: grammars in use take
+            # memory that others need to compile.
             member.structured_output = None
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.

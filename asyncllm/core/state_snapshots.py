@@ -71,7 +71,7 @@ class StateSnapshots:
         return tokens.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
     def _ends(self, num_tokens: int) -> range:
-        """Lengths of at most ``num_tokens`` that a snapshot may have, the longest first."""
+        """Prefix lengths, up to ``num_tokens``, that a snapshot may have; longest first."""
         size = self._common_block_size
         return range(num_tokens // size * size, 0, -size)
 

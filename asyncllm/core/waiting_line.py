@@ -18,9 +18,9 @@ class _Waiter:
     """Group that waits for a place.
 
     Attributes:
-        take: gives the group its place; returns None if there is no room.
-        is_gone: tells whether the caller that waited for ``reserved`` has left.
-        reserved: done with what ``take`` returned, or failed with its error.
+        take: function that gives the group a place; its result is false if there is no room.
+        is_gone: function that tells whether the caller has stopped waiting.
+        reserved: future of the result of ``take``, or of its error.
     """
 
     take: Callable[[], Any]
@@ -52,11 +52,11 @@ class WaitingLine:
     def push(
         self, group: RequestGroup, take: Callable[[], Any], is_gone: Callable[[], bool]
     ) -> Future[Any]:
-        """Put a group at the end of its owner's line; to be called with ``lock``.
+        """Put a group behind its owner's waiting groups. The caller holds ``lock``.
 
         Args:
             take: function that gives the group its place if there is room; see ``advance``. A true
-                result says that the group has it. It is called with ``lock``, on any thread.
+                result means that the group has a place. Called on any thread, with ``lock`` held.
             is_gone: function that tells whether the caller has stopped waiting; called on any
                 thread.
 
@@ -71,7 +71,7 @@ class WaitingLine:
         return waiter.reserved
 
     def withdraw(self, group: RequestGroup) -> None:
-        """Remove a group, if it stands in line; the next one may fit."""
+        """Remove a group if it waits. Groups behind it may then fit."""
         if group in self._waiters:
             with self.lock:
                 if self._waiters.pop(group, None) is not None:
@@ -80,8 +80,9 @@ class WaitingLine:
             self.advance()
 
     def advance(self) -> None:
-        """Give places to the groups in turns by owner, until one does not fit. Call it without a
-        lock, whenever a place becomes free: ``reserved`` runs callbacks."""
+        """Give waiting groups places, in turns by owner, until one lacks room. To be called
+        whenever a place becomes free. The caller holds no lock, because callbacks of the groups'
+        futures run."""
         while self._waiters:
             with self.lock:
                 first = self._order.peek()
@@ -107,7 +108,7 @@ class WaitingLine:
                 waiter.reserved.set_exception(error)
 
     def fail(self, error: Callable[[], AsyncLLMError]) -> None:
-        """Fail all groups in line."""
+        """Fail all waiting groups."""
         with self.lock:
             waiters, self._waiters = self._waiters, {}
             self._order = WaitingQueue("fcfs")

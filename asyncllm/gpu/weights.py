@@ -154,7 +154,8 @@ def _quantised_weight(
     found = packed_weights(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form
     )
-    # Each expert is a layer of its own, so the parts of a form would have to end where experts do.
+    # Refuse experts in several forms: each expert is a layer of its own, and a form may end within
+    # an expert.
     return None if found is not None and found.below and ".experts." in parameter.name else found
 
 
@@ -164,9 +165,8 @@ def packed_weights(
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
-    Of parts in several forms, adjacent ones of one form are stacked, and those of the next form are
-    ``below`` them. Returns None for a part without codes, or of a form that ``accepts_form``
-    refuses.
+    Adjacent parts of one form are stacked; a part of another form begins a new stack in ``below``.
+    Returns None if a part is not quantised, or has a form that ``accepts_form`` refuses.
     """
     stacks: list[LinearWeights] = []
     for _, group in groupby(parts, _form_key):
@@ -181,7 +181,7 @@ def packed_weights(
 
 
 def _form_key(part: QuantisedTensor | BlockTensor | None) -> object:
-    """Key that is equal for parts that can be one tensor."""
+    """Grouping key, equal for parts that can be stacked in one tensor."""
     if isinstance(part, QuantisedTensor):
         return part.bits, min(part.block[1], part.shape[-1])
     return None if part is None else part.scheme
@@ -194,7 +194,7 @@ def _stack_blocks(
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     if not accepts_form(WeightForm((rows, columns), scheme)):
         return None
-    # A single tensor stays where it is in the mapped file.
+    # Do not copy a single tensor out of the mapped file.
     values = [part.read_rows(0, part.shape[0]) for part in parts]
     return LinearWeights(values[0] if len(values) == 1 else torch.cat(values), scheme=scheme)
 

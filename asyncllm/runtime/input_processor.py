@@ -48,8 +48,8 @@ which takes up to 180 bytes per character."""
 _MAX_QUICK_WORDS = 64
 _MAX_QUICK_CHARACTERS = 1024
 _MAX_QUICK_TOKENS = 4096
-"""Maximum number of ``bad_words``, of their characters, and of ``allowed_token_ids`` that are
-prepared in the call: a millisecond. A worker thread prepares longer lists."""
+"""Maximum numbers of ``bad_words``, of their characters and of ``allowed_token_ids`` that are
+prepared on the caller's thread, in about a millisecond. A worker thread prepares longer lists."""
 
 _MAX_CACHED_RULES = 16
 """Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""
@@ -166,8 +166,8 @@ class InputProcessor:
         estimate: int,
         parser: MessageParser | None = None,
     ) -> Submission:
-        """Make a submission. Its prompt is set at once if that is quick, and so were its token
-        rules.
+        """Make a submission. If its prompt and token rules are quick to prepare, the prompt is set
+        at once; else a worker thread sets it.
 
         Args:
             estimate: estimated number of tokens, for a prompt that takes long to tokenise.
@@ -245,8 +245,8 @@ class InputProcessor:
         return resolved, claimed_by
 
     def _quick_rules(self, sampling: SamplingParams) -> TokenRules | None:
-        """Token rules if they are cached or quick to make; None if ``_make_rules`` takes long, or
-        if there are none."""
+        """Token rules that are cached or quick to make. None if ``_make_rules`` would take long, or
+        if there are no rules."""
         allowed, words = lists = _rule_lists(sampling)
         if (
             len(words) <= _MAX_QUICK_WORDS
@@ -367,5 +367,5 @@ class InputProcessor:
 
 
 def _rule_lists(sampling: SamplingParams) -> _RuleLists:
-    """The lists that become token rules; both are empty if there are none."""
+    """``allowed_token_ids`` and ``bad_words``, from which token rules are made."""
     return sampling.allowed_token_ids, tuple(sampling.bad_words)

@@ -25,8 +25,8 @@ Event = tuple[str, str]
 class ResponseEvents:
     """Writer of one response's events; each method returns events to send, in order.
 
-    There is at most one message, whose text may continue after calls. So the items do not depend on
-    how the text was cut into deltas.
+    A response has at most one message, whose text may continue after tool calls. So its items do
+    not depend on how the text was split into deltas.
 
     Args:
         request: the client's request.

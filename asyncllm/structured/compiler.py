@@ -32,11 +32,11 @@ Each compilation takes processor time from the steps, so many in a row would hol
 CACHE_SIZE = 128
 
 MAX_GRAMMAR_BYTES = 192 * 2**20
-"""Maximum memory of the grammars that are cached or in use, by their estimates. While those in use
-take more, no compilation begins."""
+"""Maximum estimated memory in bytes of the grammars that are cached or in use. While the grammars
+in use take more, no compilation begins."""
 
 _ROOM_INTERVAL = 0.02
-"""Seconds after which a thread looks again whether a compilation has room."""
+"""Seconds between a thread's checks whether memory allows a compilation."""
 
 DoneCallback = Callable[[Grammar | None, Exception | None], None]
 """Callback that gets the grammar or an error; called once, on a thread of the compiler."""
@@ -50,7 +50,7 @@ class _Job:
     """Compilation of one grammar.
 
     Attributes:
-        waiting: the requests that wait for the grammar; None once they were called.
+        waiting: callbacks of the requests that wait for the grammar; None once they were taken.
         timer: timer that makes the compilation overdue; None before it begins.
     """
 
@@ -62,15 +62,14 @@ class _Job:
 class GrammarCompiler:
     """Compiler of an engine's grammars; it caches the most recently used ones.
 
-    At most ``CACHE_SIZE`` are cached, and ``MAX_GRAMMAR_BYTES`` bound them together with those that
-    requests still use.
+    At most ``CACHE_SIZE`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of cached
+    grammars and of those that requests use.
 
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
     for it fail. It cannot be interrupted, so it continues on its thread, another thread takes its
-    place, and the result is cached. A compilation that no request waits for any more does not
-    begin. A thread rests after each compilation. A result after the end
-    of the engine is dropped.
+    place, and the result is cached. A queued compilation that no request waits for any more is
+    dropped. A thread rests after each compilation. A result after the end of the engine is dropped.
 
     Args:
         backends: the grammar backends.
@@ -184,8 +183,8 @@ class GrammarCompiler:
             self._drop_job(self._queue.popleft())
 
     def _make_room(self) -> bool:
-        """Drop cached grammars until those cached or in use are within MAX_GRAMMAR_BYTES; False if
-        those in use exceed it. The caller holds the lock."""
+        """Drop cached grammars until all take at most MAX_GRAMMAR_BYTES. Returns False if the
+        grammars in use alone take more. The caller holds the lock."""
         while sum(memory.size for memory in self._memories) > MAX_GRAMMAR_BYTES:
             if not self._cache:
                 return False

@@ -41,7 +41,7 @@ _JSON_OPTIONS = {
 }
 
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-"""Statement of a grammar whose forced text llguidance does not follow."""
+"""Grammar statement that keeps llguidance from following forced text."""
 
 _MAX_TOKEN_BYTES = 32
 """Maximum size in bytes of a token in the greedy tokenisation."""
@@ -94,10 +94,10 @@ class LLGuidanceBackend:
         grammar = self._convert_to_grammar(spec)
         if may_force_text(spec):
             return grammar
-        with suppress(ValueError):  # The grammar is Lark otherwise.
+        with suppress(ValueError):  # If it is not JSON, the grammar is in Lark syntax already.
             (part,) = json.loads(grammar)["grammars"]
             grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
-        return f"{grammar}\n{_NO_FORCING}"  # The last statement counts.
+        return f"{grammar}\n{_NO_FORCING}"  # The last %llguidance statement applies.
 
     def _convert_to_grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text

@@ -23,7 +23,7 @@ MAX_PATTERNS = 8
 further one doubles the time."""
 
 MAX_REMAINDERS = 16_384
-"""Maximum number of remainders in the ``multipleOf`` of all values: 50 ms and 8 MB."""
+"""Maximum number of remainders over all ``multipleOf`` of a schema: they take 50 ms and 8 MB."""
 
 MAX_VALUES = 20_000
 """Maximum number of values whose schemas are examined."""

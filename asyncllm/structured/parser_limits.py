@@ -40,7 +40,7 @@ be ambiguous; its time then grows with the cube of the output's length."""
 
 MAX_STATES = 24_576
 """Maximum number of states of a grammar's automaton, which grows with its outputs. A string of
-counted length needs one for each character."""
+counted length needs a state for each character."""
 
 COMPILE_FUEL = 100_000
 """Maximum lexer fuel to compile a grammar, and to follow its first forced text."""
@@ -51,8 +51,8 @@ BYTES_PER_REMAINDER = 576
 BYTES_PER_FORCED = 480
 BYTES_PER_STATE = 1024
 BYTES_PER_TOKEN = 65_536
-"""Upper bounds on the memory of a grammar, measured. A token's are those of an expression that
-counts after a choice, such as ``[a-z]*a[a-z]{200}``."""
+"""Upper bounds in bytes on the memory of a grammar, as measured. That of a token is for expressions
+that count after a choice, such as ``[a-z]*a[a-z]{200}``."""
 
 MAX_FORCED = 1024
 MAX_FORCED_OF_LITERALS = 2**14
@@ -74,7 +74,7 @@ def may_force_text(spec: StructuredOutputs) -> bool:
 
 
 def memory_of(spec: StructuredOutputs) -> GrammarMemory:
-    """Memory of a compiled grammar: proportional to its length, and to its tokens if it counts."""
+    """Bound on a grammar's memory, by its length and accepted tokens."""
     text, forces = spec.text, may_force_text(spec)
     size = BASE_SIZE + len(text) * (BYTES_PER_CHARACTER + BYTES_PER_FORCED * forces)
     if '"multipleOf"' in text:

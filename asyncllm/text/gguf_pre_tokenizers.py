@@ -1,8 +1,8 @@
 """GGUF pre-tokenizers: how each name splits a text into words, as ``llama-vocab.cpp`` does.
 
-The names and regular expressions are llama.cpp's. Where its expression differs from that of the
-model's own tokenizer (it knows no classes of upper and lower case beyond ASCII), llama.cpp's is
-used, because it is the one that runs these files. An expression of ``std::regex`` is written for
+The names and regular expressions are llama.cpp's. Where an expression differs from that of the
+model's own tokenizer (llama.cpp knows no classes of upper and lower case beyond ASCII), llama.cpp's
+is used, because GGUF files are made for it. An expression of ``std::regex`` is rewritten for
 Oniguruma: non-ASCII spaces match only ``\\s``, and ``\\d`` is ``[0-9]``.
 """
 
@@ -26,7 +26,7 @@ _NOT_LOWER_OR_MARK, _NOT_UPPER_OR_MARK = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&
 
 
 def _cased(lower: str, upper: str, end: str = "") -> str:
-    """Words of first ``upper``, then ``lower`` letters, one of them at least."""
+    """Expression for words of ``upper``, then ``lower`` letters, at least one."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{end}|{first}{upper}+{lower}*{end}"
 
@@ -40,7 +40,7 @@ _PUNCTUATED = (
 )
 _DEEPSEEK3 = rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"
 _HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-# llama.cpp ends a range of its characters before U+3000, which is a space.
+# ``&&\S`` leaves out U+3000, a space, as llama.cpp's range does.
 _HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff&&\\S]+"
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _HAN = (
@@ -64,8 +64,8 @@ class PreTokenizer:
         ignore_merges: a word of the vocabulary is one token, whatever the merges say.
         add_bos: a prompt begins with the BOS token unless the file says otherwise.
         spaces_are_marks: characters, not bytes, are merged; a space is written as U+2581, and a
-            character that the vocabulary lacks as bytes. llama.cpp also takes a run of newlines
-            that is a token whole; the merges of Gemma's vocabulary lead to it.
+            character that the vocabulary lacks as bytes. llama.cpp also keeps a run of newlines
+            whole if the run is a token; the merges of Gemma's vocabulary have the same result.
     """
 
     splits: tuple[str, ...]
@@ -209,4 +209,4 @@ _NAMES: dict[PreTokenizer, str] = {
 }
 
 PRE_TOKENIZERS = {name: rule for rule, names in _NAMES.items() for name in names.split()}
-"""Rules by ``tokenizer.ggml.pre``. "whitespace" is left out: it drops text."""
+"""Pre-tokenizers by ``tokenizer.ggml.pre``. "whitespace" is left out, because it drops text."""

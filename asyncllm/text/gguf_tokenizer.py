@@ -1,7 +1,7 @@
 """read_gguf_tokenizer: makes the tokenizer and reads the chat templates of a GGUF file.
 
-The tokenizer gives a text the tokens that llama.cpp gives it. transformers' own conversion is not
-used: it knows few names of pre-tokenizers, and takes each model's published tokenizer instead.
+The tokenizer produces the same tokens as llama.cpp. transformers' own conversion is not used: it
+knows few names of pre-tokenizers, and follows each model's published tokenizer instead.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NAMED_TOKENS = {
     "bos": "bos_token",
     "eos": "eos_token",
     "unknown": "unk_token",
-    "seperator": "sep_token",  # llama.cpp spells it so.
+    "seperator": "sep_token",  # llama.cpp's spelling.
     "padding": "pad_token",
     "cls": "cls_token",
     "mask": "mask_token",
 }
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
-"""Ids of a SentencePiece vocabulary whose file names none."""
+"""Ids of special tokens in a SentencePiece vocabulary, where the file does not state them."""
 
 _FILL_IN_TOKENS = frozenset(
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
@@ -43,7 +43,7 @@ _FILL_IN_TOKENS = frozenset(
     "▁<MID> <|code_middle|> <|middle|> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> "
     "<|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
 )
-"""Tokens that llama.cpp takes for control tokens by their text, beside ``END_TOKENS``."""
+"""Fill-in-the-middle tokens, which llama.cpp treats as control tokens by their text."""
 
 _UNSTRIPPED_TOKENS_OF_PHI3 = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
@@ -71,7 +71,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         backend.add_tokens(added)
     except ModelLoadError:
         raise
-    except Exception as error:  # ``tokenizers`` raises bare exceptions.
+    except Exception as error:  # ``tokenizers`` raises plain ``Exception``.
         raise ModelLoadError(
             f"{path}: no tokenizer can be made of it ({explain(error)})"
         ) from error
@@ -81,7 +81,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
 
 
 def _pre_tokenizer(metadata: ConfigFile, kind: str) -> PreTokenizer:
-    """The rule of ``tokenizer.ggml.pre``; llama.cpp's "default" if the file names none."""
+    """Pre-tokenizer named by ``tokenizer.ggml.pre``; llama.cpp's "default" if that is missing."""
     name = kind if kind == "gemma4" else metadata.values.get("tokenizer.ggml.pre") or "default"
     if name not in PRE_TOKENIZERS:
         raise ModelLoadError(
@@ -122,7 +122,7 @@ _MERGES = "tokenizer.ggml.merges"
 
 
 def _split_merge(file: GGUFFile, merge: Any) -> tuple[str, str]:
-    # The first token may begin with a space, as llama.cpp has it.
+    # Search from index 1, as llama.cpp does: the first token may begin with a space.
     cut = merge.find(" ", 1) if isinstance(merge, str) else -1
     if cut < 0:
         raise ModelLoadError(
@@ -137,9 +137,10 @@ def _sentencepiece(
 ) -> tokenizers.Tokenizer:
     """Tokenizer that merges the pair of highest score first.
 
-    Of pairs of equal score, llama.cpp takes the one on the left. ``tokenizers`` ranks pairs, so
-    here the one with the longer left token comes first. Tokens of trained vocabularies have
-    different scores, and the two ways of merging one token rarely overlap.
+    Of pairs of equal score, llama.cpp merges the leftmost in the text. ``tokenizers`` ranks pairs
+    in advance, so the pair with the longer left token is merged first. The results rarely differ:
+    tokens of trained vocabularies have different scores, and two ways of merging one token rarely
+    overlap.
     """
     scores = file.read_array("tokenizer.ggml.scores")
     if len(scores) < len(vocabulary):
@@ -184,10 +185,10 @@ def _piece_decoder(*, strip_start: bool) -> decoders.Decoder:
 
 
 def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[AddedToken]:
-    """The tokens that are found in a text before it is split.
+    """Yield the tokens that are found in a text before its split.
 
-    llama.cpp lets a program show gpt-oss's control tokens. They are control tokens here, so that
-    the text of a message cannot spell them.
+    llama.cpp makes some control tokens of gpt-oss user-defined, so that programs can show them.
+    This function keeps them control tokens, so that the text of a message cannot spell them.
     """
     key, name = "tokenizer.ggml.token_type", file.metadata.get("general.name")
     types = file.read_array(key) if key in file.metadata else [1] * len(vocabulary)
@@ -196,7 +197,7 @@ def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[Add
             f"{file.path}: metadata {key!r} has {len(types)} values for {len(vocabulary)} tokens, "
             "expected one each"
         )
-    # What a file does not say of its tokens, llama.cpp infers from the model's name.
+    # Infer from names, as llama.cpp does, which tokens strip spaces: the metadata does not say.
     strips = isinstance(name, str) and any(phi in name.lower() for phi in ("phi-3", "phi3"))
     is_jina = "jina-v2-" in str(file.metadata.get("tokenizer.ggml.pre"))
     for token, i in vocabulary.items():
@@ -227,8 +228,8 @@ def _named_tokens(
 def _add_ends(
     backend: tokenizers.Tokenizer, metadata: ConfigFile, named: Mapping[str, str], *, add_bos: bool
 ) -> None:
-    """Put the BOS and EOS tokens around a prompt as the file says; without a word of it, BOS as
-    ``add_bos`` says, if there is one."""
+    """Add BOS and EOS tokens to prompts, as the metadata says. Where the metadata does not say, BOS
+    is added if ``add_bos`` is True and the vocabulary has one, and EOS is not."""
     ends: dict[str, str] = {}
     for name, default in (("bos", add_bos and "bos_token" in named), ("eos", False)):
         key = f"tokenizer.ggml.add_{name}_token"

@@ -256,9 +256,9 @@ class Tokenizer:
 
     @cached_property
     def spelling_of(self) -> Callable[[int], tuple[str, list[int]]]:
-        """Function from a token id to the text and the bytes of the token, as ``bytes_of``; the
-        text has U+FFFD for an incomplete character. Cached, because each log-probability needs
-        it."""
+        """Function from a token id to the token's text and bytes. The bytes are those of
+        ``bytes_of``; the text has U+FFFD for an incomplete character. Results are cached, because
+        each log-probability needs one."""
 
         @lru_cache(2**15)
         def spell(token_id: int) -> tuple[str, list[int]]:

@@ -117,7 +117,7 @@ class SamplingRows:
         )
 
     def drawn(self) -> DrawRows:
-        """The rows as ``sample`` takes them."""
+        """The rows as DrawRows, for an op set's ``sample``."""
         return DrawRows(self.req_indices, self.positions, self.last_sampled_tokens)
 
     def at(self, index: Tensor | slice) -> SamplingRows:

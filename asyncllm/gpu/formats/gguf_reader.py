@@ -79,8 +79,8 @@ class GGUFReader:
             yield values if stored.change is None else stored.change(values)
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
-        """Codes of Q4_0 or Q8_0, whose blocks have a scale and integers; the blocks of the types in
-        ``BLOCK_SIZES``; None for others."""
+        """Integer codes and scales for Q4_0 and Q8_0. Blocks for the types in ``BLOCK_SIZES``; None
+        for other types."""
         stored = self._stored_tensors[name]
         label, shape = GGML_TYPES[stored.entry.type][0], stored.shape
         if len(shape) != 2 or stored.change is not None:

@@ -29,7 +29,7 @@ class StoredTensor:
 
     Attributes:
         entry: place, shape and type of the stored rows.
-        row_order: indices of the stored rows in transformers' order; None if the rows are the same.
+        row_order: indices of the stored rows in transformers' order; None if the order is the same.
         change: function from stored to transformers' values, ``[rows, ...]`` each; None if they
             are equal.
     """
@@ -40,7 +40,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape, with the rows of ``row_order``."""
+        """Shape of the tensor after ``row_order`` is applied."""
         rows = self.entry.shape[0] if self.row_order is None else len(self.row_order)
         return (rows, *self.entry.shape[1:])
 
@@ -55,7 +55,7 @@ def model_tensors(file: GGUFFile, config: ConfigFile) -> dict[str, StoredTensor]
         config: the configuration that ``gguf_config`` returns for the file.
 
     Raises:
-        ModelLoadError: if two tensors have one name, or a shape or type does not fit its rule.
+        ModelLoadError: if two tensors have one name, or a shape or type is not the expected one.
     """
     rules, num_layers = _Rules(file, config), config.integer("num_hidden_layers")
     tensors: dict[str, StoredTensor] = {}
@@ -73,7 +73,7 @@ def model_tensors(file: GGUFFile, config: ConfigFile) -> dict[str, StoredTensor]
 
 
 class _Rules:
-    """Rules from one file's tensors to those of transformers."""
+    """Mapping from the tensors of one GGUF file to those of transformers."""
 
     def __init__(self, file: GGUFFile, config: ConfigFile) -> None:
         self.path, self.config = file.path, config
@@ -87,7 +87,7 @@ class _Rules:
     def apply(
         self, stored_name: str, layer: re.Match[str] | None, entry: GGUFTensor
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield name and storage of each of transformers' tensors that a stored tensor holds."""
+        """Yield transformers' tensors within a stored tensor, each as name and storage."""
         prefix, own = (
             ("", stored_name) if layer is None else (f"model.layers.{layer[1]}.", layer[2])
         )
@@ -126,8 +126,8 @@ class _Rules:
             yield replace(entry, shape=entry.shape[1:], start_offset=place, num_bytes=size)
 
     def _gates(self, prefix: str, entry: GGUFTensor) -> Iterator[tuple[str, StoredTensor]]:
-        """Split gates whose rows are grouped by key head: those of beta, then those of the
-        decay."""
+        """Split the tensor of both gates into those of beta and decay. Its rows are grouped by key
+        head."""
         heads = self.config.integer("linear_num_key_heads")
         group = self.config.integer("linear_num_value_heads") // heads
         order = self._swapped(f"{prefix}ba", entry.shape[0], heads, 2, group)
@@ -135,7 +135,7 @@ class _Rules:
             yield f"{prefix}{name}.weight", StoredTensor(entry, part)
 
     def _stored(self, stored_name: str, name: str, entry: GGUFTensor) -> StoredTensor:
-        """Storage of a tensor, without the prefix of its layer."""
+        """Storage of a tensor, whose ``name`` lacks the prefix of its layer."""
         module = name.rpartition(".")[0]
         if module in self.rotated_heads:
             return StoredTensor(entry, self._rotated(name, entry, self.rotated_heads[module]))
@@ -195,9 +195,9 @@ class _Rules:
         first: int = 0,
         inner: bool = False,
     ) -> np.ndarray:
-        """Indices of ``count`` rows that, from row ``first`` on, are stored as ``[outer, middle,
-        width]``, in the order ``[middle, outer, width]``; ``[outer, width, middle]`` if
-        ``inner``."""
+        """Row indices that swap two dimensions. Rows from ``first`` on are stored as ``[outer,
+        middle, width]``; the indices order them as ``[middle, outer, width]``, or as ``[outer,
+        width, middle]`` if ``inner``. Earlier rows keep their places."""
         expected = first + outer * middle * width
         if count != expected:
             raise ModelLoadError(

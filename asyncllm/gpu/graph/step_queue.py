@@ -54,7 +54,7 @@ class _Job(HostBuffer):
         )  # fmt: skip
 
     def set_sizes(self, step: LaunchedStep) -> None:
-        """Sets the arguments that depend on the step's sizes and on what it draws."""
+        """Sets the arguments that depend on the step's sizes and sampling."""
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes

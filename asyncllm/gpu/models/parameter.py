@@ -51,7 +51,7 @@ class Parameter:
         layout: layout of a single fused part; None if the parts are plain rows.
         linear: whether the parameter is a linear layer's weight that may be packed or quantised.
             Weights of routers and gates may not.
-        gathered: whether it is an embedding's table, which may be packed as the checkpoint has it.
+        gathered: whether it is an embedding's table, which may stay packed as in the checkpoint.
         alternative: the same parameter in the layout of other checkpoints; None if all checkpoints
             have the same layout.
     """

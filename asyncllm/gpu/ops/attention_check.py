@@ -119,7 +119,7 @@ def _make_step(
     """Makes a step of random tensors from rows (cached tokens, tokens of the step), decodes first.
 
     Each row has its own blocks, in random order, and a request index other than its row number.
-    Block 0 is the null block. Steps of decode rows alone are as a captured graph sees them.
+    Block 0 is the null block. Steps of decode rows alone have the inputs of a captured graph.
     """
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
     pair = (shape.num_kv_heads, shape.head_dim)
@@ -129,7 +129,7 @@ def _make_step(
     blocks = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
     batch = plain_batch(starts, counts, num_decodes=counts.count(1))
     batch.req_indices.reverse()
-    # The last line of the block table is that of padded rows.
+    # The last row of the block table is for padded rows.
     persistent = InputBatch(len(rows) + 1, width * size, [KVCacheSpec((0,), size)])
     (table,) = persistent.tables
     cache = torch.full((2, len(blocks) + 1, size, *pair), UNOWNED_VALUE)

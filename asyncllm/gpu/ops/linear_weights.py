@@ -25,7 +25,7 @@ BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
     "q6_k": (256, 210),
     "iq4_nl": (32, 18),
 }
-"""Weights and bytes of a block, for the schemes whose rows are a GGUF file's own."""
+"""Number of weights and bytes per block, for the schemes of GGUF blocks."""
 
 _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "plain": ([torch.float32, torch.bfloat16, torch.float16], (1, 1)),
@@ -35,8 +35,8 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "e2m1": ([torch.uint8], (2, 1)),
     **{scheme: ([torch.uint8], sizes) for scheme, sizes in BLOCK_SIZES.items()},
 }
-"""Storage of each scheme: the dtypes that ``values`` may have, and a number of weights and the
-number of stored values that hold them."""
+"""Storage by scheme: the dtypes that ``values`` may have, and ``(weights, stored values)``: how
+many stored values hold how many weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class LinearWeights:
 
     @property
     def parts(self) -> list[LinearWeights]:
-        """Weights of one form each, with their own rows of the bias."""
+        """These weights and those ``below``, each with its part of the bias."""
         if not self.below:
             return [self]
         parts = [replace(self, bias=None, below=()), *self.below]
@@ -180,7 +180,7 @@ class LinearWeights:
 
 
 def join_weights(parts: Sequence[LinearWeights]) -> LinearWeights:
-    """Weights whose outputs are those of ``parts``, one after the other."""
+    """Weights whose outputs are the concatenated outputs of ``parts``."""
     first, *others = parts
     if not others:
         return first

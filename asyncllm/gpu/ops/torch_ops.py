@@ -187,7 +187,7 @@ class TorchOps:
         memory."""
         return int(memory.sum())
 
-    # Makers of the ops of a layer. An op's class says what its arguments are.
+    # Functions that make a layer's ops. The class of an op documents the arguments.
     rms_norm: Callable[..., RMSNorm] = staticmethod(torch_norm)
     residual_add: Callable[..., RMSNorm] = staticmethod(TorchResidualAdd)
     rope: Callable[[AttentionShape, Tensor | None, float], Rope] = staticmethod(TorchRope)

@@ -87,7 +87,7 @@ class StoredForm:
     """Form of a linear layer's weights, see ``LinearWeights``.
 
     Attributes:
-        dtype, shape: of the values; torch's name of the dtype.
+        dtype, shape: dtype of the values (torch's name), and their shape.
     """
 
     dtype: str
@@ -99,7 +99,7 @@ class StoredForm:
     has_zeros: bool
 
     def placeholder(self, panels: StoredPanels) -> LinearWeights:
-        """The weights without values, which ``panels`` has."""
+        """Weights on the meta device, whose values are in ``panels``."""
         scales = zeros = None
         if self.scale_shape is not None:
             assert self.scale_dtype is not None
@@ -144,7 +144,7 @@ class PanelRecorder:
 
     Attributes:
         weights: the packed weights, in the order in which they were made.
-        forms: their forms; adjacent weights of one form, such as experts, are one.
+        forms: forms of the weights; adjacent weights of one form, such as experts, share one.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ def _stack(above: StoredForm, below: StoredForm) -> StoredForm:
 
 
 def _alike(one: StoredForm, other: StoredForm) -> bool:
-    """Whether two forms differ in their rows alone."""
+    """Whether two forms are equal except for their number of rows."""
     return replace(one, shape=other.shape, scale_shape=other.scale_shape) == other
 
 

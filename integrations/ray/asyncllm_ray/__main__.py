@@ -1,4 +1,4 @@
-"""``python -m asyncllm_ray``: a local Ray, the packaged model as a replica, and a stream of it."""
+"""``python -m asyncllm_ray``: streams from a replica on a local Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _print_stream(client: Client, prompt: str) -> None:
 
 
 def main() -> None:
-    """Start Ray on this machine, deploy, stream, and stop it all."""
+    """Start a local Ray, deploy, stream from a replica, and stop Ray."""
     parser = argparse.ArgumentParser(prog="python -m asyncllm_ray", description=__doc__)
     parser.add_argument("prompt", nargs="?", default="Tell me a story about Mia and a boat.")
     parser.add_argument("--model", help="directory or hub id; the default is the packaged model")

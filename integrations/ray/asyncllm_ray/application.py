@@ -24,20 +24,20 @@ def run(
 ) -> Any:
     """Deploy an application, or update it, and wait until it runs; returns its handle.
 
-    ``serve.run`` does the same, but waits for ever where resources are missing, and opens a port
-    for HTTP. This starts Serve, if it does not run yet, with HTTP only if one of the next two
-    arguments is given.
+    ``serve.run`` does the same, but waits for ever if resources are missing, and always opens an
+    HTTP port. This function starts Serve if Serve does not run yet, with HTTP only if
+    ``route_prefix`` or ``http_options`` is given.
 
     Args:
-        application: from ``deployment``, or one that contains such.
+        application: result of ``deployment``, or an application that contains one.
         name: the application's name.
         route_prefix: path of its HTTP endpoint; None for an application without one.
         http_options: "host" and "port" of HTTP, for a Serve that does not run yet.
         timeout: seconds that the replicas may take to start.
 
     Raises:
-        InvalidRequestError: if HTTP cannot listen there.
-        ModelLoadError: if a replica could not load its model, with its error's text.
+        InvalidRequestError: if HTTP cannot listen at that host and port.
+        ModelLoadError: if a replica could not load its model; has the text of the replica's error.
         EngineError: if the application does not run in time; the message says what is missing.
     """
     timeout = check.seconds("timeout", timeout, above=True)
@@ -67,7 +67,7 @@ def _start_serve(has_http: bool, http_options: dict[str, Any] | None) -> None:
     try:
         serve.start(proxy_location="EveryNode", http_options=http_options)
     except RayTaskError as error:
-        serve.shutdown()  # Only a Serve that did not run before can fail here.
+        serve.shutdown()  # Starting fails only if Serve did not run before.
         reason = str(error.cause).strip().rpartition("\n")[2]
         accepted = f"a host and port to listen on, or None ({reason})"
         raise check.invalid("http_options", http_options, accepted) from error

@@ -10,7 +10,7 @@ from asyncllm import validation as check
 
 
 class LoadPolicy:
-    """Policy for Serve's autoscaler, from what ``record_autoscaling_stats`` of replicas says.
+    """Policy for Serve's autoscaler, based on the replicas' ``record_autoscaling_stats``.
 
         autoscaling_config = {
             "min_replicas": 1,

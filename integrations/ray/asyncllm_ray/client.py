@@ -28,14 +28,14 @@ _ANY_LENGTH = 1 << 31
 
 
 class Client:
-    """Streams from the engines of a Serve deployment, as an engine in the process gives them.
+    """Client of a Serve deployment, with the streams of an in-process engine.
 
         client = Client(serve.run(deployment(), name="llm", route_prefix=None))
         async for delta in client.stream("Tell me a story."):
             print(delta, end="", flush=True)
 
-    A request is checked by its replica: what ``AsyncLLMEngine.stream`` raises is raised here by the
-    first read. Any thread may call any method.
+    The replica checks a request, so the first read of the stream raises the errors that
+    ``AsyncLLMEngine.stream`` would raise at once. Any thread may call any method.
 
     Args:
         handle: what ``serve.run`` returns, or ``serve.get_deployment_handle``.
@@ -106,7 +106,7 @@ class Client:
         sampling_params: SamplingParams | None = None,
         **options: Any,
     ) -> Completion:
-        """``stream(prompt, sampling_params, **options)``, read to the end."""
+        """Complete a prompt: ``stream(prompt, sampling_params, **options)``, read to its end."""
         return await self.stream(prompt, sampling_params, **options).result()
 
     def blocking(self, stream: TokenStream) -> LLMStream:
@@ -153,7 +153,7 @@ class Client:
             raise check.invalid("request_id", group_id, "an id that no live request has")
         most, window = options.max_unread, options.max_unread
         if options.on_slow != "coalesce":
-            # What the replica holds and what it sends ahead are together ``max_unread``.
+            # Divide ``max_unread`` between tokens that the replica holds and those it sends ahead.
             window = max(1, most // 2)
             sent["max_unread"] = max(1, most - window)
         call = Call("", prompt, params, sent, window, chat is not None, current_trace())
@@ -172,7 +172,7 @@ class Client:
 
 
 def _nothing() -> None:
-    """Watch for nothing: the replica watches its own steps."""
+    """Watchdog that does nothing: the replica watches its own steps."""
 
 
 def _resolve(given: SamplingParams | None, sampling: dict[str, Any]) -> SamplingParams:

@@ -12,7 +12,7 @@ class Counters:
     Attributes:
         requests: requests sent.
         retries: attempts after the first.
-        pauses: times that a replica was told nothing more because the reader was late.
+        pauses: times that a replica had to stop sending because the reader was late.
         lost_replicas: attempts that ended because their replica died.
     """
 

@@ -22,10 +22,10 @@ class Generate:
             concurrency=2,
         )
 
-    Each actor runs one engine, which has the rows of several batches at a time. It adds three
-    columns: the text, ``finish_reason``, and ``error``, in which a row that failed has the message,
-    and None for the others. A row that fails ends no other. If an actor is lost, Ray Data repeats
-    the batches that it had not finished.
+    Each actor runs one engine, which completes the rows of several batches at a time. Three columns
+    are added: the text, ``finish_reason``, and ``error``, the message for a failed row and None for
+    any other. A failed row does not end other rows. If an actor is lost, Ray Data repeats its
+    unfinished batches.
 
     Args:
         model, config, overrides: as for ``AsyncLLMEngine``.

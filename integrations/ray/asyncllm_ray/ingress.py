@@ -28,8 +28,8 @@ _STATS_INTERVAL = 1.0
 class RemoteEngine(AsyncLLMEngine):
     """The engines of a deployment as one engine, for ``create_app``.
 
-    It reads the tokenizer here, and no weights: prompts are tokenised by the replicas, but texts
-    that a client wants tokenised are tokenised here.
+    It loads the tokenizer, and no weights. Replicas tokenise the prompts; the ingress process only
+    tokenises the texts of tokenisation requests.
 
     Args:
         client: client of the deployment; it stays the caller's.
@@ -95,7 +95,7 @@ def sum_stats(found: Sequence[dict[str, Any]]) -> EngineStats:
 
 
 class _NoExecutor:
-    """Executor of an engine that gets no request."""
+    """Executor of an engine whose requests all go to replicas."""
 
     def __init__(self, info: ExecutorInfo) -> None:
         self.info = info

@@ -37,9 +37,9 @@ _COUNTERS = (
 
 
 class ReplicaMetrics:
-    """Observer of a replica's engine, whose metrics have the replica's and deployment's tags.
+    """Observer that records an engine's metrics, tagged with replica and deployment.
 
-    Gauges and counters have the names of ``EngineStats``'s fields after ``asyncllm_``.
+    Gauges and counters are named after fields of ``EngineStats``, with the prefix ``asyncllm_``.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class ReplicaMetrics:
 
 
 class ClientMetrics:
-    """Metrics of a client: its counters, named after ``asyncllm_client_``."""
+    """Metrics of a client: its counters, with the prefix ``asyncllm_client_``."""
 
     def __init__(self) -> None:
         names = [one.name for one in fields(Counters)]

@@ -18,7 +18,7 @@ _STATS = tuple(one.name for one in fields(EngineStats))
 class Placement:
     """Chooses replicas for the calls of one process.
 
-    Replicas' caches are out of reach, so that it keeps an index of what it has sent to each.
+    The replicas' prefix caches cannot be queried, so an index records the prompts sent to each.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Placed:
 
     @property
     def key(self) -> Hashable:
-        """The replica."""
+        """Key of the chosen replica."""
         return self._route.key
 
     def answered(self) -> None:
@@ -77,8 +77,7 @@ class Placed:
         self._router.settle(self._route)
 
     def end(self, usage: Usage | None) -> None:
-        """Correct the index by what the replica really had cached, or forget a call without a
-        token."""
+        """Correct the index by ``usage``, or forget a call without a token."""
         had_token = usage is not None and usage.ttft is not None
         cached = usage.cached_tokens if usage is not None and had_token else None
         self._router.settle(self._route, cached)

@@ -1,4 +1,4 @@
-"""Hashes of prompts that are not tokenised where they are routed."""
+"""Hashes of prompts, for routing before they are tokenised."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompt_hashes(prompt: Any, cache_salt: str | None) -> tuple[list[bytes], int
 
 
 def _text_hashes(text: str, cache_salt: str | None) -> tuple[list[bytes], int]:
-    # A byte stands for a token: two texts share as many blocks as their beginnings are equal.
+    # Hash bytes in place of tokens: texts with a common beginning share its full blocks.
     data = text[:_MAX_BYTES].encode("utf-8", "surrogatepass")
     num_tokens = max(len(text) // _BYTES_PER_TOKEN, 1)
     return block_hashes(data, BYTE_BLOCK, cache_salt), num_tokens

@@ -1,4 +1,4 @@
-"""Requests at replicas, as a TokenStream sees its engine's."""
+"""Requests at replicas, with the interface that a TokenStream needs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Link:
             self.loop.call_later(self._heartbeat, self._beat)
 
     async def _run(self, remote: RemoteRequest) -> None:
-        """Send a request to a replica, and again if it may be; then end its stream."""
+        """Send a request, retry it if allowed, then end its stream."""
         retries, error = self._retries, None
         try:
             while not remote.group.cancelled:
@@ -121,7 +121,7 @@ class Link:
         return None if remote.last is not None else EngineDeadError("the replica ended the stream")
 
     def tell(self, remote: RemoteRequest, is_aborted: bool = False) -> None:
-        """Send a replica news of a request, together with others of this turn of the loop."""
+        """Tell a replica a request's state, batched per event loop iteration."""
         replica = remote.replica
         if replica is None:
             return
@@ -164,14 +164,14 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """A request at a replica; a TokenStream calls it as its engine's core.
+    """Request at a replica, with the EngineCore methods that a TokenStream calls.
 
     Attributes:
         link: the thread that talks to replicas.
         group: the request; its channel carries the output to the reader.
         call: the attempt under way.
-        replica: handle of the replica's actor; None before its first item.
-        last: the last delta of all, with the usage; None before.
+        replica: handle of the replica's actor; None before the answer's first item.
+        last: the request's last delta, which has the usage; None until it arrives.
     """
 
     link: Link
@@ -185,13 +185,13 @@ class RemoteRequest:
     def __post_init__(self) -> None:
         self.channel = self.group.channel
         self._step = max(1, self.call.window // 2)
-        self.channel.is_backpressured = True  # So that each read calls ``on_drained``.
+        self.channel.is_backpressured = True  # Makes each read call ``on_drained``.
 
     @property
     def num_read(self) -> int:
         return self.channel.num_read
 
-    # --- what a TokenStream calls ------------------------------------------------------
+    # --- methods for TokenStreams ------------------------------------------------------
 
     def check_waiting(self) -> None:
         """Refuse the link's own thread, which would wait for itself for ever."""
@@ -227,8 +227,8 @@ class RemoteRequest:
         if self.replica is not None:
             self.link.tell(self, is_aborted=True)
         else:
-            # The replica is told by the call, or as soon as it is known: a response that is
-            # cancelled while Serve sends it may run on.
+            # Cancelling Serve's response is not enough, because it may run on: ``Call.is_aborted``
+            # tells the replica, or a message as soon as the replica is known.
             self.end(None)
 
     def take(self, batch: Batch) -> None:
@@ -288,7 +288,7 @@ class RemoteRequest:
 
 
 def translate(error: Exception) -> Exception:
-    """Make an exception of Ray one of asyncllm's."""
+    """Convert an exception of Ray to one of asyncllm."""
     cause: Any = getattr(error, "cause", None)
     if isinstance(error, AsyncLLMError):
         return error
@@ -326,7 +326,7 @@ class DeltaCollector:
         return delta
 
     def interrupt(self) -> bool:
-        """Whether text was held back until an error; replicas have sent theirs."""
+        """Whether text is held back: never, because replicas send all of it."""
         return False
 
     def complete(self, output: CompletionOutput) -> CompletionOutput:

@@ -34,7 +34,7 @@ _DEFAULT_SEQS = 64
 
 _REPORT_INTERVAL = 1.0
 _END_POLL = 0.01
-"""Seconds between two looks for the end of a stream while its next item is not due."""
+"""Seconds between checks for a stream's end while its next item is not due."""
 
 
 class EngineReplica:
@@ -89,7 +89,7 @@ class EngineReplica:
             self._held.pop(call.key, None)
 
     def hear(self, news: Sequence[Heard]) -> None:
-        """Take a client's news of its attempts. Any thread may call it."""
+        """Handle a client's messages about its attempts. Any thread may call it."""
         self._loop.call_soon_threadsafe(self._hear, news)
 
     def _hear(self, news: Sequence[Heard]) -> None:
@@ -113,7 +113,7 @@ class EngineReplica:
                 self._metrics.update(self._engine.stats(), self._num_expired)
             await asyncio.sleep(_REPORT_INTERVAL)
 
-    # --- what Serve asks ---------------------------------------------------------------
+    # --- called by Serve ---------------------------------------------------------------
 
     async def check_health(self) -> None:
         """Raise unless the engine runs."""
@@ -151,7 +151,7 @@ class EngineReplica:
         return self._engine._require_started().loaded.executor.info
 
     async def __del__(self) -> None:
-        # Serve calls it after the last request of a replica that is stopped has ended.
+        # Serve calls this method when the last request of a stopped replica has ended.
         if hasattr(self, "_tasks"):
             self._is_draining = True
             for task in self._tasks:
@@ -179,7 +179,7 @@ class _HeldStream:
         self.heard_at = now
         self._num_read = max(self._num_read, news.num_read)
         if news.is_aborted:
-            self._is_ending = True  # Whatever is left is sent without credit.
+            self._is_ending = True  # Send the rest without credit.
             self._stream.abort()
         self._news.set()
 
@@ -195,7 +195,8 @@ class _HeldStream:
         return self._window - (self._num_sent - self._num_read)
 
     async def batches(self, interval: float, on_slow: str) -> AsyncIterator[Batch]:
-        """The stream's output, at most one item in ``interval``, as far as there is credit."""
+        """Output of the stream, while there is credit. Items are at least ``interval`` seconds
+        apart, except the last."""
         stream, sent_at = self._stream, -interval
         knows_prompt = False
         while stream.finish_reason is None:
@@ -203,7 +204,7 @@ class _HeldStream:
                 self._news.clear()
                 await self._news.wait()
             while on_slow == "coalesce" and not stream._channel.ended:
-                # Meanwhile the engine merges what it generates.
+                # During the wait the engine merges new deltas.
                 wait = sent_at + interval - time.monotonic()
                 if wait <= 0:
                     break
@@ -228,8 +229,8 @@ class _HeldStream:
                 return
 
     async def _read(self, deltas: list[Delta], until: float, on_slow: str) -> None:
-        """Read into ``deltas`` the next delta, what else is unread, and what comes until ``until``
-        unless the engine merges that; at most what there is credit for."""
+        """Read into ``deltas`` as many deltas as there is credit for. These are the next delta,
+        other unread ones and, unless the engine merges them, those that arrive before ``until``."""
         stream, left = self._stream, self._credit
         deltas.append(await anext(stream))
         left -= len(deltas[0].token_ids)
@@ -245,7 +246,7 @@ class _HeldStream:
 
 
 def control(_: Any, news: Sequence[Heard]) -> None:
-    """Hand a client's news to the replica of this process. It runs by ``__ray_call__``."""
+    """Hand a client's messages to this process's replica. Clients run it by ``__ray_call__``."""
     replica: Any = serve.get_replica_context().servable_object
     replica.hear(news)
 
@@ -270,7 +271,7 @@ def deployment(
     Args:
         model, config, overrides: as for ``AsyncLLMEngine``. Files are read by the replicas.
         name: name of the deployment.
-        drain: seconds that the streams of a replica that is stopped may go on.
+        drain: seconds that the streams of a stopped replica may continue.
         lease: seconds after which a replica aborts the request of a client that is not heard from.
         interval: least number of seconds between two items of one stream; the first token is sent
             at once. Each item takes 1 to 2 ms of both processes.
@@ -280,7 +281,7 @@ def deployment(
             ``ray_actor_options``, ``autoscaling_config`` and others.
 
     Raises:
-        InvalidRequestError: for an argument that makes no sense, or cannot be sent to a replica.
+        InvalidRequestError: for an argument that is invalid, or cannot be sent to a replica.
     """
     made = make_config(model, config, overrides)
     sent = {one.name: getattr(made, one.name) for one in fields(made)} | {"prepare": prepare}

@@ -13,12 +13,12 @@ from asyncllm_ray.wire import Call
 class PrefixRouter(RequestRouter):
     """Sends a call to the replica with the least expected time to the first token.
 
-    Serve runs one in each process that has a handle. If the chosen replica is full, Serve takes one
-    of the others.
+    Serve runs one router in each process that has a handle. If the chosen replica is full, Serve
+    takes another.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Make the record of what was sent; Serve calls it once."""
+        """Create the record of sent calls; Serve calls this method once."""
         self._placement = Placement()
 
     async def choose_replicas(

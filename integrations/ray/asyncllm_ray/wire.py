@@ -1,4 +1,4 @@
-"""What client and replica send each other."""
+"""Messages between clients and replicas."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Batch(NamedTuple):
     """Item of a replica's answer.
 
     Attributes:
-        deltas: what was generated since the last item.
-        error: why the request failed; nothing follows it.
+        deltas: output generated since the last item.
+        error: why the request failed; the item is then the last.
         replica: handle of the replica's actor, in the first item.
         prompt_token_ids: the prompt's tokens, in one of the first items.
         prompt_logprobs: log-probabilities of the prompt after its first token, before the first
@@ -70,12 +70,12 @@ class Batch(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """News from a client about one of its attempts, which renews the attempt's lease.
+    """Client's message about an attempt, which renews the attempt's lease.
 
     Attributes:
-        key: the attempt's.
+        key: key of the attempt.
         num_read: number of output tokens that the client's reader has read.
-        is_aborted: end the request.
+        is_aborted: whether to end the request.
     """
 
     key: str
