@@ -23,7 +23,8 @@ EXPECTED = {
 
 
 def test_every_example_is_listed() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {*EXPECTED, "ray_scale.py"}  # The integration with Ray runs the latter.
 
 
 @pytest.mark.parametrize("name", slow_but(EXPECTED, "minimal_stream.py", "cancel_in_agent_loop.py"))

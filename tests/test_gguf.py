@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import sys
+import tracemalloc
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -352,7 +353,9 @@ def test_a_model_is_a_file_or_a_directory_with_one(plain, tmp_path):
     assert resolve_model(tmp_path) == path
     assert resolve_model(plain) == plain  # safetensors come first
     shutil.copy(path, tmp_path / "b.gguf")
-    with pytest.raises(ModelLoadError, match=r"several GGUF files, name one of them: a\.gguf, b"):
+    with pytest.raises(
+        ModelLoadError, match=r"several GGUF files, name one of them behind a colon: a\.gguf, b"
+    ):
         resolve_model(tmp_path)
     with pytest.raises(ModelLoadError, match="does not exist, expected a directory, a GGUF file"):
         resolve_model("./absent.gguf")
@@ -495,7 +498,7 @@ BIG = 2**63
         (header([], (text("k") + struct.pack("<IIQ", 9, 9, 1),)), "'k' is an array of type 9"),
         (header([], (text("k") + struct.pack("<IIQ", 9, 4, BIG),)), "more are due"),
         (header([], (text("k") + struct.pack("<IIQ", 9, 8, BIG),)), f"'k' has {BIG} strings"),
-        (header([], (text("k") + struct.pack("<IIQ", 9, 8, 2**22),)), "the file ends after"),
+        (header([], (text("k") + struct.pack("<IIQ", 9, 8, 2**21),)), "the file ends after"),
         (header([], num_tensors=10**6), "1000000 tensors and 0 metadata values"),
         (header([], num_tensors=10**5), "has 0 dimensions, expected 1 to 4"),
         (header([], (text("k") + struct.pack("<II", 4, 1),) * 2), "'k' is there twice"),
@@ -569,3 +572,36 @@ def test_a_long_array_is_its_length(whole, tmp_path, monkeypatch):
     assert len(GGUFFile(path).metadata["tokenizer.ggml.token_type"]) == 256
     monkeypatch.setattr(gguf_file, "MAX_ARRAY_LENGTH", 255)
     assert GGUFFile(path).metadata["tokenizer.ggml.token_type"] == 256
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "words"),
+    [
+        (0, 2**30, "header has"),
+        (12, 2**27, "header has"),
+        (8, 2**21 + 1, "strings, expected at most 2097152 in all"),
+    ],
+)
+def test_a_sparse_header_takes_neither_memory_nor_time(tmp_path, kind, count, words):
+    path = tmp_path / "sparse.gguf"
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a")
+        file.write(struct.pack("<IIQ", 9, kind, count))
+        file.truncate(2**31)
+    tracemalloc.start()
+    with pytest.raises(ModelLoadError, match=words):
+        GGUFFile(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_numbers_of_many_arrays_are_bounded_together(tmp_path):
+    path = tmp_path / "many.gguf"
+    array = struct.pack("<IIQ", 9, 6, 4096) + bytes(4 * 4096)
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 65))
+        for index in range(65):
+            file.write(struct.pack("<Q", 2) + f"{index:02}".encode() + array)
+    with pytest.raises(ModelLoadError, match="numbers, expected at most 262144 in all"):
+        GGUFFile(path)

@@ -345,7 +345,9 @@ def test_missing_parts_are_named(split):
 
 def test_a_second_file_beside_parts_is_named(split):
     (split[0].parent / "other.gguf").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=rf"name one of them: {split[0].name}, other\.gguf"):
+    with pytest.raises(
+        ModelLoadError, match=rf"name one of them behind a colon: {split[0].name}, other\.gguf"
+    ):
         resolve_model(split[0].parent)
 
 

@@ -243,9 +243,30 @@ def test_strings_that_are_not_utf8_and_arrays_that_are_too_large(load, tmp_path,
     with pytest.raises(ModelLoadError, match=r"tokens' has a string that is not UTF-8"):
         Tokenizer.from_directory(path)
     path.write_bytes(whole)
-    monkeypatch.setattr("asyncllm.checkpoint.gguf_file.MAX_ARRAY_BYTES", 5000)
-    with pytest.raises(ModelLoadError, match=r"tokens' has \d+ bytes, expected at most 5000"):
+    monkeypatch.setattr("asyncllm.checkpoint.gguf_file.MAX_HEADER_BYTES", 5000)
+    with pytest.raises(ModelLoadError, match=r"the header has \d+ bytes or more, expected at most"):
         Tokenizer.from_directory(path)
+
+
+def test_a_vocabulary_that_takes_long_to_read_is_refused(load, monkeypatch):
+    tokens = ["<unk>", *("a" * length for length in range(1, 40))]
+    values = FILES["llama"] | {"tokens": tokens, "scores": [0.0] * 40, "token_type": [1] * 40}
+    load(values)
+    monkeypatch.setattr("asyncllm.text.gguf_tokenizer._MAX_PAIRS", 700)
+    with pytest.raises(ModelLoadError, match="more than 700 pairs"):
+        load(values)
+    tokens[-1] = "a" * 10_000
+    with pytest.raises(ModelLoadError, match="tokens of up to 10000 characters"):
+        load(values)
+    monkeypatch.setattr("asyncllm.checkpoint.gguf_vocabulary.MAX_TOKENS", 30)
+    with pytest.raises(ModelLoadError, match=r"tokens' has 40 strings, expected at most 30"):
+        load(values)
+
+
+def test_a_special_token_of_id_minus_one_is_none(load):
+    names = ("padding_token_id", "eot_token_id")
+    found = load(FILES["qwen2"] | dict.fromkeys(names, 2**32 - 1))
+    assert found.encode("ab") == load(FILES["qwen2"]).encode("ab")
 
 
 @settings(max_examples=80, deadline=None)

@@ -86,10 +86,12 @@ def test_a_tie_and_a_missing_choice_name_the_files(resolve, hub):
     with pytest.raises(ModelLoadError) as caught:
         resolve("org/tie:Q4_0")
     assert str(caught.value) == (
-        "model='org/tie': several GGUF files are Q4_0, name one by its path: "
+        "model='org/tie': several GGUF files are Q4_0, name one of them behind the colon: "
         "a-Q4_0.gguf, b-Q4_0.gguf"
     )
-    with pytest.raises(ModelLoadError, match=r"several GGUF files, name one of them: a-Q4_0\.gguf"):
+    with pytest.raises(
+        ModelLoadError, match=r"several GGUF files, name one of them behind a colon: a-Q4_0\.gguf"
+    ):
         resolve("org/tie")
     hub.repositories["org/one"] = {"README.md": b"#", "only-Q8_0.gguf": GGUF}
     assert resolve("org/one").name == "only-Q8_0.gguf"
@@ -106,6 +108,17 @@ def test_a_split_file_needs_all_its_parts():
     assert choose_gguf(reversed(parts), "Q8_0", "x") == parts
     with pytest.raises(ModelLoadError, match=r"x: .*1 of its 3 parts are missing: "):
         choose_gguf([parts[0], parts[2]], "Q8_0", "x")
+
+
+def test_a_file_is_named_by_its_path_where_its_quantisation_is_not_enough():
+    names = ["a/M-Q4_K_M.gguf", "b/M-Q4_K_M.gguf", "BF16/M-Q8_0.gguf", "M-mmproj-F16.gguf"]
+    with pytest.raises(ModelLoadError, match=r"behind the colon: a/M-Q4_K_M\.gguf, b/M-Q4_K_M"):
+        choose_gguf(names, "Q4_K_M", "x")
+    assert choose_gguf(names, "b/M-Q4_K_M.gguf", "x") == ["b/M-Q4_K_M.gguf"]
+    with pytest.raises(ModelLoadError, match="no GGUF file is BF16"):
+        choose_gguf(names, "BF16", "x")
+    with pytest.raises(ModelLoadError, match="no GGUF file is F16"):
+        choose_gguf(names, "F16", "x")
 
 
 def test_revisions_and_the_cache(resolve, hub, tmp_path):

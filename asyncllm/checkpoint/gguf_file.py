@@ -25,14 +25,17 @@ MAX_ARRAY_LENGTH = 2**12
 """Maximum number of elements of an array that is kept in memory. A longer array, such as a
 vocabulary, is replaced by its length."""
 
-MAX_STRINGS = 2**22
-"""Maximum number of strings in an array: over ten times the largest vocabularies."""
+MAX_STRINGS = 2**21
+"""Maximum number of strings in all arrays of a file: twice the largest tokens and merges."""
+
+MAX_NUMBERS = 2**18
+"""Maximum number of elements of all arrays that are kept in memory."""
+
+MAX_HEADER_BYTES = 2**26
+"""Maximum size in bytes of a file's metadata and tensor table; real ones have at most 20 MiB."""
 
 MAX_STRING_BYTES = 2**24
 """Maximum size in bytes of a string in the metadata; the longest are chat templates."""
-
-MAX_ARRAY_BYTES = 2**27
-"""Maximum size in bytes of an array that ``read_array`` reads; real vocabularies have a few MiB."""
 
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """Name of a part of a split file, in llama.cpp's form."""
@@ -192,8 +195,7 @@ class GGUFFile:
         """Read an array of the metadata in full, whatever its length.
 
         Raises:
-            ModelLoadError: if the file has no array ``key``, the array is larger than
-                ``MAX_ARRAY_BYTES``, or one of its strings is not UTF-8.
+            ModelLoadError: if the file has no array ``key``, or one of its strings is not UTF-8.
         """
         if key not in self._arrays:
             found = repr(self.metadata[key]) if key in self.metadata else "missing"
@@ -201,11 +203,6 @@ class GGUFFile:
                 f"{self.path}: metadata {key!r} is {found:.300}, expected an array"
             )
         start, end = self._arrays[key]
-        if end - start > MAX_ARRAY_BYTES:
-            raise ModelLoadError(
-                f"{self.path}: metadata {key!r} has {end - start} bytes, expected at most "
-                f"{MAX_ARRAY_BYTES}"
-            )
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
@@ -306,18 +303,26 @@ class _Cursor:
     def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path, self.data, self.position = path, data, 0
         self.arrays: dict[str, tuple[int, int]] = {}
+        self.num_strings = self.num_numbers = 0
 
     def error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {message}")
 
     def read_bytes(self, count: int) -> bytes:
+        self.skip(count)
+        return self.data[self.position - count : self.position]
+
+    def skip(self, count: int) -> None:
         if count > len(self.data) - self.position:
             raise self.error(
                 f"the file ends after {len(self.data)} bytes, and {count} more are due at byte "
                 f"{self.position}, within the header"
             )
         self.position += count
-        return self.data[self.position - count : self.position]
+        if self.position > MAX_HEADER_BYTES:
+            raise self.error(
+                f"the header has {self.position} bytes or more, expected at most {MAX_HEADER_BYTES}"
+            )
 
     def read_number(self, struct_format: str) -> Any:
         return struct.unpack(
@@ -361,21 +366,27 @@ class _Cursor:
 
     def _read_array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:
-            if count > MAX_STRINGS:
+            self.num_strings += count
+            if self.num_strings > MAX_STRINGS:
                 raise self.error(
-                    f"metadata {key!r} has {count} strings, expected at most {MAX_STRINGS}"
+                    f"metadata {key!r} has {count} strings, expected at most {MAX_STRINGS} in all"
                 )
             for _ in range(count):
-                self.read_bytes(self.read_number("Q"))
+                self.skip(self.read_number("Q"))
             return count
         if kind not in _SCALAR_FORMATS:
             raise self.error(
                 f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
             )
         struct_format = _SCALAR_FORMATS[kind]
-        raw = self.read_bytes(count * struct.calcsize(f"<{struct_format}"))
-        return (
-            list(struct.unpack(f"<{count}{struct_format}", raw))
-            if count <= MAX_ARRAY_LENGTH
-            else count
-        )
+        size = count * struct.calcsize(f"<{struct_format}")
+        if count > MAX_ARRAY_LENGTH:
+            self.skip(size)
+            return count
+        self.num_numbers += count
+        if self.num_numbers > MAX_NUMBERS:
+            raise self.error(
+                f"metadata {key!r} has {count} numbers, expected at most {MAX_NUMBERS} in all "
+                f"arrays of up to {MAX_ARRAY_LENGTH}"
+            )
+        return list(struct.unpack(f"<{count}{struct_format}", self.read_bytes(size)))

@@ -18,12 +18,25 @@ it as ``eos_token_id``, and in Gemma's vocabulary it is an HTML tag."""
 _NAMED_END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
+MAX_TOKENS = 2**19
+"""Maximum number of tokens: twice the largest vocabularies."""
+
+NO_TOKEN = 2**32 - 1
+"""Token id -1 as files store it, for a special token that the model does not have."""
+
+
 def read_tokens(file: GGUFFile) -> list[str]:
     """Read a file's tokens in the order of their ids.
 
     Raises:
-        ModelLoadError: if there are none, or two are equal.
+        ModelLoadError: if there are none or more than ``MAX_TOKENS``, or two are equal.
     """
+    count = file.metadata.get("tokenizer.ggml.tokens", 0)
+    if isinstance(count, int) and count > MAX_TOKENS:
+        raise ModelLoadError(
+            f"{file.path}: metadata 'tokenizer.ggml.tokens' has {count} strings, expected at most "
+            f"{MAX_TOKENS}"
+        )
     tokens = file.read_array("tokenizer.ggml.tokens")
     if not tokens or not all(isinstance(token, str) for token in tokens):
         raise ModelLoadError(
@@ -54,4 +67,4 @@ def end_token_ids(file: GGUFFile) -> list[int]:
         calls, ends = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
         if found.keys() & calls and found.keys() & ends:
             ids = [i for i in ids if i != found.get("<|end|>")]
-    return list(dict.fromkeys(ids))
+    return [i for i in dict.fromkeys(ids) if i != NO_TOKEN]

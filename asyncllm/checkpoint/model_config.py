@@ -13,12 +13,12 @@ from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
 from asyncllm.checkpoint.families import NORMS_BEFORE, Family, Sizes, TensorNames
+from asyncllm.checkpoint.gguf_choice import is_gguf
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.mixed_families import MIXED_FAMILIES
-from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL, SamplingParams
@@ -172,7 +172,7 @@ class ModelConfig:
             InvalidRequestError: for ``overrides`` of a GGUF file.
         """
         directory = Path(path)
-        if directory.suffix == GGUF_SUFFIX:
+        if is_gguf(directory):
             if overrides:
                 accepted = f"None with {directory}: a GGUF file has no config.json"
                 raise check.invalid("hf_overrides", overrides, accepted)

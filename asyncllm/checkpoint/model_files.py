@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Unpack
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf
+from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf, is_gguf
 from asyncllm.checkpoint.gguf_file import gguf_parts
 from asyncllm.checkpoint.hub import (
     HubOptions,
@@ -33,7 +33,7 @@ _TOKENIZER_PATTERNS = tuple(
 _TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
-_WITH_QUANTIZATION = re.compile(r"(.{2,}):([A-Za-z0-9][A-Za-z0-9._-]*)")
+_WITH_QUANTIZATION = re.compile(r"([^:]{2,}):([A-Za-z0-9][A-Za-z0-9._/-]*)")
 """Matches "org/repo:Q4_K_M", but not the drive "C:"."""
 
 
@@ -77,7 +77,7 @@ def resolve_model(
             _refuse_revision("the model in the package", revision)
         else:
             directory = _resolve_location(model, revision, patterns, preferred, hub)
-        if directory.suffix == GGUF_SUFFIX:
+        if is_gguf(directory):
             return directory
         if not (directory / "config.json").is_file():
             raise ModelLoadError(
@@ -96,7 +96,7 @@ def resolve_tokenizer(
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
     with _lookup_errors(tokenizer):
         directory = _resolve_location(tokenizer, revision, patterns, _TOKENIZER_FILES, hub)
-        if directory.suffix == GGUF_SUFFIX:
+        if is_gguf(directory):
             return directory
         if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelLoadError(
@@ -132,7 +132,7 @@ def _resolve_location(
         preferred: file names; a directory that has one is used itself, not its GGUF file.
     """
     path, quantization = Path(location).expanduser(), None
-    if path.suffix == GGUF_SUFFIX and path.is_file():
+    if is_gguf(path) and path.is_file():
         _refuse_revision(str(path), revision)
         return gguf_parts(path)[0]
     if isinstance(location, str) and not path.exists():

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncllm.checkpoint.gguf_choice import is_gguf
 from asyncllm.checkpoint.gguf_file import gguf_parts
-from asyncllm.checkpoint.model_files import GGUF_SUFFIX, weight_files
+from asyncllm.checkpoint.model_files import weight_files
 from asyncllm.checkpoint.small_file import read_small_file
 
 _HUB_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -45,7 +46,7 @@ class WeightsIdentity:
             OSError: a file is missing or cannot be read.
             ModelLoadError: the directory has no weights.
         """
-        gguf = path.suffix == GGUF_SUFFIX
+        gguf = is_gguf(path)
         paths = tuple(gguf_parts(path) if gguf else weight_files(path))
         found = [(each, each.stat()) for each in paths]
         config = b"" if gguf else read_small_file(path / "config.json")

@@ -145,9 +145,9 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, Respon
 def _can_read_in_parallel(path: Path, model_config: Any) -> bool:
     """Whether the tokenizer can be read on a thread of its own. False if both the tokenizer and the
     model import transformers: two threads may see half-initialised modules."""
-    from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX
+    from asyncllm.checkpoint.gguf_choice import is_gguf
     from asyncllm.checkpoint.model_config import ModelConfig
 
     if not isinstance(model_config, ModelConfig):
         return False
-    return path.suffix == GGUF_SUFFIX or (path / "tokenizer.json").is_file()
+    return is_gguf(path) or (path / "tokenizer.json").is_file()

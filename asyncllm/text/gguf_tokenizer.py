@@ -7,6 +7,7 @@ knows few names of pre-tokenizers, and follows each model's published tokenizer 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_file import GGUFFile
-from asyncllm.checkpoint.gguf_vocabulary import END_TOKENS, read_tokens
+from asyncllm.checkpoint.gguf_vocabulary import END_TOKENS, NO_TOKEN, read_tokens
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from asyncllm.validation import explain
@@ -46,6 +47,14 @@ _FILL_IN_TOKENS = frozenset(
 """Fill-in-the-middle tokens, which llama.cpp treats as control tokens by their text."""
 
 _UNSTRIPPED_TOKENS_OF_PHI3 = frozenset(("<unk>", "<s>", "<|endoftext|>"))
+
+
+_MAX_SQUARES = 2**26
+"""Maximum sum of the squared lengths of a SentencePiece vocabulary's tokens: four times Gemma's.
+Time and memory to find the pairs that make a token grow with the square of its length."""
+
+_MAX_PAIRS = 2**20
+"""Maximum number of pairs that make the tokens of a SentencePiece vocabulary: twice Gemma's."""
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
@@ -148,14 +157,25 @@ def _sentencepiece(
             f"{file.path}: metadata 'tokenizer.ggml.scores' has {len(scores)} values for "
             f"{len(vocabulary)} tokens, expected one each"
         )
-    pairs = [
+    if sum(len(token) ** 2 for token in vocabulary if token not in added) > _MAX_SQUARES:
+        longest = max(map(len, vocabulary))
+        raise ModelLoadError(
+            f"{file.path}: metadata 'tokenizer.ggml.tokens' has tokens of up to {longest} "
+            f"characters, expected squares of their lengths that add up to {_MAX_SQUARES} at most"
+        )
+    cuts = (
         (-scores[i], -cut, token[:cut], token[cut:])
         for token, i in vocabulary.items()
         if token not in added
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
-    ]
-    pairs.sort()
+    )
+    pairs = sorted(islice(cuts, _MAX_PAIRS + 1))
+    if len(pairs) > _MAX_PAIRS:
+        raise ModelLoadError(
+            f"{file.path}: the tokens of metadata 'tokenizer.ggml.tokens' are made by more than "
+            f"{_MAX_PAIRS} pairs of others, the most that is supported"
+        )
     unknown = metadata.integer(
         "tokenizer.ggml.unknown_token_id", 0, low=0, high=len(vocabulary) - 1
     )
@@ -218,7 +238,7 @@ def _named_tokens(
     named: dict[str, str] = {}
     for name, label in _NAMED_TOKENS.items():
         key = f"tokenizer.ggml.{name}_token_id"
-        if key in metadata:
+        if metadata.values.get(key, NO_TOKEN) != NO_TOKEN:
             named[label] = tokens[metadata.integer(key, low=0, high=len(tokens) - 1)]
         elif default_ids.get(name, len(tokens)) < len(tokens):
             named[label] = tokens[default_ids[name]]

@@ -14,8 +14,8 @@ from typing import Any
 import tokenizers
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.gguf_choice import is_gguf
 from asyncllm.checkpoint.importing import importing_transformers
-from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.checkpoint.small_file import MAX_TOKENIZER_BYTES, read_small_file
 from asyncllm.errors import (
     AsyncLLMError,
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @classmethod
     def _read_directory(cls, path: Path, trust_remote_code: bool) -> Tokenizer:
-        if path.suffix == GGUF_SUFFIX:
+        if is_gguf(path):
             backend, special_tokens, templates = read_gguf_tokenizer(path)
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
         file = path / "tokenizer.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.model_files import GGUF_SUFFIX
+from asyncllm.checkpoint.gguf_choice import is_gguf
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.safetensors_reader import SafetensorsReader
 from asyncllm.gpu.formats.base import WeightFormat
@@ -74,7 +74,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
         ModelLoadError: files are missing or damaged, the quantisation is not supported, or the
             tensors contradict it.
     """
-    if path.suffix == GGUF_SUFFIX:
+    if is_gguf(path):
         return GGUFReader(path, dtype)
     section = ConfigFile.read_if_present(path / "config.json").section("quantization_config")
     if not section.values:

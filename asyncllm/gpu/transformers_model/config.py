@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
+from asyncllm.checkpoint.gguf_choice import is_gguf
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.checkpoint.model_config import (
     MAX_LAYERS,
@@ -21,7 +22,6 @@ from asyncllm.checkpoint.model_config import (
     quant_method,
     read_generation_config,
 )
-from asyncllm.checkpoint.model_files import GGUF_SUFFIX
 from asyncllm.errors import AsyncLLMError, ModelLoadError
 from asyncllm.validation import describe, explain
 
@@ -165,7 +165,7 @@ def read_config(
         ModelLoadError: files are missing or damaged, or the implementation does not cover the
             model.
     """
-    native = model_impl == "native" or path.suffix == GGUF_SUFFIX
+    native = model_impl == "native" or is_gguf(path)
     if native and model_impl == "transformers":
         raise ModelLoadError(
             f'{path}: model_impl="transformers" needs a checkpoint in safetensors: expected "auto" '
