@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from asyncllm import EngineError, ModelLoadError
 from asyncllm import validation as check
 
 _POLL = 0.2
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 def run(
@@ -36,11 +38,14 @@ def run(
         timeout: seconds that the replicas may take to start.
 
     Raises:
-        InvalidRequestError: if HTTP cannot listen at that host and port.
+        InvalidRequestError: if HTTP cannot listen at that host and port, or for another name than
+            Serve can store.
         ModelLoadError: if a replica could not load its model; has the text of the replica's error.
         EngineError: if the application does not run in time; the message says what is missing.
     """
     timeout = check.seconds("timeout", timeout, above=True)
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise check.invalid("name", name, "up to 100 letters, digits, '-', '_' and '.'")
     _start_serve(route_prefix is not None or http_options is not None, http_options)
     target = serve.RunTarget(application, name, route_prefix)
     [handle] = serve.run_many([target], wait_for_applications_running=False)

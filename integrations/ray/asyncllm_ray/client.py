@@ -22,7 +22,7 @@ from asyncllm_ray.counters import Counters
 from asyncllm_ray.prompts import prompt_hashes
 from asyncllm_ray.remote import DeltaCollector, Link, RemoteRequest
 from asyncllm_ray.traces import current_trace
-from asyncllm_ray.wire import Call
+from asyncllm_ray.wire import Call, check_plain
 
 _ANY_LENGTH = 1 << 31
 
@@ -98,7 +98,8 @@ class Client:
         """Send a conversation to a replica; returns its stream. Arguments are those of
         ``AsyncLLMEngine.chat``; tools and ``response_format`` have to be plain data."""
         request, chat = pop_fields(RequestOptions, options), pop_fields(ChatOptions, options)
-        return self._submit(list(messages), sampling_params, request, chat, options)
+        given = check.items("messages", messages, "messages, each a dict")
+        return self._submit(given, sampling_params, request, chat, options)
 
     async def generate(
         self,
@@ -144,8 +145,8 @@ class Client:
         if chat is not None:
             names = (*ChatOptions.__slots__, *ChatOptions.__mro__[1].__slots__)
             sent |= {name: getattr(chat, name) for name in names}
-            for name in ("tools", "response_format"):
-                _check_plain(name, sent[name])
+        for name, value in {"messages" if chat else "prompt": prompt, **sent}.items():
+            check_plain(name, value)
         group_id = options.request_id or f"ray-{uuid.uuid4().hex}"
         sent["request_id"] = group_id
         live = self._streams.get(group_id)
@@ -192,10 +193,3 @@ def _resolve(given: SamplingParams | None, sampling: dict[str, Any]) -> Sampling
         accepted = "none: callables cannot be sent to a replica"
         raise check.invalid("logits_processors", params.logits_processors, accepted)
     return replace(params, seed=secrets.randbits(63)) if params.seed is None else params
-
-
-def _check_plain(name: str, value: Any) -> None:
-    """Refuse Python functions and types, which cannot be sent to a replica."""
-    values = value if isinstance(value, (list, tuple)) else [value]
-    if any(callable(one) for one in values):
-        raise check.invalid(name, value, "plain data: callables cannot be sent to a replica")

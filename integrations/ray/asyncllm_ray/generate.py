@@ -59,6 +59,8 @@ class Generate:
         self._prompt = partial(_column, prompt) if isinstance(prompt, str) else prompt
         self._params = sampling_params
         self._output = check.string("output", output)
+        if output in ("finish_reason", "error"):
+            raise check.invalid("output", output, "the name of a column of its own")
         self._engine = AsyncLLMEngine(model, config=config, **overrides)
         self._lock = asyncio.Lock()
 

@@ -83,6 +83,27 @@ class Heard(NamedTuple):
     is_aborted: bool = False
 
 
+_SCALARS = {str, int, float, bool, type(None)}
+_MAX_DEPTH = 100
+
+
+def check_plain(name: str, value: Any, depth: int = 0) -> None:
+    """Raise InvalidRequestError, with ``param`` set, for anything but data as in JSON.
+
+    Unpickling of other objects runs their code, which may end the replica.
+    """
+    if type(value) in _SCALARS:
+        return
+    if depth <= _MAX_DEPTH and type(value) in (list, tuple, dict):
+        if set(map(type, value)) <= _SCALARS and type(value) is not dict:
+            return
+        for part in [*value.keys(), *value.values()] if isinstance(value, dict) else value:
+            check_plain(name, part, depth + 1)
+        return
+    accepted = "plain data that can be sent to a replica: texts, numbers, lists, dicts and None"
+    raise check.invalid(name, value, accepted)
+
+
 def check_sendable(name: str, value: Any) -> None:
     """Raise InvalidRequestError, with ``param`` set, for a value that cannot be pickled."""
     try:

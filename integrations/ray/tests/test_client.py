@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from asyncllm_ray import Client
 from asyncllm_ray.remote import translate
+from asyncllm_ray.wire import check_plain
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from replicas import stats, until, until_idle
@@ -261,9 +262,35 @@ async def test_arguments_are_refused_by_name(client: Client, name: str, value: A
 
 @pytest.mark.parametrize("name", ["tools", "response_format"])
 async def test_callables_of_a_conversation_are_refused(client: Client, name: str) -> None:
-    with pytest.raises(InvalidRequestError, match="callables cannot be sent") as caught:
+    with pytest.raises(InvalidRequestError, match="plain data") as caught:
         client.chat([{"role": "user", "content": "Hi"}], **{name: [print]})
     assert caught.value.param == name
+
+
+class EndsItsReader:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return exit, ()
+
+
+@pytest.mark.parametrize("prompt", [EndsItsReader(), [EndsItsReader()], (n for n in [1])])
+async def test_what_would_end_a_replica_is_not_sent(client: Client, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="plain data") as caught:
+        client.stream(prompt)
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidRequestError) as caught:
+        client.chat([{"role": "user", "content": prompt}])
+    assert caught.value.param == "messages"
+
+
+def test_plain_data_is_bounded_in_depth() -> None:
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    with pytest.raises(InvalidRequestError, match="plain data"):
+        check_plain("tools", nested)
+    check_plain("tools", [{"type": "function", "function": {"parameters": {"a": [1, None, 0.5]}}}])
 
 
 async def test_a_request_id_is_unique(client: Client) -> None:

@@ -49,6 +49,13 @@ def test_a_setting_that_cannot_be_sent_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["\ud800", "", "a" * 101, None])
+def test_a_name_that_serve_cannot_store_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        run(deployment(), name)
+    assert caught.value.param == "name"
+
+
 def test_a_load_error_reaches_the_caller(cluster: Any) -> None:
     app = deployment("/nowhere/at/all", serve_options={"ray_actor_options": REPLICA})
     try:

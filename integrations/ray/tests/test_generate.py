@@ -62,7 +62,11 @@ async def test_functions_of_a_row(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("given", "param"),
-    [({"prompt": 3}, "prompt"), ({"output": 3}, "output"), ({"max_num_seqs": 0}, "max_num_seqs")],
+    [
+        ({"prompt": 3}, "prompt"),
+        ({"output": "error"}, "output"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+    ],
 )
 def test_arguments_are_refused_by_name(given: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
