@@ -215,7 +215,7 @@ class _Driver:
     """Runs a beam search on an engine.
 
     Attributes:
-        _first_completion: completion of the first request, which has the whole search's prompt.
+        _first_completion: completion of the first request; its prompt is the prompt of the search.
     """
 
     _engine: AsyncLLMEngine

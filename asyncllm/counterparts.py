@@ -52,5 +52,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "tools[].function": "name, description and parameters, beside type",
     },
 }
-"""Map from the kind of a name, and the name in another API, to asyncllm's name. Names of an
-object's parts are paths; names that are the same in asyncllm are left out."""
+"""Map from a kind, such as "setting", and a name in another API to asyncllm's name. A nested name
+is written as a path. Names that are the same in asyncllm are left out."""

@@ -39,7 +39,8 @@ fewer, prompts that are short beside a prefix that they share stay with one engi
 old burst counts for long."""
 _MAX_WEIGHT = 1e6
 _TRUST_REQUESTS = 8
-"""Averaging length, in requests, of an engine's ``trust``."""
+"""Number of requests over which an engine's ``trust`` is averaged: the share of expected cache hits
+that it confirmed."""
 _MAX_SECONDS = 1e18
 _NO_KEYS: frozenset[Key] = frozenset()
 
@@ -440,9 +441,10 @@ class PrefixIndex:
             return Sent(key, kept, found, self._stamp)
 
     def correct(self, sent: Sent, num_blocks: int) -> None:
-        """Correct the index by what the engine really had cached of a prompt that it has computed.
-        If it was less than expected, the engine has evicted what is missing, and everything that it
-        used before that; unless it was still to compute what is missing for another prompt.
+        """Correct the index by the number of blocks of a computed prompt that the engine really had
+        cached. If that is less than expected, the missing blocks were evicted, and all less
+        recently used blocks too. Nothing was evicted if the first missing block was still to be
+        computed for another prompt.
 
         Args:
             num_blocks: leading blocks that were cached: ``usage.cached_tokens // block_size``.

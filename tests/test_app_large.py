@@ -36,14 +36,19 @@ BODIES = {
 }
 
 
+def plain_function(call, method):
+    """A function, so that it binds to its object, that passes ``method`` to ``call``."""
+    return lambda *args, **options: call(method, *args, **options)
+
+
 @pytest.fixture
 def threads_of(monkeypatch):
-    """Function that records the threads, and the most calls at once, of a method."""
+    """Function that records the threads, and the most calls at once, of an object's methods."""
 
-    def record(owner, name):
-        found, method = {"threads": set(), "most": 0, "now": 0}, getattr(owner, name)
+    def record(owner, *names):
+        found = {"threads": set(), "most": 0, "now": 0}
 
-        def recorded(*args, **options):
+        def recorded(method, *args, **options):
             found["threads"].add(threading.get_ident())
             found["now"] += 1
             found["most"] = max(found["most"], found["now"])
@@ -52,7 +57,8 @@ def threads_of(monkeypatch):
             finally:
                 found["now"] -= 1
 
-        monkeypatch.setattr(owner, name, recorded)
+        for name in names:
+            monkeypatch.setattr(owner, name, plain_function(recorded, getattr(owner, name)))
         return found
 
     return record
@@ -178,7 +184,7 @@ async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_o
 
 
 async def test_long_texts_are_tokenised_one_at_a_time_through_either_door(threads_of):
-    encoded, decoded = threads_of(Tokenizer, "encode"), threads_of(Tokenizer, "decode")
+    found = threads_of(Tokenizer, "encode", "decode")
     engine = fake_engine("x", max_model_len=9000, num_blocks=2000)
     async with app_client(engine) as client:
         await asyncio.gather(
@@ -187,9 +193,9 @@ async def test_long_texts_are_tokenised_one_at_a_time_through_either_door(thread
             *[client.post("/tokenize", json={"prompt": LONG}) for _ in range(6)],
             *[client.post("/detokenize", json={"tokens": [97] * 5000}) for _ in range(6)],
         )
-    assert (encoded["most"], decoded["most"]) == (1, 1)
-    assert len(encoded["threads"] | decoded["threads"]) == 1
-    assert threading.get_ident() not in encoded["threads"]
+    # The thread ends when it has nothing to do, so there may be several, one after the other.
+    assert found["most"] == 1
+    assert threading.get_ident() not in found["threads"]
 
 
 async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
@@ -215,7 +221,7 @@ async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
         assert here not in legacy["threads"]
         assert await tokens_of(long, True) == whole
         # Behind the echo, a stream's chunks are short again.
-        assert len(legacy["threads"] - {here}) == 1
+        assert legacy["threads"] - {here}
         assert [len(tokens) for tokens in whole.values()] == [302, 302]
         for num_tokens, is_here in ((2, True), (100, False)):
             chat["threads"].clear()

@@ -185,7 +185,8 @@ class StepMemory:
         )
 
     def padded_inputs(self, num_tokens: int) -> StepInputs:
-        """Per-token inputs of a mixed step's first tokens, padding included; no inputs per row."""
+        """Inputs of a mixed step for its first ``num_tokens`` tokens, padding included. Inputs per
+        row are empty."""
         tensors, tokens = self.buffer.tensors, slice(num_tokens)
         return replace(
             self.decode_inputs(0),

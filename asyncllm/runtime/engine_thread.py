@@ -261,8 +261,8 @@ class EngineThread:
         return max(self.step_timeout / 8, 0.01)
 
     async def unwatch(self) -> None:
-        """Wait for the background task, if it belongs to the running loop. Once the thread has
-        exited, it ends within a turn of the loop."""
+        """Wait for the task that watches the thread, if the task belongs to the running loop. Once
+        the thread has exited, the task ends within a turn of the loop."""
         task = self._task
         if task is not None and not task.done() and task.get_loop() is running_loop():
             await asyncio.wait({task})

@@ -75,7 +75,7 @@ class BoundedProtocol(asyncio.Protocol):
             self._parse()
 
     def _parse(self) -> None:
-        """Parse the received data, at most one turn's worth."""
+        """Parse the received data, at most as much as one turn of the event loop may take."""
         raise NotImplementedError
 
     def _may_read(self) -> bool:

@@ -1,4 +1,4 @@
-"""tool_grammar: makes a grammar for tool calls, together with the schema of an answer."""
+"""tool_grammar: makes one grammar for tool calls and, if asked for, an answer of a schema."""
 
 from __future__ import annotations
 

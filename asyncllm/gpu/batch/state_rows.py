@@ -1,4 +1,4 @@
-"""StateRows: a step's rows for recurrent layers, as one batch of decodes and single rows."""
+"""StateRows: a step's rows for recurrent layers: decode rows as a batch, longer rows singly."""
 
 from __future__ import annotations
 

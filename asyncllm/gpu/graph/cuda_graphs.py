@@ -170,7 +170,8 @@ class StepGraphs:
         del self._run
 
     def _should_retry(self, key: GraphKey) -> bool:
-        """Counts a step of a key without a graph, and returns whether to capture that step."""
+        """Counts a step whose key has no graph. Returns whether to capture it now, after earlier
+        captures of the key have failed."""
         failed = self._failed.get(key)
         if failed is None:
             return True

@@ -41,7 +41,8 @@ class _Job(HostBuffer):
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
         rows = DrawRows(indices, positions, memory.last_sampled_tokens)
-        # If the output head has no argmax, no row is greedy, and the greedy tokens are not read.
+        # If the output head has no argmax op, all rows are drawn by the sampler, and nothing reads
+        # the greedy tokens.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
         lines, width = batch.token_ids.shape
         self.args = STRUCTS["Job"](

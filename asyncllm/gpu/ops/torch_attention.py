@@ -173,7 +173,7 @@ class TorchAttention:
 
     @property
     def _has_plain_softmax(self) -> bool:
-        """Whether torch's scaled_dot_product_attention covers the shape."""
+        """Whether torch's scaled_dot_product_attention suffices: without softcap and sinks."""
         return self.shape.softcap is None and not self.shape.sinks
 
     def _group_rows(

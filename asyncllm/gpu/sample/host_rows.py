@@ -70,7 +70,7 @@ class HostRows:
             stages: sampling stages of the whole step.
 
         Returns:
-            The indices ``places`` on the device.
+            Indices of the host rows among the sampled rows, on the device.
         """
         index = copy_to_device(self.places, logits.device)
         own = rows.at(index)

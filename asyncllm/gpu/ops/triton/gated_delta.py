@@ -54,7 +54,8 @@ def delta_token_kernel(
     LONG_ROWS: tl.constexpr,
     MIXED: tl.constexpr,
 ):
-    """Computes rows of one token, and with LONG_ROWS longer rows as well, token by token.
+    """Computes the gated delta rule token by token, for rows of one token; for longer rows too with
+    LONG_ROWS.
 
     Grid ``(rows, HEADS, blocks of values)``. There are GROUP value heads per key head.
     """

@@ -168,7 +168,9 @@ def race_in_chunk(logits, chunk, factor, vocab_size, key):
 
 @triton.jit
 def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot):
-    """Mass of the tokens ahead of a pivot in the listed chunks, and the winner of their race."""
+    """Probability mass of the tokens that rank above a pivot, and the token drawn among them. Only
+    tokens of the chunks in ``listed`` count. The draw takes the largest of the logits with Gumbel
+    noise."""
     mass = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.float32)
     best = tl.full([SCANNED_CHUNKS, CHUNK], float("-inf"), tl.float32)
     winner = tl.full([SCANNED_CHUNKS, CHUNK], 0, tl.int32)
