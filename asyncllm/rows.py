@@ -86,7 +86,7 @@ class _Row:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context that stores an exception of reading as the row's error."""
+        """Context manager for reading a row's stream: an exception becomes the row's error."""
         try:
             yield
         except Exception as error:

@@ -192,7 +192,7 @@ class GGUFFile:
             version.check()
 
     def read_array(self, key: str) -> list[Any]:
-        """Read an array of the metadata in full, whatever its length.
+        """Read an array of the metadata in full, however long it is.
 
         Raises:
             ModelLoadError: if the file has no array ``key``, or one of its strings is not UTF-8.

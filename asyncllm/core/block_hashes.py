@@ -49,7 +49,7 @@ class HashedTokens(Protocol):
 
 
 class PromptHashes:
-    """Block hashes, by block size, of a prompt that was not submitted.
+    """Block hashes of a prompt before its submission, by block size.
 
     Args:
         token_ids: the prompt.
