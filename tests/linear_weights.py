@@ -22,3 +22,14 @@ def dequantised(weights: LinearWeights) -> Tensor:
     if weights.zeros is not None:
         values -= over_inputs(weights.zeros, weights)
     return values * over_inputs(scales, weights)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows as the kernels read them: integers from -127 to 127, with a scale for each 32."""
+    rows, columns = x.shape
+    spans = torch.nn.functional.pad(x.float(), (0, -columns % 32)).view(rows, -1, 32)
+    largest = spans.abs().amax(2, keepdim=True)
+    # A number divided by a tensor is its reciprocal times the number to torch, rounded twice.
+    factor = torch.where(largest > 1e-30, torch.full_like(largest, 127.0) / largest, 0.0)
+    values = (spans * factor).round().double() * (largest / 127.0).double()
+    return values.view(rows, -1)[:, :columns]

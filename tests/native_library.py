@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.native.build import ISA_FLAGS, BuildError, build, find_compiler
+from asyncllm.native.build import ISA_FLAGS, SOURCES, BuildError, build, find_compiler
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
@@ -20,6 +21,7 @@ OTHER_LIBRARY = "NATIVE_LIBRARY"
 """The environment variable that names another library to test."""
 INT8_IN_SPANS = ("avx512", "avx512bf16")
 """Instruction sets that round inputs of int8 weights to 8 bits in spans; others do to 16 bits."""
+FUZZ = sorted((Path(__file__).parent / "native").glob("*.cpp"))
 EMULATION = Path(__file__).parent / "native" / "avx512_emulation.h"
 
 
@@ -95,3 +97,27 @@ def check_forked_child(run: Callable[[], object], end: Callable[[], object] = la
         end()
         os._exit(told)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def compiler() -> list[str]:
+    """Command of the compiler; skips the test where there is none."""
+    try:
+        return find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def link(program: Path, library: Path, command: list[str], flags: list[str]) -> None:
+    """Build the fuzz against a library."""
+    linking = [*map(str, FUZZ), str(library), f"-Wl,-rpath,{library.parent}", "-I", str(SOURCES)]
+    subprocess.run([*command, "-std=c++17", *flags, *linking, "-o", str(program)], check=True)
+
+
+def run_fuzz(program: Path, seed: int, rounds: int, isa: str, *emulator: str) -> str:
+    """Run the fuzz; returns the digest of its results."""
+    command = [*emulator, str(program), str(seed), str(rounds), isa]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said, _, digest = done.stdout.strip().partition(", digest ")
+    expected = f"{isa}: {rounds} rounds from seed {seed}"
+    assert (done.returncode, said) == (0, expected), done.stderr[-4000:]
+    return digest

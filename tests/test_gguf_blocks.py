@@ -13,8 +13,8 @@ from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantSch
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import BLOCK_TYPES, pack_new_weights
+from tests.linear_weights import rounded
 from tests.native_library import context, isas
-from tests.test_int4 import rounded
 
 pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_blocks import block_weights, dequantised_blocks

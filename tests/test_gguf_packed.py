@@ -34,8 +34,8 @@ from asyncllm.gpu.packed.packed_file import PackedFile, PanelRecorder, write_pac
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, Sequence
+from tests.linear_weights import rounded
 from tests.native_library import context, isas
-from tests.test_int4 import rounded
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_blocks import (  # noqa: E402

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops import quantise
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import GROUP, quantise_int4
-from tests.linear_weights import dequantised
+from tests.linear_weights import dequantised, rounded
 from tests.native_library import context, isas
 
 ISAS = isas()
 needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Rows as the kernels read them: integers from -127 to 127, with a scale for each 32."""
-    rows, columns = x.shape
-    spans = torch.nn.functional.pad(x.float(), (0, -columns % 32)).view(rows, -1, 32)
-    largest = spans.abs().amax(2, keepdim=True)
-    # A number divided by a tensor is its reciprocal times the number to torch, rounded twice.
-    factor = torch.where(largest > 1e-30, torch.full_like(largest, 127.0) / largest, 0.0)
-    values = (spans * factor).round().double() * (largest / 127.0).double()
-    return values.view(rows, -1)[:, :columns]
 
 
 def bundle(

@@ -41,22 +41,17 @@ from tests.native_library import (
     OTHER_LIBRARY,
     build_emulated,
     check_forked_child,
+    compiler,
     context,
     isas,
+    link,
+    run_fuzz,
 )
 from tests.step_inputs import planned
 from tests.triton.paged import AttentionCase, attend, make_batch
 
 ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-FUZZ = sorted((Path(__file__).parent / "native").glob("*.cpp"))
-
-
-def compiler() -> list[str]:
-    try:
-        return find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 class Sequences:
@@ -388,26 +383,11 @@ def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
     assert symbols == {f"kernels_{name}"}
 
 
-def run_fuzz(program: Path, seed: int, rounds: int, isa: str, *emulator: str) -> str:
-    """Returns the digest of the results."""
-    command = [*emulator, str(program), str(seed), str(rounds), isa]
-    done = subprocess.run(command, capture_output=True, text=True)
-    said, _, digest = done.stdout.strip().partition(", digest ")
-    expected = f"{isa}: {rounds} rounds from seed {seed}"
-    assert (done.returncode, said) == (0, expected), done.stderr[-4000:]
-    return digest
-
-
 def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str]) -> Path:
     library, program = folder / "libops.so", folder / "fuzz"
     build(library, compiler=command, machine=machine, only=[ISAS[0], "neon"], flags=flags)
     link(program, library, command, flags)
     return program
-
-
-def link(program: Path, library: Path, command: list[str], flags: list[str]) -> None:
-    linking = [*map(str, FUZZ), str(library), f"-Wl,-rpath,{library.parent}", "-I", str(SOURCES)]
-    subprocess.run([*command, "-std=c++17", *flags, *linking, "-o", str(program)], check=True)
 
 
 def test_a_few_rounds_of_the_fuzz(tmp_path):

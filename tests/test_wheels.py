@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm.native.build import LIBRARY, LIBRARY_NAMES, BuildError, build
-from tests.native_library import isas
-from tests.test_native import compiler, link, run_fuzz
+from tests.native_library import compiler, isas, link, run_fuzz
 from tools import wheels
 
 ROOT = Path(__file__).parent.parent
