@@ -22,6 +22,7 @@ from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
+from tests.integrity import check_scheduler
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000
@@ -122,7 +123,7 @@ def measure_decode(report: Report, count: int, *, waiting: int, depth: int) -> f
     report.add_times(f"{name}: schedule", steps.schedule, "ms")
     report.add_times(f"{name}: update", steps.update, "ms")
     report.add_times(f"{name}: both", steps.both, "ms")
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return statistics.median(steps.both)
 
 
@@ -180,7 +181,7 @@ def measure_owners(report: Report, rounds: int) -> None:
         crowd.run(100)
     pairs = [(many.run(20), one.run(20)) for _ in range(rounds)]
     for crowd in (many, one):
-        crowd.scheduler.check_integrity()
+        check_scheduler(crowd.scheduler)
     of_many, of_one = zip(*pairs, strict=True)
     name = f"{RUNNING} decoding, one ending, {WAITING} waiting"
     report.add_times(f"{name} of {OWNERS} owners", [one / 20 for one in of_many], "ms")
@@ -202,7 +203,7 @@ def measure_lengths(report: Report, repeats: int) -> None:
                 scheduler.add(request)
                 times.append(cpu_time_of(scheduler.schedule))
                 freed.append(cpu_time_of(lambda r=request, s=scheduler: s.finish(r, "abort")))
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
         for what, times in (("first time", cold), ("cached", warm), ("freed", freed)):
             per_token = statistics.median(times) / length
             total = statistics.median(times) * 1e3

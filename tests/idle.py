@@ -10,6 +10,7 @@ import anyio
 from asyncllm import AsyncLLMEngine, EngineStats
 from asyncllm.runtime.event_loop import wait_for
 from tests.fakes import core_of
+from tests.integrity import check_scheduler
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -49,6 +50,6 @@ async def all_free(engine: AsyncLLMEngine) -> None:
 
     await until(is_free, 5.0)
     core = core_of(engine)
-    await wait_for(core.call(core.scheduler.check_integrity))
+    await wait_for(core.call(check_scheduler, core.scheduler))
     assert core.admission.num_live == 0
     assert core.admission.num_queued == 0

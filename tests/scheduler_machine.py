@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.request import Request, Status
+from tests.integrity import check_scheduler
 from tests.scheduler_rig import Rig, group, info, longest_context
 
 LIMITS = {
@@ -113,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(launched.requests) <= rig.info.max_num_seqs
         if rig.in_flight and (launched is None or len(rig.in_flight) == rig.info.pipeline_depth):
             rig.collect()
-        rig.scheduler.check_integrity()
+        check_scheduler(rig.scheduler)
 
     @precondition(lambda self: self.rig.in_flight)
     @rule()
@@ -130,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self):
         if hasattr(self, "rig"):
-            self.rig.scheduler.check_integrity()
+            check_scheduler(self.rig.scheduler)
             assert not self.rig.scheduler.failed
 
     def teardown(self):

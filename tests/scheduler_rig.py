@@ -13,6 +13,7 @@ from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
+from tests.integrity import check_scheduler
 
 
 def info(
@@ -111,7 +112,7 @@ class Rig:
             return {}
         shape = {r.request_id: n for r, n in zip(step.requests, step.batch.counts, strict=True)}
         self.collect()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return shape
 
     def finish_all(self, *expected, limit=2000):

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
 
 from asyncllm.core.block_pool import NULL_BLOCK_ID, BlockPool
 from tests.hypothesis_settings import quick_and_slow
+from tests.integrity import check_block_pool
 
 
 def test_lru_order_and_lazy_eviction():
@@ -64,15 +65,15 @@ def hold_the_null_block(pool, holders):
         (lambda _, holders: setattr(holders[0][0], "hash", None), "names another block"),
     ],
 )
-def test_check_integrity_notices_damage(damage, message):
+def test_check_block_pool_notices_damage(damage, message):
     pool = BlockPool(4)
     block, other = pool.allocate(2)
     pool.publish(block, b"x")
     holders = [[block], [other]]
-    pool.check_integrity(holders)
+    check_block_pool(pool, holders)
     damage(pool, holders)
     with pytest.raises(AssertionError, match=message):
-        pool.check_integrity(holders)
+        check_block_pool(pool, holders)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -159,7 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         if hasattr(self, "pool"):
-            self.pool.check_integrity(self.holders)
+            check_block_pool(self.pool, self.holders)
             free = [*reversed(self.pool._unhashed), *self.pool._evictable]
             assert [block.block_id for block in free] == self.free
             counts = self.pool.num_usable, self.pool.num_free, self.pool.num_cached

@@ -19,6 +19,7 @@ from asyncllm.core.block_hashes import PromptHashes
 from asyncllm.testing import fake_engine, fake_llm
 from tests.fakes import core_of
 from tests.hypothesis_settings import examples
+from tests.integrity import check_scheduler
 from tests.scheduler_rig import Rig
 
 KINDS = {
@@ -193,7 +194,7 @@ async def test_threads_ask_while_the_engine_publishes_and_evicts():
         stop.set()
         for thread in threads:
             await asyncio.to_thread(thread.join)
-        core_of(engine).scheduler.check_integrity()
+        check_scheduler(core_of(engine).scheduler)
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
     assert not errors
     assert answers <= set(range(0, 30, 2))

@@ -20,6 +20,7 @@ from asyncllm.runtime.event_loop import wait_for
 from asyncllm.testing import FakeExecutor
 from tests.fakes import core_of, fake, thread_of
 from tests.idle import until
+from tests.integrity import check_scheduler
 
 STEP = 4
 LENGTH = 12
@@ -269,7 +270,7 @@ class Case:
             self.check_idle(engine.stats())
         else:
             assert engine.state == "running"
-            await wait_for(self.core.call(self.core.scheduler.check_integrity))
+            await wait_for(self.core.call(check_scheduler, self.core.scheduler))
             self.check_idle(engine.stats())
             completion = await engine.generate([7], max_tokens=5)
             assert list(completion.token_ids) == self.executor.reference([7], 5)

@@ -6,6 +6,7 @@ import pytest
 
 from asyncllm.core.kv_cache import NEVER, KVCacheManager
 from asyncllm.core.kv_cache_spec import KVCacheSpec
+from tests.integrity import check_kv_cache
 from tests.kv_requests import ids, request
 
 
@@ -49,7 +50,7 @@ def test_an_admission_takes_what_is_there_and_nothing_if_it_is_too_little():
     assert kv.admit(second, 9, ([],)) is False
     assert kv.admit(second, 8, ([],)) is True
     assert (ids(second), kv.pool.num_free) == ([[4, 5]], 0)
-    kv.check_integrity([first, second])
+    check_kv_cache(kv, [first, second])
 
 
 def test_a_hit_revives_free_blocks_and_shares_held_ones():
@@ -69,7 +70,7 @@ def test_a_hit_revives_free_blocks_and_shares_held_ones():
     assert kv.admit(third, 9, kv.find_prefix(third), 1) is True
     assert [block.ref_count for block in prefix[0][:2]] == [2, 2]
     assert (third.num_computed_tokens, third.num_published, third.num_slots) == (8, 8, 12)
-    kv.check_integrity([second, third])
+    check_kv_cache(kv, [second, third])
 
 
 def test_hits_are_counted_once_for_each_request_and_not_without_caching():
@@ -117,7 +118,7 @@ def test_growing_appends_to_every_table_or_to_none():
     assert kv.grow(one, 7, reserve=1) == ([], [6])
     assert one.num_slots == 8
     assert kv.grow(one, 12) is None
-    kv.check_integrity([one])
+    check_kv_cache(kv, [one])
 
 
 def test_blocks_are_published_as_they_become_full():
@@ -153,14 +154,14 @@ def test_freeing_leaves_nothing_with_the_request_and_everything_findable():
     assert one.publish_at == NEVER
     assert kv.pool.num_free == kv.pool.num_usable
     assert len(kv.find_prefix(request(range(9)))[0]) == 2
-    kv.check_integrity([one])
+    check_kv_cache(kv, [one])
 
 
 @pytest.mark.parametrize("damage", ["table", "computed", "beyond", "slots", "leak"])
-def test_check_integrity_notices(damage):
+def test_check_kv_cache_notices(damage):
     kv = manager(sizes=(4, 2))
     one, other = admitted(kv, range(5)), request(range(5))
-    kv.check_integrity([one, other])
+    check_kv_cache(kv, [one, other])
     if damage == "table":
         kv.pool.release(one.blocks[1])
         one.blocks = one.blocks[:1]
@@ -174,4 +175,4 @@ def test_check_integrity_notices(damage):
         one.blocks = ()
         one.num_computed_tokens = one.num_slots = 0
     with pytest.raises(AssertionError):
-        kv.check_integrity([one, other])
+        check_kv_cache(kv, [one, other])

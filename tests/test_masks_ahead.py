@@ -18,6 +18,7 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.request import Status
 from asyncllm.core.structured_output import StructuredOutput
 from tests.core_rig import Rig
+from tests.integrity import check_scheduler
 from tests.structured import ByteRig, texts_of
 
 LENGTH = 12
@@ -109,7 +110,7 @@ class SlowRig(Rig):
             if self.grammar.next_mask is not None and self.core._mask_maker.num_pending:
                 self.grammar.next_mask.exception(10)
             self.steps(1)
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
         return self.request.output_token_ids
 
 
@@ -165,7 +166,7 @@ def test_an_abort_leaves_the_mask_in_the_making_to_its_thread(rig: SlowRig) -> N
     rig.core.abort(rig.hostile)
     rig.steps(4)
     assert rig.request.finish_reason == "abort"
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
     assert rig.core._mask_maker.num_pending == 1
     rig.matcher.gate.set()
     assert rig.grammar.next_mask is not None
@@ -189,7 +190,7 @@ def test_a_mask_in_the_making_outlives_its_slot(rig: SlowRig, depth: int, how: s
     else:
         rig.scheduler.pause(rig.request)
         rig.scheduler.resume(rig.request)
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
     threading.Timer(0.05, rig.matcher.gate.set).start()
     assert rig.request.status is Status.WAITING
     rig.steps(3)

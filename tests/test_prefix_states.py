@@ -28,6 +28,7 @@ from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.step_runner import StepRunner
 from tests.driver import state_of
 from tests.families import make
+from tests.integrity import check_scheduler
 from tests.recurrent_checkpoint import Checkpoint
 from tests.reference import Expected, check_tokens, generate
 from tests.scheduler_rig import Rig
@@ -82,7 +83,7 @@ class ModelRig(Rig):
         while self.scheduler.has_work() or self.in_flight:
             if len(self.in_flight) == self.info.pipeline_depth or self.launch() is None:
                 self.collect()
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
         self.expect(*expected)
 
     def _expect(self, request):

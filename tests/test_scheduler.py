@@ -12,6 +12,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache import block_ids
 from asyncllm.errors import KVCacheTooSmallError
 from tests.hypothesis_settings import quick_and_slow
+from tests.integrity import check_scheduler
 from tests.scheduler_machine import SchedulerMachine
 from tests.scheduler_rig import Rig, info
 from tests.slow import slow_but
@@ -209,7 +210,7 @@ def test_request_that_outgrows_the_pool_alone_fails():
     assert failed is request
     assert "needs 4 KV blocks for 13 tokens, the cache has 3" in str(error)
     assert rig.scheduler.num_preemptions == 0
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
     assert rig.scheduler.kv.pool.num_free == 3
 
 
@@ -223,7 +224,7 @@ def test_finish_is_idempotent_in_every_state():
             rig.scheduler.finish(request, "abort")
     assert not rig.scheduler.has_work()
     assert rig.scheduler.kv.pool.num_free == 16
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
 
 
 def test_paused_request_is_the_first_victim():
@@ -267,7 +268,7 @@ def test_a_request_that_needs_the_host_waits_alone():
             )
         if step is None or len(rig.in_flight) == 2:
             rig.collect()
-        rig.scheduler.check_integrity()
+        check_scheduler(rig.scheduler)
     # The chunks of a prompt follow one another: none of them but the last gives a token.
     assert shapes[:4] == [
         {"r0": 5, "r1": 3, "r2": 24},
@@ -301,7 +302,7 @@ def test_rollback_withdraws_what_the_failed_steps_published():
     rig.executor.discard()
     rig.scheduler.rollback(rig.in_flight)
     rig.in_flight.clear()
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
     assert rig.scheduler.kv.pool.num_cached == 0
     assert rig.scheduler.kv.pool.num_free == 16
     rig.finish_all(*requests)

@@ -9,6 +9,7 @@ import pytest
 
 from asyncllm.core.block_pool import NULL_BLOCK_ID
 from tests.fakes import fake
+from tests.integrity import check_scheduler
 from tests.scheduler_rig import Rig, info
 
 PROMPT = [7, 7]
@@ -76,7 +77,7 @@ def test_blocks_are_reserved_for_every_draft():
         rig.collect()
         if not request.finished:
             assert request.num_computed_tokens == len(request.token_ids) - 1
-        rig.scheduler.check_integrity()
+        check_scheduler(rig.scheduler)
     rig.expect(request)
 
 
@@ -96,7 +97,7 @@ def test_a_request_that_the_caller_ends_gets_no_later_token_of_the_row():
     rig.scheduler.finish(request, "stop")
     assert list(events) == []
     assert request.num_output_tokens == known + 1
-    rig.scheduler.check_integrity()
+    check_scheduler(rig.scheduler)
 
 
 def test_run_ahead_with_several_tokens_per_row_is_refused():

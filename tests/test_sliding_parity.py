@@ -23,6 +23,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.families import CASES, make
+from tests.integrity import check_scheduler
 from tests.native_library import native_library
 from tests.reference import MARGIN, Expected, Tally, compare, generate, score
 from tests.scheduler_rig import Rig
@@ -127,7 +128,7 @@ class ModelRig(Rig):
             full = len(self.in_flight) == self.info.pipeline_depth
             if full or self.launch() is None:
                 self.collect()
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
         assert not self.scheduler.failed
         pool = self.scheduler.kv.pool
         assert pool.num_free == pool.num_usable

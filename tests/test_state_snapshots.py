@@ -15,6 +15,7 @@ from asyncllm.metrics import EngineMetrics
 from asyncllm.testing import FakeExecutor
 from tests.fakes import Fake, FakeModelConfig, FakeTokenizer
 from tests.hypothesis_settings import quick_and_slow
+from tests.integrity import check_scheduler
 from tests.metric_samples import samples
 from tests.scheduler_machine import LIMITS, SchedulerMachine, room_for
 from tests.scheduler_rig import Rig, info
@@ -51,7 +52,7 @@ class StateRig(Rig):
             assert step is not None
             shapes += step.batch.counts
             self.collect()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         self.expect(one)
         return one, shapes
 
@@ -332,7 +333,7 @@ def _scenario(depth: int) -> None:
         while rig.scheduler.has_work() or rig.in_flight:
             if len(rig.in_flight) == depth or rig.launch() is None:
                 rig.collect()
-            rig.scheduler.check_integrity()
+            check_scheduler(rig.scheduler)
         rig.expect(*requests)
         prompts = [[*one.token_ids, 7, 8] for one in requests]
         if round_ == 1:

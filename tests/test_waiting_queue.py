@@ -11,6 +11,7 @@ from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.waiting_queue import POLICIES, WaitingQueue
 from asyncllm.sampling_params import SamplingParams
 from tests.hypothesis_settings import examples
+from tests.integrity import check_waiting_queue
 
 
 def request(arrival_index=0, priority=0, deadline=math.inf, owner=None):
@@ -193,7 +194,7 @@ class OwnersMachine(RuleBasedStateMachine):
             assert self.queue.peek() is self.plain.next()
             assert set(self.queue) == set(self.plain.waiting)
             assert len(self.queue) == len(self.plain.waiting)
-            self.queue.check_integrity(self.plain.running)
+            check_waiting_queue(self.queue, self.plain.running)
 
 
 TestOwners = OwnersMachine.TestCase

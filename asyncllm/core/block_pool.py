@@ -9,8 +9,8 @@ uses a second pool, whose blocks stand for recurrent states.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 NULL_BLOCK_ID = 0
 
@@ -133,25 +133,3 @@ class BlockPool:
         for block in list(self._by_hash.values()):
             self.unpublish(block)
         return True
-
-    def check_integrity(self, holders: Iterable[Sequence[Block]] = ()) -> None:
-        """Raise AssertionError unless every block is accounted for.
-
-        Args:
-            holders: the block lists of all requests, to compare reference counts with.
-        """
-        refs: Counter[int] = Counter()
-        for blocks in holders:
-            ids = [block.block_id for block in blocks]
-            assert len(ids) == len(set(ids)), f"a request holds a block twice: {ids}"
-            refs.update(ids)
-        free_ids = {block.block_id for block in (*self._unhashed, *self._evictable)}
-        assert NULL_BLOCK_ID not in free_ids, "the null block is free"
-        assert NULL_BLOCK_ID not in refs, "a request holds the null block"
-        for block in self.blocks[1:]:
-            expected = refs[block.block_id]
-            assert block.ref_count == expected, f"{block}: {expected} requests hold it"
-            assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} leaked"
-            if block.hash is not None:
-                assert self._by_hash.get(block.hash) is block, f"{block} cannot be found"
-        assert all(b.hash == h for h, b in self._by_hash.items()), "a hash names another block"

@@ -377,25 +377,3 @@ class KVCacheManager:
         request.blocks = ()
         request.num_slots = request.num_computed_tokens = 0
         request.publish_at = NEVER
-
-    def check_integrity(self, requests: list[Request]) -> None:
-        """Raise AssertionError unless every block is accounted for. Each computed token that a
-        later query sees needs a slot in a block of every group."""
-        null = self.pool.null_block
-        held = [[b for blocks in r.blocks for b in blocks if b is not null] for r in requests]
-        self.pool.check_integrity(held)
-        if self.states is not None:
-            self.states.check_integrity()
-        for request in requests:
-            assert len(request.blocks) in (0, len(self.groups)), request
-            assert bool(request.blocks) or request.num_computed_tokens == 0, request
-            for group, blocks in zip(self.groups, request.blocks, strict=False):
-                assert request.num_computed_tokens <= len(blocks) * group.block_size, request
-                assert request.num_slots <= len(blocks) * group.block_size, request
-                num_null = request.num_out_of_window[group.index]
-                assert [b is null for b in blocks] == [i < num_null for i in range(len(blocks))], (
-                    request
-                )
-                assert num_null <= group.first_visible(request.num_computed_tokens), request
-                most = group.spec.max_blocks(NEVER, self._step_tokens)
-                assert len(blocks) - num_null <= most, request

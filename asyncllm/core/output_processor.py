@@ -184,8 +184,6 @@ class OutputProcessor:
         final = error or End(reason, request.stop_reason, usage, text, last, request.index)
         if not group.channel.offer_end(final):
             return
-        for member in members:
-            member.finished_at = now
         if error is not None:
             self.num_failed += 1
         elif reason == "abort":

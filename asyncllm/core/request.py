@@ -192,7 +192,6 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     first_scheduled_at: float | None = field(init=False, default=None)
     first_token_at: float | None = field(init=False, default=None)
-    finished_at: float | None = field(init=False, default=None)
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: str | int | None = field(init=False, default=None)
     prompt_logprobs: list[TokenLogprobs] | None = field(init=False, default=None)

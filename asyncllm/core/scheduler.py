@@ -437,22 +437,3 @@ class Scheduler:
             f"the cache has {usable}; raise kv_cache_memory or num_blocks"
         )
         self.failed.append((request, error))
-
-    # --- invariants --------------------------------------------------------------------
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every block, slot and count is accounted for."""
-        live = list(self.requests())
-        assert len(live) == len(set(live)), "a request is in two places"
-        self.kv.check_integrity(live)
-        self.waiting.check_integrity(self.running)
-        held = {r.req_index for r in self.running}
-        assert len(held) == len(self.running), "two requests share a slot"
-        assert held.isdisjoint(self._free_req_indices), "a slot is both held and free"
-        assert len(held) + len(self._free_req_indices) == self.info.max_num_seqs, "a slot leaked"
-        for request in live:
-            assert request.num_computed_tokens <= len(request.token_ids) + request.num_placeholders
-            assert request.num_placeholders >= 0, request
-            idle = bool(request.blocks) and request.status is not Status.RUNNING
-            assert (request in self._evictable_requests) == idle, request
-        assert len(self._evictable_requests) <= len(live), "a finished request is an idle holder"

@@ -183,7 +183,3 @@ class StateSnapshots:
         self._pending.clear()
         self._pending_keys.clear()
         self.pool.reset_prefix_cache()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every snapshot is free or being saved."""
-        self.pool.check_integrity([[save.block] for save in self._pending])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from asyncllm.core.request import Request
@@ -177,12 +176,3 @@ class WaitingQueue:
             # The owner's first request stays the first, so that the owner keeps its place.
             owner.heap = [one for one in owner.heap if members.get(one[2]) == one[1]]
             heapq.heapify(owner.heap)
-
-    def check_integrity(self, running: Iterable[Request]) -> None:
-        """Raise AssertionError unless the owners are those of the waiting and running requests."""
-        counts = Counter(request.owner for request in running)
-        live = counts.keys() | {request.owner for request in self}
-        assert self._owners.keys() == live, "an owner without requests is known"
-        for name, owner in self._owners.items():
-            assert owner.num_running == counts[name], f"owner {name!r}: requests miscounted"
-        assert self._num_entries == sum(len(owner.heap) for owner in self._owners.values())

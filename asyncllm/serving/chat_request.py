@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.serving.request_body import Limited, Metadata, RequestBody, invalid, unsupported
-from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, text_or_list_tag
+from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
@@ -25,15 +25,7 @@ class TextPart(TypedDict):
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("#text")]
-    | Annotated[
-        list[Limited[TextPart]],
-        Field(fail_fast=True),
-        Tag("#list"),
-    ],
-    Discriminator(text_or_list_tag),
-]
+Content = TextOr[str, Annotated[list[Limited[TextPart]], Field(fail_fast=True)]]
 
 
 class FunctionCall(TypedDict):
@@ -103,11 +95,8 @@ class NamedTool(TypedDict):
     function: NamedFunction
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("#text")]
-    | Annotated[Limited[NamedTool], Tag("#list")],
-    Discriminator(text_or_list_tag),
-]
+ToolMode = Literal["none", "auto", "required"]
+ToolChoice = TextOr[ToolMode, Limited[NamedTool]]
 
 
 class TemplateFields(RequestBody):

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from asyncllm.serving.request_body import UNSUPPORTED_TYPE, Limited
-from asyncllm.serving.sampling_fields import text_or_list_tag
+from asyncllm.serving.sampling_fields import TextOr
 
 Message = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -26,15 +26,8 @@ class ItemText(TypedDict):
     logprobs: NotRequired[list[Any] | None]
 
 
-ItemContent = Annotated[
-    Annotated[str, Tag("#text")]
-    | Annotated[
-        list[Limited[ItemText]],
-        Field(min_length=1, fail_fast=True),
-        Tag("#list"),
-    ],
-    Discriminator(text_or_list_tag),
-]
+ItemTexts = Annotated[list[Limited[ItemText]], Field(min_length=1, fail_fast=True)]
+ItemContent = TextOr[str, ItemTexts]
 
 
 class _InputItem(TypedDict):

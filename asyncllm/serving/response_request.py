@@ -12,11 +12,14 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.chat_request import (
     MAX_MESSAGES,
     ConversationFields,
+    Function,
+    NamedFunction,
     ReasoningEffort,
+    ToolMode,
 )
 from asyncllm.serving.request_body import Limited, unsupported
 from asyncllm.serving.response_input import InputItem, Message, messages_of
-from asyncllm.serving.sampling_fields import OBFUSCATION, text_or_list_tag
+from asyncllm.serving.sampling_fields import OBFUSCATION, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
@@ -36,35 +39,21 @@ INCLUDABLE = (
 )
 """Accepted items of ``include``. Only the first changes the answer."""
 
-Input = Annotated[
-    Annotated[str, Field(min_length=1), Tag("#text")]
-    | Annotated[
-        list[InputItem],
-        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        Tag("#list"),
-    ],
-    Discriminator(text_or_list_tag),
+Input = TextOr[
+    Annotated[str, Field(min_length=1)],
+    Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
 ]
 
 
-class ResponseTool(TypedDict):
+class ResponseTool(Function):
     type: Literal["function"]
-    name: str
-    description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
-    strict: NotRequired[bool | None]
 
 
-class ResponseNamedTool(TypedDict):
+class ResponseNamedTool(NamedFunction):
     type: Literal["function"]
-    name: str
 
 
-ResponseToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("#text")]
-    | Annotated[Limited[ResponseNamedTool], Tag("#list")],
-    Discriminator(text_or_list_tag),
-]
+ResponseToolChoice = TextOr[ToolMode, Limited[ResponseNamedTool]]
 
 
 class PlainFormat(TypedDict):

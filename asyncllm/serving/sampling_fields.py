@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import TypedDict
@@ -25,10 +25,18 @@ from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
 
-def text_or_list_tag(value: Any) -> str:
-    """Tag that selects the alternative of a union of text and list. Without a tag, pydantic would
-    report the errors of both alternatives."""
+def _text_or_other_tag(value: Any) -> str:
     return "#text" if isinstance(value, str) else "#list"
+
+
+TextT = TypeVar("TextT")
+OtherT = TypeVar("OtherT")
+TextOr = Annotated[
+    Annotated[TextT, Tag("#text")] | Annotated[OtherT, Tag("#list")],
+    Discriminator(_text_or_other_tag),
+]
+"""Union of a text and of a list or object. Without tags, pydantic would report the errors of both
+alternatives."""
 
 
 # SamplingParams enforces the bounds; ``json_schema_extra`` only describes them.
@@ -36,10 +44,7 @@ StopString = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": 
 StopStrings = Annotated[
     list[StopString], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_STRINGS})
 ]
-Stop = Annotated[
-    Annotated[StopString, Tag("#text")] | Annotated[StopStrings, Tag("#list")],
-    Discriminator(text_or_list_tag),
-]
+Stop = TextOr[StopString, StopStrings]
 BadWord = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": MAX_BAD_WORD_LENGTH})]
 BadWords = Annotated[
     list[BadWord], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_BAD_WORDS})

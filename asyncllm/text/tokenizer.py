@@ -318,15 +318,8 @@ class Tokenizer:
         return tuple(ids) if ids and ids[0] in added and ids[-1] in added else ()
 
     @property
-    def bos_token_id(self) -> int | None:
-        return self._id_of("bos_token")
-
-    @property
     def eos_token_id(self) -> int | None:
-        return self._id_of("eos_token")
-
-    def _id_of(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
+        token = self.special_tokens.get("eos_token")
         return None if token is None else self.backend.token_to_id(token)
 
     def _make_decoder_maker(

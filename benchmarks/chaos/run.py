@@ -23,6 +23,7 @@ from benchmarks.chaos.client import Client, faulty, run_thread
 from benchmarks.chaos.ledger import Ledger
 from benchmarks.chaos.workload import Task, draw_requests, run_alone
 from tests.fakes import Fake, fake
+from tests.integrity import check_scheduler
 
 _LOOPS: dict[str, dict[str, Any]] = {
     "asyncio": {"backend": "asyncio"},
@@ -191,7 +192,7 @@ async def settle(engine: AsyncLLMEngine, ledger: Ledger) -> None:
         await asyncio.sleep(0.005)
     else:
         ledger.complain(f"not all blocks are free: {stats}")
-    await asyncio.wrap_future(core.call(core.scheduler.check_integrity))
+    await asyncio.wrap_future(core.call(check_scheduler, core.scheduler))
     if core.admission.num_live or core.admission.num_queued:
         ledger.complain(f"{core.admission.num_live} requests are still accounted for")
 

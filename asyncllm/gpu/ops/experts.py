@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -174,6 +174,24 @@ class GroupedExperts:
         return out if bias is None else out + bias[experts]
 
 
+def chosen_experts(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields each expert that a token was routed to, in ascending order.
+
+    Args:
+        ids, weights: ``[T, top_k]``.
+
+    Yields:
+        The expert, its n tokens ``[n]``, and the weights of its results for them ``[n, 1]``.
+    """
+    order = ids.flatten().argsort(stable=True)
+    tokens, factors = order // ids.shape[1], weights.reshape(-1, 1)[order]
+    end = 0
+    for expert, count in enumerate(ids.flatten().bincount().tolist()):
+        if count:
+            start, end = end, end + count
+            yield expert, tokens[start:end], factors[start:end]
+
+
 class LoopedExperts:
     """Experts in a loop, each with its own linear layers of the op set.
 
@@ -204,15 +222,7 @@ class LoopedExperts:
         gate: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
-        order = ids.flatten().argsort(stable=True)
-        counts = ids.flatten().bincount(minlength=len(self.down)).tolist()
-        rows, factors = order // ids.shape[1], weights.reshape(-1, 1)[order]
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                end = start + count
-                at = rows[start:end]
-                inner = self.activation(self.gate_up[expert](x[at]))
-                out.index_add_(0, at, self.down[expert](inner).float() * factors[start:end])
-                start = end
+        for expert, tokens, factors in chosen_experts(ids, weights):
+            inner = self.activation(self.gate_up[expert](x[tokens]))
+            out.index_add_(0, tokens, self.down[expert](inner).float() * factors)
         return add_shared(out.to(x.dtype), shared, gate)

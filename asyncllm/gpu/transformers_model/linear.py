@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.gpu.ops.base import Embedding, Linear
+from asyncllm.gpu.ops.experts import chosen_experts
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
@@ -78,22 +79,13 @@ class OpExperts:
         depend on other tokens of the step.
         """
         out = torch.zeros_like(hidden, dtype=torch.float32)
-        order = top_k_index.reshape(-1).argsort(stable=True)
-        counts = top_k_index.reshape(-1).bincount(minlength=len(self.up)).tolist()
-        rows, weights = order // top_k_index.shape[-1], top_k_weights.reshape(-1, 1)[order]
-        start = 0
-        for expert, count in enumerate(counts):
-            if not count:
-                continue
-            end = start + count
-            at = rows[start:end]
-            inner = self.up[expert](hidden[at])
+        for expert, tokens, weights in chosen_experts(top_k_index, top_k_weights):
+            inner = self.up[expert](hidden[tokens])
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             result = self.down[expert](inner)
             if module.has_post_expert_norm:
                 result = module.post_expert_norm(result)
-            out.index_add_(0, at, (result * weights[start:end]).float())
-            start = end
+            out.index_add_(0, tokens, (result * weights).float())
         return out.to(hidden.dtype)
 
 
