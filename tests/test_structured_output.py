@@ -31,6 +31,7 @@ from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.testing.byte_tokenizer import TURN_END
 from tests.fakes import core_of, thread_of
 from tests.idle import until
+from tests.processes import python
 from tests.refusals import refused
 from tests.structured import (
     ByteRig,
@@ -336,6 +337,46 @@ def test_a_thread_rests_between_compiles_until_the_compiler_is_closed() -> None:
     pairs = [pair for spans in backends.spans.values() for pair in itertools.pairwise(spans)]
     assert len(pairs) >= 2
     assert min(after[0] - before[1] for before, after in pairs) >= 0.08
+
+
+AT_EXIT = """
+import os, sys, threading, time
+from asyncllm.structured.compiler import GrammarCompiler
+from asyncllm.structured.spec import parse_structured_outputs
+
+class Slow:
+    def prepare(self): ...
+    def compile(self, spec, begin):
+        begun.release()
+        time.sleep({seconds})
+        os.write(1, b"compiled " + spec.text.encode())
+
+begun = threading.Semaphore(0)
+compiler = GrammarCompiler(Slow(), timeout={timeout})
+for text in "abc":
+    spec = parse_structured_outputs({{"regex": text}})
+    compiler.submit(spec, lambda *result: None, lambda: True)
+begun.acquire()
+begun.acquire()
+if {closed}:
+    compiler.close()
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_exit_of_the_interpreter_waits_for_compiles_that_have_begun(closed: bool) -> None:
+    """A library that returns from a compile after that may abort the process."""
+    ran = python("-c", AT_EXIT.format(seconds=0.5, timeout=30, closed=closed), timeout=60)
+    assert (ran.returncode, ran.stderr) == (7, "")
+    assert sorted(re.findall("compiled [abc]", ran.stdout)) == ["compiled a", "compiled b"]
+
+
+def test_the_exit_of_the_interpreter_waits_no_longer_than_a_compile_may_take() -> None:
+    began = time.monotonic()
+    ran = python("-c", AT_EXIT.format(seconds=600, timeout=0.2, closed=False), timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "", "")
+    assert time.monotonic() - began < 30
 
 
 async def test_a_compile_past_its_time_fails_its_requests_and_is_kept(slow):

@@ -107,6 +107,10 @@ async def test_long_lists_are_prepared_on_another_thread_and_once(monkeypatch):
         assert threads == ["asyncllm-text"] * 2
         await engine.generate("x", bad_words=words[:2], max_tokens=2)
         assert threads == ["asyncllm-text"] * 2 + [threading.current_thread().name]
+        del threads[:]
+        for short in (words[:9], ["a" * 129, "b" * 128], words[:8]):
+            await engine.generate("x", bad_words=short, max_tokens=2)
+        assert threads == ["asyncllm-text"] * 2 + [threading.current_thread().name]
         for i in range(20):
             await engine.generate("x", bad_words=[*words, str(i)], max_tokens=1)
         assert len(engine._running()._cached_rules) == 16

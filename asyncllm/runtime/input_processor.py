@@ -45,11 +45,12 @@ _MAX_TRUNCATED_CHARACTERS = 2**20
 which takes up to 180 bytes per character."""
 
 
-_MAX_QUICK_WORDS = 64
-_MAX_QUICK_CHARACTERS = 1024
+_MAX_QUICK_WORDS = 8
+_MAX_QUICK_CHARACTERS = 256
 _MAX_QUICK_TOKENS = 4096
 """Maximum numbers of ``bad_words``, of their characters and of ``allowed_token_ids`` that are
-prepared on the caller's thread, in about a millisecond. A worker thread prepares longer lists."""
+prepared on the caller's thread, in a quarter of a millisecond. A worker thread prepares longer
+lists. A word takes 20 microseconds, so many requests with small lists would fill an event loop."""
 
 _MAX_CACHED_RULES = 16
 """Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -70,6 +72,7 @@ class GrammarCompiler:
     for it fail. It cannot be interrupted, so it continues on its thread, another thread takes its
     place, and the result is cached. A queued compilation that no request waits for any more is
     dropped. A thread rests after each compilation. A result after the end of the engine is dropped.
+    The interpreter's exit waits up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.
@@ -88,6 +91,7 @@ class GrammarCompiler:
         self._num_overdue = 0
         self._closed = False
         self._rest_ends = threading.Event()
+        self._pid = os.getpid()
 
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
@@ -157,7 +161,20 @@ class GrammarCompiler:
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
                 f"started ({check.explain(error)})"
             ) from error
+        if not self._threads:
+            atexit.register(self._at_exit)
         self._threads.add(thread)
+
+    def _at_exit(self) -> None:
+        """Wait for the compilations that have begun.
+
+        A library that returns from a compilation while the interpreter ends may abort the process,
+        which changes its exit status.
+        """
+        if os.getpid() == self._pid:  # A forked child has no threads of its parent.
+            until = time.monotonic() + self._timeout
+            for thread in self.close():
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _run_jobs(self) -> None:
         while True:
@@ -165,6 +182,8 @@ class GrammarCompiler:
                 self._drop_unwanted()
                 if not self._queue or len(self._threads) - self._num_overdue > MAX_THREADS:
                     self._threads.discard(threading.current_thread())
+                    if not self._threads:
+                        atexit.unregister(self._at_exit)
                     return
                 job = self._queue.popleft() if self._make_room() else None
             if job is None:
