@@ -72,21 +72,28 @@ async def map_rows(rows: list[dict[str, Any]]) -> float:
 
 
 class TimedGenerate(Generate):
-    """Generate that notes when its batches begin and end."""
+    """Generate that notes when its batches begin and end, after the engine's start."""
+
+    async def start(self) -> None:
+        is_new = self._engine.state == "new"
+        await super().start()
+        if is_new:
+            await self._engine.generate("Mia", **ROW)
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if self._engine.state == "new":
-            await super().__call__({"prompt": ["Mia"]})
+        await self.start()
         began = time.time()
         found = await super().__call__(batch)
         count = len(found["text"])
-        return found | {"began": [began] * count, "ended": [time.time()] * count}
+        cpu = [time.process_time()] * count
+        return found | {"began": [began] * count, "ended": [time.time()] * count, "cpu": cpu}
 
 
 def data_rows(rows: list[dict[str, Any]]) -> float:
     """Seconds of Ray Data over the rows on one actor, from its first batch to the end of the last;
-    the start is left out."""
-    found = ray.data.from_items(rows, override_num_blocks=1).map_batches(
+    the start is left out. The blocks are as many as Ray Data makes, the batches those of
+    ``complete``."""
+    found = ray.data.from_items(rows).map_batches(
         TimedGenerate,
         fn_constructor_kwargs=ENGINE | {"sampling_params": ROW},
         batch_size=64,
