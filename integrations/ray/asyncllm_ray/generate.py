@@ -134,7 +134,7 @@ class Generate:
                 reasons.append(self._value([one.finish_reason for one in outputs]))
                 errors.append(None if found.error is None else _message(found.error))
         values = dict(zip(self._columns.values(), (texts, reasons, errors), strict=True))
-        if not _is_arrow(batch):
+        if _library(batch) != "pyarrow":
             return {**batch, **values}
         import pyarrow
 
@@ -242,16 +242,12 @@ def _check_map_options(rows: Any, given: Any) -> dict[str, Any]:
 
 def _read_columns(batch: Any) -> dict[str, list[Any]]:
     """The columns of a batch, with Python's own values."""
-    if not (isinstance(batch, dict) or _library(batch) in _FORMATS):
+    if _library(batch) == "pyarrow":
+        return {name: _plain(batch[name].to_pylist()) for name in batch.column_names}
+    if not isinstance(batch, dict) and _library(batch) != "pandas":
         accepted = f"{', '.join(map(repr, _FORMATS))} or None"
         raise check.invalid("batch_format", type(batch).__name__, accepted)
-    if _is_arrow(batch):
-        return {name: _plain(batch[name].to_pylist()) for name in batch.column_names}
     return {name: _plain(batch[name]) for name in batch}
-
-
-def _is_arrow(batch: Any) -> bool:
-    return _library(batch) == "pyarrow"
 
 
 def _library(batch: Any) -> str:

@@ -20,6 +20,7 @@ import pytest
 import ray
 import ray.data
 from asyncllm_ray import Generate, complete
+from ray.exceptions import RayTaskError
 
 from asyncllm import LLM, EngineConfig, InvalidRequestError, SamplingParams
 
@@ -231,8 +232,9 @@ def test_arguments_are_refused_by_name(given: dict[str, Any], param: str) -> Non
 )
 def test_a_job_is_refused_before_it_runs(cluster: Any, given: dict[str, Any], param: str) -> None:
     rows = ray.data.from_items([{"id": 1, "prompt": "Mia"}])
+    arguments: dict[str, Any] = {"rows": rows, **given}
     with pytest.raises(InvalidRequestError) as caught:
-        complete(**({"rows": rows} | given))
+        complete(**arguments)
     assert caught.value.param == param
 
 
@@ -289,7 +291,7 @@ def test_a_job_goes_on_after_a_function_that_raises(cluster: Any) -> None:
 def test_an_actors_error_is_in_the_jobs(cluster: Any, given: dict[str, Any], message: str) -> None:
     # A dataset after a function does not know its columns.
     rows = ray.data.from_items([{"prompt": "Mia"}]).map_batches(lambda batch: batch | {"id": [1]})
-    with pytest.raises(ray.exceptions.RayTaskError, match=re.escape(message)):
+    with pytest.raises(RayTaskError, match=re.escape(message)):
         complete(rows, map_options={"num_cpus": 0.25}, **(OPTIONS | given)).take_all()
 
 

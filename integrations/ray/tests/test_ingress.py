@@ -104,9 +104,14 @@ LENGTH = b"Content-Length: %d\r\n\r\n" % len(LONG)
 CHUNKS = b"".join(b"10000\r\n" + b"a" * 65536 + b"\r\n" for _ in range(900)) + b"0\r\n\r\n"
 
 
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), 60)
+
+
 def send_raw(url: str, data: bytes) -> bytes:
     """Send bytes to the proxy, all of them, and read the answer to its end."""
-    with socket.create_connection(url.removeprefix("http://").split(":"), 60) as connection:
+    with connect(url) as connection:
         connection.sendall(data)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -141,9 +146,8 @@ async def test_a_body_of_60_mb_is_refused_by_its_length(http: Any) -> None:
 
 
 async def test_clients_that_vanish_within_a_body(url: str, http: Any, engines: Any) -> None:
-    address = url.removeprefix("http://").split(":")
     for _ in range(20):
-        with socket.create_connection(address) as connection:
+        with connect(url) as connection:
             connection.sendall(HEAD + AUTH + b'Content-Length: 5000\r\n\r\n{"prompt": "')
     answer = await http.post("/v1/completions", json={"prompt": "Mia", "max_tokens": 3})
     assert answer.status_code == 200
@@ -159,7 +163,7 @@ async def test_a_token_is_needed(url: str) -> None:
 async def test_a_stream_whose_client_is_reset_aborts(url: str, engines: Any) -> None:
     body = b'{"prompt": "Mia", "max_tokens": 480, "n": 4, "stream": true, "ignore_eos": true}'
     before = (await stats(engines))[0]["num_aborted"]
-    with socket.create_connection(url.removeprefix("http://").split(":"), 60) as connection:
+    with connect(url) as connection:
         connection.sendall(HEAD + AUTH + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await asyncio.to_thread(connection.recv, 100)
         # Closing sends a reset.
