@@ -21,8 +21,17 @@ from asyncllm_ray.application import run
 from asyncllm_ray.autoscaling import LoadPolicy
 from asyncllm_ray.client import Client
 from asyncllm_ray.counters import Counters
-from asyncllm_ray.generate import Generate
+from asyncllm_ray.generate import Generate, complete
 from asyncllm_ray.ingress import openai_app
 from asyncllm_ray.replica import deployment
 
-__all__ = ["Client", "Counters", "Generate", "LoadPolicy", "deployment", "openai_app", "run"]
+__all__ = [
+    "Client",
+    "Counters",
+    "Generate",
+    "LoadPolicy",
+    "complete",
+    "deployment",
+    "openai_app",
+    "run",
+]

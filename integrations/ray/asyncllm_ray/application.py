@@ -8,6 +8,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayTaskError
+from ray.serve.config import HTTPOptions
 
 from asyncllm import EngineError, ModelLoadError
 from asyncllm import validation as check
@@ -38,14 +39,21 @@ def run(
         timeout: seconds that the replicas may take to start.
 
     Raises:
-        InvalidRequestError: if HTTP cannot listen at that host and port, or for another name than
-            Serve can store.
+        InvalidRequestError: for an argument that cannot be used; if HTTP cannot listen at that host
+            and port, or for another name than Serve can store.
         ModelLoadError: if a replica could not load its model; has the text of the replica's error.
         EngineError: if the application does not run in time; the message says what is missing.
     """
     timeout = check.seconds("timeout", timeout, above=True)
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise check.invalid("name", name, "up to 100 letters, digits, '-', '_' and '.'")
+    if not isinstance(application, serve.Application):
+        accepted = "a serve.Application, which deployment() and openai_app() return"
+        raise check.invalid("application", application, accepted)
+    is_path = isinstance(route_prefix, str) and route_prefix.startswith("/")
+    if route_prefix is not None and not is_path:
+        raise check.invalid("route_prefix", route_prefix, "a path that starts with '/', or None")
+    _check_http(http_options)
     _start_serve(route_prefix is not None or http_options is not None, http_options)
     target = serve.RunTarget(application, name, route_prefix)
     [handle] = serve.run_many([target], wait_for_applications_running=False)
@@ -63,6 +71,25 @@ def run(
                 "num_cpus, num_gpus and memory in ray_actor_options have to fit into the cluster"
             )
         time.sleep(_POLL)
+
+
+def _check_http(given: Any) -> None:
+    """Check "host" and "port" of HTTP, and its other options. An error of Serve's controller about
+    them has no field's name, and Serve ignores unknown options."""
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise check.invalid("http_options", given, "a dict of options of HTTP, or None")
+    known = HTTPOptions.model_fields
+    for name in given:
+        if name not in known:
+            raise check.invalid("http_options", name, f"one of {', '.join(sorted(known))}")
+    check.integer("port", given.get("port"), 0, 65535, optional=True)
+    try:
+        HTTPOptions(**given)
+    except ValueError as error:
+        accepted = f"options of serve.config.HTTPOptions ({error})"
+        raise check.invalid("http_options", given, accepted) from error
 
 
 def _start_serve(has_http: bool, http_options: dict[str, Any] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from asyncllm_ray.wire import check_sendable
 
 _MAX_ONGOING = 4096
 _STATS_INTERVAL = 1.0
+_PART_SECONDS = 2.0
+_BODY_SECONDS = 30.0
 
 
 class RemoteEngine(AsyncLLMEngine):
@@ -136,6 +139,36 @@ def _load_tokenizer(info: ExecutorInfo, config: EngineConfig, progress: Progress
     return LoadedModel(_NoExecutor(info), tokenizer, model_config, formats)
 
 
+class _BodyReader:
+    """ASGI application that reads the rest of a refused body before it answers.
+
+    Serve's proxy closes the connection after an answer. If bytes of the body were not read by then,
+    the client's connection is reset, and the client may lose the answer. Reading ends after 2
+    seconds without a byte, and after 30 seconds.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        is_read = scope["type"] != "http"
+
+        async def read() -> Any:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
+
+        async def answer(message: Any) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_BODY_SECONDS):
+                    while not is_read:
+                        await asyncio.wait_for(read(), _PART_SECONDS)
+            await send(message)
+
+        await self._app(scope, read, answer)
+
+
 @serve.ingress()
 class OpenAIIngress:
     """Callable of the ingress deployment: ``create_app`` over a client of the engines."""
@@ -152,7 +185,7 @@ class OpenAIIngress:
     def __serve_build_asgi_app__(self) -> Any:
         from asyncllm.serving import create_app
 
-        return create_app(self._engine, **self._options)
+        return _BodyReader(create_app(self._engine, **self._options))
 
     async def __del__(self) -> None:
         if hasattr(self, "_options"):

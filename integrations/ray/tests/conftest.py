@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ REPLICA = {"num_cpus": 0.25}
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Actors import the tests' functions.
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     context = ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
     )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,10 +97,83 @@ async def test_errors_have_their_status(http: Any, body: Any, status: int, code:
     assert code is None or answer.json()["error"]["code"] == code
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: mia\r\nConnection: close\r\n"
+AUTH = b"Authorization: Bearer secret\r\n"
+LONG = b"a" * 60_000_000
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(LONG)
+CHUNKS = b"".join(b"10000\r\n" + b"a" * 65536 + b"\r\n" for _ in range(900)) + b"0\r\n\r\n"
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), 60)
+
+
+def send_raw(url: str, data: bytes) -> bytes:
+    """Send bytes to the proxy, all of them, and read the answer to its end."""
+    with connect(url) as connection:
+        connection.sendall(data)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "text"),
+    [
+        (AUTH + LENGTH + LONG, 413, b"body: is too long, expected at most 4194304 bytes"),
+        (AUTH + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS, 413, b"at most 4194304 bytes"),
+        (LENGTH + LONG, 401, b"error"),
+        (AUTH + LENGTH, 413, b"at most 4194304 bytes"),
+        (AUTH + b'Content-Length: 9\r\n\r\n{"prompt"', 400, b"expected a JSON object"),
+        (AUTH + b"Content-Length: -5\r\n\r\n{}", 400, b"Invalid HTTP request"),
+        (AUTH + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, b"Invalid HTTP request"),
+    ],
+    ids=["long", "chunks", "no token", "no body", "JSON", "length", "chunk"],
+)
+async def test_refused_bodies_have_an_answer(
+    url: str, engines: Any, data: bytes, status: int, text: bytes
+) -> None:
+    for _ in range(3):
+        answer = await asyncio.to_thread(send_raw, url, HEAD + data)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert text in answer
+    await until_idle(engines)
+
+
+async def test_a_body_of_60_mb_is_refused_by_its_length(http: Any) -> None:
+    answer = await http.post("/v1/completions", content=LONG)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+async def test_clients_that_vanish_within_a_body(url: str, http: Any, engines: Any) -> None:
+    for _ in range(20):
+        with connect(url) as connection:
+            connection.sendall(HEAD + AUTH + b'Content-Length: 5000\r\n\r\n{"prompt": "')
+    answer = await http.post("/v1/completions", json={"prompt": "Mia", "max_tokens": 3})
+    assert answer.status_code == 200
+    await until_idle(engines)
+
+
 async def test_a_token_is_needed(url: str) -> None:
     async with httpx.AsyncClient(base_url=url) as http:
         answer = await http.post("/v1/completions", json={"model": "mia", "prompt": "Mia"})
     assert answer.status_code == 401
+
+
+async def test_a_stream_whose_client_is_reset_aborts(url: str, engines: Any) -> None:
+    body = b'{"prompt": "Mia", "max_tokens": 480, "n": 4, "stream": true, "ignore_eos": true}'
+    before = (await stats(engines))[0]["num_aborted"]
+    with connect(url) as connection:
+        connection.sendall(HEAD + AUTH + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await asyncio.to_thread(connection.recv, 100)
+        # Closing sends a reset.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def is_aborted() -> bool:
+        return (await stats(engines))[0]["num_aborted"] == before + 1
+
+    await until(is_aborted)
+    await until_idle(engines)
 
 
 async def test_a_client_that_hangs_up_aborts(http: Any, engines: Any) -> None:
