@@ -7,8 +7,10 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import os
 import random
 import re
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -25,7 +27,7 @@ from asyncllm import (
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
-from asyncllm.structured.grammar import Grammar
+from asyncllm.structured.grammar import Grammar, GrammarError
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.testing.byte_tokenizer import TURN_END
@@ -337,6 +339,33 @@ def test_a_thread_rests_between_compiles_until_the_compiler_is_closed() -> None:
     pairs = [pair for spans in backends.spans.values() for pair in itertools.pairwise(spans)]
     assert len(pairs) >= 2
     assert min(after[0] - before[1] for before, after in pairs) >= 0.08
+
+
+class Niceness:
+    """Backend that notes the niceness of its thread."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def prepare(self) -> None: ...
+
+    def compile(self, spec: Any, begin: Any) -> Any:
+        self.found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        raise GrammarError("none")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread")
+def test_only_the_threads_that_compile_have_a_low_priority() -> None:
+    backends: Any = Niceness()
+    compiler, done = GrammarCompiler(backends, 10.0), threading.Event()
+    spec = parse_structured_outputs({"regex": "x"})
+    assert spec is not None
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    compiler.submit(spec, lambda grammar, error: done.set(), lambda: True)
+    assert done.wait(10)
+    assert backends.found == [min(before + 5, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    compiler.close()
 
 
 AT_EXIT = """
