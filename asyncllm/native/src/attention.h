@@ -181,11 +181,17 @@ static void weigh_columns(const Tile& tile) {
   for (int64_t row = 0; row < tile.rows; row += W) {
     float* scores = tile.scores + row;
     vf before = load(tile.maxima + row), maximum = before;
-    for (int key = 0; key < KEYS; ++key) maximum = vmax(maximum, load(scores + key * TILE));
+    // Maxima of four keys at a time: a chain of 32 would wait for each one before.
+    for (int key = 0; key < KEYS; key += 4) {
+      const float* four = scores + key * TILE;
+      vf low = vmax(load(four), load(four + TILE));
+      vf high = vmax(load(four + 2 * TILE), load(four + 3 * TILE));
+      maximum = vmax(maximum, vmax(low, high));
+    }
     vf total = sum_lanes([&](int lane) {
       vf sum = zero();
       for (int key = lane; key < KEYS; key += W) {
-        vf weight = exponential(sub(load(scores + key * TILE), maximum));
+        vf weight = bounded_exponential(sub(load(scores + key * TILE), maximum));
         store(scores + key * TILE, weight);
         sum = add(sum, weight);
       }
@@ -300,9 +306,12 @@ INLINE void find_block(const AttentionArgs& args, const AttentionTask& task, int
   }
 }
 
-template <class T> INLINE void prefetch_rows(const T* const* rows, int64_t count, int64_t dim) {
+// Prefetches to the first cache, or with LOCALITY 2 to the second.
+template <int LOCALITY = 3, class T>
+INLINE void prefetch_rows(const T* const* rows, int64_t count, int64_t dim) {
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t j = 0; j < dim; j += 64 / (int64_t)sizeof(T)) __builtin_prefetch(rows[i] + j);
+    for (int64_t j = 0; j < dim; j += 64 / (int64_t)sizeof(T))
+      __builtin_prefetch(rows[i] + j, 0, LOCALITY);
 }
 
 // Converts a block of keys or values to float32, once for all rows of a tile.
@@ -333,28 +342,32 @@ static void attend_block(const AttentionTask& task, const Tile& tile, const Sigh
   int64_t start = first / KEYS * KEYS, skip = first - start, count = last - start;
   find_block(args, task, first, last - first, keys + skip, values + skip);
   for (int64_t i = 0; i < skip; ++i) keys[i] = keys[skip];
-  // Few rows finish a block before the next has come from memory: prefetch it.
-  if (tile.few()) prefetch_rows(values + skip, count - skip, args.head_dim);
   const T *next_keys[KEYS], *next_values[KEYS];
   int64_t next = least(KEYS, task.last_key - last);
   find_block(args, task, last, next, next_keys, next_values);
-  prefetch_rows(next_keys, next, args.head_dim);
-  prefetch_rows(next_values, next, args.head_dim);
   auto first_of = [&](int64_t row) { return most(sight.first(row) - start, 0); };
   auto last_of = [&](int64_t row) { return least(sight.last(row) - start, count); };
   if (tile.few()) {
+    // Few rows finish a block before the next has come from memory: prefetch it.
+    prefetch_rows(values + skip, count - skip, args.head_dim);
+    prefetch_rows(next_keys, next, args.head_dim);
+    prefetch_rows(next_values, next, args.head_dim);
     score(tile, keys, count, args.head_dim);
     for (int64_t row = 0; row < tile.rows; ++row)
       weigh(tile, row, first_of(row), last_of(row), args.softcap);
     accumulate<true>(tile, values, skip, count, args.head_dim);
     return;
   }
+  // The first cache is full of the current block's copy, so the next block goes to the second.
+  prefetch_rows<2>(next_keys, next, args.head_dim);
+  prefetch_rows<2>(next_values, next, args.head_dim);
   // Many rows read a block many times: copy it, because slots a multiple of 4 KiB apart evict one
   // another from the cache.
   const float *wide_keys[KEYS], *wide_values[KEYS];
   widen_block(tile.keys, tile.stride, keys, wide_keys, count, args.head_dim);
   score_columns(tile, wide_keys, count, args.head_dim, args.softcap);
-  for (int64_t row = 0; row < tile.rows; ++row) hide(tile, row, first_of(row), last_of(row));
+  if (first_of(tile.rows - 1) > 0 || last_of(0) < KEYS)
+    for (int64_t row = 0; row < tile.rows; ++row) hide(tile, row, first_of(row), last_of(row));
   weigh_columns(tile);
   widen_block(tile.values, tile.stride, values + skip, wide_values + skip, count - skip,
               args.head_dim);

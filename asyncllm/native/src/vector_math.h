@@ -32,12 +32,11 @@ template <class T> INLINE vf rounded_to(vf x, const T*) {
   return load(buffer);
 }
 
-// e^x within 2 units in the last place. It is exactly 1 for x = 0, and 0 where e^x is subnormal.
-INLINE vf exponential(vf x) {
+// `exponential` of x that is NaN or at most 88.37626.
+INLINE vf bounded_exponential(vf x) {
   const float least_normal = -87.33654f;
   // The bound is the first operand, because vmax keeps NaN in its second.
   vf bounded = vmax(set1(least_normal), x);
-  bounded = sub(zero(), vmax(set1(-88.37626f), sub(zero(), bounded)));
   vf n = round_even(mul(bounded, set1(1.44269504f)));
   vf r = fma(n, set1(-0.693359375f), bounded);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -49,6 +48,10 @@ INLINE vf exponential(vf x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = add(fma(mul(r, r), p, r), set1(1.0f));
   return at_least(scale_by_pow2(p, n), x, least_normal);
+}
+// e^x within 2 units in the last place. It is exactly 1 for x = 0, and 0 where e^x is subnormal.
+INLINE vf exponential(vf x) {
+  return bounded_exponential(sub(zero(), vmax(set1(-88.37626f), sub(zero(), x))));
 }
 // Sets `noted` to NaN where x is NaN or plus infinity.
 INLINE vf note_broken(vf noted, vf x) {
