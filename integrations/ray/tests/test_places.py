@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def make_client(small: Any) -> Iterator[Client]:
 
 
 @contextlib.asynccontextmanager
-async def full_replica(client: Client, small: Any) -> Any:
+async def full_replica(client: Client, small: Any) -> AsyncIterator[None]:
     """All places of the replica taken, by paused streams."""
     held = [client.stream(PROMPT, **PAUSED) for _ in range(NUM_PLACES)]
     for stream in held:
