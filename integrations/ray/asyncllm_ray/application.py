@@ -27,8 +27,8 @@ def run(
 ) -> Any:
     """Deploy an application, or update it, and wait until it runs; returns its handle.
 
-    ``serve.run`` does the same, but waits for ever if resources are missing, and always opens an
-    HTTP port. This function starts Serve if Serve does not run yet, with HTTP only if
+    ``serve.run`` does the same, but waits without a limit if resources are missing, and always
+    opens an HTTP port. This function starts Serve if Serve does not run yet, with HTTP only if
     ``route_prefix`` or ``http_options`` is given.
 
     Args:

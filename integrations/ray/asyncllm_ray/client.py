@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -20,11 +22,11 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields, request_ids
 from asyncllm_ray.counters import Counters
 from asyncllm_ray.prompts import prompt_hashes
-from asyncllm_ray.remote import DeltaCollector, Link, RemoteRequest
+from asyncllm_ray.remote import DeltaCollector, Link, ReceivedText, RemoteRequest
 from asyncllm_ray.traces import current_trace
 from asyncllm_ray.wire import Call, check_plain
 
-_ANY_LENGTH = 1 << 31
+_ANY_LENGTH = 1 << 62
 
 
 class Client:
@@ -78,7 +80,9 @@ class Client:
         """Send a request to a replica at once; returns the stream of its output.
 
         Arguments are those of ``AsyncLLMEngine.stream``. ``max_unread`` also bounds the tokens that
-        a replica sends ahead of the reader. ``timeout`` counts from the replica's acceptance on.
+        a replica sends ahead of the reader while it generates; ``on_slow="abort"`` aborts once
+        ``max_unread`` tokens have been unread for 20 ms. ``timeout`` counts from this call on. A
+        ``request_id`` is unique among the live requests of this client.
 
         Raises:
             InvalidRequestError: for an argument that cannot be used, or cannot be sent.
@@ -98,8 +102,7 @@ class Client:
         """Send a conversation to a replica; returns its stream. Arguments are those of
         ``AsyncLLMEngine.chat``; tools and ``response_format`` have to be plain data."""
         request, chat = pop_fields(RequestOptions, options), pop_fields(ChatOptions, options)
-        given = check.items("messages", messages, "messages, each a dict")
-        return self._submit(given, sampling_params, request, chat, options)
+        return self._submit(messages, sampling_params, request, chat, options)
 
     async def generate(
         self,
@@ -153,15 +156,21 @@ class Client:
         if live is not None and not live._group.cancelled:
             raise check.invalid("request_id", group_id, "an id that no live request has")
         most, window = options.max_unread, options.max_unread
-        if options.on_slow != "coalesce":
+        if options.on_slow == "pause":
             # Divide ``max_unread`` between tokens that the replica holds and those it sends ahead.
             window = max(1, most // 2)
             sent["max_unread"] = max(1, most - window)
+        elif options.on_slow == "abort":
+            window = sent["max_unread"] = (
+                _ANY_LENGTH  # Only the client knows how late its reader is.
+            )
         call = Call("", prompt, params, sent, window, chat is not None, current_trace())
         call.hashes, call.num_tokens = prompt_hashes(prompt, options.cache_salt)
-        group = RequestGroup(group_id, Channel(most, options.on_slow))
+        now = time.monotonic()
+        call.deadline = math.inf if options.timeout is None else now + options.timeout
+        group = RequestGroup(group_id, Channel(most, options.on_slow), now, call.deadline)
         for _ in range(params.n):
-            Request(group, params, max_model_len=_ANY_LENGTH)
+            Request(group, params, max_model_len=_ANY_LENGTH).output = ReceivedText()
         remote: Any = RemoteRequest(self._link, group, call)
         parser: Any = None if chat is None else DeltaCollector()
         of_loop = self._mailboxes.of_running_loop
@@ -184,10 +193,6 @@ def _resolve(given: SamplingParams | None, sampling: dict[str, Any]) -> Sampling
     """
     if given is not None and not isinstance(given, SamplingParams):
         raise check.invalid("sampling_params", given, "SamplingParams or None")
-    unknown = set(sampling) - set(SamplingParams.__slots__)
-    if unknown:
-        name = min(unknown)
-        raise check.invalid(name, sampling[name], "a field of SamplingParams")
     params = replace(given or SamplingParams(), **sampling)
     if params.logits_processors:
         accepted = "none: callables cannot be sent to a replica"

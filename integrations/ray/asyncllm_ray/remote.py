@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable
@@ -25,9 +27,10 @@ from asyncllm import (
     EngineOverloadedError,
     RequestError,
     ToolCall,
-    Usage,
 )
 from asyncllm.core.channel import End
+from asyncllm.core.deadlines import DeadlineExceededError
+from asyncllm.core.output_processor import make_partial, make_usage
 from asyncllm.core.request import RequestGroup
 from asyncllm.validation import explain
 from asyncllm_ray.counters import Counters
@@ -35,7 +38,10 @@ from asyncllm_ray.metrics import ClientMetrics
 from asyncllm_ray.replica import control
 from asyncllm_ray.wire import Batch, Call, Heard
 
-_NOT_RUN = Usage(0, 0, 0, 0.0, None, 0.0)
+_GRACE = 0.25
+"""Seconds for a replica to send its last words for a stream that is aborted or late."""
+_PATIENCE = 0.02
+"""Seconds for a reader to take what has arrived, before ``on_slow="abort"`` applies."""
 
 
 class Link:
@@ -79,6 +85,8 @@ class Link:
     def _start(self, remote: RemoteRequest) -> None:
         self._live.add(remote)
         remote.task = self.loop.create_task(self._run(remote))
+        if remote.call.deadline < math.inf:
+            remote.set_timer(remote.call.deadline - time.monotonic(), remote.expire)
         if not self._is_beating:
             self._is_beating = True
             self.loop.call_later(self._heartbeat, self._beat)
@@ -101,6 +109,7 @@ class Link:
         finally:
             self._live.discard(remote)
             remote.end(error)
+            remote.set_timer(None, remote.give_up)
 
     async def _attempt(self, remote: RemoteRequest) -> Exception | None:
         """Send a request to one replica, and read its answer; returns why it failed."""
@@ -108,7 +117,8 @@ class Link:
         call.key = f"{self._prefix}-{next(self._names)}"
         remote.replica = None
         try:
-            async for batch in self._handle.remote(call):
+            remote.response = self._handle.remote(call)
+            async for batch in remote.response:
                 remote.take(batch)
                 if batch.error is not None:
                     return batch.error
@@ -123,7 +133,7 @@ class Link:
     def tell(self, remote: RemoteRequest, is_aborted: bool = False) -> None:
         """Tell a replica a request's state, batched per event loop iteration."""
         replica = remote.replica
-        if replica is None:
+        if replica is None or remote not in self._live:
             return
         if not self._news:
             self.loop.call_soon(self._send_news)
@@ -171,6 +181,7 @@ class RemoteRequest:
         group: the request; its channel carries the output to the reader.
         call: the attempt under way.
         replica: handle of the replica's actor; None before the answer's first item.
+        response: Serve's response to the attempt; None before the first one.
         last: the request's last delta, which has the usage; None until it arrives.
     """
 
@@ -178,9 +189,11 @@ class RemoteRequest:
     group: RequestGroup
     call: Call
     replica: Any = None
+    response: Any = None
     task: Any = None
     last: Delta | None = None
     _num_told: int = 0
+    _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
         self.channel = self.group.channel
@@ -224,20 +237,52 @@ class RemoteRequest:
 
     def _abort(self) -> None:
         self.call.is_aborted = True
-        if self.replica is not None:
-            self.link.tell(self, is_aborted=True)
+        self.link.tell(self, is_aborted=True)
+        self.expire()
+
+    def expire(self) -> None:
+        """End the stream by its replica's word if one has the request, else at once."""
+        if self.replica is None:
+            self.give_up()
         else:
-            # Cancelling Serve's response is not enough, because it may run on: ``Call.is_aborted``
-            # tells the replica, or a message as soon as the replica is known.
-            self.end(None)
+            self.set_timer(_GRACE, self.give_up)
+
+    def set_timer(self, seconds: float | None, run: Callable[[], None]) -> None:
+        """Run a function after ``seconds``, in place of the one that was to run; None: neither."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.link.loop.call_later(seconds, run)
+
+    def give_up(self) -> None:
+        """End the stream with what has arrived, and leave Serve's queue or the replica."""
+        self.call.is_aborted = True
+        self.link.tell(self, is_aborted=True)
+        self.end(None if self.group.cancelled else self._exceeded())
+        if self.response is not None:
+            # In Serve's queue this gives up the place; a replica closes the generator.
+            with contextlib.suppress(Exception):  # Those of the response, which may have failed.
+                self.response.cancel()
+            self.task.cancel()
+
+    def _exceeded(self) -> DeadlineExceededError:
+        now = time.monotonic()
+        where = "waiting for a replica" if self.replica is None else "its replica did not answer"
+        return DeadlineExceededError(
+            f"request {self.group.request_id!r} passed its deadline while {where}, "
+            f"{now - self.group.arrived_at:.3f} s after it was submitted",
+            partial=make_partial(self.group, now),
+        )
+
+    def _abort_late_reader(self, num_written: int) -> None:
+        channel = self.channel
+        if num_written - channel.num_read >= channel.max_unread and not channel.ended:
+            self.abort(self.group)
 
     def take(self, batch: Batch) -> None:
         """Hand an item of the answer to the reader."""
         channel, members = self.channel, self.group.members
         if batch.replica is not None:
             self.replica = batch.replica
-            if self.group.cancelled:
-                self.link.tell(self, is_aborted=True)
         if channel.ended:
             return
         if batch.prompt_token_ids:
@@ -250,7 +295,9 @@ class RemoteRequest:
         if self.call.placed is not None:
             self.call.placed.answered()
         for delta in batch.deltas:
-            members[delta.index].token_ids.extend(delta.token_ids)
+            member = members[delta.index]
+            member.token_ids.extend(delta.token_ids)
+            member.output.texts.append(delta.text)
             if delta.usage is not None:
                 self.last = delta
                 delta = replace(delta, finish_reason=None, stop_reason=None, usage=None)
@@ -261,6 +308,9 @@ class RemoteRequest:
         if self.last is not None:
             return
         self.link.counters.pauses += channel.num_written - self._num_told >= self.call.window
+        if channel.on_slow == "abort" and channel.num_unread >= channel.max_unread:
+            late = self._abort_late_reader
+            self.link.loop.call_later(_PATIENCE, late, channel.num_written)
         self._wake()
 
     def end(self, error: Exception | None) -> None:
@@ -272,7 +322,8 @@ class RemoteRequest:
             assert last.usage is not None
             end: Any = End(last.finish_reason, last.stop_reason, last.usage, output=last.index)
         elif self.group.cancelled:
-            end = End("abort", None, _NOT_RUN)
+            usage = make_usage(self.group, self.group.members, time.monotonic())
+            end = End("abort", None, usage)
         else:
             end = error or EngineClosedError("the client's thread was stopped")
         self.group.cancelled = True
@@ -301,11 +352,23 @@ def translate(error: Exception) -> Exception:
     elif isinstance(error, RayActorError):
         found = EngineDeadError(f"the replica died: {error}")
     elif isinstance(error, DeploymentUnavailableError):
-        found = EngineClosedError(error.message)
+        remedy = "it was deleted, or its last update failed: deploy it again with run(…)"
+        found = EngineClosedError(f"{error.message.removesuffix('.')}; {remedy}")
     else:
         found = RequestError(f"the replica could not be asked: {explain(error)}")
     found.__cause__ = error
     return found
+
+
+class ReceivedText:
+    """Text of one output as far as it has arrived, in place of a detokenizer's."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def decode(self, _: list[int]) -> str:
+        """The text of all tokens that have arrived."""
+        return "".join(self.texts)
 
 
 @dataclass(eq=False)

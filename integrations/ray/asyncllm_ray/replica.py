@@ -33,8 +33,8 @@ Prepare = Callable[[AsyncLLMEngine], object]
 _DEFAULT_SEQS = 64
 
 _REPORT_INTERVAL = 1.0
-_END_POLL = 0.01
-"""Seconds between checks for a stream's end while its next item is not due."""
+_LAST_ITEM = 4096
+"""Tokens in an item of what is left of a stream that has ended."""
 
 
 class EngineReplica:
@@ -72,14 +72,19 @@ class EngineReplica:
         first = Batch(replica=self._actor)
         if call.is_aborted:
             return
+        options = call.options
+        request_id = options["request_id"]
+        if any(held.request_id == request_id for held in self._held.values()):
+            # Ids are unique for each client only.
+            options = options | {"request_id": f"{request_id}@{call.key}"}
         try:
             make: Any = self._engine.chat if call.is_chat else self._engine.stream
             with in_trace(call.trace):
-                stream: TokenStream = make(call.prompt, call.params, **call.options)
+                stream: TokenStream = make(call.prompt, call.params, **options)
         except Exception as error:
             yield first._replace(error=portable(error))
             return
-        held = self._held[call.key] = _HeldStream(stream, call.window, time.monotonic())
+        held = self._held[call.key] = _HeldStream(request_id, stream, call.window, time.monotonic())
         try:
             yield first
             async for batch in held.batches(self._interval, call.options["on_slow"]):
@@ -163,52 +168,61 @@ class _HeldStream:
     """Stream of a replica, and how far its client has read it.
 
     Attributes:
+        request_id: the client's id of the request.
         heard_at: time in seconds when the client was last heard from.
     """
 
-    def __init__(self, stream: TokenStream, window: int, now: float) -> None:
+    def __init__(self, request_id: str, stream: TokenStream, window: int, now: float) -> None:
+        self.request_id = request_id
         self.heard_at = now
         self._stream = stream
+        self._channel = stream._channel
         self._window = window
         self._num_sent = self._num_read = 0
-        self._is_ending = False
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def hear(self, news: Heard, now: float) -> None:
         self.heard_at = now
         self._num_read = max(self._num_read, news.num_read)
         if news.is_aborted:
-            self._is_ending = True  # Send the rest without credit.
             self._stream.abort()
-        self._news.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def give_up(self, lease: float) -> None:
         """End the request of a client that is lost."""
-        message = f"the client was not heard from for {lease:.1f} s"
-        self._error, self._is_ending = EngineDeadError(message), True
+        self._error = EngineDeadError(f"the client was not heard from for {lease:.1f} s")
         self._stream.close()
-        self._news.set()
 
     @property
     def _credit(self) -> int:
+        """Tokens that may be sent now. The rest of a stream that has ended is sent without regard
+        to its reader, because until then it has a place among Serve's ongoing requests."""
+        if self._channel.ended:
+            return _LAST_ITEM
         return self._window - (self._num_sent - self._num_read)
+
+    async def _wait(self, seconds: float | None = None) -> None:
+        """Wait for the stream's end, or for news of the client, but at most ``seconds``."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        if self._stream._call_at_end(self._waiter, None):
+            await asyncio.wait([self._waiter], timeout=seconds)
 
     async def batches(self, interval: float, on_slow: str) -> AsyncIterator[Batch]:
         """Output of the stream, while there is credit. Items are at least ``interval`` seconds
-        apart, except the last."""
+        apart, except after the stream's end."""
         stream, sent_at = self._stream, -interval
         knows_prompt = False
         while stream.finish_reason is None:
-            while self._credit <= 0 and not self._is_ending:
-                self._news.clear()
-                await self._news.wait()
-            while on_slow == "coalesce" and not stream._channel.ended:
+            while self._credit <= 0:
+                await self._wait()
+            while on_slow == "coalesce" and not self._channel.ended:
                 # During the wait the engine merges new deltas.
                 wait = sent_at + interval - time.monotonic()
                 if wait <= 0:
                     break
-                await asyncio.sleep(min(wait, _END_POLL))
+                await self._wait(wait)
             deltas, error = [], None
             try:
                 await self._read(deltas, sent_at + interval, on_slow)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from asyncllm_ray.placement import Placed
 
 
+_LEAST_TIMEOUT = 1e-6
+"""Seconds that a replica gets for a call whose time is up: an engine takes no timeout of 0."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One attempt of a request, from a client to a replica.
@@ -24,13 +30,15 @@ class Call:
     Attributes:
         key: name of the attempt, unique in the cluster.
         prompt: text, token ids, or messages if ``is_chat``.
-        options: arguments of ``AsyncLLMEngine.stream``, or ``chat``.
+        options: arguments of ``AsyncLLMEngine.stream``, or ``chat``. A replica gets what is left of
+            their ``timeout`` when the call is sent to it.
         window: tokens that the replica sends ahead of what the client has read.
         is_aborted: the request was aborted before the call was sent.
         num_tokens: tokens of the prompt; an estimate for a text.
         trace: context of the caller's span, as OpenTelemetry's headers; empty without one.
         hashes: hashes of the prompt's blocks, for the router.
         placed: the router's record of this attempt; it stays with the client.
+        deadline: end of ``timeout`` by the client's monotonic clock, in seconds; it stays there.
     """
 
     key: str
@@ -44,9 +52,14 @@ class Call:
     num_tokens: int = 1
     hashes: Sequence[bytes] = ()
     placed: Placed | None = field(default=None, repr=False)
+    deadline: float = math.inf
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sent = (self.key, self.prompt, self.params, self.options, self.window, self.is_chat)
+        options = self.options
+        if self.deadline < math.inf:
+            left = max(self.deadline - time.monotonic(), _LEAST_TIMEOUT)
+            options = options | {"timeout": left}
+        sent = (self.key, self.prompt, self.params, options, self.window, self.is_chat)
         return Call, (*sent, self.trace, self.is_aborted)
 
 
