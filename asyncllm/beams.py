@@ -109,7 +109,7 @@ async def beam_search(
 def _early_stopping(value: EarlyStopping) -> EarlyStopping:
     if check.equal_json(value, "never"):
         return value
-    return check.boolean("early_stopping", value, refuse=_early_stopping_error)
+    return check.boolean("early_stopping", value, make_error=_early_stopping_error)
 
 
 def _early_stopping_error(name: str, value: object, _: str) -> InvalidRequestError:
@@ -155,8 +155,8 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of continuations of each beam to consider in a step. So ``beam_width`` of them
-        remain even if all stop tokens are likelier."""
+        """Number of continuations of each beam to consider in a step. ``beam_width`` continuations
+        remain even if every stop token is likelier than they are."""
         return self.beam_width + len(self.stop_token_ids)
 
     def advance(self, top_tokens: Iterable[Sequence[Logprob]]) -> None:
@@ -179,8 +179,8 @@ class BeamSearch:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
             chosen = self.ended_beams if ends else going
-            # Only the ``width`` likeliest candidates may end a beam; the further ones replace the
-            # beams that ended.
+            # Only the ``width`` likeliest candidates may end a beam; the other candidates replace
+            # the beams that ended.
             if rank < width if ends else len(going) < width:
                 chosen.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
         self.running_beams = going

@@ -135,8 +135,8 @@ class EngineConfig:
         packed_cache_size: bytes of all files in that folder, as a number or as "20GiB"; the least
             recently used are removed.
         model_impl: "native" is the engine's own decoder. "transformers" runs transformers' modules
-            with the engine's attention and linear layers, for any architecture whose results this
-            does not change. "auto" is "native" for the architectures that it supports.
+            with the engine's attention and linear layers, for any architecture that has the same
+            results with them. "auto" is "native" for the architectures that it supports.
         hf_overrides: values that replace those of the checkpoint's ``config.json``: a dict of plain
             data, 16 deep, 65,536 values and characters at most. A dict is merged into a nested
             configuration such as ``text_config``, and replaces any other value. Not with a GGUF
@@ -371,5 +371,5 @@ def parse_bytes(value: int | str, field: str = "kv_cache_memory") -> int:
         field,
         size,
         1,
-        refuse=lambda name, *_: check.invalid(name, value, accepted_values),
+        make_error=lambda name, *_: check.invalid(name, value, accepted_values),
     )

@@ -32,7 +32,7 @@ from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids
 from asyncllm.runtime.submitter import Submitter
-from asyncllm.runtime.worker_thread import Rest
+from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT
@@ -77,7 +77,7 @@ class AsyncLLMEngine(Handle):
         self._observers = Observers()
         self._group: object | None = None
         """Queue of the EngineGroup that the engine is in."""
-        self._rest = Rest(self._has_running_requests)
+        self._cooldown = Cooldown(self._has_running_requests)
         self._submitter: Submitter | None = None
         self._input_processor: InputProcessor | None = None
 
@@ -125,14 +125,16 @@ class AsyncLLMEngine(Handle):
             thread.start()
             yield thread
         except BaseException:
-            thread.give_up()
+            thread.abort_start()
             self._thread = self._input_processor = self._submitter = None
             raise
 
     def _adopt_thread(self, thread: EngineThread) -> None:
         loaded, core, config = thread.loaded, thread.core, self.config
-        prompts = PromptEncoder(loaded, config, self._rest)
-        submitter = Submitter(core, thread.grammars, self._mailboxes, self._observers, self._rest)
+        prompts = PromptEncoder(loaded, config, self._cooldown)
+        submitter = Submitter(
+            core, thread.grammars, self._mailboxes, self._observers, self._cooldown
+        )
         self._submitter = submitter
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)
         # The callback does not refer to the engine, so that a dropped engine is collected.
@@ -158,7 +160,7 @@ class AsyncLLMEngine(Handle):
             until = time.monotonic() + _JOIN_TIMEOUT
             for thread_to_join in self._clean_up(thread):
                 await join(thread_to_join, max(0.0, until - time.monotonic()))
-            await thread.unwatch()
+            await thread.join_watcher()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
         """``aclose`` for a thread without an event loop."""
@@ -661,8 +663,8 @@ class AsyncLLMEngine(Handle):
         return self._thread
 
     def _running(self) -> InputProcessor:
-        """Input processor of a running or dead engine. This is the only check of state and process
-        that a call makes."""
+        """Input processor of a running or dead engine; raises an error for any other engine, and in
+        a forked process. Calls check the engine's state nowhere else."""
         thread, inputs = self._thread, self._input_processor
         if thread is None or inputs is None:
             raise self._not_started()

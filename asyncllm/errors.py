@@ -13,7 +13,7 @@
         ├── KVCacheTooSmallError               not enough KV memory, with the numbers
         └── ModelLoadError                     the model's files cannot be used
 
-DeadlineExceededError is in ``core/deadlines.py``, above the outputs that it holds.
+DeadlineExceededError is defined in ``core/deadlines.py``, because it refers to outputs.
 
 Every message names the field, its value and the accepted values.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.checkpoint.progress import LoadStage
-from asyncllm.core.engine_core import CLOSED
+from asyncllm.core.engine_core import CLOSED_MESSAGE
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineClosedError, EngineError
@@ -25,7 +25,7 @@ from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import request_ids
-from asyncllm.runtime.worker_thread import Rest
+from asyncllm.runtime.worker_thread import Cooldown
 
 _JOIN_TIMEOUT = 2.0
 
@@ -35,8 +35,9 @@ _WATCH_INTERVAL = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GroupStats(EngineStats):
-    """Statistics of an EngineGroup: the sums of its engines' statistics, and these by number. It is
-    paused if all engines are. ``last_step_time`` is the longest.
+    """Statistics of an EngineGroup: sums over its engines, and each engine's own statistics by
+    number. ``is_paused`` is true if all engines are paused; ``last_step_time`` is the longest of
+    the engines' times.
 
     Attributes:
         engines: statistics of each engine by its number.
@@ -66,19 +67,19 @@ class EngineGroup(AsyncLLMEngine):
                 print(delta, end="", flush=True)
 
     Each request goes to the engine that is expected to answer first: the one that has the longest
-    part of the prompt cached, unless more work waits there. Its stream is that engine's own. A
-    request has the same tokens on every engine.
+    part of the prompt cached, unless more work waits at that engine. The request's stream is that
+    engine's own. A request has the same tokens on every engine.
 
-    ``engine`` arguments accept a group. It owns its engines: new ones are started with it, and all
-    are closed with it. They may still be used by themselves; one that is paused gets requests only
-    while all are.
+    Functions with an ``engine`` argument accept a group. The group owns its engines: it starts new
+    ones when it is started, and closes all when it is closed. The engines may still be used by
+    themselves. A paused engine gets requests only while all engines are paused.
 
     Args:
         engines: engines, all new or all running. They have to agree in vocabulary, chat template,
             ``max_model_len``, and all other settings by which requests are checked. A group of
             running engines needs no ``start``.
-        retries: how often a request without a token may be sent again because its engine died. It
-            is sent when its stream is read, and fails after all if the other engines are full.
+        retries: how often a request without a token may be sent again because its engine died. The
+            request is sent again when its stream is read, and fails if all other engines are full.
 
     Raises:
         InvalidRequestError: for engines that cannot form a group.
@@ -103,12 +104,12 @@ class EngineGroup(AsyncLLMEngine):
         self._thread = None
         self._closed = self._is_paused = False
         self._observers = Observers()
-        self._rest = Rest(self._queue.has_running_requests)
+        self._cooldown = Cooldown(self._queue.has_running_requests)
         self._input_processor = None
         for engine in given:
             self._add(engine)
         if running:
-            self._lead(running[0])
+            self._set_primary(running[0])
 
     @property
     def engines(self) -> Mapping[int, AsyncLLMEngine]:
@@ -131,7 +132,7 @@ class EngineGroup(AsyncLLMEngine):
                 self._queue.claim(engine, number)
             await self._start_engines(list(engines.values()))
             for engine in engines.values():
-                self._queue.join_line(engine)
+                self._queue.admit_waiting(engine)
         except BaseException:
             self._queue.release(*engines.values())
             raise
@@ -146,7 +147,7 @@ class EngineGroup(AsyncLLMEngine):
         """
         self._running()
         _check_new(engine)
-        self._queue.claim(engine, -1)  # Refuses the engine to other groups meanwhile.
+        self._queue.claim(engine, -1)  # No other group can take the engine now.
         try:
             await self._start_engines([engine])
             if self._is_paused:
@@ -177,8 +178,8 @@ class EngineGroup(AsyncLLMEngine):
         if not others:
             accepted = "an engine beside which another runs; aclose() closes the group"
             raise check.invalid("engine", engine, accepted)
-        if engine._submitter is self._queue.lead:
-            self._lead(others[0])
+        if engine._submitter is self._queue.primary:
+            self._set_primary(others[0])
         try:
             await engine.aclose(drain=drain)
         finally:  # If the call is cancelled, closing goes on all the same.
@@ -186,7 +187,9 @@ class EngineGroup(AsyncLLMEngine):
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Close all engines at the same time; see ``AsyncLLMEngine.aclose``."""
-        engines = [one for one in self._queue.engines.values() if not self._queue.has_lost(one)]
+        engines = [
+            one for one in self._queue.engines.values() if not self._queue.in_other_group(one)
+        ]
         if self.state == "starting":
             raise EngineError("aclose(): the group is starting; cancel start() instead")
         for engine in engines:
@@ -217,7 +220,7 @@ class EngineGroup(AsyncLLMEngine):
         """State of the group: "running" while one of its engines is, and "dead" if one is dead and
         none runs. ``stats().states`` has the engines' own."""
         found: list[EngineState] = [
-            "new" if self._queue.has_lost(one) else one.state
+            "new" if self._queue.in_other_group(one) else one.state
             for one in self._queue.engines.values()
         ]
         order = ("starting", "new", "running", "dead")
@@ -264,16 +267,16 @@ class EngineGroup(AsyncLLMEngine):
                 if group is not None:
                     core.abort(group)
         for one in ids:
-            stream = self._queue.retried.get(one)
+            stream = self._queue.retryable.get(one)
             if stream is not None:
                 stream.abort()
 
     def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
-        """``AsyncLLMEngine.cached_prefix`` of the engine that has most cached."""
+        """Largest result of ``AsyncLLMEngine.cached_prefix`` among the engines."""
         self._running()
         most = 0
         for engine in self._queue.running():
-            with suppress(EngineError):  # It may be removed meanwhile.
+            with suppress(EngineError):  # The engine may be removed meanwhile.
                 most = max(most, engine.cached_prefix(token_ids, cache_salt))
         return most
 
@@ -286,7 +289,7 @@ class EngineGroup(AsyncLLMEngine):
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes of all engines; an engine whose requests hold KV blocks keeps
-        its own. Returns whether none did."""
+        its own. Returns False if any engine kept its prefixes."""
         self._running()
         return all(await self._call_all(lambda core: core.scheduler.kv.reset_prefix_cache()))
 
@@ -295,7 +298,7 @@ class EngineGroup(AsyncLLMEngine):
         engines that end meanwhile are left out."""
         cores = [engine._submitter.core for engine in self._queue.running() if engine._submitter]
         if not cores:
-            raise self.error or EngineClosedError(CLOSED)
+            raise self.error or EngineClosedError(CLOSED_MESSAGE)
         results = []
         for call in [core.call(run, core) for core in cores]:
             with suppress(EngineError):
@@ -307,7 +310,7 @@ class EngineGroup(AsyncLLMEngine):
         self._running()
         for engine in self._queue.running():
             return await engine.execution_report()
-        raise self.error or EngineClosedError(CLOSED)
+        raise self.error or EngineClosedError(CLOSED_MESSAGE)
 
     def stats(self) -> GroupStats:
         """Snapshot of the engines' counters and their sums. Never blocks; any thread may call
@@ -345,11 +348,11 @@ class EngineGroup(AsyncLLMEngine):
     # --- engines and checks ------------------------------------------------------------
 
     async def _start_engines(self, engines: Sequence[AsyncLLMEngine]) -> None:
-        """Start those that are new, all or none, unless they do not agree with the group."""
+        """Start the new engines, all or none. Refuse engines that do not agree with the group."""
         with ExitStack() as stack:
             new = [one for one in engines if one.state == "new"]
             for engine in new:
-                engine._rest = self._rest  # Threads of one process share its GIL.
+                engine._cooldown = self._cooldown  # Threads of one process share its GIL.
             threads = [stack.enter_context(engine._starting()) for engine in new]
             for engine, thread in zip(new, threads, strict=True):
                 await wait_for(thread.ready)
@@ -360,7 +363,7 @@ class EngineGroup(AsyncLLMEngine):
             for thread in threads:
                 thread.supervise()
         if self._input_processor is None:
-            self._lead(engines[0])
+            self._set_primary(engines[0])
 
     def _add(self, engine: AsyncLLMEngine) -> None:
         """Number an engine, and let requests go to it."""
@@ -368,20 +371,20 @@ class EngineGroup(AsyncLLMEngine):
             engine.add_observer(observer)
         self._queue.add(engine, next(self._numbers))
 
-    def _lead(self, engine: AsyncLLMEngine) -> None:
+    def _set_primary(self, engine: AsyncLLMEngine) -> None:
         """Use an engine's model and tokenizer to prepare later requests."""
         loaded = engine._require_started().loaded
         assert engine._submitter is not None
-        self._queue.lead = engine._submitter
+        self._queue.primary = engine._submitter
         if self._input_processor is None:
-            prompts = PromptEncoder(loaded, engine.config, self._rest)
+            prompts = PromptEncoder(loaded, engine.config, self._cooldown)
             self._input_processor = InputProcessor(loaded, engine.config, prompts, self._queue)
         else:
             self._input_processor.loaded = self._input_processor.prompts.loaded = loaded
 
     def _require_started(self) -> EngineThread:
         for engine in self._queue.engines.values():
-            if engine._submitter is self._queue.lead and engine._submitter is not None:
+            if engine._submitter is self._queue.primary and engine._submitter is not None:
                 return engine._require_started()
         raise self._not_started()
 
@@ -389,7 +392,7 @@ class EngineGroup(AsyncLLMEngine):
         if self._input_processor is None:
             raise self._not_started()
         if self._closed:
-            raise EngineClosedError(CLOSED)
+            raise EngineClosedError(CLOSED_MESSAGE)
         if os.getpid() != self._queue.core.pid:
             raise self._require_started().forked_error()
         return self._input_processor

@@ -29,7 +29,7 @@ from asyncllm.routing import (
 )
 from asyncllm.runtime.event_loop import running_backend, wait_for
 from asyncllm.runtime.submitter import Submission, Submitter
-from asyncllm.runtime.worker_thread import Rest
+from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 
@@ -47,35 +47,35 @@ class GroupQueue:
 
     Attributes:
         engines: engines by number; replaced, never changed.
-        retried: streams whose requests may be sent again, by id.
-        lead: submitter of the engine that represents the group; None before one has started.
-        line: calls that wait for a place at any engine.
+        retryable: streams whose requests may be sent again, by id.
+        primary: submitter of the engine that represents the group; None before one has started.
+        waiting_line: line of the calls that wait for a place at any engine.
     """
 
     def __init__(self, retries: int) -> None:
         self.engines: Mapping[int, AsyncLLMEngine] = {}
-        self.lead: Submitter | None = None
-        self.line = WaitingLine()
+        self.primary: Submitter | None = None
+        self.waiting_line = WaitingLine()
         self._retries = retries
         self._router = Router()
         self._texts = PrefixIndex(_MAX_PIECES)
-        self.retried: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
+        self.retryable: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
 
     @property
     def core(self) -> EngineCore:
-        assert self.lead is not None
-        return self.lead.core
+        assert self.primary is not None
+        return self.primary.core
 
     @property
     def grammars(self) -> GrammarCompiler:
-        assert self.lead is not None
-        return self.lead.grammars
+        assert self.primary is not None
+        return self.primary.grammars
 
     def running(self) -> list[AsyncLLMEngine]:
         return [engine for engine in self.engines.values() if engine.state == "running"]
 
     def cores(self) -> list[EngineCore]:
-        """Step loops of all engines, also of those that close."""
+        """Step loops of all engines, including engines that are closing."""
         submitters = [engine._submitter for engine in self.engines.values()]
         return [submitter.core for submitter in submitters if submitter is not None]
 
@@ -90,13 +90,13 @@ class GroupQueue:
         """Assign an engine to this group, under a number.
 
         Raises:
-            InvalidRequestError: if another group has it.
+            InvalidRequestError: if another group has the engine.
         """
-        if self.has_lost(engine):
+        if self.in_other_group(engine):
             raise check.invalid("engine", engine, "an engine that is in no other group")
         engine._group, engine._observers.engine = self, number
 
-    def has_lost(self, engine: AsyncLLMEngine) -> bool:
+    def in_other_group(self, engine: AsyncLLMEngine) -> bool:
         """Whether an engine belongs to another group."""
         return engine._group is not None and engine._group is not self
 
@@ -108,22 +108,22 @@ class GroupQueue:
                 engine._group = engine._observers.engine = None
                 if engine._submitter is not None:
                     admission = engine._submitter.core.admission
-                    admission.lines = (admission.line,)
+                    admission.waiting_lines = (admission.waiting_line,)
                 else:
-                    engine._rest = Rest(engine._has_running_requests)
+                    engine._cooldown = Cooldown(engine._has_running_requests)
 
     def add(self, engine: AsyncLLMEngine, number: int) -> None:
         """Add an engine, to which requests may then go."""
         self.claim(engine, number)
         self.engines = {**self.engines, number: engine}
-        self.join_line(engine)
+        self.admit_waiting(engine)
 
-    def join_line(self, engine: AsyncLLMEngine) -> None:
-        """Give waiting calls places at an engine, if it has started."""
+    def admit_waiting(self, engine: AsyncLLMEngine) -> None:
+        """Give waiting calls places at an engine, if the engine has started."""
         if engine._submitter is not None:
             admission = engine._submitter.core.admission
-            admission.lines = (admission.line, self.line)
-            self.line.advance()
+            admission.waiting_lines = (admission.waiting_line, self.waiting_line)
+            self.waiting_line.advance()
 
     def drop(self, number: int) -> None:
         """Forget an engine that has closed."""
@@ -137,22 +137,22 @@ class GroupQueue:
 
         Raises:
             EngineOverloadedError: if the queues of all engines are full.
-            EngineDeadError, EngineClosedError: if none runs.
+            EngineDeadError, EngineClosedError: if no engine runs.
         """
         return self._enqueue(submission, self._retries)
 
     def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
-        with self.line.lock:
+        with self.waiting_line.lock:
             submitter, stream = self._place(submission)
         submitter.start(submission)
-        return self._watch(stream, submission, retries)
+        return self._enable_retries(stream, submission, retries)
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request; if all queues are full, wait until an engine has a place for it."""
         group, is_gone = submission.request.group, running_backend().is_closed
-        with self.line.lock:
-            placed = self.line.push(group, partial(self._place_first, submission), is_gone)
-        self.line.advance()
+        with self.waiting_line.lock:
+            placed = self.waiting_line.push(group, partial(self._place_first, submission), is_gone)
+        self.waiting_line.advance()
         if not placed.done():
             try:
                 for core in self.cores():
@@ -161,17 +161,17 @@ class GroupQueue:
             except BaseException:
                 for engine in self.running()[:1]:
                     if engine._submitter is not None and os.getpid() == self.core.pid:
-                        engine._submitter.core.send(self._leave_line, submission, placed)
+                        engine._submitter.core.send(self._stop_waiting, submission, placed)
                 raise
             group.restart(self.core.clock())
         submitter, stream = placed.result()
         submitter.start(submission)
-        return self._watch(stream, submission, self._retries)
+        return self._enable_retries(stream, submission, self._retries)
 
-    def _leave_line(self, submission: Submission, placed: Future[Any]) -> None:
+    def _stop_waiting(self, submission: Submission, placed: Future[Any]) -> None:
         """Remove a cancelled call from the waiting line or the queue. An engine thread runs this
         function, because a destructor may have cancelled the call."""
-        self.line.withdraw(submission.request.group)
+        self.waiting_line.withdraw(submission.request.group)
         for sent in submission.observers:
             sent.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
         placed.add_done_callback(_abort_placed)
@@ -184,29 +184,29 @@ class GroupQueue:
             return None
 
     def _place(
-        self, submission: Submission, num_lines: int | None = None
+        self, submission: Submission, num_waiting_lines: int | None = None
     ) -> tuple[Submitter, TokenStream]:
         """Give a request its place at an engine, and make its stream. The caller holds the lock of
         the waiting line, so that two requests cannot take one id.
 
         Args:
-            num_lines: as for ``Admission.reserve``.
+            num_waiting_lines: as for ``Admission.reserve``.
         """
         while True:
-            submitter, sent = self._choose(submission, num_lines)
+            submitter, sent = self._choose(submission, num_waiting_lines)
             try:
-                return submitter, submitter.reserve(submission, num_lines)
+                return submitter, submitter.reserve(submission, num_waiting_lines)
             except BaseException as error:
                 if sent is not None:
                     sent.withdraw()
                 was_taken = sent is not None and isinstance(error, EngineOverloadedError)
                 if not was_taken and not isinstance(error, EngineError):
                     raise
-                # Its place was taken, or it died, since it was chosen: choose again.
+                # Since the choice, the engine died or its last place was taken: choose again.
 
     def _choose(
-        self, submission: Submission, num_lines: int | None
-    ) -> tuple[Submitter, _Sent | None]:
+        self, submission: Submission, num_waiting_lines: int | None
+    ) -> tuple[Submitter, _RoutingObserver | None]:
         """Choose an engine for a request.
 
         Returns:
@@ -228,7 +228,7 @@ class GroupQueue:
         if len(submitters) == 1 and request.token_ids:
             (only,) = submitters.values()
             return only, None
-        hashes = [] if request.token_ids else text_hashes(*_beginning(submission))
+        hashes = [] if request.token_ids else text_hashes(*_prompt_beginning(submission))
         found = self._texts.find(hashes, self.core.clock()) if hashes else {}
         candidates = []
         for number, submitter in submitters.items():
@@ -238,7 +238,7 @@ class GroupQueue:
             if request.token_ids:
                 cached = core.num_cached_tokens(request)
             num_tokens = submission.num_tokens
-            wait = core.admission.retry_after(request.group, num_tokens, num_lines)
+            wait = core.admission.retry_after(request.group, num_tokens, num_waiting_lines)
             kv = core.scheduler.kv
             lacking = max(num_tokens - cached, 1)
             num_blocks, num_free = kv.max_blocks_for(lacking), kv.pool.num_free
@@ -254,29 +254,31 @@ class GroupQueue:
         route = self._router.choose(candidates, submission.num_tokens)
         number: Any = route.key
         text = self._texts.add(number, hashes, self.core.clock()) if hashes else None
-        sent = _Sent(self._router, route, self._texts, text)
+        sent = _RoutingObserver(self._router, route, self._texts, text)
         submission.observers = (sent,)
         return submitters[number], sent
 
-    def _watch(self, stream: TokenStream, submission: Submission, retries: int) -> TokenStream:
+    def _enable_retries(
+        self, stream: TokenStream, submission: Submission, retries: int
+    ) -> TokenStream:
         """Have the request sent again if its engine dies before the first token."""
-        submission.stream = None  # Only the reader refers to it: losing the stream aborts.
+        submission.stream = None  # Only the reader keeps the stream, so dropping it aborts.
         stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
         if retries:
-            self.retried[stream.request_id] = stream
+            self.retryable[stream.request_id] = stream
         return stream
 
     def _resubmit(self, submission: Submission, retries: int, stream: TokenStream) -> bool:
         try:
-            self._enqueue(submission.again(stream), retries)
+            self._enqueue(submission.copy_for_retry(stream), retries)
         except AsyncLLMError:
             return False
         return True
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
-    """Observer of one request, which keeps the router's count of it, and the index of texts."""
+class _RoutingObserver:
+    """Observer of one request, which updates the router's counts and the index of texts."""
 
     router: Router
     route: Route
@@ -308,7 +310,7 @@ def _abort_placed(placed: Future[Any]) -> None:
         placed.result()[1].abort()
 
 
-def _beginning(submission: Submission) -> tuple[str, str | None]:
+def _prompt_beginning(submission: Submission) -> tuple[str, str | None]:
     """Beginning of a prompt that is not tokenised yet, and its salt."""
     prompt, salt = submission.call[1], submission.request.cache_salt
     if isinstance(prompt, str):

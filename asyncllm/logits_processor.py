@@ -104,11 +104,11 @@ class LogitsProcessor(ABC):
             logits: ``[R, vocab_size]`` float32 on ``device``; may be changed in place.
             indices: request index of each of the R rows.
 
-        If it raises, or returns anything but such a tensor, these R requests end. A row that is not
-        finite ends its request.
+        If this method raises, or returns anything but a tensor of the same shape, these R requests
+        end. A row that is not finite ends its request.
 
         Returns:
-            A tensor of that shape.
+            A tensor of the shape of ``logits``.
         """
 
 

@@ -134,7 +134,8 @@ class _EngineRecord:
     """Observations of one engine, written by the step loop and read by a scrape."""
 
     def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, ...], vllm_buckets: bool) -> None:
-        # A weak reference: the engine thread refers to its requests, and these to this observer.
+        # A strong reference would keep the engine alive: the engine thread refers to its requests,
+        # and requests refer to this observer.
         self.engine = weakref.ref(engine)
         self.labels = labels
         self.lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""OutputReader: collects the deltas that were read of one output."""
+"""OutputReader: collects the deltas read from one output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncllm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class OutputReader:
-    """Collector of the deltas that were read of one output, on the loop that reads its stream.
+    """Collector of the deltas read from one output, on the loop that reads the stream.
 
     Attributes:
         num_read: number of tokens read. They are the first ones of the request's output, to which

@@ -33,7 +33,7 @@ class TokenLogprobs:
     is among ``top`` too. ``sampled, top = entry`` unpacks both.
     """
 
-    # ``_content`` is packed until it is read, because few entries are: a Logprob object per
+    # ``_content`` is packed until it is read, because few entries are read: a Logprob object per
     # candidate of every token would keep the garbage collector busy for longer than the step.
     __slots__ = ("_content",)
 
@@ -225,7 +225,7 @@ class Delta:
         return self.text
 
 
-class _DeltaOfOneToken:
+class _MutableDelta:
     """Mutable twin of Delta, which becomes a Delta by assigning ``__class__``. A frozen dataclass
     sets each field through ``object.__setattr__``, which takes four times as long, and each step
     makes a delta per stream."""
@@ -250,7 +250,7 @@ def make_token_delta(
     token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0
 ) -> Delta:
     """Make a delta of one token, the usual case."""
-    delta: Any = _DeltaOfOneToken(token_id, text, logprobs, index)
+    delta: Any = _MutableDelta(token_id, text, logprobs, index)
     delta.__class__ = Delta
     return delta
 
@@ -295,8 +295,8 @@ class CompletionOutput:
                 Pydantic supports; None for plain ``json.loads``.
 
         Raises:
-            InvalidOutputError: for text that is not such JSON; the error has the ``text``. An
-                output that was cut off, by ``max_tokens`` for example, ends inside a value.
+            InvalidOutputError: for text that is not JSON of this type; the error has the ``text``.
+                An output that was cut off, by ``max_tokens`` for example, ends inside a value.
             InvalidRequestError: for a type that Pydantic does not support.
         """
         return parse_output(self.text, self.finish_reason, type)

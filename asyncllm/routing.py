@@ -28,15 +28,16 @@ TEXT_PIECE = 2048
 
 _MAX_TEXT_PIECES = 32
 _RUNNING_TOKENS = 32
-"""Load of a running request in prompt tokens: its token takes as long in a step as several of a
-prompt."""
+"""Load of a running request in prompt tokens: in a step, its one token takes as long as several
+prompt tokens."""
 _EQUAL_RATES, _MAX_RATE = 1.5, 8.0
-"""Bounds on the ratio of a rate to the median rate. Up to the first, a rate counts as the median,
-because measured rates of equal engines differ; beyond the second, it counts as the second."""
+"""Bounds on the ratio of a rate to the median rate. Up to a ratio of _EQUAL_RATES, a rate counts as
+the median, because measured rates of equal engines differ; beyond _MAX_RATE, it counts as _MAX_RATE
+times the median."""
 _RECENT_CHOICES, _RECENT_WEIGHT = 256, 0.5
-"""Choices per engine over which recent ones count, and the part of an excess that is added. With
-fewer, prompts that are short beside a prefix that they share stay with one engine; with more, an
-old burst counts for long."""
+"""Number of latest choices per engine that count as recent, and the part of an engine's excess that
+is added to its load. With fewer choices, prompts that are short beside their shared prefix stay
+with one engine; with more choices, an old burst counts for long."""
 _MAX_WEIGHT = 1e6
 _TRUST_REQUESTS = 8
 """Number of requests over which an engine's ``trust`` is averaged: the share of expected cache hits
@@ -70,13 +71,13 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class _Ledger:
+class _EngineLoad:
     """What a router has sent to one engine.
 
     Attributes:
         num_requests: requests that have no token yet.
         num_tokens: prompt tokens of these requests.
-        num_left: prompt tokens of these requests that are not expected to be cached.
+        num_uncached: prompt tokens of these requests that are not expected to be cached.
         recent: prompt tokens that were not expected to be cached, of the latest requests, weighted
             by ``Router._weight``.
         trust: moving average of the share of expected cached tokens that were really cached.
@@ -84,7 +85,7 @@ class _Ledger:
 
     num_requests: int = 0
     num_tokens: int = 0
-    num_left: int = 0
+    num_uncached: int = 0
     recent: float = 0.0
     trust: float = 1.0
 
@@ -105,20 +106,21 @@ class Route:
     cached_tokens: int
     seconds: float
     _claimed_tokens: int = field(repr=False)
-    _ledger: _Ledger = field(repr=False)
+    _load: _EngineLoad = field(repr=False)
     _is_pending: bool = field(default=True, init=False, repr=False)
 
 
 class Router:
     """Chooses the engine with the least expected time to a prompt's first token.
 
-    That time is the number of tokens that the engine computes before, divided by its own rate. The
-    tokens are those of the prompt that the engine has not cached, those of earlier prompts that
-    wait, and some for each running request, which takes its part of every step.
+    That time is the number of tokens that the engine computes before the first token, divided by
+    the engine's rate. The tokens are those of the prompt that the engine has not cached, those of
+    earlier prompts that wait, and some for each running request, which takes its part of every
+    step.
 
-    An engine that was lately sent more tokens to compute than the mean of all counts half of the
-    excess in addition. So a prefix that many prompts share gets a copy on further engines before
-    queues grow, while a single conversation stays where it is.
+    If an engine was lately sent more tokens to compute than the mean of all engines, half of the
+    excess is added to its tokens. So a prefix that many prompts share gets a copy on further
+    engines before queues grow, while a single conversation stays on its engine.
 
     A router keeps count of the requests that it sent and that have no token yet, so that a burst
     spreads even where statistics arrive late. Any thread may call it.
@@ -126,16 +128,16 @@ class Router:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ledgers: dict[Key, _Ledger] = {}
+        self._loads: dict[Key, _EngineLoad] = {}
         # Exponential decay: instead of scaling every ``recent`` down, scale new entries up.
         self._weight = 1.0
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
         """Choose an engine, and count the prompt as sent to it until ``settle``.
 
-        Engines that are not alive or are full are excluded, and paused ones while another is not
-        paused. Equal engines are chosen in turn, because requests sent to an engine count as load.
-        Statistics may be old or wrong; impossible numbers are ignored.
+        Engines that are not alive or are full are excluded, and so are paused engines unless all
+        are paused. Equal engines are chosen in turn, because requests sent to an engine count as
+        load. Statistics may be old or wrong; impossible numbers are ignored.
 
         Args:
             candidates: all engines.
@@ -181,61 +183,63 @@ class Router:
         with self._lock:
             if not route._is_pending:
                 return
-            ledger, route._is_pending = route._ledger, False
-            ledger.num_requests -= 1
-            ledger.num_tokens -= route.num_tokens
-            ledger.num_left -= route.num_tokens - route.cached_tokens
+            load, route._is_pending = route._load, False
+            load.num_requests -= 1
+            load.num_tokens -= route.num_tokens
+            load.num_uncached -= route.num_tokens - route.cached_tokens
             if cached_tokens is not None and route._claimed_tokens > 0:
                 share = min(cached_tokens / route._claimed_tokens, 1.0)
-                ledger.trust += (share - ledger.trust) / _TRUST_REQUESTS
+                load.trust += (share - load.trust) / _TRUST_REQUESTS
 
     def forget(self, key: Key) -> None:
         """Forget an engine that was removed or has died, and the requests sent to it."""
         with self._lock:
-            self._ledgers.pop(key, None)
+            self._loads.pop(key, None)
 
     def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
         count, usual = len(ready), _median_rate(ready)
-        ledgers = [ledger for one in ready if (ledger := self._ledgers.get(one.key))]
-        mean = sum(ledger.recent for ledger in ledgers) / max(len(ledgers), 1)
-        if len(ledgers) < count:
+        loads = [load for one in ready if (load := self._loads.get(one.key))]
+        mean = sum(load.recent for load in loads) / max(len(loads), 1)
+        if len(loads) < count:
             # A new engine counts as an average one, so that it changes no other engine's excess.
-            ledgers = [self._ledgers.setdefault(one.key, _Ledger(recent=mean)) for one in ready]
+            loads = [self._loads.setdefault(one.key, _EngineLoad(recent=mean)) for one in ready]
         recent_weight = _RECENT_WEIGHT / self._weight
         best, least = 0, math.inf
-        for i, (one, ledger) in enumerate(zip(ready, ledgers, strict=True)):
+        for i, (one, load) in enumerate(zip(ready, loads, strict=True)):
             stats = one.stats
-            work = num_tokens + ledger.num_left
+            work = num_tokens + load.num_uncached
             work += one.missing_tokens
             if one.cached_tokens > 0:
-                work -= _usable_hit(one, ledger, num_tokens)
-            if stats.num_queued_tokens > ledger.num_tokens:
-                work += stats.num_queued_tokens - ledger.num_tokens
-            num_running = ledger.num_requests
+                work -= _usable_hit(one, load, num_tokens)
+            if stats.num_queued_tokens > load.num_tokens:
+                work += stats.num_queued_tokens - load.num_tokens
+            num_running = load.num_requests
             if stats.num_running > num_running:
                 num_running = stats.num_running
             work += _RUNNING_TOKENS * num_running
-            if ledger.recent > mean:
-                work += recent_weight * (ledger.recent - mean)
+            if load.recent > mean:
+                work += recent_weight * (load.recent - mean)
             rate = stats.prompt_tokens_per_second
             if rate != usual:
                 rate = _credible_rate(rate, usual)
             if work < least * rate:
                 best, least = i, work / rate
-        candidate, ledger = ready[best], ledgers[best]
-        hit = _usable_hit(candidate, ledger, num_tokens)
-        self._count_sent(ledger, num_tokens, num_tokens - hit, count)
+        candidate, load = ready[best], loads[best]
+        hit = _usable_hit(candidate, load, num_tokens)
+        self._count_sent(load, num_tokens, num_tokens - hit, count)
         claimed = candidate.cached_tokens
-        return Route(candidate.key, num_tokens, hit, least, claimed, ledger)
+        return Route(candidate.key, num_tokens, hit, least, claimed, load)
 
-    def _count_sent(self, ledger: _Ledger, num_tokens: int, num_left: int, count: int) -> None:
-        ledger.num_requests += 1
-        ledger.num_tokens += num_tokens
-        ledger.num_left += num_left
+    def _count_sent(
+        self, load: _EngineLoad, num_tokens: int, num_uncached: int, count: int
+    ) -> None:
+        load.num_requests += 1
+        load.num_tokens += num_tokens
+        load.num_uncached += num_uncached
         self._weight *= 1.0 + 1.0 / (_RECENT_CHOICES * count)
-        ledger.recent += num_left * self._weight
+        load.recent += num_uncached * self._weight
         if self._weight > _MAX_WEIGHT:
-            for one in self._ledgers.values():
+            for one in self._loads.values():
                 one.recent /= self._weight
             self._weight = 1.0
 
@@ -272,9 +276,9 @@ def _check_candidates(candidates: Sequence[Candidate]) -> None:
         raise check.invalid("candidates", [one.key for one in given], "each key once")
 
 
-def _usable_hit(candidate: Candidate, ledger: _Ledger, num_tokens: int) -> int:
+def _usable_hit(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int:
     """Tokens of a prompt that are expected to be cached; the last token is always computed."""
-    return min(int(candidate.cached_tokens * ledger.trust), num_tokens - 1)
+    return min(int(candidate.cached_tokens * load.trust), num_tokens - 1)
 
 
 def _credible_rate(rate: float, usual: float) -> float:
@@ -346,7 +350,7 @@ class Sent:
         hashes: its block hashes.
         found: stamps of the prompt's leading blocks in the index; 0 for a block of a prompt that is
         still under way.
-        stamp: its own stamp.
+        stamp: serial number of the prompt in the index.
     """
 
     key: Key
@@ -406,7 +410,7 @@ class PrefixIndex:
                     ranges.append((keys - longer, least, middle - 1))
             if self.max_age < math.inf:
                 for key, count in found.items():
-                    found[key] = self._num_young(key, hashes, count, now)
+                    found[key] = self._num_unexpired(key, hashes, count, now)
             return {key: count for key, count in found.items() if count}
 
     def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
@@ -478,7 +482,7 @@ class PrefixIndex:
             for one in self._blocks.pop(key, ()):
                 self._drop_holder(key, one)
 
-    def _num_young(self, key: Key, hashes: Sequence[bytes], count: int, now: float) -> int:
+    def _num_unexpired(self, key: Key, hashes: Sequence[bytes], count: int, now: float) -> int:
         blocks = self._blocks[key]
         while count and now - blocks[hashes[count - 1]][1] > self.max_age:
             count -= 1

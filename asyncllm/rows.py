@@ -100,8 +100,8 @@ class Rows:
     Attributes:
         wake: function called when a row has ended; set by the reader.
         limit: maximum number of rows that were drawn and whose results were not read.
-        is_running: tells whether the engine accepts requests; if it does not, its error is the
-            job's.
+        is_running: function that returns whether the engine accepts requests; if it does not, the
+            engine's error ends the job.
         error: exception that ended the job, until it is raised.
 
     Raises:
@@ -139,10 +139,10 @@ class Rows:
         if is_text or not isinstance(self.rows, Iterable | AsyncIterable):
             raise check.invalid("rows", self.rows, "an iterable of rows, or an async iterable")
 
-    def bind(self, most: int, is_running: Callable[[], bool]) -> None:
-        """Set the limit, at most ``most``, and how to tell whether the engine runs."""
-        given = check.integer("max_under_way", self.max_under_way, 1, most, optional=True)
-        self.limit, self.is_running = given or most, is_running
+    def bind(self, max_rows: int, is_running: Callable[[], bool]) -> None:
+        """Set the limit, at most ``max_rows``, and how to tell whether the engine runs."""
+        given = check.integer("max_under_way", self.max_under_way, 1, max_rows, optional=True)
+        self.limit, self.is_running = given or max_rows, is_running
 
     @property
     def has_room(self) -> bool:
@@ -194,7 +194,7 @@ class Rows:
         self._num_drawn += 1
         try:
             if self.key is not None:
-                found.key = None  # This stays the key if ``key`` raises.
+                found.key = None  # The key stays None if ``key`` raises.
                 found.key = self.key(row)
             if found.key in self.done:
                 self._num_done += 1
@@ -227,14 +227,14 @@ class Rows:
         """Register a row that was submitted; its end wakes the reader of the results."""
         row.stream = stream
         self._under_way[row] = None
-        if not stream._call_at_end(row, mailbox):
+        if not stream._wake_at_end(row, mailbox):
             row.set_result()
 
     def _on_end(self, row: _Row) -> None:
         self._ended.append(row)
         self.wake()
 
-    def take(self) -> _Row | None:
+    def pop_ended(self) -> _Row | None:
         """Remove the next row that has ended; None if there is none."""
         if self.ordered:
             row = next(iter(self._under_way), None)
@@ -244,7 +244,7 @@ class Rows:
             return row
         while self._ended:
             row = self._ended.popleft()
-            # The engine thread and the submitter's may both have reported the end.
+            # The engine thread and the submitting thread may both have reported the row's end.
             if self._under_way.pop(row, row) is None:
                 return row
         return None
@@ -273,7 +273,7 @@ class Rows:
         under_way, self._under_way = self._under_way, {}
         self._ended.clear()
         for row in under_way:
-            row.on_end = _ignore  # The engine may refer to the request, and so to the row.
+            row.on_end = _ignore  # Let go of the job: the engine may still refer to the row.
             row.row = None
             if row.stream is not None:
                 row.stream.close()
@@ -321,8 +321,8 @@ class RowStream(Handle):
 
     def __init__(self, rows: Rows, submit: Submit) -> None:
         self._rows = rows
-        self._feed = _Feed(rows, submit)
-        rows.wake = self._feed.wake
+        self._feeder = _RowFeeder(rows, submit)
+        rows.wake = self._feeder.wake
 
     def __aiter__(self) -> RowStream:
         return self
@@ -336,10 +336,10 @@ class RowStream(Handle):
             EngineDeadError, EngineClosedError: if the engine died or was closed.
             RuntimeError: if another task reads, or the last read was on another loop.
         """
-        rows, feed = self._rows, self._feed
+        rows, feed = self._rows, self._feeder
         while True:
             feed.start()
-            row = rows.take()
+            row = rows.pop_ended()
             if row is not None:
                 try:
                     return await _read(rows, row)
@@ -352,7 +352,7 @@ class RowStream(Handle):
 
     async def aclose(self) -> None:
         """Abort the rows under way, and end the iteration. Idempotent; returns at once."""
-        self._feed.close()
+        self._feeder.close()
 
     async def __aenter__(self) -> RowStream:
         return self
@@ -361,19 +361,19 @@ class RowStream(Handle):
         await self.aclose()
 
     def __del__(self) -> None:
-        if hasattr(self, "_feed"):
-            self._feed.close()
+        if hasattr(self, "_feeder"):
+            self._feeder.close()
 
 
 async def _read(rows: Rows, row: _Row) -> RowResult:
-    """Read the stream of a row that has ended, which does not wait."""
+    """Read the stream of a row that has ended, without waiting."""
     if row.stream is not None:
         with row.reading():
             row.completion = await row.stream.result()
     return rows.result(row)
 
 
-class _Feed:
+class _RowFeeder:
     """Background task that draws and submits rows while there is room. It does not refer to the
     RowStream, which is collected when its reader drops it."""
 
@@ -386,7 +386,7 @@ class _Feed:
         self._waiter: Any = None
 
     def start(self) -> None:
-        """Begin to feed, unless the task runs or there is no room."""
+        """Start the task, unless it runs or there is no room for a row."""
         self._backend = self._backend or running_backend()
         if self._backend.make_waiter() is None:
             raise RuntimeError("map() belongs to the event loop that read its first result")
@@ -394,7 +394,7 @@ class _Feed:
             self._cancel = self._backend.spawn(self._run())
 
     async def wait(self) -> None:
-        """Wait until a row has ended or the task has."""
+        """Wait until a row or the task has ended."""
         if self._waiter is not None:
             raise RuntimeError("the results of map() are being read by another task")
         assert self._backend is not None
@@ -421,7 +421,7 @@ class _Feed:
         async one on the event loop."""
         iterator, backend = self._rows.take_iterator(), self._backend
         if isinstance(iterator, Generator):
-            with suppress(RequestError):  # Without a thread, garbage collection closes it.
+            with suppress(RequestError):  # If no thread starts, its destructor closes the iterator.
                 self._worker.submit(partial(_close_generator, iterator))
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 
@@ -452,8 +452,8 @@ class _Feed:
             self.wake()
 
     async def _draw(self) -> Any:
-        """The next row, or _END. An iterator may block, so that a thread draws from it; the items
-        of a list or tuple are at hand."""
+        """The next row, or _END. A thread draws from an iterator, which may block; a list or a
+        tuple is read directly."""
         given, iterator = self._rows.rows, self._rows.iterator()
         if isinstance(given, AsyncIterable):
             return await anext(iterator, _END)
@@ -464,7 +464,7 @@ class _Feed:
     async def _submit_row(self, row: _Row, prompt: Any, params: SamplingParams | None) -> None:
         with self._rows.submitting(row):
             stream = await self._submit(prompt, params)
-            if not self._rows.is_exhausted:  # Else dropping the stream aborts the request.
+            if not self._rows.is_exhausted:  # Otherwise dropping the stream aborts the request.
                 self._rows.add(row, stream)
 
 
@@ -482,7 +482,7 @@ def blocking_results(
             event.clear()
             if rows.has_room:
                 _feed_one(rows, submit, mailbox)
-            row = rows.take()
+            row = rows.pop_ended()
             if row is not None:
                 yield _read_blocking(rows, row, mailbox)
             elif rows.is_over():

@@ -14,7 +14,7 @@ from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
 INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
-    # Each output has a copy of the prompt's token ids.
+    # Bounded, because each output has a copy of the prompt's token ids.
     "n": (1, 256),
     "top_k": (-1, check.MAX_INTEGER),
     "seed": (-(2**63), 2**64 - 1),
@@ -47,8 +47,8 @@ MAX_BAD_WORD_LENGTH = 1024
 """Maximum number of characters of a bad word. All bad words are checked at each token while the
 batch waits."""
 MAX_BAD_CHARACTERS = 2**14
-"""Maximum number of characters of all bad words together. Each is tokenised twice while an event
-loop waits."""
+"""Maximum number of characters of all bad words together. Each bad word is tokenised twice while an
+event loop waits."""
 
 MAX_BIAS = 1024
 MAX_STOP_IDS = 128
@@ -102,13 +102,14 @@ class SamplingParams:
             do not end the output. With it, or with ``structured_outputs``, at most 128 stop tokens
             are allowed: ``stop_token_ids`` and the model's EOS tokens together.
         logprobs: number of most likely tokens to report at each position, at most
-            ``EngineConfig.max_logprobs``; -1 for all, where that is -1. The sampled token is always
-            reported; None reports nothing.
+            ``EngineConfig.max_logprobs``; -1 for all, if ``max_logprobs`` is -1 too. The sampled
+            token is always reported; None reports nothing.
         truncate_prompt_tokens: number of tokens to keep at the end of a longer prompt, at most
             ``max_model_len - 1``; -1 is ``max_model_len - 1``. ``Usage.truncated_prompt_tokens``
             counts the tokens cut off. None refuses a prompt that leaves no room for one output
             token.
-        logit_bias: token id to a number added to its logit, in [-100, 100]; 1024 entries at most.
+        logit_bias: map from token id to a number in [-100, 100] that is added to the token's logit;
+            1024 entries at most.
         allowed_token_ids: the only token ids that may be sampled.
         bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose token sequences
             may not occur in the output, with or without a space before them. Words of one token
@@ -219,7 +220,7 @@ class SamplingParams:
                 raise check.invalid("logit_bias", bias, "a mapping of token id to number")
             if len(bias) > MAX_BIAS:
                 raise check.invalid("logit_bias", bias, f"at most {MAX_BIAS} token ids")
-            ids = check.token_ids("logit_bias", bias.keys(), most=MAX_BIAS)
+            ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_BIAS)
             values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
             self._set_field("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from asyncllm import validation as check
-from asyncllm.core.channel import Channel, End, merge_pending
+from asyncllm.core.channel import Channel, StreamEnd, merge_pending
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import EngineDeadError, RequestError, copy_for_raise
@@ -58,7 +58,7 @@ class TokenStream(Handle):
 
     _request: Request
     _core: EngineCore
-    _mailbox_of_loop: Callable[[], LoopMailbox]
+    _get_loop_mailbox: Callable[[], LoopMailbox]
     _parser: MessageParser | None = None
     request_id: str = field(init=False)
     finish_reason: FinishReason | None = None
@@ -72,7 +72,7 @@ class TokenStream(Handle):
     _error: BaseException | None = None
     _stop_reason: str | int | None = None
     _outputs: list[OutputReader] = field(init=False)
-    _only_output_texts: list[str] | None = None
+    _single_output_texts: list[str] | None = None
     _resubmit: Callable[[TokenStream], bool] | None = None
     """Function that sends a request, whose engine died before its first token, to another engine of
     the group; returns whether one took it. None outside of a group with ``retries``."""
@@ -82,21 +82,21 @@ class TokenStream(Handle):
         # Copy the list, because a group drops its members when it ends.
         self._outputs = list(map(OutputReader, self._group.members))
         if len(self._outputs) == 1:
-            self._only_output_texts = self._outputs[0].texts
+            self._single_output_texts = self._outputs[0].texts
         self.request_id = self._group.request_id
         self._channel = self._group.channel
 
-    def _go_on_with(
-        self, request: Request, core: EngineCore, mailbox_of_loop: Callable[[], LoopMailbox]
+    def _switch_request(
+        self, request: Request, core: EngineCore, get_loop_mailbox: Callable[[], LoopMailbox]
     ) -> None:
-        """Go on with another engine's request, before anything was read."""
-        self._request, self._core, self._mailbox_of_loop = request, core, mailbox_of_loop
+        """Continue this stream with another engine's request, before anything was read."""
+        self._request, self._core, self._get_loop_mailbox = request, core, get_loop_mailbox
         self._backend = None
         self.__post_init__()
 
-    def _goes_on(self) -> bool:
-        """Whether another engine took over the request, whose engine died before its first
-        token."""
+    def _try_resubmit(self) -> bool:
+        """Resubmit the request if its engine died before the first token; returns whether another
+        engine took it."""
         channel, resubmit = self._channel, self._resubmit
         if channel.num_written or self._group.aborted:
             return False
@@ -184,7 +184,7 @@ class TokenStream(Handle):
                 self._is_reading = False
                 channel.has_reader = False
                 channel.waiter = None
-        if self._resubmit is not None and self._goes_on():
+        if self._resubmit is not None and self._try_resubmit():
             return await self.__anext__(timeout)  # pyright: ignore[reportArgumentType]
         return self._take_delta()
 
@@ -205,7 +205,7 @@ class TokenStream(Handle):
         self._core.check_waiting()
         mailbox = self._channel.mailbox
         if mailbox is None:
-            self._channel.mailbox = mailbox = self._mailbox_of_loop()
+            self._channel.mailbox = mailbox = self._get_loop_mailbox()
         elif not isinstance(mailbox, LoopMailbox):
             raise self._is_read_elsewhere()
         self._backend = mailbox.backend
@@ -237,7 +237,9 @@ class TokenStream(Handle):
                 channel.has_reader = True
                 if not items and channel.final is None:
                     mailbox.wait(waiter)
-            delta = None if self._resubmit is not None and self._goes_on() else self._take_delta()
+            delta = (
+                None if self._resubmit is not None and self._try_resubmit() else self._take_delta()
+            )
         except BaseException:
             self.abort()
             raise
@@ -247,12 +249,12 @@ class TokenStream(Handle):
             channel.waiter = None
         return self.read_blocking(mailbox) if delta is None else delta
 
-    def _call_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
+    def _wake_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
         """Have ``mailbox`` (None: the running loop's) wake ``waiter`` once the request has ended,
         and not at each delta. To be called once, before any read. Returns False if the request has
         ended already; the waiter may be woken even then."""
         self._channel.waiter = waiter
-        self._channel.mailbox = self._mailbox_of_loop() if mailbox is None else mailbox
+        self._channel.mailbox = self._get_loop_mailbox() if mailbox is None else mailbox
         return self._channel.final is None
 
     def _take_delta(self) -> Delta:
@@ -271,7 +273,7 @@ class TokenStream(Handle):
             delta = self._parser.push(delta)
             if self.finish_reason is not None:
                 self.finish_reason = delta.finish_reason
-        texts = self._only_output_texts
+        texts = self._single_output_texts
         if texts is None:
             self._outputs[delta.index].add(delta)
         else:
@@ -285,17 +287,21 @@ class TokenStream(Handle):
             self._core.send(self._core.on_drained, self._group)
         return delta
 
-    def _merge_end(self, delta: Delta, final: End | BaseException) -> Delta:
+    def _merge_end(self, delta: Delta, final: StreamEnd | BaseException) -> Delta:
         """Merge the end into ``delta``. The end is left for the next read if it is an exception, if
         merging its last token would exceed ``max_merged``, or if it belongs to another output."""
-        if isinstance(final, End) and delta is not _NO_TOKENS and delta.index != final.output:
+        if isinstance(final, StreamEnd) and delta is not _NO_TOKENS and delta.index != final.output:
             return delta
-        if isinstance(final, End) and final.finish_reason == "abort" and self._is_read_cancelled:
+        if (
+            isinstance(final, StreamEnd)
+            and final.finish_reason == "abort"
+            and self._is_read_cancelled
+        ):
             if self._error is None:
                 delta = replace(delta, text=delta.text + final.text, index=final.output)
                 self._error = self._cut_off_error()
             final = self._error
-        if not isinstance(final, End):
+        if not isinstance(final, StreamEnd):
             if delta.text or delta.token_ids:
                 return delta
             if self._parser is not None and self._parser.interrupt():
@@ -379,7 +385,7 @@ class TokenStream(Handle):
         return Completion(self.request_id, prompt, outputs, self.usage, self.prompt_logprobs)
 
     def _make_outputs(self) -> tuple[CompletionOutput, ...]:
-        if self._only_output_texts is not None:
+        if self._single_output_texts is not None:
             only = self._outputs[0]
             only.num_read, only.finish_reason = self._channel.num_read, self.finish_reason
             only.stop_reason = self._stop_reason

@@ -51,7 +51,8 @@ class EngineTracing:
     ) -> None:
         from asyncllm import __version__
 
-        # A weak reference: the engine thread refers to its requests, and these to this observer.
+        # A strong reference would keep the engine alive: the engine thread refers to its requests,
+        # and requests refer to this observer.
         self._engine = weakref.ref(engine)
         self._model = engine.config.model_name
         self._capture_content = capture_content

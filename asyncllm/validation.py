@@ -1,11 +1,11 @@
 """Validation: converts arguments to plain Python values, or raises a clear error.
 
-An error names the field, its value and the accepted range. Numbers may be numpy's. Each has a
-bound, because an unbounded one would raise later, where it is converted, on the thread that serves
-every request.
+An error names the field, its value and the accepted range. Numbers may be numpy's. Each number has
+a bound, because an unbounded number would raise later, where it is converted, on the thread that
+serves every request.
 
-Each function takes ``optional=True``, which accepts None, and ``refuse``, which makes an exception
-other than InvalidRequestError.
+Each function takes ``optional=True``, which accepts None, and ``make_error``, a function that makes
+an exception other than InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_DEPTH = 16
 MAX_SECONDS = 1e7
 """Maximum duration: 115 days, less than any platform's longest wait for a lock."""
 
-Refuse = Callable[[str, object, str], Exception]
+ErrorFactory = Callable[[str, object, str], Exception]
 """Function that makes an exception from a field's name, its value and the accepted values."""
 
 
@@ -88,18 +88,23 @@ def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
 
 
 def _refuse(
-    name: str, value: Any, accepted: str, *, optional: bool = False, refuse: Refuse = invalid
+    name: str,
+    value: Any,
+    accepted: str,
+    *,
+    optional: bool = False,
+    make_error: ErrorFactory = invalid,
 ) -> None:
     """Refuse a value, unless it is None and None is accepted."""
     if value is not None or not optional:
-        raise refuse(name, value, accepted + " or None" * optional)
+        raise make_error(name, value, accepted + " or None" * optional)
 
 
-def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **how: Any) -> Any:
+def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **options: Any) -> Any:
     """Check an int in ``[low, high]``."""
     found = _integer_in(value, low, high)
     if found is None:
-        _refuse(name, value, f"an integer from {low} to {high}", **how)
+        _refuse(name, value, f"an integer from {low} to {high}", **options)
     return found
 
 
@@ -121,7 +126,7 @@ def number(
     *,
     above: bool = False,
     what: str = "a finite number",
-    **how: Any,
+    **options: Any,
 ) -> Any:
     """Check a float in ``[low, high]``, or in ``(low, high]`` if ``above`` is set. Negative zero
     becomes zero."""
@@ -134,41 +139,41 @@ def number(
     if low <= found <= high and not (above and found == low):
         return found
     word = "above" if above else "from"
-    return _refuse(name, value, f"{what} {word} {low:g} to {high:g}", **how)
+    return _refuse(name, value, f"{what} {word} {low:g} to {high:g}", **options)
 
 
-def seconds(name: str, value: Any, **how: Any) -> Any:
+def seconds(name: str, value: Any, **options: Any) -> Any:
     """Check a duration in seconds. If ``above`` is set, 0 is refused too."""
-    return number(name, value, 0, MAX_SECONDS, what="a number of seconds", **how)
+    return number(name, value, 0, MAX_SECONDS, what="a number of seconds", **options)
 
 
-def boolean(name: str, value: Any, **how: Any) -> Any:
+def boolean(name: str, value: Any, **options: Any) -> Any:
     kind = type(value)
     if kind is bool:
         return value
     if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
         return bool(value)
-    return _refuse(name, value, "true or false", **how)
+    return _refuse(name, value, "true or false", **options)
 
 
-def string(name: str, value: Any, *, empty: bool = False, **how: Any) -> Any:
+def string(name: str, value: Any, *, empty: bool = False, **options: Any) -> Any:
     """Check a text: it must be valid UTF-8, without lone surrogates."""
     text = plain_text(value)
     if text or (empty and text is not None):
         with suppress(UnicodeEncodeError):
             text.encode()
             return text
-    return _refuse(name, value, "a string" if empty else "a non-empty string", **how)
+    return _refuse(name, value, "a string" if empty else "a non-empty string", **options)
 
 
-def plain_data(name: str, value: Any, **how: Any) -> Any:
+def plain_data(name: str, value: Any, **options: Any) -> Any:
     """Copy a dict of plain data: None, booleans, finite numbers, 64-bit integers, text, lists, and
     dicts with text for keys."""
     with suppress(Exception):
         if isinstance(value, Mapping):
             return _copy_plain_data(value, [MAX_DATA], MAX_DEPTH)
     accepted = f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA} values and characters at most"
-    return _refuse(name, value, accepted, **how)
+    return _refuse(name, value, accepted, **options)
 
 
 def _copy_plain_data(value: Any, num_left: list[int], depth: int) -> Any:
@@ -196,53 +201,55 @@ def _copy_plain_data(value: Any, num_left: list[int], depth: int) -> Any:
     return number("", value, -sys.float_info.max, sys.float_info.max)
 
 
-def choice(name: str, value: Any, choices: Sequence[str], **how: Any) -> Any:
+def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any:
     text = plain_text(value)
     if text in choices:
         return text
-    return _refuse(name, value, " or ".join(map(repr, choices)), **how)
+    return _refuse(name, value, " or ".join(map(repr, choices)), **options)
 
 
-def items(name: str, value: Any, accepted: str, most: int = MAX_ITEMS, **how: Any) -> Any:
-    """Read the items of a sequence or a set into a tuple, empty for None. More than ``most`` items
-    are refused; an endless iterable is read no further than that."""
+def items(name: str, value: Any, accepted: str, max_items: int = MAX_ITEMS, **options: Any) -> Any:
+    """Read the items of a sequence or a set into a tuple, empty for None. More than ``max_items``
+    items are refused; an endless iterable is read no further than one item beyond."""
     found: Any = value or () if value is None or type(value) is tuple else None
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
     if found is None and not is_text and isinstance(value, Iterable):
         with suppress(TypeError):  # Iterating over an array without dimensions raises TypeError.
-            found = tuple(itertools.islice(value, most + 1))
-    if found is not None and len(found) <= most:
+            found = tuple(itertools.islice(value, max_items + 1))
+    if found is not None and len(found) <= max_items:
         return found
-    return _refuse(name, value, accepted if found is None else f"at most {most} {accepted}", **how)
+    return _refuse(
+        name, value, accepted if found is None else f"at most {max_items} {accepted}", **options
+    )
 
 
 def strings(
-    name: str, value: Any, most: int = MAX_ITEMS, longest: int = MAX_INTEGER, **how: Any
+    name: str, value: Any, max_items: int = MAX_ITEMS, max_length: int = MAX_INTEGER, **options: Any
 ) -> Any:
-    """Check a sequence of at most ``most`` non-empty strings; returns a tuple.
+    """Check a sequence of at most ``max_items`` non-empty strings; returns a tuple.
 
     Args:
-        longest: maximum number of characters of a string.
+        max_length: maximum number of characters of a string.
     """
     accepted = "a sequence of strings"
-    if longest < MAX_INTEGER:
-        accepted = f"strings of {longest} characters at most"
+    if max_length < MAX_INTEGER:
+        accepted = f"strings of {max_length} characters at most"
     if value is None:
-        return _refuse(name, value, accepted, **how)
-    found = items(name, value, accepted, most, **how)
+        return _refuse(name, value, accepted, **options)
+    found = items(name, value, accepted, max_items, **options)
     # ``optional`` concerns the field; its items may not be None.
-    found = tuple([string(name, one, **{**how, "optional": False}) for one in found])
-    if max(map(len, found), default=0) > longest:
-        _refuse(name, found, accepted, **how)
+    found = tuple([string(name, one, **{**options, "optional": False}) for one in found])
+    if max(map(len, found), default=0) > max_length:
+        _refuse(name, found, accepted, **options)
     return found
 
 
 def token_ids(
-    name: str, value: Any, below: int = MAX_INTEGER, most: int = MAX_ITEMS, **how: Any
+    name: str, value: Any, below: int = MAX_INTEGER, max_items: int = MAX_ITEMS, **options: Any
 ) -> Any:
     """Check a sequence of integers in ``[0, below)``; returns a tuple, empty for None."""
     accepted = f"token ids, integers from 0 to {below - 1}"
-    found = items(name, value, accepted, most, **how)
+    found = items(name, value, accepted, max_items, **options)
     with suppress(Exception):
         kinds = set(map(type, found))
         ids = found if kinds <= {int} else tuple(array("q", found))
@@ -250,15 +257,17 @@ def token_ids(
             return ids
     wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
-    return _refuse(name, next(wrong, value), accepted, **{**how, "optional": False})
+    return _refuse(name, next(wrong, value), accepted, **{**options, "optional": False})
 
 
-def field(owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **how: Any) -> None:
+def field(
+    owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **options: Any
+) -> None:
     """Validate a field of a frozen dataclass, and store the plain value. The default value is
     always accepted, even if it is None."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
-        found = validator(name, value, *limits, optional=default is None, **how)
+        found = validator(name, value, *limits, optional=default is None, **options)
         object.__setattr__(owner, name, found)
 
 

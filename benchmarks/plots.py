@@ -191,22 +191,22 @@ async def draw_demo(streams: int = 8, seed: int = 11) -> str:
     from asyncllm.cli.arguments import parse
     from asyncllm.cli.demo import _submit
     from asyncllm.cli.demo_view import View
-    from asyncllm.cli.tracks import follow_all
+    from asyncllm.cli.tracked_streams import follow_all
 
     given = parse(["demo", "--streams", str(streams), "--seed", str(seed)])
     async with AsyncLLMEngine() as engine:
-        show = _submit(engine, given)
-        view = View(Console(width=110, height=24), show)
+        demo = _submit(engine, given)
+        view = View(Console(width=110, height=24), demo)
         most, frame = 0, view.live_frame()
 
         def look() -> None:
             nonlocal most, frame
-            running = [t for t in show.tracks if t.first_token_at and not t.done]
+            running = [t for t in demo.streams if t.first_token_at and not t.done]
             text = sum(len(t.text) for t in running)
             if len(running) >= 3 and text > most:
                 most, frame = text, view.live_frame()
 
-        await follow_all(show, look)
+        await follow_all(demo, look)
     console = Console(width=110, height=24, record=True, file=io.StringIO())
     console.print(frame)
     return console.export_svg(title="asyncllm demo", unique_id="demo")

@@ -27,7 +27,7 @@ from asyncllm import LLM, EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffer import plain_batch, step_inputs
+from asyncllm.gpu.batch.step_buffer import make_dummy_batch, step_inputs
 from asyncllm.gpu.build import build_model_runner
 from benchmarks.common import Report, options
 
@@ -106,7 +106,7 @@ def teacher_forced_logits(
             for table in batch.tables:
                 table.num_blocks[0] = 0
                 table.append(0, list(range(1, 2 + count // table.block_size)))
-            inputs = step_inputs(plain_batch([0], [count]), batch, torch.device("cpu"))
+            inputs = step_inputs(make_dummy_batch([0], [count]), batch, torch.device("cpu"))
             inputs = replace(inputs, wanted=torch.arange(count), num_logits=count)
             logits.append(state.model.forward(inputs, state.cache).logits.float())
     runner.close()

@@ -30,7 +30,7 @@ from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.core.output_processor import Output
+from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.outputs import Usage
@@ -206,7 +206,7 @@ def make_request(name: str, token_ids: list[int], now: float = 0.0) -> Request:
         SamplingParams(seed=0, temperature=0.0, ignore_eos=True, max_tokens=ANSWER_TOKENS),
         token_ids=token_ids,
         max_model_len=INFO.max_model_len,
-        output=Output(str, NoText()),
+        output=DetokenizerState(str, NoText()),
     )
 
 

@@ -120,7 +120,7 @@ def sampling_time(
     params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
     rows = list(range(ROWS))
     for row in rows:
-        rules = TokenRules.of(params.allowed_token_ids, (), VOCAB)
+        rules = TokenRules.create(params.allowed_token_ids, (), VOCAB)
         assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
         runner.inputs.apply(StepBatch(0, assignments=[assignment]))
         update = runner.sampler.assign(assignment)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import asyncllm
 from asyncllm.core.channel import Channel
-from asyncllm.core.output_processor import Output, OutputProcessor
+from asyncllm.core.output_processor import DetokenizerState, OutputProcessor
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.errors import RequestError
 from asyncllm.observer import ObserverNotifier
@@ -124,7 +124,7 @@ class ChannelRig:
             SamplingParams(logprobs=0 if logprobs else None),
             token_ids=[1],
             max_model_len=10**9,
-            output=Output(str, detokenizer),
+            output=DetokenizerState(str, detokenizer),
         )
         self.request.status = Status.RUNNING
         self.scheduler = SimpleNamespace(

@@ -6,7 +6,7 @@ from asyncllm import SamplingParams
 from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.output_processor import Output
+from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.observer import ObserverNotifier, Observers, RequestInfo
@@ -36,7 +36,7 @@ class Rig:
         group = RequestGroup(name, channel, deadline=deadline)
         for i, length in enumerate(lengths):
             params = SamplingParams(max_tokens=length, temperature=0.0, seed=0)
-            output = Output(self.tokenizer.decode, self.tokenizer.detokenizer(params))
+            output = DetokenizerState(self.tokenizer.decode, self.tokenizer.detokenizer(params))
             Request(group, params, token_ids=[*PROMPT, i], max_model_len=256, output=output)
         if self.observers.all:
             group.notifier = ObserverNotifier(group.members[0], self.observers.all)

@@ -234,7 +234,7 @@ class Driver:
                 sampling=picklable_params(seq.sampling),
                 eos_token_ids=seq.eos,
                 processors_key=processors_key,
-                token_rules=TokenRules.of(
+                token_rules=TokenRules.create(
                     seq.sampling.allowed_token_ids, (), self.executor.info.vocab_size
                 ),
             )

@@ -51,7 +51,7 @@ def exact_experts(
     gate: Tensor | None = None,
 ) -> Tensor:
     """What ``Experts`` returns, one expert of all tokens at a time."""
-    out = torch.zeros(len(x), weights.width, dtype=torch.float64)
+    out = torch.zeros(len(x), weights.hidden_size, dtype=torch.float64)
 
     def linear(layer: LinearWeights, expert: int, rows: Tensor) -> Tensor:
         count = layer.shape[0] // weights.num_experts

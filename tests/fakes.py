@@ -86,7 +86,7 @@ class FakeTokenizer:
             min_tokens=params.min_tokens,
         )
 
-    def fewest_tokens(self, num_characters: int) -> int:
+    def min_num_tokens(self, num_characters: int) -> int:
         return (num_characters + 3) // 4
 
 

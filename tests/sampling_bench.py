@@ -112,7 +112,7 @@ class Bench:
             ([1],),
             params,
             eos,
-            token_rules=TokenRules.of(
+            token_rules=TokenRules.create(
                 params.allowed_token_ids, bad_words, self.sampler.state.vocab_size
             ),
         )

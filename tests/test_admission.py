@@ -308,5 +308,5 @@ def test_a_caller_that_has_left_the_line_gets_no_place(clock):
     aborted.cancelled = True
     admission.forget(first)
     assert waiting.result(0)
-    assert (admission.num_queued, len(admission.line)) == (1, 0)
+    assert (admission.num_queued, len(admission.waiting_line)) == (1, 0)
     assert (gone.members, aborted.members, len(last.members)) == ([], [], 1)

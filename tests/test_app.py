@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncllm import InvalidRequestError
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
-from asyncllm.serving.http_protocol import _Answer
+from asyncllm.serving.http_protocol import _AnswerSender
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -484,7 +484,7 @@ async def test_the_head_is_sent_with_the_first_part(headers, parts, expected):
 
     flow = SimpleNamespace(write_paused=False)
     protocol = SimpleNamespace(cycle=cycle, flow=flow, transport=transport, linger=None)
-    answer = _Answer(protocol, send)
+    answer = _AnswerSender(protocol, send)
     await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
     assert sent == []
     for part in parts:

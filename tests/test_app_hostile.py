@@ -21,7 +21,7 @@ from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connections import SPARE_FILES
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import HttpParser
-from asyncllm.serving.turns import EVENTS_PER_TURN, STARTS_PER_ITERATION, RequestStarts
+from asyncllm.serving.parse_queue import EVENTS_PER_TURN, STARTS_PER_ITERATION, RequestStartQueue
 from asyncllm.serving.websocket_protocol import FREE_FRAMES, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
@@ -135,7 +135,7 @@ async def test_requests_of_clients_that_have_gone_are_not_submitted():
 
 async def test_requests_begin_a_few_at_a_time_and_in_order():
     """Those of clients that have gone take no other's turn."""
-    starts, begun, sizes = RequestStarts(), [], []
+    starts, begun, sizes = RequestStartQueue(), [], []
 
     async def request(number):
         await starts.wait(lambda: number < 6)

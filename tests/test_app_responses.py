@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 
 from asyncllm import RequestError
-from asyncllm.serving.response_input import messages_of
+from asyncllm.serving.response_input import items_to_messages
 from asyncllm.serving.response_store import Conversation, ResponseStore, StoredResponse
 from asyncllm.testing import fake_engine
 from tests.app_clients import app_client, served_app
@@ -139,7 +139,7 @@ async def test_calls_and_results_go_on():
 
 async def test_messages_of_items():
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    found = messages_of(
+    found = items_to_messages(
         [
             {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -203,7 +203,7 @@ async def test_the_store_is_bounded():
     def response(kilobytes, parts=0):
         content = [{"type": "text", "text": ""}] * parts or "x" * (1000 * kilobytes - 400)
         messages = ({"role": "user", "content": content},)
-        return StoredResponse(Conversation().followed_by(messages), "{}")
+        return StoredResponse(Conversation().extended_by(messages), "{}")
 
     store = ResponseStore(max_responses=3, max_size=100_000)
     for name in "abcd":

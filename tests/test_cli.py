@@ -14,9 +14,9 @@ import pytest
 
 from asyncllm.cli import main
 from asyncllm.cli.conversation import Conversation
-from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.text import format_rate, printable
+from asyncllm.cli.word_wrapper import WordWrapper
 from tests.processes import hear_ctrl_c, python
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.text.any_of import any_of
 from asyncllm.text.chat_template import ChatTemplate
+from asyncllm.text.literal_pattern import literal_pattern
 from asyncllm.text.tokenizer import Tokenizer
 from tests.chat_tokens import as_written, controls, encode
 from tests.tokenizer_kinds import CHATML, KINDS, SENTENCES, SPECIAL, byte_level, make, unigram
@@ -329,11 +329,11 @@ def test_templates_that_encode(backend, template):
 def test_pattern_finds_the_longest_text_at_each_place(texts, text):
     longest_first = sorted(texts - {""}, key=len, reverse=True)
     plain = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-    assert any_of(texts).findall(text) == plain.findall(text)
+    assert literal_pattern(texts).findall(text) == plain.findall(text)
 
 
 def test_pattern_of_texts_within_texts_compiles():
-    assert any_of(["a" * length for length in range(1, 300)]).findall("b" + "a" * 400) == [
+    assert literal_pattern(["a" * length for length in range(1, 300)]).findall("b" + "a" * 400) == [
         "a" * 299,
         "a" * 101,
     ]

@@ -39,7 +39,7 @@ def test_groups_expire_by_deadline_and_arrival(groups, times):
         due = sorted((g for g in live if g.deadline <= now), key=lambda g: g.deadline)
         assert list(deadlines.expire(now)) == due
         live = [g for g in live if g not in due]
-        assert deadlines.soonest == min((g.deadline for g in live), default=math.inf)
+        assert deadlines.earliest == min((g.deadline for g in live), default=math.inf)
         assert len(deadlines) >= len(live)
     assert list(deadlines.expire(math.inf)) == sorted(live, key=lambda g: g.deadline)
     assert len(deadlines) == 0

@@ -12,12 +12,12 @@ from collections import deque
 import pytest
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.channel import Channel, End
+from asyncllm.core.channel import Channel, StreamEnd
 from asyncllm.core.deadlines import DeadlineExceededError
-from asyncllm.core.engine_core import CLOSED, EngineCore
+from asyncllm.core.engine_core import CLOSED_MESSAGE, EngineCore
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
-from asyncllm.core.output_processor import Output
+from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.tracebacks import clear_frames
@@ -104,7 +104,7 @@ class Rig:
             SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
             token_ids=list(prompt),
             max_model_len=128,
-            output=Output(TOKENIZER.decode, TOKENIZER.detokenizer(SamplingParams())),
+            output=DetokenizerState(TOKENIZER.decode, TOKENIZER.detokenizer(SamplingParams())),
         )
         self.admission.reserve(group, len(prompt))
         return request
@@ -129,7 +129,7 @@ class Rig:
 def end_of(request):
     """The reason of a request's end, or its exception; None while it lives."""
     final = request.group.channel.final
-    return final.finish_reason if isinstance(final, End) else final
+    return final.finish_reason if isinstance(final, StreamEnd) else final
 
 
 def test_one_step_at_a_time_is_launched_and_collected():
@@ -412,7 +412,7 @@ def test_closing_at_once_aborts_what_lives():
     assert end_of(request) == "abort"
     assert request.group.cancelled
     assert rig.device.closed
-    with pytest.raises(EngineClosedError, match=CLOSED):
+    with pytest.raises(EngineClosedError, match=CLOSED_MESSAGE):
         rig.make("b")
     assert isinstance(rig.core.call(int).exception(0), EngineClosedError)
 

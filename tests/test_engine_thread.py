@@ -51,7 +51,7 @@ def test_each_look_at_the_step_is_an_interval_after_the_one_before(monkeypatch):
             # One is for ever: it only says that the loop was closed.
             if soon := [when for when in handles if when < began + 1000.0]:
                 now = min(soon)
-        await thread.unwatch()
+        await thread.join_watcher()
 
     asyncio.run(main())
     assert looks == [10.0, 20.0, 30.0]

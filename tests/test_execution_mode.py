@@ -18,7 +18,7 @@ from asyncllm.gpu.execution_mode import (
     execution_mode_for,
     graph_sizes,
 )
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
@@ -132,11 +132,11 @@ def test_limits_that_are_chosen_by_measurement(monkeypatch):
 def test_what_is_captured_before_the_first_step(graphs, buckets, tokens):
     config = dummy_config(cuda_graphs=graphs, max_num_batched_tokens=100)
     runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
-    segments = replay_of(runner).segments
+    segments = replay_of(runner).piecewise
     made = runner.graphs.captured + (segments.graphs.captured if segments else [])
     assert [record.key for record in made] == [
         *(GraphKey(bucket) for bucket in buckets),
-        *(GraphKey(count, Part.BODY) for count in tokens),
+        *(GraphKey(count, GraphPart.BODY) for count in tokens),
     ]
 
 

@@ -224,12 +224,12 @@ class CountingUploader(PinnedUploader):
 
     count = 0
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         self.count += 1
         return self.count
 
-    def wait(self, mark: Any) -> None:
-        assert mark <= self.count
+    def wait(self, event: Any) -> None:
+        assert event <= self.count
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8-block", "ct-pack-4-order"])

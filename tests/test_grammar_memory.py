@@ -55,7 +55,7 @@ class Sized:
 @pytest.fixture
 def sized(monkeypatch):
     monkeypatch.setattr(compiler_module, "MAX_THREADS", 1)
-    monkeypatch.setattr(compiler_module, "MAX_REST", 0.0)
+    monkeypatch.setattr(compiler_module, "MAX_COOLDOWN", 0.0)
     backends: Any = Sized()
     compiler = GrammarCompiler(backends, 10.0)
     yield backends, compiler

@@ -18,7 +18,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart, StepGraphs
 from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -140,20 +140,20 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
 
     graphs = StepGraphs(run, CudaGraphCapturer(DEVICE), (1, 4))
     graphs.run(GraphKey(1))
-    graphs.run(GraphKey(1, Part.FORWARD))
-    graphs.run(GraphKey(1, Part.SAMPLE, Stages.PENALTIES))
-    graphs.run(GraphKey(1, Part.SAMPLE, Stages.PENALTIES))
+    graphs.run(GraphKey(1, GraphPart.FORWARD))
+    graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES))
+    graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES))
     assert [record.key for record in graphs.captured] == [
         GraphKey(4),
-        GraphKey(4, Part.FORWARD),
-        GraphKey(4, Part.SAMPLE, Stages.PENALTIES),
-        GraphKey(1, Part.SAMPLE, Stages.PENALTIES),
+        GraphKey(4, GraphPart.FORWARD),
+        GraphKey(4, GraphPart.SAMPLE, Stages.PENALTIES),
+        GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES),
     ]
     captures.fails = EMBEDDING
     runs.clear()
     for _ in range(2):
-        graphs.run(GraphKey(1, Part.SAMPLE, Stages.TOKEN_RULES))
-    assert runs == [GraphKey(rows, Part.SAMPLE, Stages.TOKEN_RULES) for rows in (4, 1)]
+        graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.TOKEN_RULES))
+    assert runs == [GraphKey(rows, GraphPart.SAMPLE, Stages.TOKEN_RULES) for rows in (4, 1)]
 
 
 @pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])

@@ -31,7 +31,7 @@ from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.token_rate import TokenRate
-from asyncllm.group_queue import GroupQueue, _Sent
+from asyncllm.group_queue import GroupQueue, _RoutingObserver
 from asyncllm.metrics import EngineMetrics
 from asyncllm.routing import Candidate
 from asyncllm.runtime.submitter import Submission
@@ -249,7 +249,7 @@ async def full_group(size=2, waiting=6):
             await engine.pause()
         held = [group.stream([i], max_tokens=1) for i in range(2 * size)]
         tasks = [asyncio.create_task(group.submit([50 + i], max_tokens=2)) for i in range(waiting)]
-        line = group._queue.line
+        line = group._queue.waiting_line
         await until(lambda: len(line) == waiting)
         yield rig, group, held, tasks, line
 
@@ -380,8 +380,8 @@ async def test_a_call_that_is_cancelled_as_it_gets_its_place_gives_it_back():
         await group.resume()
         await asyncio.gather(*map(finish, held))
         await all_free_of_each(group)
-        for one in group._queue._router._ledgers.values():
-            assert one.num_requests == one.num_tokens == one.num_left == 0
+        for one in group._queue._router._loads.values():
+            assert one.num_requests == one.num_tokens == one.num_uncached == 0
         assert kept.value.__traceback__ is not None
 
 
@@ -389,7 +389,7 @@ async def test_a_call_that_waits_is_no_refusal_and_a_call_at_an_engine_waits_the
     async with full_group(waiting=1) as (_, group, held, tasks, line):
         engine = group.engines[1]
         alone = asyncio.create_task(engine.submit([7], max_tokens=1))
-        own = core_of(engine).admission.line
+        own = core_of(engine).admission.waiting_line
         await until(lambda: len(own) == 1)
         assert (len(line), group.stats().num_rejected) == (1, 0)
         held[0].abort()
@@ -848,7 +848,7 @@ async def test_a_group_that_failed_to_start_or_was_dropped_leaves_its_engines_fr
     finally:
         gc.enable()
     assert [engine._observers.engine for engine in engines] == [None, None]
-    assert [len(core_of(engine).admission.lines) for engine in engines] == [1, 1]
+    assert [len(core_of(engine).admission.waiting_lines) for engine in engines] == [1, 1]
     assert (await stream.result()).finish_reason == "length"
     group = EngineGroup(engines)
     await group.generate([1], max_tokens=1)
@@ -860,7 +860,7 @@ async def test_a_group_of_one_adds_nothing_to_a_request():
         stream = group.stream([1, 2, 3, 4, 5], max_tokens=2)
         assert stream._request.group.notifier is None
         await stream.result()
-        assert group._queue._router._ledgers == {}
+        assert group._queue._router._loads == {}
         waited = await group.submit([1, 2, 3, 4, 5], max_tokens=2)
         assert waited._request.group.notifier is None
         assert (await waited.result()).usage.cached_tokens == 4
@@ -988,7 +988,7 @@ def a_retry_answers_twice(patch):
         lost = isinstance(self._channel.final, EngineDeadError)
         return lost and self._resubmit is not None and self._resubmit(self)
 
-    patch.setattr(TokenStream, "_goes_on", careless)
+    patch.setattr(TokenStream, "_try_resubmit", careless)
 
 
 def a_place_is_reserved_twice(patch):
@@ -1006,7 +1006,7 @@ def ids_are_unique_in_one_engine_only(patch):
 
 
 def a_retry_draws_another_seed(patch):
-    again = Submission.again
+    again = Submission.copy_for_retry
 
     def other(self, stream=None):
         found = again(self, stream)
@@ -1014,13 +1014,13 @@ def a_retry_draws_another_seed(patch):
             object.__setattr__(member.sampling, "seed", member.sampling.seed + 1)
         return found
 
-    patch.setattr(Submission, "again", other)
+    patch.setattr(Submission, "copy_for_retry", other)
 
 
 def the_router_forgets_to_settle(patch):
-    patch.setattr(_Sent, "on_finish", lambda self, request, usage, error: None)
-    patch.setattr(_Sent, "on_first_token", lambda self, request: None)
-    patch.setattr(_Sent, "withdraw", lambda self: None)
+    patch.setattr(_RoutingObserver, "on_finish", lambda self, request, usage, error: None)
+    patch.setattr(_RoutingObserver, "on_first_token", lambda self, request: None)
+    patch.setattr(_RoutingObserver, "withdraw", lambda self: None)
 
 
 def free_blocks_are_ignored(patch):
@@ -1035,7 +1035,7 @@ def affinity_is_ignored(patch):
 
 
 def those_who_wait_pass_nobody(patch):
-    patch.setattr(GroupQueue, "join_line", lambda self, engine: None)
+    patch.setattr(GroupQueue, "admit_waiting", lambda self, engine: None)
 
 
 async def nothing_is_pending():
@@ -1047,10 +1047,10 @@ async def nothing_is_pending():
             await stream.result()
         await group.submit([1], max_tokens=1)
         await all_free_of_each(group)
-        ledgers = group._queue._router._ledgers
+        ledgers = group._queue._router._loads
         assert sorted(ledgers) == [0, 1]
         for one in ledgers.values():
-            assert one.num_requests == one.num_tokens == one.num_left == 0
+            assert one.num_requests == one.num_tokens == one.num_uncached == 0
 
 
 async def all_free_of_each(group):

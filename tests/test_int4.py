@@ -9,7 +9,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops import quantise
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import GROUP, quantise_int4
+from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, quantise_int4
 from tests.linear_weights import dequantised, rounded
 from tests.native_library import context, isas
 
@@ -50,16 +50,24 @@ def test_a_group_is_rounded_no_worse_than_to_steps_of_its_range(monkeypatch, dty
     weights = quantise_int4(LinearWeights(values, torch.ones(40)))
     assert weights.scales is not None
     assert weights.zeros is not None
-    assert (weights.scheme, weights.scale_block, weights.shape) == ("int4", (1, GROUP), (40, 90))
+    assert (weights.scheme, weights.scale_block, weights.shape) == (
+        "int4",
+        (1, INT4_GROUP_SIZE),
+        (40, 90),
+    )
     assert weights.scales.shape == weights.zeros.shape == (40, 3)
     for name in ("values", "scales", "zeros"):
         assert torch.equal(getattr(weights, name), getattr(whole, name)), "chunks"
     found = dequantised(weights)
     assert not found[3].any()
     for group in range(3):
-        part = values[:, group * GROUP : (group + 1) * GROUP].double()
+        part = values[:, group * INT4_GROUP_SIZE : (group + 1) * INT4_GROUP_SIZE].double()
         low, high = part.amin(1, keepdim=True).clamp(max=0), part.amax(1, keepdim=True).clamp(min=0)
-        error = (found[:, group * GROUP : (group + 1) * GROUP] - part).square().sum(1)
+        error = (
+            (found[:, group * INT4_GROUP_SIZE : (group + 1) * INT4_GROUP_SIZE] - part)
+            .square()
+            .sum(1)
+        )
         # Half a step for the element, half for the zero point, and a scale of 8 bits.
         step = (high - low).squeeze(1) / 15.0
         assert bool((error <= part.shape[1] * (1.1 * step).square()).all())

@@ -45,7 +45,7 @@ def test_an_admission_takes_what_is_there_and_nothing_if_it_is_too_little():
     assert (kv.pool.num_free, first.blocks) == (5, ())
     assert kv.admit(first, 9, ([],), 2) is True
     assert ids(first) == [[1, 2, 3]]
-    assert (first.num_slots, first.num_computed_tokens, first.publish_at) == (12, 0, 4)
+    assert (first.num_covered_tokens, first.num_computed_tokens, first.publish_at) == (12, 0, 4)
     second = request(range(20, 28))
     assert kv.admit(second, 9, ([],)) is False
     assert kv.admit(second, 8, ([],)) is True
@@ -69,7 +69,7 @@ def test_a_hit_revives_free_blocks_and_shares_held_ones():
     assert kv.admit(third, 9, kv.find_prefix(third), 2) is False
     assert kv.admit(third, 9, kv.find_prefix(third), 1) is True
     assert [block.ref_count for block in prefix[0][:2]] == [2, 2]
-    assert (third.num_computed_tokens, third.num_published, third.num_slots) == (8, 8, 12)
+    assert (third.num_computed_tokens, third.num_published, third.num_covered_tokens) == (8, 8, 12)
     check_kv_cache(kv, [second, third])
 
 
@@ -109,14 +109,14 @@ def test_growing_appends_to_every_table_or_to_none():
     kv = manager(8, sizes=(4, 2))
     one = request(range(3))
     assert kv.admit(one, 3, ([], []))
-    assert (ids(one), one.num_slots) == ([[1], [2, 3]], 4)
+    assert (ids(one), one.num_covered_tokens) == ([[1], [2, 3]], 4)
     assert kv.grow(one, 4, reserve=100) == ([], [])
     assert kv.grow(one, 5) == ([4], [5])
-    assert (ids(one), one.num_slots) == ([[1, 4], [2, 3, 5]], 6)
+    assert (ids(one), one.num_covered_tokens) == ([[1, 4], [2, 3, 5]], 6)
     assert kv.grow(one, 7, reserve=2) is None
-    assert (ids(one), one.num_slots, kv.pool.num_free) == ([[1, 4], [2, 3, 5]], 6, 2)
+    assert (ids(one), one.num_covered_tokens, kv.pool.num_free) == ([[1, 4], [2, 3, 5]], 6, 2)
     assert kv.grow(one, 7, reserve=1) == ([], [6])
-    assert one.num_slots == 8
+    assert one.num_covered_tokens == 8
     assert kv.grow(one, 12) is None
     check_kv_cache(kv, [one])
 
@@ -150,7 +150,7 @@ def test_freeing_leaves_nothing_with_the_request_and_everything_findable():
     kv = manager()
     one = admitted(kv, range(9))
     kv.free(one)
-    assert (one.blocks, one.num_slots, one.num_computed_tokens) == ((), 0, 0)
+    assert (one.blocks, one.num_covered_tokens, one.num_computed_tokens) == ((), 0, 0)
     assert one.publish_at == NEVER
     assert kv.pool.num_free == kv.pool.num_usable
     assert len(kv.find_prefix(request(range(9)))[0]) == 2
@@ -170,9 +170,9 @@ def test_check_kv_cache_notices(damage):
     elif damage == "beyond":
         one.num_computed_tokens = 7
     elif damage == "slots":
-        one.num_slots = 7
+        one.num_covered_tokens = 7
     else:
         one.blocks = ()
-        one.num_computed_tokens = one.num_slots = 0
+        one.num_computed_tokens = one.num_covered_tokens = 0
     with pytest.raises(AssertionError):
         check_kv_cache(kv, [one, other])

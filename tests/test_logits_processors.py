@@ -196,12 +196,20 @@ def test_extra_args_are_copied_and_bounded_in_depth():
         SamplingParams(extra_args={"a": endless})
 
 
-def assigned(req_index: int, output: list[int], claimed_by: tuple[int, ...]) -> RequestAssignment:
+def assigned(
+    req_index: int, output: list[int], claiming_processors: tuple[int, ...]
+) -> RequestAssignment:
     params = SamplingParams(temperature=0.0, seed=0, extra_args={"force": 10 * req_index})
     params = params.resolve({}, {}, lambda: 0)
     tokens = [1, 2, *output]
     return RequestAssignment(
-        req_index, f"r{req_index}", tokens, 2, ([1],), params, claimed_by=claimed_by
+        req_index,
+        f"r{req_index}",
+        tokens,
+        2,
+        ([1],),
+        params,
+        claiming_processors=claiming_processors,
     )
 
 
@@ -209,8 +217,10 @@ def test_state_follows_the_batch_and_outputs_grow():
     processor, bench = force(), Bench(100)
     bench.sampler.batched = BatchedProcessors([processor])
 
-    def enter(req_index: int, output: list[int], claimed_by: tuple[int, ...] = (0,)) -> None:
-        assignment = assigned(req_index, output, claimed_by)
+    def enter(
+        req_index: int, output: list[int], claiming_processors: tuple[int, ...] = (0,)
+    ) -> None:
+        assignment = assigned(req_index, output, claiming_processors)
         bench.assign(assignment)
         bench.length[req_index] = 2 + len(output)
 
@@ -222,7 +232,7 @@ def test_state_follows_the_batch_and_outputs_grow():
         return tokens
 
     enter(1, [])
-    enter(2, [], claimed_by=())
+    enter(2, [], claiming_processors=())
     enter(3, [7, 7])  # preempted before
     assert sample(2, 3, 1) == [99, 32, 10]
     assert processor.applied == [[3, 1]]

@@ -340,7 +340,7 @@ def test_the_callers_generator_is_closed(run, kind, end):
                 await rows.aclose()
             else:
                 if end == "idle":
-                    await until(lambda: rows._feed._cancel is None)
+                    await until(lambda: rows._feeder._cancel is None)
                 del rows
             await until(lambda: closed_by)
             if end != "engine":
@@ -369,7 +369,7 @@ async def test_an_error_of_closing_a_generator_is_logged_and_a_file_stays_open(c
             rows = engine.map(file, prompt=lambda line: [int(line)], max_tokens=1)
             await anext(rows)
             await rows.aclose()
-            await until(lambda: rows._feed._cancel is None)
+            await until(lambda: rows._feeder._cancel is None)
             assert not file.closed
 
 

@@ -23,7 +23,7 @@ from asyncllm.observer import outputs_of
 from asyncllm.outputs import CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor, fake_engine
-from asyncllm.testing.fake_executor import mix
+from asyncllm.testing.fake_executor import hash_pair
 from tests.core_rig import Rig
 from tests.fakes import channel_of, core_of, fake, text_of
 from tests.idle import all_free, until
@@ -49,7 +49,7 @@ class SeededExecutor(FakeExecutor):
         super()._sample(batch, row, states, result, mask)
 
     def _next_token(self, states):
-        return mix(super()._next_token(states), self._seed) % self.info.vocab_size
+        return hash_pair(super()._next_token(states), self._seed) % self.info.vocab_size
 
     def of_seed(self, prompt, count, seed):
         self._seed = seed

@@ -6,8 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncllm.core.channel import Channel, End
-from asyncllm.core.output_processor import Output, OutputProcessor, make_partial, make_usage
+from asyncllm.core.channel import Channel, StreamEnd
+from asyncllm.core.output_processor import (
+    DetokenizerState,
+    OutputProcessor,
+    make_partial,
+    make_usage,
+)
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.errors import RequestError
 from asyncllm.outputs import Delta
@@ -95,7 +100,9 @@ class Rig:
                 SamplingParams(**params),
                 token_ids=[1, 2],
                 max_model_len=100,
-                output=Output(lambda token_ids: "".join(f"{t}," for t in token_ids), Text()),
+                output=DetokenizerState(
+                    lambda token_ids: "".join(f"{t}," for t in token_ids), Text()
+                ),
             )
             request.status = Status.RUNNING
         self.groups.append(group)
@@ -115,7 +122,11 @@ class Rig:
 
 def end_of(group):
     final = group.channel.final
-    return (final.finish_reason, final.stop_reason, final.text) if isinstance(final, End) else final
+    return (
+        (final.finish_reason, final.stop_reason, final.text)
+        if isinstance(final, StreamEnd)
+        else final
+    )
 
 
 # --- tokens -----------------------------------------------------------------------------

@@ -358,7 +358,7 @@ def test_an_engine_that_ends_leaves_no_part_of_a_file(plain, folder, monkeypatch
     )
     runner.close()
     stores = []
-    monkeypatch.setattr(PackedStore, "write_later", lambda self, notes: stores.append(self))
+    monkeypatch.setattr(PackedStore, "write_later", lambda self, sidecars: stores.append(self))
     runner = build_model_runner(
         settings(folder, packed_cache="auto"), ModelConfig.from_directory(plain)
     )
@@ -955,5 +955,5 @@ def test_what_is_no_file_does_not_stop_the_others(folder):
 
 @pytest.mark.parametrize("budget", [10**12, int("9" * 30), 2049])
 def test_a_calibration_beyond_its_range_is_a_miss(budget):
-    assert calibration.Calibration.of_note({"token_budget": budget, "tokens_ahead": 1}) is None
-    assert calibration.Calibration.of_note({"token_budget": 64, "tokens_ahead": None}) is not None
+    assert calibration.Calibration.from_json({"token_budget": budget, "tokens_ahead": 1}) is None
+    assert calibration.Calibration.from_json({"token_budget": 64, "tokens_ahead": None}) is not None

@@ -177,7 +177,7 @@ def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> Quantis
 def test_what_cannot_stay_packed():
     alike = packed_weights([codes(), codes(rows=16)], takes)
     assert alike is not None
-    assert (alike.shape, alike.below) == ((24, 64), ())
+    assert (alike.shape, alike.next_parts) == ((24, 64), ())
     mixed = packed_weights([codes(), codes(), codes(group=64), codes(bits=8), codes()], takes)
     assert mixed is not None
     assert [(part.shape, part.scheme) for part in mixed.parts] == [

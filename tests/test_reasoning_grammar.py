@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncllm import SamplingParams
-from asyncllm.core.reasoning import Reasoning
+from asyncllm.core.reasoning import ReasoningTracker
 from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import parse_structured_outputs
@@ -24,7 +24,7 @@ END = (301, ord("e"), 302)
 
 
 class Follower:
-    """Masks, the grammar and Reasoning, in the engine's order: the mask, the grammar's own
+    """Masks, the grammar and ReasoningTracker, in the engine's order: the mask, the grammar's own
     advance, then the push as the token is delivered."""
 
     def __init__(self, backend: Any, *choices: str, **reasoning: Any) -> None:
@@ -39,7 +39,7 @@ class Follower:
             stop_token_ids=frozenset({310}),
             sampling=SamplingParams(),
             token_rules=None,
-            reasoning=Reasoning(BEGIN, END, **(state | reasoning)),
+            reasoning=ReasoningTracker(BEGIN, END, **(state | reasoning)),
         )
 
     def allowed(self) -> set[int]:
@@ -108,7 +108,7 @@ def test_thoughts_do_not_come_back_in_an_answer(backend: Any) -> None:
     follower.take(*b"x<b")
     follower.request.reasoning.push(300)
     assert not follower.request.reasoning.thinking
-    often = Reasoning(BEGIN, END, thinking=False, may_begin=True)
+    often = ReasoningTracker(BEGIN, END, thinking=False, may_begin=True)
     for token in (5, *BEGIN):
         often.push(token)
     assert often.thinking, "without a grammar they do"

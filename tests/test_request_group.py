@@ -8,7 +8,7 @@ import pytest
 
 from asyncllm import EngineOverloadedError
 from asyncllm.core.batch import RowError
-from asyncllm.core.channel import End, merge_pending
+from asyncllm.core.channel import StreamEnd, merge_pending
 from asyncllm.core.request import Request
 from asyncllm.outputs import Delta
 from tests.core_rig import Rig
@@ -19,7 +19,7 @@ def read(group):
     deltas = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
     group.channel.items.clear()
     final = group.channel.final
-    if isinstance(final, End) and final.last is not None:
+    if isinstance(final, StreamEnd) and final.last is not None:
         deltas.append(final.last)
     tokens, reasons = {}, {}
     for delta in deltas:

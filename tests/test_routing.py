@@ -213,7 +213,7 @@ def test_a_burst_spreads_although_the_statistics_are_old():
     for route in routes:
         router.settle(route)
         router.settle(route)
-    assert all(ledger.num_left == ledger.num_requests == 0 for ledger in router._ledgers.values())
+    assert all(load.num_uncached == load.num_requests == 0 for load in router._loads.values())
 
 
 def test_requests_that_the_statistics_count_already_are_not_counted_twice():
@@ -298,7 +298,7 @@ def test_what_was_sent_to_a_forgotten_engine_is_forgotten():
     router.forget("unknown")
     assert router.choose(candidates, 100).seconds == pytest.approx(100 / RATE)
     router.settle(lost)
-    assert router._ledgers[0].num_left == 100
+    assert router._loads[0].num_uncached == 100
 
 
 def test_the_weights_of_the_latest_choices_stay_numbers():
@@ -307,7 +307,7 @@ def test_the_weights_of_the_latest_choices_stay_numbers():
     for _ in range(2000):
         router.settle(router.choose(candidates, 100))
     assert 1.0 <= router._weight <= 1e6
-    assert statistics.mean(one.recent for one in router._ledgers.values()) < 1e13
+    assert statistics.mean(one.recent for one in router._loads.values()) < 1e13
     assert set(keys_of(router, candidates, 2)) == {0, 1}
 
 

@@ -310,7 +310,7 @@ def test_the_core_knows_which_requests_need_the_host(fields, eos, bad_words):
     limits = SamplingLimits(64)
     params = SamplingParams(**fields)
     known = () if params.ignore_eos else eos
-    rules = TokenRules.of(params.allowed_token_ids, bad_words, 2000)
+    rules = TokenRules.create(params.allowed_token_ids, bad_words, 2000)
     bench.enter(1, [1, 2], [], known, bad_words, **fields)
     needs = bench.sampler.state.rows_needing_host(np.array([0, 1])).tolist()
     assert needs == ([1] if limits.exceeded_by(params, rules) else [])

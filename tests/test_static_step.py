@@ -28,7 +28,7 @@ from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, StepSizes
 from asyncllm.gpu.graph.cuda_graphs import (
     GraphCapturer,
     GraphKey,
-    Part,
+    GraphPart,
     StepGraphs,
     default_batch_sizes,
 )
@@ -151,7 +151,7 @@ def poisoning(runner: ModelRunner) -> None:
     derived = [f"slots_{group}" for group in range(len(memory.block_tables))]
 
     def poison() -> None:
-        segments = replay.segments
+        segments = replay.piecewise
         if segments is not None and segments._context is not None:
             # A mixed step, whose sections the host has derived: what its segments hand on.
             for (place, *_), tensor in segments._tensors.items():
@@ -208,10 +208,10 @@ def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
     for depth in (1, 2):
         assert outputs(runner, asked, kinds, depth=depth) == expected
         assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
-    segments = replay_of(runner).segments
+    segments = replay_of(runner).piecewise
     assert segments is not None
     captured = replay_of(runner).graphs.captured + segments.graphs.captured
-    assert {record.key.part for record in captured} == {*Part}
+    assert {record.key.part for record in captured} == {*GraphPart}
 
 
 def test_stages_of_sampling_run_ahead(llama: Decoder) -> None:
@@ -420,7 +420,7 @@ def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) ->
         ]
     )
     parts = {record.key.part for record in replay_of(runner).graphs.captured}
-    assert parts >= {Part.FORWARD, Part.SAMPLE}
+    assert parts >= {GraphPart.FORWARD, GraphPart.SAMPLE}
     for trace in capturer.traces:
         assert len(trace.constants) > 8
         assert storages(trace.constants) <= allowed
@@ -443,7 +443,7 @@ def test_a_bucket_is_the_smallest_that_fits() -> None:
 def test_a_graph_is_recorded_once_per_key() -> None:
     runs: list[GraphKey] = []
     graphs = StepGraphs(runs.append, GraphCapturer(), (2, 4))
-    half, masked = Part.FORWARD, (Part.SAMPLE, Stages.MASKS)
+    half, masked = GraphPart.FORWARD, (GraphPart.SAMPLE, Stages.MASKS)
     for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
         graphs.run(GraphKey(rows, *key))
     whole, small = GraphKey(4), GraphKey(2)
@@ -696,7 +696,7 @@ def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
 
 def baked(self: TorchAttention, *step: Any) -> FixedPlan:
     found = PLAN(self, *step)
-    return replace(found, hidden_keys=torch.tensor(found.hidden_keys.tolist()))
+    return replace(found, masked_keys=torch.tensor(found.masked_keys.tolist()))
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {

@@ -415,7 +415,7 @@ def test_a_vocabulary_that_cannot_spell_the_grammar_is_told(either):
 
 
 def test_special_tokens_have_names_in_lark():
-    vocabulary = replace(byte_vocabulary(b""), special={256: "<|call|>"})
+    vocabulary = replace(byte_vocabulary(b""), special_tokens={256: "<|call|>"})
     grammar = compiled(backend("llguidance", vocabulary), grammar='start: "a" <|call|> "b"')
     matcher = grammar.new_matcher()
     assert matcher.accept(ord("a"))

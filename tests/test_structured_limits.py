@@ -16,7 +16,7 @@ from asyncllm.serving.protocol_error import from_engine_error
 from asyncllm.structured.grammar import GrammarError, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
 from asyncllm.structured.merged_schemas import refuse_large_merges
-from asyncllm.structured.references import refuse_endless
+from asyncllm.structured.references import refuse_infinite_references
 from asyncllm.structured.spec import parse_structured_outputs
 from tests.refusals import refused
 from tests.structured import ByteRig, accepts, byte_vocabulary, tokens_of
@@ -441,7 +441,7 @@ def test_a_reference_whose_values_never_end_is_refused_by_name(llguidance, schem
 
 @pytest.mark.parametrize("schema", WITH_AN_END, ids=lambda one: str(one)[:60])
 def test_a_reference_with_an_end_is_none_such(schema) -> None:
-    refuse_endless(schema)
+    refuse_infinite_references(schema)
 
 
 @pytest.mark.parametrize("schema", WITH_AN_END[:4], ids=lambda one: str(one)[:60])

@@ -22,7 +22,7 @@ from tests.idle import until
 
 
 def in_line(engine):
-    return len(engine._thread.core.admission.line)
+    return len(engine._thread.core.admission.waiting_line)
 
 
 def nothing_left(engine):
@@ -30,7 +30,7 @@ def nothing_left(engine):
     return (
         stats.num_running == stats.num_waiting == stats.num_paused == 0
         and stats.num_free_blocks == stats.num_blocks
-        and admission.num_queued == admission._queued_tokens == len(admission.line) == 0
+        and admission.num_queued == admission._queued_tokens == len(admission.waiting_line) == 0
     )
 
 

@@ -25,14 +25,14 @@ WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6
 def test_they_exclude_what_the_lists_name(
     output: list[int], words: list[list[int]], allowed: set[int] | None
 ) -> None:
-    rules = TokenRules.of(None if allowed is None else sorted(allowed), words, 40)
+    rules = TokenRules.create(None if allowed is None else sorted(allowed), words, 40)
     single = {word[0] for word in words if len(word) == 1}
     several = [word for word in words if len(word) > 1]
     if rules is None:
         assert (words, allowed) == ([], None)
         return
     after = [word[-1] for word in several if output[-len(word) + 1 :] == word[:-1]]
-    assert sorted(rules.excluded_after(output)) == sorted(after)
+    assert sorted(rules.excluded_tokens(output)) == sorted(after)
     assert bool(rules.bad_words) == bool(several)
     if allowed is None and not single:
         assert rules.allowed is None
@@ -43,7 +43,7 @@ def test_they_exclude_what_the_lists_name(
 
 def test_ids_outside_the_vocabulary_have_no_place() -> None:
     with pytest.raises(IndexError, match="range"):
-        TokenRules.of([1, 64], (), 40)
+        TokenRules.create([1, 64], (), 40)
 
 
 class Read(list[int]):
@@ -57,12 +57,12 @@ class Read(list[int]):
 
 
 def test_a_token_costs_no_look_at_every_bad_word() -> None:
-    rules = TokenRules.of(None, [(i, 2000) for i in range(1024)] + [(7, 8, 9)], 2048)
+    rules = TokenRules.create(None, [(i, 2000) for i in range(1024)] + [(7, 8, 9)], 2048)
     assert rules is not None
     output = Read([5] * 480)
-    assert rules.excluded_after(output) == [2000]
+    assert rules.excluded_tokens(output) == [2000]
     assert output.num_read == 2
-    assert rules.excluded_after([7, 8]) == [2000, 9]
+    assert rules.excluded_tokens([7, 8]) == [2000, 9]
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncllm.core.channel import Channel, End
-from asyncllm.core.output_processor import Output
+from asyncllm.core.channel import Channel, StreamEnd
+from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import RequestError
 from asyncllm.outputs import CompletionOutput, Delta, Usage
@@ -47,7 +47,7 @@ class Rig:
             SamplingParams(logprobs=logprobs),
             token_ids=[1, 2],
             max_model_len=100,
-            output=Output(str),
+            output=DetokenizerState(str),
         )
         self.aborts = 0
         self.abandoned: list[RequestGroup] = []
@@ -77,7 +77,7 @@ class Rig:
     def end(self, reason="length", last=None, text="", stop_reason=None):
         if last is not None:
             self.request.token_ids += last.token_ids
-        self.channel.offer_end(End(reason, stop_reason, USAGE, text, last))
+        self.channel.offer_end(StreamEnd(reason, stop_reason, USAGE, text, last))
         self.channel.end()
 
     def fail(self, error):

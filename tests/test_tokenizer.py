@@ -234,9 +234,9 @@ def test_a_length_is_proven_only_where_it_is(name: str) -> None:
     parts = ["a", " ", "\n", "🙂", "é", "\u03b1\u0313\u0300\u0345", "</s>", "the ", "|", longest]
     for part in [*parts, *("".join(rng.choices(parts, k=9)) for _ in range(50))]:
         text = part * 50
-        assert tokenizer.fewest_tokens(len(text)) <= len(tokenizer.encode(text, False))
+        assert tokenizer.min_num_tokens(len(text)) <= len(tokenizer.encode(text, False))
     proven = name in ("byte level", "metaspace first", "metaspace always")
-    assert tokenizer.fewest_tokens(10**6) == (-(-(10**6) // len(longest)) if proven else 0)
+    assert tokenizer.min_num_tokens(10**6) == (-(-(10**6) // len(longest)) if proven else 0)
 
 
 def test_a_length_where_text_is_dropped() -> None:
@@ -248,7 +248,7 @@ def test_a_length_where_text_is_dropped() -> None:
     for backend, text in ((strips, "<|e|>" + " " * 10_000), (splits, "a" + " " * 10_000)):
         tokenizer = make_kind(backend)
         assert len(tokenizer.encode(text, False)) == 1
-        assert tokenizer.fewest_tokens(len(text)) == 0
+        assert tokenizer.min_num_tokens(len(text)) == 0
 
 
 def test_a_length_with_a_normalizer_that_composes() -> None:
@@ -259,7 +259,7 @@ def test_a_length_with_a_normalizer_that_composes() -> None:
     tokenizer = make_kind(backend)
     text = "\u03b1\u0313\u0300\u0345" * 200
     assert tokenizer.encode(text, False) == [backend.token_to_id(composed * 20)] * 10
-    assert 0 < tokenizer.fewest_tokens(len(text)) <= 10
+    assert 0 < tokenizer.min_num_tokens(len(text)) <= 10
 
 
 def test_the_vocabulary_is_read_while_loading(
@@ -273,7 +273,7 @@ def test_the_vocabulary_is_read_while_loading(
             raise AssertionError(f"{name} is read")
 
     monkeypatch.setattr(tokenizer, "backend", Unread())
-    assert tokenizer.fewest_tokens(100 * max(map(len, vocabulary))) == 100
+    assert tokenizer.min_num_tokens(100 * max(map(len, vocabulary))) == 100
     assert tokenizer.vocab_size == max(vocabulary.values()) + 1
 
 

@@ -13,7 +13,7 @@ from asyncllm.structured.backends import make_backend
 from asyncllm.structured.grammar import Grammar, Vocabulary
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.testing import fake_engine
-from asyncllm.testing.fake_executor import mix
+from asyncllm.testing.fake_executor import hash_pair
 from asyncllm.tool_calls.families import TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
@@ -52,7 +52,7 @@ def form_of(family: str) -> ResponseFormat:
 
 
 def use_of(tools: list[Any], choice: Any = "auto", parallel: bool = True) -> ToolUse:
-    found = ToolUse.of(tools, choice, parallel)
+    found = ToolUse.parse(tools, choice, parallel)
     assert found is not None
     return found
 
@@ -73,11 +73,11 @@ def draw(grammar: Grammar, seed: int, most: int = 600) -> bytes | None:
         if matcher.is_terminated():
             return bytes(text)
         allowed = sorted(tokens_of(matcher.bitmask()))
-        if matcher.may_end() and (not allowed or mix(seed, len(text) + 1) % 4 == 0):
+        if matcher.may_end() and (not allowed or hash_pair(seed, len(text) + 1) % 4 == 0):
             return bytes(text)
         # No more spaces than JSON needs: white space may be long.
         visible = [one for one in allowed if one not in b" \t\r\n"] or allowed
-        seed = mix(seed, len(text))
+        seed = hash_pair(seed, len(text))
         token = visible[seed % len(visible)]
         assert matcher.accept(token)
         text.append(token)

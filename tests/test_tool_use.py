@@ -27,7 +27,7 @@ TREE = {
 
 
 def use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse:
-    found = ToolUse.of(tools, choice, parallel)
+    found = ToolUse.parse(tools, choice, parallel)
     assert found is not None
     return found
 
@@ -55,7 +55,7 @@ def test_no_tools_and_none_chosen_offer_none() -> None:
         (None, None),
         ([ADD], "none"),
     ):
-        assert ToolUse.of(tools, choice, True) is None
+        assert ToolUse.parse(tools, choice, True) is None
     chosen = use([ADD], {"type": "function", "function": {"name": "add"}}, False)
     assert (chosen.choice, chosen.parallel) == ({"name": "add"}, False)
     assert use([ADD], {"type": "function", "name": "add"}).choice == {"name": "add"}

@@ -18,7 +18,7 @@ from asyncllm import (
     ToolCallDelta,
 )
 from asyncllm.cli.chat import _print_answer
-from asyncllm.core.reasoning import Reasoning
+from asyncllm.core.reasoning import ReasoningTracker
 from asyncllm.testing import byte_tokenizer, fake_engine, fake_llm
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.template_input import TemplateInput
@@ -372,7 +372,7 @@ async def test_a_grammar_begins_where_the_prompt_leaves_thoughts(kwargs: Any, an
 
 
 def test_reasoning_ends_behind_a_begin_of_its_delimiter() -> None:
-    reasoning = Reasoning((1,), (2, 3), thinking=True, may_begin=False)
+    reasoning = ReasoningTracker((1,), (2, 3), thinking=True, may_begin=False)
     assert [reasoning.push(token) for token in (2, 2, 3, 2)] == [True, True, True, False]
 
 

@@ -211,5 +211,5 @@ def test_an_owner_without_requests_is_forgotten():
         queue.admit(one)
         queue.release(one)
     assert (len(queue._owners), queue._num_entries) == (0, 0)
-    assert len(queue._line) <= 65
+    assert len(queue._owner_heap) <= 65
     assert queue.peek() is None

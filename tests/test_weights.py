@@ -429,13 +429,13 @@ class LateUploader(PinnedUploader):
         self.started.append((source, target))
         self.most = max(self.most, len(self.started) - self.done)
 
-    def mark(self) -> int:
+    def record_event(self) -> int:
         return len(self.started)
 
-    def wait(self, mark: int) -> None:
-        for source, target in self.started[self.done : mark]:
+    def wait(self, event: int) -> None:
+        for source, target in self.started[self.done : event]:
             target.copy_(source)
-        self.done = max(self.done, mark)
+        self.done = max(self.done, event)
 
 
 def staged(

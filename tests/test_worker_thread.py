@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from asyncllm.errors import EngineClosedError
-from asyncllm.runtime.worker_thread import LONGEST_WAIT, Rest, WorkerThread
+from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, WorkerThread
 from asyncllm.testing import fake_engine
 from tests.idle import until
 
@@ -70,7 +70,7 @@ async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled(
 
 
 async def test_close_drops_what_waits_and_cuts_the_rest_short():
-    rest = Rest(lambda: True)
+    rest = Cooldown(lambda: True)
     thread = WorkerThread("w", rest)
     go = blocked(thread)
     rest.extend(time.perf_counter() - 1e4)
@@ -89,7 +89,7 @@ async def test_close_drops_what_waits_and_cuts_the_rest_short():
 
 
 def test_a_thread_rests_twice_as_long_as_it_worked():
-    thread = WorkerThread("w", Rest(lambda: True))
+    thread = WorkerThread("w", Cooldown(lambda: True))
     began = time.perf_counter()
     thread.submit(lambda: time.sleep(0.05))
     thread.submit(lambda: None).result(10)
@@ -97,7 +97,7 @@ def test_a_thread_rests_twice_as_long_as_it_worked():
 
 
 def test_a_thread_rests_while_another_has_to():
-    rest = Rest(lambda: True)
+    rest = Cooldown(lambda: True)
     one, other = WorkerThread("w", rest), WorkerThread("w", rest)
     one.submit(lambda: time.sleep(0.05)).result(10)
     ended = time.perf_counter()
@@ -106,18 +106,18 @@ def test_a_thread_rests_while_another_has_to():
 
 def test_a_thread_rests_only_while_it_is_needed():
     answers = [True, True, False]
-    rest = Rest(lambda: answers.pop(0))
+    rest = Cooldown(lambda: answers.pop(0))
     rest.extend(time.perf_counter() - 100)
     began = time.perf_counter()
     rest.wait(threading.Event())
     assert answers == []
-    assert 2 * LONGEST_WAIT <= time.perf_counter() - began < 10
+    assert 2 * POLL_SECONDS <= time.perf_counter() - began < 10
 
 
 async def test_long_texts_rest_only_beside_running_requests():
     gate = threading.Semaphore(0)
     async with fake_engine("x" * 50, max_model_len=6000, num_blocks=2000, gate=gate) as engine:
-        engine._rest.extend(time.perf_counter() - 1000)
+        engine._cooldown.extend(time.perf_counter() - 1000)
         assert len(await engine.tokenize("a" * 5000)) == 5000
         stream = engine.stream("b", max_tokens=2)
         await until(lambda: engine.stats().num_running == 1)

@@ -380,8 +380,8 @@ class CallbackRun:
         """Run a call on the run's own thread.
 
         anyio's threads do not fit: when a task is cancelled, its call continues on a thread while
-        the next begins. On a single thread, calls run one after the other, and handlers may use
-        thread-local data.
+        the next call begins. On a single thread, calls run one after the other, and handlers may
+        use thread-local data.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")

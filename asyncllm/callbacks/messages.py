@@ -1,8 +1,8 @@
 """Arguments of handlers: messages, generations and results with LangChain's attributes.
 
 Handlers written for LangChain read attributes (``message.content``,
-``result.generations[0][0].text``) and call ``model_dump()``. The types here have both, so that
-LangChain need not be installed.
+``result.generations[0][0].text``) and call ``model_dump()``. The types of this module have these
+attributes and this method, so that LangChain need not be installed.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def make_result(completion: Completion, message_id: str | None, model_name: str)
     usage = completion.usage
     several_outputs = len(completion.outputs) > 1
     generations = [
-        # Usage counts the tokens of all outputs. Only the first generation has it, because handlers
-        # may add up those of all generations.
+        # Only the first generation has the usage, which counts the tokens of all outputs: handlers
+        # may add up the usage of all generations.
         _make_generation(
             output,
             None if output.index else usage,

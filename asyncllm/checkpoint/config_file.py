@@ -66,7 +66,7 @@ class ConfigFile:
         """Copy with ``EngineConfig.hf_overrides`` applied.
 
         Raises:
-            InvalidRequestError: for a ``quantization_config``.
+            InvalidRequestError: for an override of ``quantization_config``.
         """
         if not overrides:
             return self
@@ -77,7 +77,7 @@ class ConfigFile:
         return self.values.get(name) is not None
 
     def invalid_field(self, name: str, accepted: str) -> ModelLoadError:
-        """Make the error for field ``name``: its value is not as ``accepted`` describes."""
+        """Make the error for field ``name``, whose valid values ``accepted`` describes."""
         return self._field_error(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:
@@ -136,13 +136,13 @@ class ConfigFile:
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             value = [value]
-        return check.token_ids(name, value, vocab_size, refuse=self._field_error)
+        return check.token_ids(name, value, vocab_size, make_error=self._field_error)
 
     def _read_field(self, name: str, default: Any, read: Callable[..., Any], *limits: Any) -> Any:
         value = self.values.get(name)
         if value is None and default is not REQUIRED:
             return default
-        return read(name, value, *limits, refuse=self._field_error)
+        return read(name, value, *limits, make_error=self._field_error)
 
     def _field_error(self, name: str, value: object, accepted: str) -> ModelLoadError:
         found = "missing" if value is None else check.describe(value)
@@ -151,7 +151,7 @@ class ConfigFile:
 
 def _merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of ``values`` with ``overrides`` applied as in vLLM: an object whose name ends in
-    ``_config`` is merged field by field; any other value is replaced, RoPE's object included."""
+    ``_config`` is merged field by field; any other value is replaced, even the RoPE parameters."""
     found = dict(values)
     for name, value in overrides.items():
         if name == "quantization_config":

@@ -14,7 +14,7 @@ class RoutingConfig:
         top_k: number of experts per token.
         scoring: function from logits to scores; "softmax" is over all experts.
         renormalise: whether to divide the routing weights of a token by their sum.
-        least_sum: lower bound of the sum by which ``renormalise`` divides.
+        min_weight_sum: lower bound of the sum by which ``renormalise`` divides.
         scale: factor of the routing weights after renormalisation.
         num_groups: number of groups of experts, all of equal size.
         top_groups: number of groups from which a token's experts are chosen: those whose two best
@@ -32,7 +32,7 @@ class RoutingConfig:
     top_k: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = False
-    least_sum: float = 0.0
+    min_weight_sum: float = 0.0
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
@@ -99,7 +99,7 @@ class ExpertsConfig:
     Attributes:
         layers: one entry per layer: whether it has experts.
         intermediate_size: intermediate size of one expert.
-        shared_size: intermediate size of the shared expert, which every token passes; 0 without.
+        shared_size: intermediate size of the shared expert, which computes every token; 0 for none.
         shared_gate: whether the shared expert's output is multiplied by ``sigmoid(logit)``; a
             projection of the hidden state to one number gives the logit.
         bias: whether the experts' projections have biases.

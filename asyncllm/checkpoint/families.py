@@ -32,7 +32,7 @@ class TensorNames:
     """Names of a layer's tensors in a checkpoint.
 
     Attributes:
-        input_norm, post_norm: norms before attention and before the MLP; None without.
+        input_norm, post_norm: norms before attention and before the MLP; None for no norm.
         mixer_norm, mlp_norm: norms after attention and after the MLP, before the residual is added.
         qkv: the projections q, k and v, or one fused projection with the rows of all three.
         mlp: module that contains the MLP's projections.
@@ -50,7 +50,7 @@ class TensorNames:
     down: str = "down_proj"
 
 
-NORMS_BEFORE = TensorNames()
+PRE_NORMS = TensorNames()
 """Tensor names of a layer with norms before attention and MLP, as in Llama."""
 
 
@@ -88,7 +88,7 @@ class Family:
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
-    names: TensorNames = NORMS_BEFORE
+    names: TensorNames = PRE_NORMS
     activation: str = "hidden_act"
     partial_rotary_factor: float | None = None
     text_part: bool = False
@@ -119,8 +119,7 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
 
 
 def read_nullable_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
-    """Read the sliding window as ``read_window``; a null window means that no layer of ``layers``
-    has it."""
+    """Read the sliding window like ``read_window``; null means that no layer has a window."""
     is_sliding = "sliding_window" in config
     return read_window(config, tuple(is_sliding and each for each in layers))
 
@@ -327,12 +326,12 @@ def _read_gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
     return {**_read_gemma(config, sizes), "qk_norm": True, **window, **layers}
 
 
-NORMS_AROUND = TensorNames(
+SANDWICH_NORMS = TensorNames(
     post_norm="pre_feedforward_layernorm",
     mixer_norm="post_attention_layernorm",
     mlp_norm="post_feedforward_layernorm",
 )
-NORMS_AFTER = replace(NORMS_AROUND, input_norm=None, post_norm=None)
+POST_NORMS = replace(SANDWICH_NORMS, input_norm=None, post_norm=None)
 FUSED_NAMES = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 SHARED_MLP_NAMES = TensorNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
 GLM4_NAMES = TensorNames(
@@ -394,14 +393,14 @@ FAMILIES: dict[str, Family] = {
         "Olmo2ForCausalLM",
         MULTI_HEAD | {"rms_norm_eps": 1e-5},
         (50_279,),
-        names=NORMS_AFTER,
+        names=POST_NORMS,
         read=_read_olmo2,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         MULTI_HEAD | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
         (50_279,),
-        names=NORMS_AFTER,
+        names=POST_NORMS,
         read=_read_olmo3,
     ),
     "phi3": Family(
@@ -433,7 +432,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma2ForCausalLM",
         _GEMMA2,
         (1,),
-        names=NORMS_AROUND,
+        names=SANDWICH_NORMS,
         activation="hidden_activation",
         read=_read_gemma2,
     ),
@@ -441,7 +440,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM",
         _GEMMA3,
         (1,),
-        names=NORMS_AROUND,
+        names=SANDWICH_NORMS,
         activation="hidden_activation",
         text_part=True,
         read=_read_gemma3,

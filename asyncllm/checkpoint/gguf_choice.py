@@ -12,7 +12,7 @@ GGUF_SUFFIX = ".gguf"
 _SPLIT_SUFFIX = re.compile(r"-(\d{5})-of-(\d{5})$")
 _MAX_NAMES = 16
 _LONGER_NAMES = frozenset("k s m l p xs xl xxs xxl nl moe".split())
-"""Name parts that belong to the quantisation before them: "Q4_K" must not match "Q4_K_M"."""
+"""Parts of file names that continue a quantisation's name, as "M" in "Q4_K_M" continues "Q4_K"."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -26,7 +26,8 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     Args:
         names: names of files, relative to a repository or directory; other files are ignored.
         quantization: as a file's name spells it, such as "Q4_K_M" or "UD-Q4_K_XL". Case does not
-            matter, and "-" equals "_". Or one of ``names``. None if there must be a single file.
+            matter, and "-" equals "_". It may also be one of ``names``; None if there must be a
+            single file.
         where: the repository or directory, for errors.
 
     Raises:
@@ -50,7 +51,7 @@ def _is_companion(stem: str) -> bool:
 
 
 def _has_part(stem: str, quantization: str) -> bool:
-    """Whether a file's name has exactly this quantisation, not a longer name."""
+    """Whether a file's name contains exactly this quantisation: "Q4_K" is not in "Q4_K_M"."""
     parts, wanted = _split_name(_file_name(stem)), _split_name(quantization)
     for start in range(len(parts) - len(wanted) + 1):
         end = start + len(wanted)

@@ -101,14 +101,20 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
 
 
 def _one_of_equals(name: str, value: Any) -> Any:
-    """First element of a per-layer list of equals; else ``value``."""
+    """Return the element of a per-layer list of equal elements, and any other value as it is."""
     is_listed = name in _COPIED_FIELDS and isinstance(value, list) and len(value) > 0
     return value[0] if is_listed and value.count(value[0]) == len(value) else value
 
 
 def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
     """Raise ModelLoadError for an unknown or missing key, or an unsupported value."""
-    known = {*_COPIED_FIELDS, *_CHECKED_FIELDS, *family.fields, *family.expected, *family.more_keys}
+    known = {
+        *_COPIED_FIELDS,
+        *_CHECKED_FIELDS,
+        *family.fields,
+        *family.expected,
+        *family.extra_keys,
+    }
     known |= set(_LINEAR_FIELDS if "ssm.group_count" in family.fields else ())
     for name in fields.values:
         if name not in known:
@@ -125,7 +131,7 @@ def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
 
 
 def _num_layers(fields: ConfigFile) -> int:
-    """Number of layers without those for multi-token prediction, which come last."""
+    """Number of layers, without the last ones if they are for multi-token prediction."""
     count = fields.integer("block_count", high=2**16)
     return count - fields.integer("nextn_predict_layers", 0, low=0, high=count - 1)
 
@@ -135,13 +141,13 @@ def _has_tensor(file: GGUFFile, name: str) -> bool:
 
 
 def _window(fields: ConfigFile, family: GGUFFamily, num_layers: int) -> dict[str, Any]:
-    """Read the sliding window, and which layers have it. Few files list these layers: llama.cpp
-    knows them by architecture."""
+    """Read the sliding window and the layers that have it. If the file does not list these layers,
+    their order is that of llama.cpp's code for the architecture."""
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     window = fields.integer(name, family.constants.get("sliding_window"), low=0, high=2**31 - 1)
     if not window:
-        return {"sliding_window": None} if family.full_every is not None else {}
-    every = family.full_every
+        return {"sliding_window": None} if family.full_attention_interval is not None else {}
+    every = family.full_attention_interval
     if every is None:
         raise fields.invalid_field(name, "0: which layers slide is not in the file")
     sliding = [every == 0 or (layer + 1) % every != 0 for layer in range(num_layers)]
@@ -153,7 +159,7 @@ def _window(fields: ConfigFile, family: GGUFFamily, num_layers: int) -> dict[str
 
 
 def _linear_attention(fields: ConfigFile) -> dict[str, Any]:
-    """Value head size and, if listed, layers of linear attention."""
+    """Read the value head size of linear attention and, if the file lists them, its layers."""
     heads = fields.integer("ssm.time_step_rank")
     size = fields.integer("ssm.inner_size")
     if size % heads:
@@ -183,17 +189,17 @@ def _head_dim(fields: ConfigFile) -> int:
 
 
 def _head_sizes(fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
-    """Size of a head, the part of it that RoPE rotates, and Gemma's scale of queries."""
+    """Size of a head, the part of it that RoPE rotates, and Gemma's query scale."""
     name, size = "rope.dimension_count", _head_dim(fields)
     rotated = fields.integer(name, size, high=size if family.partial_rope else MAX_POSITIONS)
     if rotated != size and not family.partial_rope:
         raise fields.invalid_field(name, f"{size}, as the keys have")
     found: dict[str, Any] = {"head_dim": size, "partial_rotary_factor": 1.0}
     if rotated != size:
-        # Round up: the product of this factor and the head size is later rounded down.
+        # Round the factor up, because its product with the head size is rounded down later.
         found["partial_rotary_factor"] = math.nextafter(rotated / size, 1.0)
-    if family.wide_layers:
-        wide = fields.integer("block_count") == family.wide_layers
+    if family.hidden_scale_num_layers:
+        wide = fields.integer("block_count") == family.hidden_scale_num_layers
         per_head = fields.integer("embedding_length") // fields.integer("attention.head_count")
         found["query_pre_attn_scalar"] = per_head if wide else size
     return found

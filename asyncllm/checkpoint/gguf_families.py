@@ -1,7 +1,8 @@
 """GGUF_FAMILIES: the architectures of GGUF files, as data.
 
-Each row has what such a file leaves out: the class in transformers, the meaning of metadata keys
-and tensor names, and rules from llama.cpp's code, such as which layers have a sliding window.
+Each row has data that a GGUF file leaves out: the class in transformers, the meaning of metadata
+keys and tensor names, and rules of llama.cpp's code, for example for the layers with a sliding
+window.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-EXPERT = "{}"
+EXPERT_INDEX = "{}"
 """Placeholder for the expert's index in transformers' names of tensors that GGUF stacks."""
 
-NAMES = {
+MODULE_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -33,9 +34,9 @@ NAMES = {
 
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
-    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
-    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
+    "ffn_gate_exps": f"mlp.experts.{EXPERT_INDEX}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EXPERT_INDEX}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EXPERT_INDEX}.down_proj",
 }
 _SHARED_EXPERTS = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -51,15 +52,15 @@ _SHARED_EXPERT = {
 }
 _MIXTRAL_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT}.w1",
-    "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
-    "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2",
+    "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT_INDEX}.w1",
+    "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT_INDEX}.w3",
+    "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT_INDEX}.w2",
 }
-_NORMS_AFTER = {
+_POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_NORMS_AROUND = {**_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
+_SANDWICH_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _GATED_DELTA = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -106,20 +107,20 @@ class GGUFFamily:
         constants: fields of config.json that the metadata lacks, or may leave out.
         required: metadata keys that a file must have.
         expected: only supported value by metadata key; also the value where the key is missing.
-        more_keys: further metadata keys: those that do not change the model for text, and those of
+        extra_keys: further metadata keys: those that do not change the model for text, and those of
             RoPE and of queries that only this architecture has.
-        names: transformers' tensor names by GGUF's, in addition to ``NAMES``.
+        names: transformers' tensor names by GGUF's, in addition to ``MODULE_NAMES``.
         permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
-        adds_one: whether the weights of norms are stored with 1 added.
+        norms_have_one_added: whether the weights of norms are stored with 1 added.
         tiles_value_heads: whether value heads of linear attention are stored in the order
             ``[value heads per key head, key heads]``, instead of the reverse.
         grouped_gates: tensor with both gates of linear attention, grouped by key head; "" if each
             gate has its own tensor.
-        full_every: interval of layers with full attention among sliding ones; 0 if all layers
-            slide; None if no file of the architecture has a sliding window.
+        full_attention_interval: interval of full-attention layers among sliding-window layers; 0 if
+            all layers have a sliding window; None if no file of the architecture has one.
         partial_rope: whether ``rope.dimension_count`` may be less than the head size.
-        wide_layers: layer count of the one model size that scales queries by the hidden size
-            divided by the number of heads, not by the head size; 0 if there is no such size.
+        hidden_scale_num_layers: layer count of the one model that scales queries by the hidden size
+            divided by the number of heads, instead of by the head size; 0 if no model does.
         rope: RoPE parameters that the metadata lacks.
         variant: a metadata key, and the row of files in which this key is not 0.
     """
@@ -129,22 +130,22 @@ class GGUFFamily:
     constants: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     expected: Mapping[str, Any] = field(default_factory=dict)
-    more_keys: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     permutes_heads: bool = False
-    adds_one: bool = False
+    norms_have_one_added: bool = False
     tiles_value_heads: bool = False
     grouped_gates: str = ""
-    full_every: int | None = None
+    full_attention_interval: int | None = None
     partial_rope: bool = False
-    wide_layers: int = 0
+    hidden_scale_num_layers: int = 0
     rope: Mapping[str, Any] = field(default_factory=dict)
     variant: tuple[str, GGUFFamily] | None = None
 
 
 _LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
-_GEMMA = GGUFFamily("", names=_NORMS_AROUND, adds_one=True)
-_OLMO2 = GGUFFamily("Olmo2ForCausalLM", names=_NORMS_AFTER)
+_GEMMA = GGUFFamily("", names=_SANDWICH_NORMS, norms_have_one_added=True)
+_OLMO2 = GGUFFamily("Olmo2ForCausalLM", names=_POST_NORMS)
 _OWN_ROPE = ("rope.freq_base_swa",)
 _TEMPERATURE = ("attention.temperature_scale",)
 _SIGMOID = {"expert_gating_func": 2}
@@ -152,9 +153,9 @@ _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
     # The sections of M-RoPE do not matter: a text token has the same position in each.
-    more_keys=("rope.dimension_sections", "nextn_predict_layers"),
+    extra_keys=("rope.dimension_sections", "nextn_predict_layers"),
     names=_GATED_DELTA,
-    adds_one=True,
+    norms_have_one_added=True,
     tiles_value_heads=True,
     partial_rope=True,
 )
@@ -181,10 +182,10 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     ),
     "mistral3": replace(
         _LLAMA,
-        more_keys=_TEMPERATURE,
+        extra_keys=_TEMPERATURE,
         variant=(
             _TEMPERATURE[0],
-            replace(_LLAMA, architecture="Ministral3ForCausalLM", more_keys=_TEMPERATURE),
+            replace(_LLAMA, architecture="Ministral3ForCausalLM", extra_keys=_TEMPERATURE),
         ),
     ),
     "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM"),
@@ -199,8 +200,9 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         },
         required=("attention.scale", "logit_scale"),
         expected={"rope.scaling.finetuned": True},
-        # Dense Granite 4 files have sizes of experts and state space layers, but no such tensors.
-        more_keys=(
+        # Files of dense Granite 4 models have sizes of experts and of state-space layers, but
+        # tensors of neither.
+        extra_keys=(
             *("expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count"),
             *("ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"),
         ),
@@ -216,8 +218,8 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     "qwen3moe": GGUFFamily(
         "Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}, names=_EXPERTS
     ),
-    # Stored as Qwen3.5, except that value heads are not reordered and gates are grouped by key
-    # head.
+    # Qwen3-Next is stored like Qwen3.5, except that value heads are not reordered and gates are
+    # grouped by key head.
     "qwen3next": replace(_QWEN3_5_MOE, tiles_value_heads=False, grouped_gates="ssm_ba.weight"),
     "qwen35": _QWEN3_5,
     "qwen35moe": _QWEN3_5_MOE,
@@ -229,28 +231,33 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             "final_logit_softcapping": "final_logit_softcapping",
         },
         constants={"sliding_window": 4096},
-        full_every=2,
-        wide_layers=46,
+        full_attention_interval=2,
+        hidden_scale_num_layers=46,
     ),
     "gemma3": replace(
         _GEMMA,
         architecture="Gemma3ForCausalLM",
         fields={"final_logit_softcapping": "final_logit_softcapping"},
-        more_keys=_OWN_ROPE,
-        full_every=6,
-        wide_layers=62,
+        extra_keys=_OWN_ROPE,
+        full_attention_interval=6,
+        hidden_scale_num_layers=62,
     ),
     "phi3": GGUFFamily(
         "Phi3ForCausalLM",
         names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        full_every=0,
+        full_attention_interval=0,
         partial_rope=True,
     ),
     "olmo2": replace(
         _OLMO2,
         variant=(
             "attention.sliding_window",
-            replace(_OLMO2, architecture="Olmo3ForCausalLM", more_keys=_OWN_ROPE, full_every=4),
+            replace(
+                _OLMO2,
+                architecture="Olmo3ForCausalLM",
+                extra_keys=_OWN_ROPE,
+                full_attention_interval=4,
+            ),
         ),
     ),
     "olmoe": GGUFFamily(
@@ -273,7 +280,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         _DEEPSEEK_FIELDS,
         {"num_nextn_predict_layers": 0},
         expected=_SIGMOID,
-        more_keys=("nextn_predict_layers",),
+        extra_keys=("nextn_predict_layers",),
         names=_EXPERTS | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
         partial_rope=True,
     ),
@@ -294,7 +301,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             "attn_sinks.weight": "self_attn.sinks",
             "ffn_gate_inp": "mlp.router",
         },
-        full_every=2,
+        full_attention_interval=2,
         rope={"truncate": False},
     ),
 }

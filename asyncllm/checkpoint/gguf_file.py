@@ -26,7 +26,7 @@ MAX_ARRAY_LENGTH = 2**12
 vocabulary, is replaced by its length."""
 
 MAX_STRINGS = 2**21
-"""Maximum number of strings in all arrays of a file: twice the largest tokens and merges."""
+"""Maximum number of strings in all arrays of a file: twice the largest tokenizer's."""
 
 MAX_NUMBERS = 2**18
 """Maximum number of elements of all arrays that are kept in memory."""

@@ -11,18 +11,18 @@ END_TOKENS = frozenset(
     "<|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
     "<turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
 )
-"""Tokens that end an answer by their text, as in llama.cpp (``llama-vocab.cpp``): converters write
-the id of only one such token. llama.cpp's "</s>" is left out: files in which it ends an answer name
+"""Texts of tokens that end an answer, as in llama.cpp (``llama-vocab.cpp``): converters write the
+id of only one end token. llama.cpp's "</s>" is left out: where "</s>" ends an answer, the file has
 it as ``eos_token_id``, and in Gemma's vocabulary it is an HTML tag."""
 
 _NAMED_END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 MAX_TOKENS = 2**19
-"""Maximum number of tokens: twice the largest vocabularies."""
+"""Maximum number of tokens: twice the size of the largest vocabularies."""
 
 NO_TOKEN = 2**32 - 1
-"""Token id -1 as files store it, for a special token that the model does not have."""
+"""Token id -1 as uint32, which files store for a special token that the model does not have."""
 
 
 def read_tokens(file: GGUFFile) -> list[str]:

@@ -58,7 +58,7 @@ def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
         ):
             raise
         except Exception:  # huggingface_hub's HTTP errors have no common base class.
-            # Request no file, so that an incomplete cache is no error.
+            # Name no files: a cache that lacks some of them is then no error.
             cached = snapshot_download(
                 model,
                 revision=revision,
@@ -123,7 +123,7 @@ def _announce(model: str, options: dict[str, Any], announce: Callable[[int], Non
 
     try:
         files = snapshot_download(model, dry_run=True, tqdm_class=_make_quiet_bar(None), **options)
-    except errors.DryRunError:  # The hub cannot be reached, so only cached files can be had.
+    except errors.DryRunError:  # The hub cannot be reached, so only cached files are available.
         return
     size = sum(file.file_size or 0 for file in files if file.will_download)
     if not size:
@@ -207,7 +207,8 @@ def _make_quiet_bar(progress: Progress | None) -> type[Any]:
             return None
 
         def refresh(self, *args: Any, **kwargs: Any) -> None:
-            # huggingface_hub also calls this when it learns a file's size, before its first bytes.
+            # huggingface_hub also calls refresh() when it learns a file's size, before the first
+            # bytes.
             if progress is not None and self.counts_bytes:
                 furthest = max(bars, key=lambda bar: bar.n)
                 if furthest.total:

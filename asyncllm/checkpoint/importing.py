@@ -20,7 +20,7 @@ def importing_transformers() -> Iterator[None]:
 
     transformers and many of its packages replace themselves in ``sys.modules`` once they are
     imported; another thread that imports them at the same time keeps the incomplete module. An
-    engine that hangs here blocks the others for IMPORT_SECONDS only.
+    engine whose import hangs blocks other engines for IMPORT_SECONDS only.
     """
     held = _IMPORT_LOCK.acquire(timeout=IMPORT_SECONDS)
     try:

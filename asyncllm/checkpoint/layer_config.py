@@ -87,7 +87,8 @@ def share_kv(
         kinds: kind of each layer, such as full or sliding attention.
 
     Raises:
-        ModelLoadError: if no layer of its kind has KV, or the heads of the two layers differ.
+        ModelLoadError: if no earlier layer of the same kind has KV, or the heads of the two layers
+            differ.
     """
     count = config.integer("num_kv_shared_layers", 0, low=0, high=len(layers) - 1)
     first, found = len(layers) - count, list(layers)

@@ -16,7 +16,7 @@ from asyncllm.checkpoint.families import (
     FAMILIES,
     FULL,
     MULTI_HEAD,
-    NORMS_AROUND,
+    SANDWICH_NORMS,
     SLIDING,
     Family,
     Fields,
@@ -121,14 +121,15 @@ def _read_gated_experts(
 
 def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
     """Read experts with DeepSeek-V3's routing, in all but the first ``first_k_dense_replace``
-    layers. It has sigmoid scores, groups and a correction bias (arXiv 2412.19437, section 2.1.2).
+    layers. The routing has sigmoid scores, groups and a correction bias (arXiv 2412.19437, section
+    2.1.2).
     """
     routing = _read_routing(
         config,
         "n_routed_experts",
         "num_local_experts",
         scoring="sigmoid",
-        least_sum=1e-20,
+        min_weight_sum=1e-20,
         scale=config.number("routed_scaling_factor", 1.0, high=1e3, open_low=True),
         correction=True,
         float32=True,
@@ -162,8 +163,8 @@ def _read_mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
-    # Every second layer below max_window_layers has the sliding window. In dense Qwen2, all layers
-    # from max_window_layers on have it.
+    # In Qwen2-MoE every second layer below max_window_layers has the sliding window; in dense Qwen2
+    # all layers from max_window_layers on have it.
     most = config.integer("max_window_layers", 28, low=0)
     layers = tuple(layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
     window = read_optional_window(config, sizes, layers)
@@ -222,7 +223,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
         "moe_num_experts",
         per_token_name="moe_k",
         renormalise=True,
-        least_sum=config.number("moe_norm_min", 1e-12, high=1.0),
+        min_weight_sum=config.number("moe_norm_min", 1e-12, high=1.0),
         correction=True,
         correction_rows=1,
         float32=True,
@@ -308,7 +309,7 @@ def _read_gated_delta(
 def _read_qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     routing = _read_routing(config, "num_experts", renormalise=True)
     experts = _read_gated_experts(config, (True,) * sizes.num_layers, routing)
-    # No layer has an ordinary MLP, so the file has no ``intermediate_size``.
+    # Qwen3.5-MoE has no layer with an ordinary MLP, so the file has no ``intermediate_size``.
     dense = {"intermediate_size": config.integer("moe_intermediate_size")}
     return {**_read_gated_delta(config, sizes), **experts, **dense}
 
@@ -517,7 +518,7 @@ MIXED_FAMILIES: dict[str, Family] = {
         "Gemma4ForCausalLM",
         _GEMMA4,
         (1,),
-        names=NORMS_AROUND,
+        names=SANDWICH_NORMS,
         activation="hidden_activation",
         text_part=True,
         read=_read_gemma4,

@@ -12,7 +12,7 @@ from asyncllm import validation as check
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
-from asyncllm.checkpoint.families import NORMS_BEFORE, Family, Sizes, TensorNames
+from asyncllm.checkpoint.families import PRE_NORMS, Family, Sizes, TensorNames
 from asyncllm.checkpoint.gguf_choice import is_gguf
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
@@ -60,7 +60,7 @@ class ModelConfig:
             the MLP.
         attention_scale: factor of attention scores; None for ``head_dim ** -0.5``.
         attention_softcap, logits_softcap: cap of attention scores and of logits:
-            ``cap * tanh(x / cap)``; None without.
+            ``cap * tanh(x / cap)``; None for no cap.
         embedding_multiplier: factor of embeddings.
         rounds_embedding_multiplier: whether ``embedding_multiplier`` is first rounded to the
             model's dtype.
@@ -71,18 +71,18 @@ class ModelConfig:
         rotary_dim: number of leading elements of a head that RoPE rotates; None for all.
         interleaved_rope: whether RoPE rotates pairs of adjacent elements, instead of pairing the
             first half of a head with the second.
-        sliding_window: number of positions that a token attends to, itself included, in sliding
-            layers; None without such layers.
+        sliding_window: number of positions that a token attends to, itself included, in
+            sliding-window layers; None if there are none.
         sliding_layers: one entry per layer: whether it has the sliding window.
         layers: sizes of each layer if they differ; () if all are equal.
-        layer_input: configuration of per-layer embeddings; None without.
+        layer_input: configuration of per-layer embeddings; None for none.
         layer_scalar: whether each layer's output is multiplied by a number from the checkpoint.
         sinks: whether attention has a learned logit per query head, which takes part in the softmax
             of the scores.
         gated_attention: whether attention's output is multiplied, element by element, by the
             sigmoid of a gate. In a checkpoint the gate rows of a head follow its query rows.
-        linear_attention: configuration of layers with linear attention; None without.
-        experts: configuration of layers with experts; None without.
+        linear_attention: configuration of layers with linear attention; None for none.
+        experts: configuration of layers with experts; None for none.
         num_unused_layers: number of further layers in the checkpoint that the decoder does not run
             (multi-token prediction).
         eos_token_ids: ids that end an output; those of generation_config.json come first.
@@ -107,7 +107,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str = "float32"
     is_text_part: bool = False
-    names: TensorNames = NORMS_BEFORE
+    names: TensorNames = PRE_NORMS
     activation: Activation = "silu"
     qk_norm: bool = False
     value_norm: bool = False
@@ -262,8 +262,8 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     family, is_text_part = found
     values = dict(config.values)
     if is_text_part:
-        # The text part's section may leave these fields out or contradict the top-level fields, so
-        # the top-level fields win.
+        # ``text_config`` may lack fields of ``shared`` or contradict the top-level ones, so the
+        # top-level ones win.
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]

@@ -33,8 +33,9 @@ _TOKENIZER_PATTERNS = tuple(
 _TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
-_WITH_QUANTIZATION = re.compile(r"([^:]{2,}):([A-Za-z0-9][A-Za-z0-9._/-]*)")
-"""Matches "org/repo:Q4_K_M", but not the drive "C:"."""
+_MODEL_WITH_QUANTIZATION = re.compile(r"([^:]{2,}):([A-Za-z0-9][A-Za-z0-9._/-]*)")
+"""Pattern of a model name with a quantisation, such as "org/repo:Q4_K_M"; a drive "C:" does not
+match."""
 
 
 def resolve_model(
@@ -136,7 +137,7 @@ def _resolve_location(
         _refuse_revision(str(path), revision)
         return gguf_parts(path)[0]
     if isinstance(location, str) and not path.exists():
-        match = _WITH_QUANTIZATION.fullmatch(location)
+        match = _MODEL_WITH_QUANTIZATION.fullmatch(location)
         if match:
             location, quantization = match.groups()
             path = Path(location).expanduser()
@@ -167,8 +168,8 @@ def _resolve_location(
 def _prefer_gguf(
     directory: Path, names: list[str], quantization: str | None, preferred: tuple[str, ...]
 ) -> Path:
-    """Path of the GGUF file in ``directory``, or ``directory`` itself. The latter if the directory
-    has no GGUF file, or has a file of ``preferred``."""
+    """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or if it
+    has a file of ``preferred``."""
     has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
     if any((directory / name).is_file() for name in preferred) or not (has_gguf or quantization):
         return directory

@@ -42,8 +42,8 @@ class QuantisedTensor:
         column_groups: ``[in]`` int64, the column of ``scales`` for each input; None if the inputs
             of a block are consecutive. If given, ``block[0]`` is 1.
         is_signed: whether codes are int8, not uint8.
-        step: number of rows that are stored together; the ``start`` of ``read_rows`` must be a
-            multiple of it.
+        row_multiple: number of rows that are stored together; the ``start`` of ``read_rows`` must
+            be a multiple of this number.
     """
 
     bits: int
@@ -54,12 +54,12 @@ class QuantisedTensor:
     zeros: Tensor | None = None
     column_groups: Tensor | None = None
     is_signed: bool = False
-    step: int = 1
+    row_multiple: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTensor:
-    """Quantised matrix ``[out, in]`` in blocks of a GGUF type, which hold their own scales.
+    """Quantised matrix ``[out, in]`` in blocks of a GGUF type, which include their scales.
 
     Attributes:
         scheme: the type's name in lower case, e.g. "q4_k".

@@ -65,8 +65,8 @@ ROPE_PARAMETERS = "rope_parameters"
 
 
 def rope_section(config: ConfigFile) -> ConfigFile:
-    """Section with the RoPE parameters: ``rope_scaling`` or ``rope_parameters``. The first wins if
-    a file has both, as in transformers."""
+    """Section with the RoPE parameters: ``rope_scaling`` or ``rope_parameters``. ``rope_scaling``
+    wins if a file has both, as in transformers."""
     return config.section("rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS)
 
 
@@ -94,7 +94,7 @@ def read_rope(
 def read_layer_ropes(
     config: ConfigFile, rotary_dim: int, default_thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """Read the RoPE of full and of sliding layers.
+    """Read the RoPE of full-attention layers and of sliding-window layers.
 
     ``rope_parameters`` has an object for each kind of layer. In files of transformers 4,
     ``rope_scaling`` has the parameters of full layers.

@@ -21,8 +21,8 @@ _HEAD_PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 
 
 def text_name(name: str) -> str | None:
-    """Name in the text-only model of a multimodal checkpoint's tensor; None for a tensor of another
-    tower."""
+    """Convert a tensor name of a multimodal checkpoint to that in the text-only model; None for a
+    tensor of a vision or audio tower."""
     head = _HEAD_PREFIX.match(name)
     if head is not None:
         return head.group(1) + name[head.end() :]

@@ -22,7 +22,8 @@ class WeightsIdentity:
     """Names, sizes and times of a checkpoint's weight files, and a digest of its configuration.
 
     Equal identities have equal weights, if files are not rewritten within the resolution of their
-    times. Compare it before and after reading: it differs if the checkpoint was replaced meanwhile.
+    times. Compare the identities before and after reading: they differ if the checkpoint was
+    replaced meanwhile.
 
     Attributes:
         paths: the files that have weights.

@@ -70,7 +70,7 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     facts = machine_facts(config.device)
     async with open_engine(AsyncLLMEngine(config=config)) as engine:
         _check_lengths(engine, arguments)
-        load = Load(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
+        load = Workload(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
         await load.warm_up()
         report = await engine.execution_report()
         print(format_machine(facts))
@@ -120,7 +120,7 @@ def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Non
         )
 
 
-class Load:
+class Workload:
     """Workload: random prompts of one length, and answers of one length."""
 
     def __init__(self, engine: AsyncLLMEngine, prompt_len: int, output_len: int, seed: int) -> None:
@@ -172,7 +172,7 @@ class Load:
 
     async def _measure_aborts(self, row: Row) -> None:
         """Measure the time from an abort until the stream's blocks are free, one stream at a time,
-        while the others run."""
+        while the other streams run."""
         streams = [
             self._engine.stream(next(self._prompts), ignore_eos=True)
             for _ in range(row.concurrency)

@@ -17,10 +17,10 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
-from asyncllm.cli.flow import WordWrapper
 from asyncllm.cli.prompt_line import read_message, without_echo
 from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
 from asyncllm.cli.text import format_rate, format_seconds, printable
+from asyncllm.cli.word_wrapper import WordWrapper
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Usage
@@ -135,7 +135,7 @@ class Chat:
             del self._conversation.messages[:start]
         self._conversation.add_message("assistant", answer.text)
         if self._is_terminal and answer.usage is not None:
-            self._print_note(_format_figures(answer.usage, answer.finish_reason))
+            self._print_note(_format_timings(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
         """Send as many of the latest turns as fit; returns the index of the first one sent, and the
@@ -175,8 +175,8 @@ class Chat:
     def _print_stream(self, stream: TokenStream) -> None:
         """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine
         hangs, a second Ctrl-C leaves the program."""
-        flow = WordWrapper(sys.stdout, _line_width()) if self._is_terminal else None
-        reading = self._loop.start_task_soon(_print_answer, stream, flow)
+        wrapper = WordWrapper(sys.stdout, _line_width()) if self._is_terminal else None
+        reading = self._loop.start_task_soon(_print_answer, stream, wrapper)
         try:
             reading.result()
         except KeyboardInterrupt:
@@ -184,8 +184,8 @@ class Chat:
             if not self._is_terminal:
                 raise
             reading.result()
-        if flow is not None:
-            flow.finish()
+        if wrapper is not None:
+            wrapper.finish()
         else:
             print(flush=True)
 
@@ -239,21 +239,21 @@ class Chat:
         self._print_note(text)
 
 
-async def _print_answer(stream: TokenStream, flow: WordWrapper | None) -> None:
+async def _print_answer(stream: TokenStream, wrapper: WordWrapper | None) -> None:
     """Print the answer, and on a terminal the reasoning before it."""
     thinking = False
     async for delta in stream:
         text = printable(delta.text)
-        if flow is None:
+        if wrapper is None:
             print(text, end="", flush=True)
             continue
         if delta.reasoning:
             thinking = True
-            flow.write(printable(delta.reasoning))
+            wrapper.write(printable(delta.reasoning))
         if thinking and text:
             thinking = False
             text = f"\n\n{text}"
-        flow.write(text)
+        wrapper.write(text)
 
 
 def _line_width() -> int:
@@ -261,7 +261,7 @@ def _line_width() -> int:
     return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 
-def _format_figures(usage: Usage, reason: str | None) -> str:
+def _format_timings(usage: Usage, reason: str | None) -> str:
     ending = {"stop": "", "abort": ", stopped", "length": ", cut at its longest"}
     speed = "–"
     if usage.ttft is not None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncllm.cli.text import format_rate, format_seconds, one_line
-from asyncllm.cli.tracks import Show, Track, follow_all
+from asyncllm.cli.tracked_streams import Demo, TrackedStream, follow_all
 
 _SHORT_HEIGHT = 4
 _SHORT_WIDTH = 38
@@ -24,12 +24,12 @@ _OTHER_COLUMNS_WIDTH = 60
 _CURSOR = "▌"
 
 
-async def watch(show: Show) -> None:
+async def watch(demo: Demo) -> None:
     """Show the streams while they run, then their whole answers and a table."""
     console = Console()
-    view = View(console, show)
+    view = View(console, demo)
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        await follow_all(show, lambda: live.update(view.live_frame(), refresh=True))
+        await follow_all(demo, lambda: live.update(view.live_frame(), refresh=True))
     for part in view.final_frame():
         console.print(part)
 
@@ -37,28 +37,30 @@ async def watch(show: Show) -> None:
 class View:
     """Layout of the streams on one console."""
 
-    def __init__(self, console: Console, show: Show) -> None:
+    def __init__(self, console: Console, demo: Demo) -> None:
         self._console = console
-        self._show = show
+        self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
-        self._tall_tracks = [t for t in show.tracks if t.prompt.long][:columns]
-        self._tall_columns = max(len(self._tall_tracks), 1)
+        self._tall_streams = [t for t in demo.streams if t.prompt.long][:columns]
+        self._tall_columns = max(len(self._tall_streams), 1)
         columns = max(1, min(4, console.width // _SHORT_WIDTH))
         rows = (
-            console.height - 4 - (_MIN_TALL_HEIGHT if self._tall_tracks else 0)
+            console.height - 4 - (_MIN_TALL_HEIGHT if self._tall_streams else 0)
         ) // _SHORT_HEIGHT
-        self._short_tracks = [t for t in show.tracks if not t.prompt.long][: max(rows, 0) * columns]
-        self._short_columns = max(min(columns, len(self._short_tracks)), 1)
+        self._short_streams = [t for t in demo.streams if not t.prompt.long][
+            : max(rows, 0) * columns
+        ]
+        self._short_columns = max(min(columns, len(self._short_streams)), 1)
 
     def live_frame(self) -> RenderableType:
         """Frame that fits the window, while streams run."""
-        rows = math.ceil(len(self._short_tracks) / self._short_columns)
+        rows = math.ceil(len(self._short_streams) / self._short_columns)
         room = self._console.height - 4 - rows * _SHORT_HEIGHT
         tall_height = min(max(room, 3), _MAX_TALL_HEIGHT)
         return Group(
             self._header(),
-            self._grid(self._tall_tracks, self._tall_columns, tall_height),
-            self._grid(self._short_tracks, self._short_columns, _SHORT_HEIGHT),
+            self._grid(self._tall_streams, self._tall_columns, tall_height),
+            self._grid(self._short_streams, self._short_columns, _SHORT_HEIGHT),
             self._status_marks(),
             self._status(),
         )
@@ -66,55 +68,57 @@ class View:
     def final_frame(self) -> list[RenderableType]:
         """Whole answers and the table of figures."""
         parts: list[RenderableType] = [self._header()]
-        for tracks, columns in (
-            (self._tall_tracks, self._tall_columns),
-            (self._short_tracks, self._short_columns),
+        for streams, columns in (
+            (self._tall_streams, self._tall_columns),
+            (self._short_streams, self._short_columns),
         ):
-            for i in range(0, len(tracks), columns):
-                parts.append(self._grid(tracks[i : i + columns], columns, None))
-        if len(self._show.tracks) <= _MAX_TABLE_ROWS:
+            for i in range(0, len(streams), columns):
+                parts.append(self._grid(streams[i : i + columns], columns, None))
+        if len(self._demo.streams) <= _MAX_TABLE_ROWS:
             parts.append(self._table())
-        parts.append(Text(self._show.totals_text(), style="bold"))
+        parts.append(Text(self._demo.totals_text(), style="bold"))
         return parts
 
     def _header(self) -> Text:
         header = Text.assemble(
             (" asyncllm ", "bold reverse"),
-            ("  " + self._show.title, "bold"),
-            (f"  {self._show.num_streams_text} on one event loop", "dim"),
+            ("  " + self._demo.title, "bold"),
+            (f"  {self._demo.num_streams_text} on one event loop", "dim"),
         )
         header.truncate(self._console.width, overflow="ellipsis")
         return header
 
-    def _grid(self, tracks: Sequence[Track], columns: int, height: int | None) -> RenderableType:
+    def _grid(
+        self, streams: Sequence[TrackedStream], columns: int, height: int | None
+    ) -> RenderableType:
         """Panels side by side. If ``height`` is None, they are as high as the longest text."""
-        if not tracks:
+        if not streams:
             return Group()
         width = self._console.width // columns
-        bodies = [self._wrap_text(track, width - 4) for track in tracks]
+        bodies = [self._wrap_text(tracked, width - 4) for tracked in streams]
         if height is None:
             height = max(len(lines) for lines in bodies) + 2
         grid = Table.grid(expand=False)
         for _ in range(columns):
             grid.add_column(width=width)
         panels = [
-            self._panel(track, lines[-(height - 2) :], width, height)
-            for track, lines in zip(tracks, bodies, strict=True)
+            self._panel(tracked, lines[-(height - 2) :], width, height)
+            for tracked, lines in zip(streams, bodies, strict=True)
         ]
         for i in range(0, len(panels), columns):
             grid.add_row(*panels[i : i + columns])
         return grid
 
-    def _wrap_text(self, track: Track, width: int) -> list[Text]:
-        text = track.error or track.text.strip()
-        if not track.done:
-            text += _CURSOR if track.first_token_at is not None else ""
+    def _wrap_text(self, tracked: TrackedStream, width: int) -> list[Text]:
+        text = tracked.error or tracked.text.strip()
+        if not tracked.done:
+            text += _CURSOR if tracked.first_token_at is not None else ""
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
-    def _panel(self, track: Track, lines: list[Text], width: int, height: int) -> Panel:
-        style = _track_style(track)
-        kind = f" {track.prompt.kind} "
-        asked = one_line(track.prompt.title, max(width - len(kind) - 6, 0))
+    def _panel(self, tracked: TrackedStream, lines: list[Text], width: int, height: int) -> Panel:
+        style = _stream_style(tracked)
+        kind = f" {tracked.prompt.kind} "
+        asked = one_line(tracked.prompt.title, max(width - len(kind) - 6, 0))
         return Panel(
             Text("\n").join(lines),
             box=box.ROUNDED,
@@ -123,30 +127,36 @@ class View:
             border_style=style,
             title=Text.assemble((kind, f"bold {style}"), (asked + " ", "dim")),
             title_align="left",
-            subtitle=Text(_format_figures(track), style="dim"),
+            subtitle=Text(_format_timings(tracked), style="dim"),
             subtitle_align="right",
         )
 
     def _status_marks(self) -> Text:
         """Status marks, one character per stream, cut to the width of the console."""
         strip = Text(" ")
-        for track in self._show.tracks:
+        for tracked in self._demo.streams:
             mark = (
-                "✗" if track.error else "●" if track.done else "◐" if track.first_token_at else "·"
+                "✗"
+                if tracked.error
+                else "●"
+                if tracked.done
+                else "◐"
+                if tracked.first_token_at
+                else "·"
             )
-            strip.append(mark, style=_track_style(track))
+            strip.append(mark, style=_stream_style(tracked))
         strip.truncate(self._console.width - 1, overflow="ellipsis")
         return strip
 
     def _status(self) -> Text:
-        show, stats = self._show, self._show.stats
+        demo, stats = self._demo, self._demo.stats
         figures = (
             ("batch", f"{stats.num_running}"),
             ("waiting", f"{stats.num_waiting}"),
             ("KV", f"{stats.kv_cache_usage:.1%}"),
-            ("prefix hits", f"{show.prefix_hit_rate:.0%}"),
+            ("prefix hits", f"{demo.prefix_hit_rate:.0%}"),
             ("step", format_seconds(stats.last_step_time)),
-            ("", format_rate(show.num_tokens, show.elapsed)),
+            ("", format_rate(demo.num_tokens, demo.elapsed)),
         )
         line = Text(" ")
         for name, value in figures:
@@ -163,27 +173,27 @@ class View:
         table.add_column("asked" if asked > 8 else "", no_wrap=True, style="dim")
         for name in ("tokens", "first token", "then", "end"):
             table.add_column(name, justify="right", no_wrap=True)
-        for track in self._show.tracks:
+        for tracked in self._demo.streams:
             table.add_row(
-                track.prompt.kind,
-                one_line(track.prompt.title, asked) if asked > 8 else "",
-                str(track.num_tokens),
-                format_seconds(track.ttft),
-                track.speed,
-                Text(track.finish_reason or "failed", style=_track_style(track)),
+                tracked.prompt.kind,
+                one_line(tracked.prompt.title, asked) if asked > 8 else "",
+                str(tracked.num_tokens),
+                format_seconds(tracked.ttft),
+                tracked.speed,
+                Text(tracked.finish_reason or "failed", style=_stream_style(tracked)),
             )
         return table
 
 
-def _track_style(track: Track) -> str:
-    if track.error:
+def _stream_style(tracked: TrackedStream) -> str:
+    if tracked.error:
         return "red"
-    if track.done:
+    if tracked.done:
         return "green"
-    return "bright_black" if track.first_token_at is None else "cyan"
+    return "bright_black" if tracked.first_token_at is None else "cyan"
 
 
-def _format_figures(track: Track) -> str:
-    if track.first_token_at is None:
-        return " failed " if track.error else " waiting "
-    return f" {format_seconds(track.ttft)} · {track.num_tokens} tokens · {track.speed} "
+def _format_timings(tracked: TrackedStream) -> str:
+    if tracked.first_token_at is None:
+        return " failed " if tracked.error else " waiting "
+    return f" {format_seconds(tracked.ttft)} · {tracked.num_tokens} tokens · {tracked.speed} "

@@ -27,7 +27,8 @@ def percentile(values: Sequence[float], fraction: float) -> float | None:
 
 class LagMeter:
     """Meter of the running event loop's lag: a task asks to be woken every millisecond, and records
-    how late it is. It records at least once: leaving a short block waits for the first tick.
+    how late it is. A block that is shorter than a millisecond waits at its end for the first
+    record.
 
         async with LagMeter() as meter:
             ...

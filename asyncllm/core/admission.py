@@ -37,9 +37,10 @@ class Admission:
         clock: seconds, monotonic.
 
     Attributes:
-        line: calls that wait for a place here.
-        lines: all lines whose calls may get a place here, first served first: ``line``, and that of
-            the EngineGroup; replaced, never changed.
+        waiting_line: line of the calls that wait for a place in this queue.
+        waiting_lines: all lines whose calls may get a place in this queue, in the order in which
+            they are served: ``waiting_line``, and the EngineGroup's line. The tuple is replaced,
+            never changed.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class Admission:
         self._next_arrival_index = 0
         self._queued_requests: dict[Request, int] = {}
         self._queued_tokens = 0
-        self._queued_of: dict[str | None, list[int]] = {}
-        self.line = WaitingLine()
-        self.lines: tuple[WaitingLine, ...] = (self.line,)
+        self._queued_by_owner: dict[str | None, list[int]] = {}
+        self.waiting_line = WaitingLine()
+        self.waiting_lines: tuple[WaitingLine, ...] = (self.waiting_line,)
         self._closed: Callable[[], AsyncLLMError] | None = None
         self._drain_rate = 0.0
         self._drain_rate_at = clock()
@@ -93,13 +94,15 @@ class Admission:
                 param="request_id",
             )
 
-    def reserve(self, group: RequestGroup, num_tokens: int, num_lines: int | None = None) -> None:
+    def reserve(
+        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
+    ) -> None:
         """Register a group: give each member a place in the queue and an arrival index.
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
-            num_lines: how many of ``lines`` go before the group; for the first group of a line,
-                the index of that line. None for all.
+            num_waiting_lines: number of the ``waiting_lines`` that are served before the group; for
+                the first group of a line, the index of that line. None is all lines.
 
         Raises:
             EngineOverloadedError: if the queue is full.
@@ -108,22 +111,22 @@ class Admission:
             EngineError: after ``close(error)``, the result of ``error()``.
         """
         with self._lock:
-            lacks = self._admit(group, num_tokens, num_lines)
-            if lacks is not None:
-                self.num_rejected += num_lines is None
-                what, num_to_leave = lacks
+            shortage = self._admit(group, num_tokens, num_waiting_lines)
+            if shortage is not None:
+                self.num_rejected += num_waiting_lines is None
+                what, num_to_leave = shortage
                 retry_after = self._retry_after(num_to_leave)
                 message = f"{what}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
 
     def retry_after(
-        self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
     ) -> float:
         """Seconds after which ``reserve`` is likely to have room for a group; 0.0 if it has room
         now."""
         with self._lock:
-            lacks = self._find_lack(group, num_tokens, num_lines)
-            return 0.0 if lacks is None else self._retry_after(lacks[1])
+            shortage = self._find_shortage(group, num_tokens, num_waiting_lines)
+            return 0.0 if shortage is None else self._retry_after(shortage[1])
 
     def reserve_or_wait(
         self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
@@ -143,49 +146,51 @@ class Admission:
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
         """
-        with self.line.lock, self._lock:
+        with self.waiting_line.lock, self._lock:
             if self._admit(group, num_tokens) is None:
                 return None
-            return self.line.push(group, partial(self._take, group, num_tokens), is_gone)
+            return self.waiting_line.push(
+                group, partial(self._reserve_first, group, num_tokens), is_gone
+            )
 
-    def _take(self, group: RequestGroup, num_tokens: int) -> bool:
+    def _reserve_first(self, group: RequestGroup, num_tokens: int) -> bool:
         """Register the first waiting group; False if the queue is full."""
         with self._lock:
             return self._admit(group, num_tokens, 0) is None
 
     def withdraw(self, group: RequestGroup) -> None:
         """Remove a group from the line of waiting calls; do nothing if it is not waiting."""
-        self.line.withdraw(group)
+        self.waiting_line.withdraw(group)
 
-    def _advance_lines(self) -> None:
-        for line in self.lines:
+    def _advance_waiting_lines(self) -> None:
+        for line in self.waiting_lines:
             line.advance()
 
-    def _find_lack(
-        self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
+    def _find_shortage(
+        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
     ) -> tuple[str, int] | None:
-        """Reason why a group cannot be queued now, in the form of ``_check_room``. None if it fits
-        the queue, or its owner's share of the queue, and no call waits before it.
+        """Reason why a group cannot be queued now, in the form of ``_check_room``. None if the
+        group fits the queue, or its owner's share of the queue, and no call waits before the group.
 
         Args:
-            num_lines: as for ``reserve``.
+            num_waiting_lines: as for ``reserve``.
         """
-        lines = self.lines[:num_lines]
+        lines = self.waiting_lines[:num_waiting_lines]
         num_waiting = sum(map(len, lines))
         if num_waiting:
-            lacks = f"{num_waiting} wait for a place in the queue", num_waiting
+            shortage = f"{num_waiting} wait for a place in the queue", num_waiting
         else:
-            lacks = self._check_room(len(group.members), num_tokens)
-        if lacks is None:
+            shortage = self._check_room(len(group.members), num_tokens)
+        if shortage is None:
             return None
         owner = group.members[0].owner
         waits = any(line.has_owner(owner) for line in lines)
-        return None if not waits and self._has_share(group, num_tokens) else lacks
+        return None if not waits and self._fits_owner_share(group, num_tokens) else shortage
 
     def _admit(
-        self, group: RequestGroup, num_tokens: int, num_lines: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
     ) -> tuple[str, int] | None:
-        """Register a group if the queue has room for it; returns the result of ``_find_lack``.
+        """Register a group if the queue has room for it; returns the result of ``_find_shortage``.
 
         Raises:
             AsyncLLMError: if the group is refused even by an empty queue.
@@ -200,9 +205,9 @@ class Admission:
         if count > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
             raise check.invalid("n", count, accepted)
-        lacks = self._find_lack(group, num_tokens, num_lines)
-        if lacks is not None:
-            return lacks
+        shortage = self._find_shortage(group, num_tokens, num_waiting_lines)
+        if shortage is not None:
+            return shortage
         if other is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget`` for it.
@@ -221,26 +226,26 @@ class Admission:
         """Add to the queued requests and prompt tokens of an owner."""
         self._queued_tokens += num_tokens
         try:
-            queued = self._queued_of[owner]
+            queued = self._queued_by_owner[owner]
         except KeyError:
-            queued = self._queued_of[owner] = [0, 0]
+            queued = self._queued_by_owner[owner] = [0, 0]
         queued[0] += num_requests
         queued[1] += num_tokens
         if not queued[0]:
-            del self._queued_of[owner]
+            del self._queued_by_owner[owner]
 
-    def _has_share(self, group: RequestGroup, num_tokens: int) -> bool:
-        """Whether a group fits its owner's share of a queue that others use too, and the queue
-        does not exceed twice its limits."""
+    def _fits_owner_share(self, group: RequestGroup, num_tokens: int) -> bool:
+        """Whether a group fits its owner's share of the queue, and the queue stays within twice its
+        limits. False if no other owner uses the queue: then there are no shares."""
         owner, num_requests = group.members[0].owner, len(group.members)
-        num_owners = len(self._queued_of) + (owner not in self._queued_of)
+        num_owners = len(self._queued_by_owner) + (owner not in self._queued_by_owner)
         if (
             num_owners == 1
             or len(self._queued_requests) + num_requests > 2 * self.max_queued_requests
             or self._queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
         ):
             return False
-        requests, tokens = self._queued_of.get(owner, (0, 0))
+        requests, tokens = self._queued_by_owner.get(owner, (0, 0))
         return requests + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
             not requests
             or tokens + num_requests * num_tokens <= math.ceil(self.max_queued_tokens / num_owners)
@@ -284,7 +289,7 @@ class Admission:
                         request.owner, 0, num_tokens - self._queued_requests[request]
                     )
                     self._queued_requests[request] = num_tokens
-        self._advance_lines()
+        self._advance_waiting_lines()
 
     def leave_queue(self, request: Request) -> None:
         """Remove a request from the queue, because it was scheduled for the first time or has
@@ -299,7 +304,7 @@ class Admission:
             decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE)
             self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE
             self._drain_rate_at = now
-        self._advance_lines()
+        self._advance_waiting_lines()
 
     def leave(self, request: Request) -> None:
         """Count a request as ended, although other members of its group go on."""
@@ -327,6 +332,6 @@ class Admission:
         with self._lock:
             self._closed = error
             live = [*self._live_groups.values(), *self._replaced_groups]
-        self.line.fail(error)
-        self._advance_lines()  # Calls to an EngineGroup may have waited for this engine.
+        self.waiting_line.fail(error)
+        self._advance_waiting_lines()  # Calls to an EngineGroup may have waited for this engine.
         return live

@@ -36,8 +36,8 @@ class RequestAssignment:
         processors_key: key of the request's own logits processors in ``InProcess.processors``; -1
             if it has none.
         token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
-        claimed_by: indices into ``InProcess.logits_processors`` of the engine's processors that
-            apply to it.
+        claiming_processors: indices into ``InProcess.logits_processors`` of the engine's processors
+            that apply to the request.
     """
 
     req_index: int
@@ -49,7 +49,7 @@ class RequestAssignment:
     eos_token_ids: tuple[int, ...] = ()
     processors_key: int = -1
     token_rules: TokenRules | None = None
-    claimed_by: tuple[int, ...] = ()
+    claiming_processors: tuple[int, ...] = ()
 
 
 class PromptSpan(NamedTuple):
@@ -84,9 +84,9 @@ class StepBatch:
         assignments: requests that enter slots, to be applied after ``released``.
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.
-        trimmed: ``(req_index, KV group, first, end)``: table entries that become the null block
-            with this step, because every later query's window begins after their tokens. Their
-            blocks may have a new owner in this very step.
+        freed_entries: ``(req_index, KV group, first, end)``: table entries that become the null
+            block with this step, because every later query's window begins after the tokens of
+            these entries. Their blocks may have a new owner in this very step.
         state_loads: ``(req_index, snapshot)``: a request continues a cached prefix; the snapshot is
             copied into its slot before the step runs.
         state_saves: ``(req_index, snapshot)``: the request's state after this step is copied to the
@@ -94,7 +94,7 @@ class StepBatch:
         num_tokens: sum of ``counts``.
         masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The step
             is not sampled before ``Executor.sample`` brings their masks.
-        prompt_logprobs: row to its PromptSpan, for rows whose request asks for prompt
+        prompt_logprobs: map from row to PromptSpan, for rows whose request asks for prompt
             log-probabilities; never a decode row.
     """
 
@@ -108,7 +108,7 @@ class StepBatch:
     released: list[int] = field(default_factory=list)
     assignments: list[RequestAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
-    trimmed: list[tuple[int, int, int, int]] = field(default_factory=list)
+    freed_entries: list[tuple[int, int, int, int]] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)
     masked_rows: list[int] = field(default_factory=list)
@@ -160,12 +160,12 @@ class StepResult:
         token_ids: sampled tokens of all rows, row after row.
         counts: number of tokens of each row: 0 for a row that does not sample or is in ``errors``,
             else 1 to ``max_tokens_per_row``. The KV of all its tokens but the last is written.
-        logprobs: row to log-probabilities of each of its tokens, for rows whose request asked
-            for them.
-        prompt_logprobs: row to prompt log-probabilities, one for each position of its
+        logprobs: map from row to the log-probabilities of each of its tokens, for rows whose
+            request asked for them.
+        prompt_logprobs: map from row to prompt log-probabilities, one for each position of its
             ``PromptSpan``, in order; for every row that has a span and no error.
-        errors: row to the error that ends only this row's request (a logits processor that raised,
-            logits that are NaN or infinite). An executor in the engine's process leaves the
+        errors: map from row to the error that ends only this row's request (a logits processor that
+            raised, logits that are NaN or infinite). An executor in the engine's process leaves the
             exceptions in ``InProcess.errors``.
     """
 

@@ -47,7 +47,7 @@ from asyncllm.outputs import Delta, FinishReason, TokenLogprobs, Usage, make_tok
 OnSlow = Literal["coalesce", "pause", "abort"]
 
 
-class End(NamedTuple):
+class StreamEnd(NamedTuple):
     """End of a request with a finish reason; a failed request ends with an exception instead.
 
     Attributes:
@@ -99,7 +99,7 @@ class Channel:
         max_unread: maximum number of unread tokens before ``on_slow`` applies.
         max_merged: maximum number of tokens that are merged into one delta.
         items: unread output in order, without the end.
-        final: the end, once there is one: an End, or the exception that the reader gets.
+        final: the end, once there is one: an StreamEnd, or the exception that the reader gets.
         num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
         has_reader: the reader waits, and no wake is on its way to it.
         waiter: the mailbox's object for the reader that waits; touched on its loop's thread only.
@@ -109,7 +109,7 @@ class Channel:
     max_unread: int = 256
     on_slow: OnSlow = "coalesce"
     items: deque[Delta | PendingDelta] = field(default_factory=deque)
-    final: End | BaseException | None = None
+    final: StreamEnd | BaseException | None = None
     num_written: int = 0
     num_read: int = 0
     mailbox: Mailbox | None = None
@@ -117,7 +117,7 @@ class Channel:
     has_reader: bool = False
     is_backpressured: bool = False
     max_merged: int = field(init=False)
-    _proposed_ends: list[tuple[End | BaseException]] = field(default_factory=list)
+    _proposed_ends: list[tuple[StreamEnd | BaseException]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.max_merged = self.max_unread if self.on_slow == "coalesce" else 1
@@ -171,14 +171,14 @@ class Channel:
             return False
         return True
 
-    def offer_end(self, final: End | BaseException) -> bool:
+    def offer_end(self, final: StreamEnd | BaseException) -> bool:
         """Propose ``final`` as the channel's end. Any thread may call it. Returns True for the
         first proposal, which is the one that ``end`` makes readable."""
         offer = (final,)
         self._proposed_ends.append(offer)
         if self._proposed_ends[0] is not offer:
             return False
-        if isinstance(final, End) and final.last is not None:
+        if isinstance(final, StreamEnd) and final.last is not None:
             self.num_written += 1
         return True
 

@@ -34,7 +34,7 @@ class Deadlines:
         return len(self._heap)
 
     @property
-    def soonest(self) -> float:
+    def earliest(self) -> float:
         """The earliest deadline in seconds of the clock; infinity if no group has one."""
         return self._heap[0][0] if self._heap else math.inf
 

@@ -37,13 +37,13 @@ from asyncllm.logger import get_logger
 from asyncllm.outputs import EngineStats
 from asyncllm.validation import explain
 
-CLOSED = "the engine is closed; expected a started one"
+CLOSED_MESSAGE = "the engine is closed; expected a started one"
 _PAUSED_GRACE_SECONDS = 1.0
 
 logger = get_logger("asyncllm")
 
 
-class _DeclaredHung(BaseException):
+class _DeclaredHungError(BaseException):
     """Exception that unwinds the engine thread if a device call returns after the thread was
     declared hung."""
 
@@ -61,7 +61,8 @@ class EngineCore:
         fatal_error: the exception that killed the engine.
         thread: the engine thread, on which ``check_waiting`` raises.
         hung: whether the engine died because a call of the executor did not return in time.
-        close_reason: message of EngineClosedError; CLOSED after the application's own ``aclose``.
+        close_reason: message of EngineClosedError; CLOSED_MESSAGE after the application's own
+            ``aclose``.
         closed: whether the engine has closed; its loop then ends.
     """
 
@@ -83,7 +84,7 @@ class EngineCore:
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
         self.hung = False
-        self.close_reason = CLOSED
+        self.close_reason = CLOSED_MESSAGE
         self._lock = threading.Lock()
         self._executor_call_began_at: float | None = None
         self._idle_calls = IdleCalls(self.inbox, self.shutdown_error)
@@ -123,8 +124,9 @@ class EngineCore:
             )
 
     def abort(self, group: RequestGroup) -> None:
-        """Abort a group. Any thread may call it, any number of times. The flag is set before the
-        command is sent, so that an abort takes effect even if it arrives before the group."""
+        """Abort a group. Any thread may call it, any number of times. The group's ``aborted`` flag
+        is set before the command is sent, so that an abort takes effect even if it arrives before
+        the group."""
         group.aborted = True
         if not group.cancelled:
             group.cancelled = True
@@ -154,7 +156,7 @@ class EngineCore:
         num_blocks, num_free = pool.num_usable, pool.num_free
         num_queued_tokens = self.admission.num_queued_tokens
         if self.fatal_error is not None:
-            # Report none: the scheduler of a dead engine still has the requests of its last step.
+            # Report no requests: the scheduler of a dead engine still has those of its last step.
             num_running, num_paused, num_free, num_queued_tokens = 0, 0, num_blocks, 0
         return EngineStats(
             num_running=num_running,
@@ -196,8 +198,8 @@ class EngineCore:
         """Fail every request if one call of the executor has taken ``timeout`` seconds. Any thread
         may call it. Returns True for the one caller that declares the engine hung.
 
-        The lock guarantees that the engine thread is inside that call. If the call ever returns,
-        the engine thread changes no state.
+        The lock guarantees that the engine thread is inside the executor's call. If the call ever
+        returns, the engine thread changes no state.
         """
         with self._lock:
             since = self._executor_call_began_at
@@ -216,7 +218,7 @@ class EngineCore:
         try:
             while not self.closed:
                 self.step()
-        except _DeclaredHung:
+        except _DeclaredHungError:
             pass
         except BaseException as error:
             self.fatal_error = error
@@ -228,7 +230,7 @@ class EngineCore:
             self._in_flight.clear()
             self._idle_calls.due_calls.clear()
             self._mask_maker.close()
-            with contextlib.suppress(_DeclaredHung):
+            with contextlib.suppress(_DeclaredHungError):
                 self._call_executor(close_executor, self.executor)
 
     def _call_executor(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -240,7 +242,7 @@ class EngineCore:
             with self._lock:
                 self._executor_call_began_at = None
                 if self.hung:
-                    raise _DeclaredHung
+                    raise _DeclaredHungError
 
     def step(self) -> None:
         """Run one turn of the loop. With a pipeline of depth 2, step N+1 runs on the device while
@@ -446,14 +448,14 @@ class EngineCore:
             self.closed = True
 
     def _time_to_next_event(self) -> float | None:
-        """Seconds to the next deadline or the end of closing, at most an hour; None without
-        either."""
-        soonest = self._deadlines.soonest
+        """Seconds to the next deadline or the end of closing, at most an hour; None if there is
+        neither."""
+        earliest = self._deadlines.earliest
         if self._closing_at is not None:
-            soonest = min(soonest, self._closing_at)
+            earliest = min(earliest, self._closing_at)
             if self._only_paused_since is not None:
-                soonest = min(soonest, self._only_paused_since + _PAUSED_GRACE_SECONDS)
-        return None if soonest == math.inf else min(soonest - self.clock(), 3600.0)
+                earliest = min(earliest, self._only_paused_since + _PAUSED_GRACE_SECONDS)
+        return None if earliest == math.inf else min(earliest - self.clock(), 3600.0)
 
     def _fail_all(self) -> None:
         """Fail every live request of a dead engine, and all later calls. Runs on the engine thread,

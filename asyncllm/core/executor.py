@@ -124,7 +124,7 @@ class Executor(Protocol):
     flight. A step with ``masked_rows`` has two halves: its forward pass begins with ``launch``, and
     ``sample``, which comes before its ``collect``, brings the masks for its sampling (vLLM's
     ``execute_model`` and ``sample_tokens``). The next step may be launched before ``sample``, and
-    runs after it. An executor without a device that runs by itself (the CPU) does the work in
+    runs after it. If the device does not run by itself (the CPU), the executor does the work in
     ``collect``. An executor in the engine's process has an attribute ``in_process``, an
     ``InProcess``. The method ``report() -> ExecutionReport`` is optional.
 

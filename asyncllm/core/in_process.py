@@ -21,8 +21,8 @@ class InProcess:
     Attributes:
         processors: logits processors of each live request, by ``RequestAssignment.processors_key``.
         logits_processors: the engine's logits processors, which the executor runs.
-            ``RequestAssignment.claimed_by`` says which of them apply to a request.
-        errors: step to row to the exception behind ``StepResult.errors``, for the latest results.
+            ``RequestAssignment.claiming_processors`` says which of them apply to a request.
+        errors: for the latest steps, map from row to the exception behind ``StepResult.errors``.
     """
 
     processors: dict[int, Sequence[RequestLogitsProcessor]] = field(default_factory=dict)
@@ -34,7 +34,9 @@ class InProcess:
         processors = self.processors.get(assignment.processors_key, ())
         if not processors:
             return assignment
-        return replace(assignment, sampling=_changed(assignment.sampling, processors))
+        return replace(
+            assignment, sampling=_with_logits_processors(assignment.sampling, processors)
+        )
 
 
 def picklable_params(sampling: SamplingParams) -> SamplingParams:
@@ -46,14 +48,14 @@ def picklable_params(sampling: SamplingParams) -> SamplingParams:
         and sampling.structured_outputs is None
     ):
         return sampling
-    found = _changed(sampling, ())
+    found = _with_logits_processors(sampling, ())
     object.__setattr__(found, "logit_bias", copy(sampling.logit_bias))
     object.__setattr__(found, "extra_args", deepcopy(sampling.extra_args))
     object.__setattr__(found, "structured_outputs", None)
     return found
 
 
-def _changed(
+def _with_logits_processors(
     sampling: SamplingParams, processors: Sequence[RequestLogitsProcessor]
 ) -> SamplingParams:
     # Copy the object directly: ``dataclasses.replace`` would validate every field again.

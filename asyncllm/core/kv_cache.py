@@ -11,7 +11,7 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import NEVER, Request
 from asyncllm.core.state_snapshots import StateSnapshots
 
-OutOfWindow = tuple[int, int, int]
+FreedEntries = tuple[int, int, int]
 """Range of freed block table entries, ``first`` to ``end - 1``, of a KV group: ``(KV group, first,
 end)``."""
 
@@ -273,14 +273,15 @@ class KVCacheManager:
                 self.num_hit_tokens += request.num_computed_tokens
         return True
 
-    def free_out_of_window(self, request: Request) -> list[OutOfWindow]:
+    def free_out_of_window(self, request: Request) -> list[FreedEntries]:
         """Free the blocks that no later query sees; their contents stay cached. A step in flight
-        may still read them: steps run in order, so a new owner writes after it.
+        may still read the blocks: steps run in order, so a later owner of a block writes after that
+        step.
 
         Returns:
             The table entries that became the null block.
         """
-        freed: list[OutOfWindow] = []
+        freed: list[FreedEntries] = []
         for group in self._sliding_groups:
             first = request.num_out_of_window[group.index]
             end = group.first_visible(request.num_computed_tokens)
@@ -308,22 +309,22 @@ class KVCacheManager:
 
     def _append_blocks(self, request: Request, counts: list[int]) -> list[list[Block]]:
         # End the row where the next state snapshot is due.
-        appended, num_slots = [], request.snapshot_at
+        appended, num_covered_tokens = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
             count = counts[group.index]
             new = self.pool.allocate(count) if count else []
             blocks += new
             appended.append(new)
-            if len(blocks) * group.block_size < num_slots:
-                num_slots = len(blocks) * group.block_size
+            if len(blocks) * group.block_size < num_covered_tokens:
+                num_covered_tokens = len(blocks) * group.block_size
         for group in self._sliding_groups:
             next_out_of_window = group.next_out_of_window(request.num_out_of_window[group.index])
             # Free a single block only when the tables grow anyway; otherwise the tables would
             # change twice as often.
-            if next_out_of_window + group.block_size <= num_slots:
-                num_slots = next_out_of_window
-        request.num_slots = num_slots
+            if next_out_of_window + group.block_size <= num_covered_tokens:
+                num_covered_tokens = next_out_of_window
+        request.num_covered_tokens = num_covered_tokens
         return appended
 
     def publish(self, request: Request) -> list[Block]:
@@ -375,5 +376,5 @@ class KVCacheManager:
         for blocks, first in zip(request.blocks, request.num_out_of_window, strict=False):
             self.pool.release(blocks[first:])
         request.blocks = ()
-        request.num_slots = request.num_computed_tokens = 0
+        request.num_covered_tokens = request.num_computed_tokens = 0
         request.publish_at = NEVER

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from asyncllm.core.admission import Admission
-from asyncllm.core.channel import Channel, End, Mailbox, check_gil
+from asyncllm.core.channel import Channel, Mailbox, StreamEnd, check_gil
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.errors import RequestError
@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Output:
+class DetokenizerState:
     """Detokenisation of one request.
 
     Attributes:
@@ -167,7 +167,7 @@ class OutputProcessor:
         self._admission.forget(group)
         for member in group.members:
             # Release the grammar, as the application may keep the stream: grammars in use take
-            # memory that others need to compile.
+            # memory that other compilations need.
             member.structured_output = None
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
@@ -181,7 +181,7 @@ class OutputProcessor:
         usage = make_usage(group, members, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
-        final = error or End(reason, request.stop_reason, usage, text, last, request.index)
+        final = error or StreamEnd(reason, request.stop_reason, usage, text, last, request.index)
         if not group.channel.offer_end(final):
             return
         if error is not None:
@@ -329,7 +329,7 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
 def _remaining_text(request: Request) -> str:
     """Text that the detokenizer still holds back for an aborted request; empty if it cannot be
     decoded."""
-    output: Output = request.output
+    output: DetokenizerState = request.output
     try:
         return "" if output.detokenizer is None else output.detokenizer.finish()
     except BaseException:

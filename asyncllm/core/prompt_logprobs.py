@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
 
-TOP_PER_TOKEN = 32
+TOP_LOGPROBS_PER_TOKEN = 32
 """Number of top log-probabilities whose Python objects take about as long to make as a token takes
 in the model's layers."""
 
@@ -24,11 +24,11 @@ def token_cost(request: Request, vocab_size: int) -> int:
     """Cost of a token of the request's next chunk, in tokens of the step's budget.
 
     It is 1 for most requests. While prompt log-probabilities are missing it is 2, for the layers
-    and the output head, and grows with the number of top log-probabilities. So a step that computes
-    them takes as long as any other."""
+    and the output head, and grows with the number of top log-probabilities. So a step with prompt
+    log-probabilities takes as long as any other step."""
     if not request.lacks_prompt_logprobs:
         return 1
-    return 2 + _num_top(request, vocab_size) // TOP_PER_TOKEN
+    return 2 + _num_top(request, vocab_size) // TOP_LOGPROBS_PER_TOKEN
 
 
 def _num_top(request: Request, vocab_size: int) -> int:
@@ -55,7 +55,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
     return spans
 
 
-def keep_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
+def append_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
     """Append a step's prompt log-probabilities to the requests whose epoch has not changed.
 
     A recurrent request that is paused while a step is in flight starts over, and may compute the

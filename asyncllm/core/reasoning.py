@@ -1,4 +1,4 @@
-"""Reasoning: tracks by tokens whether a request's model is thinking."""
+"""ReasoningTracker: tracks by tokens whether a request's model is thinking."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class Reasoning:
+class ReasoningTracker:
     """Tracker of the reasoning in one output; the engine thread pushes each token.
 
     Stop strings and grammars apply only to the answer after the reasoning. While ``may_begin`` is
@@ -14,9 +14,9 @@ class Reasoning:
 
     Attributes:
         begin, end: token ids that open and close reasoning.
-        thinking: reasoning is open; initially, whether the prompt has opened it.
-        may_begin: the output may still begin with reasoning; initially, whether the prompt has
-            neither opened nor closed it.
+        thinking: whether reasoning is open; initially, whether the prompt has opened it.
+        may_begin: whether the output may still begin with reasoning; initially, whether the prompt
+            has neither opened nor closed reasoning.
         only_at_start: ignore ``begin`` after the answer has begun. Set if there is a grammar,
             because ``begin`` is then part of the answer.
     """

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from asyncllm.core.block_hashes import append_block_hashes
 from asyncllm.core.block_pool import Block
 from asyncllm.core.channel import Channel
-from asyncllm.core.reasoning import Reasoning
+from asyncllm.core.reasoning import ReasoningTracker
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
@@ -124,8 +124,8 @@ class Request:
         num_out_of_window: per KV group the leading entries of ``blocks`` that are the null block,
             because their tokens lie before the group's window.
         block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
-        num_slots: number of tokens up to which the tables need no change: every group has blocks
-            for them, and at most one block is out of window.
+        num_covered_tokens: number of tokens up to which the block tables need no change: every
+            group has blocks for them, and at most one block is out of window.
         num_published: leading tokens whose full blocks were offered to the pool.
         publish_at: number of tokens at which the next block is full and can be offered.
         snapshot_at: number of tokens at which its recurrent state is saved; never reached without
@@ -134,7 +134,7 @@ class Request:
             no snapshot.
         newest_output_snapshot: the newest snapshot of its output, and that snapshot's hash.
         token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
-        claimed_by: indices of the engine's logits processors that apply to it.
+        claiming_processors: indices of the engine's logits processors that apply to it.
         needs_host: its sampling needs the host, so its next step waits until its last token is
             known; see SamplingLimits.
         output: state of its detokenisation; the core only passes it along.
@@ -158,11 +158,11 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     output: Any = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningTracker | None = None
     first: Request | None = None
     structured_output: OutputGrammar | None = None
     token_rules: TokenRules | None = None
-    claimed_by: tuple[int, ...] = ()
+    claiming_processors: tuple[int, ...] = ()
     needs_host: bool = False
     index: int = field(init=False)
     request_id: str = field(init=False)
@@ -182,7 +182,7 @@ class Request:
     blocks: tuple[list[Block], ...] = field(init=False, default=())
     num_out_of_window: list[int] = field(init=False, default_factory=list)
     block_hashes: dict[int, list[bytes]] = field(init=False, default_factory=dict)
-    num_slots: int = field(init=False, default=0)
+    num_covered_tokens: int = field(init=False, default=0)
     num_published: int = field(init=False, default=0)
     publish_at: int = field(init=False, default=0)
     snapshot_at: int = field(init=False, default=NEVER)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess, picklable_params
-from asyncllm.core.kv_cache import KVCacheManager, OutOfWindow, block_ids
-from asyncllm.core.prompt_logprobs import keep_prompt_logprobs, prompt_spans, token_cost
+from asyncllm.core.kv_cache import FreedEntries, KVCacheManager, block_ids
+from asyncllm.core.prompt_logprobs import append_prompt_logprobs, prompt_spans, token_cost
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.structured_output import masked_rows
@@ -146,7 +146,7 @@ class Scheduler:
         if self.kv.states is not None:
             self.kv.states.publish_saved()
         scheduled: dict[Request, int] = {}
-        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]] = {}
+        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[FreedEntries]]] = {}
         budget, preempted = self._schedule_running(scheduled, grown_tables)
         for request, count in scheduled.items():
             self._add_row(request, count, step)
@@ -160,7 +160,7 @@ class Scheduler:
             if request in scheduled:
                 batch.new_blocks.append((request.req_index, new))
                 if freed:
-                    batch.trimmed += [(request.req_index, *entries) for entries in freed]
+                    batch.freed_entries += [(request.req_index, *entries) for entries in freed]
         if step.has_grammar_mask:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
@@ -174,7 +174,7 @@ class Scheduler:
     def _schedule_running(
         self,
         scheduled: dict[Request, int],
-        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[OutOfWindow]]],
+        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[FreedEntries]]],
     ) -> tuple[int, bool]:
         """Schedule running requests in order, and preempt when blocks run out. Returns the rest of
         the token budget, and whether a request was preempted."""
@@ -193,7 +193,7 @@ class Scheduler:
             if count * request.token_cost > budget:
                 count = max(1, budget // request.token_cost)
             end = request.num_computed_tokens + count + lookahead
-            if end > request.num_slots:
+            if end > request.num_covered_tokens:
                 end = min(end, self.info.max_model_len, request.snapshot_at)
                 count = min(count, end - request.num_computed_tokens)
                 freed = self.kv.free_out_of_window(request)
@@ -323,7 +323,7 @@ class Scheduler:
             eos_token_ids=request.eos_token_ids,
             processors_key=processors_key,
             token_rules=request.token_rules,
-            claimed_by=request.claimed_by,
+            claiming_processors=request.claiming_processors,
         )
 
     # --- results -----------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Scheduler:
         epochs = step.epochs
         exceptions = self.in_process.errors.pop(result.step, {})
         if result.prompt_logprobs:
-            keep_prompt_logprobs(step, result)
+            append_prompt_logprobs(step, result)
         end = 0
         for row, request in enumerate(step.requests):
             i = first = end

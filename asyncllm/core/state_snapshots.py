@@ -38,8 +38,8 @@ class StateSnapshots:
     only requests with exactly that prefix. So a request saves few of them (after Marconi, Pan et
     al. 2024, arXiv:2411.19379):
 
-    - where the cached KV of its prompt ends, if no snapshot reaches that far: the first request
-      that shows a shared prefix saves its state, and the next ones find it;
+    - where the cached KV of its prompt ends, if no snapshot reaches that far: the second request
+      with a prefix saves the state after the prefix, and later requests find it;
     - at the last full block of its prompt, before its last token;
     - every ``interval`` tokens of its output, and at the last full block of output that is computed
       anew. Only the newest of these is kept.
@@ -54,7 +54,7 @@ class StateSnapshots:
         interval: number of output tokens between two snapshots, rounded up to whole blocks.
 
     Attributes:
-        pool: its block i is the executor's snapshot i.
+        pool: pool whose block i is the executor's snapshot i.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StateSnapshots:
     def _snapshot_key(self, tokens: HashedTokens, num_tokens: int) -> bytes:
         return tokens.extend_hashes(self._block_size)[num_tokens // self._block_size - 1]
 
-    def _ends(self, num_tokens: int) -> range:
+    def _snapshot_lengths(self, num_tokens: int) -> range:
         """Prefix lengths, up to ``num_tokens``, that a snapshot may have; longest first."""
         size = self._common_block_size
         return range(num_tokens // size * size, 0, -size)
@@ -80,7 +80,7 @@ class StateSnapshots:
         0."""
         if not self.pool.num_cached:
             return 0
-        for end in self._ends(num_tokens):
+        for end in self._snapshot_lengths(num_tokens):
             if self.pool.find(self._snapshot_key(prompt, end)) is not None:
                 return end
         return 0
@@ -90,7 +90,7 @@ class StateSnapshots:
         snapshot covers a longer prefix of the request than any snapshot that exists."""
         if not self._pending_keys:
             return False
-        for end in self._ends(request.max_cached_tokens):
+        for end in self._snapshot_lengths(request.max_cached_tokens):
             key = self._snapshot_key(request, end)
             if key in self._pending_keys:
                 return True
@@ -114,8 +114,8 @@ class StateSnapshots:
 
     def save(self, request: Request, published: list[Block]) -> int | None:
         """Snapshot to write for a request that reaches ``snapshot_at`` with the step being
-        scheduled. None if the prefix has one already, or if half of the slots are being written: a
-        burst of prompts would evict the prefix that they share.
+        scheduled. None if the prefix has a snapshot already, or if half of the slots are being
+        written: a burst of prompts would evict the prefix that they share.
 
         Args:
             published: list to which the block is appended once it is published.

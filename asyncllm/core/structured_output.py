@@ -14,7 +14,7 @@ from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
 
 if TYPE_CHECKING:
-    from asyncllm.core.reasoning import Reasoning
+    from asyncllm.core.reasoning import ReasoningTracker
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
     from asyncllm.structured.grammar import GrammarMatcher
@@ -30,28 +30,29 @@ class StructuredOutput:
     them, and rolls back if reasoning is opened after all.
 
     Attributes:
-        special: ids of the special tokens, which add no text. A stop token among them that the
-            grammar names is part of the output, and ends it only where the grammar may end.
+        special_tokens: ids of the special tokens, which add no text. If the grammar names a stop
+            token, that token is part of the output, and ends the output only where the grammar may
+            end.
         clock: processor seconds of the calling thread. By wall-clock time, a quick mask would count
             as slow on a busy machine.
         accept_time: seconds that the matcher took to accept tokens since the last mask.
-        num_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if its
-            masks are quick. Meanwhile a token is accepted along with the next mask.
-        unaccepted: the last token, if it waits for the next mask.
+        num_masks_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if
+            the masks are quick. While it is not 0, a token is accepted along with the next mask.
+        pending_token: the last token, if it waits for the next mask.
         next_mask: future of the next mask, which another thread makes; that thread owns the matcher
             until the mask is done.
-        num_opening: number of tokens of a possible reasoning delimiter that the matcher has
-            followed; None if the grammar does not admit them.
+        num_delimiter_tokens: number of tokens of a possible reasoning delimiter that the matcher
+            has followed; None if the grammar does not admit these tokens.
     """
 
     matcher: GrammarMatcher
-    special: Collection[int] = ()
+    special_tokens: Collection[int] = ()
     clock: Callable[[], float] = time.thread_time
     accept_time: float = field(init=False, default=0.0)
-    unaccepted: int | None = field(init=False, default=None)
-    num_ahead: int = field(init=False, default=0)
+    pending_token: int | None = field(init=False, default=None)
+    num_masks_ahead: int = field(init=False, default=0)
     next_mask: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
-    num_opening: int | None = field(init=False, default=0)
+    num_delimiter_tokens: int | None = field(init=False, default=0)
 
     def advance(
         self, request: Request, token_id: int, reason: FinishReason | None
@@ -76,19 +77,19 @@ class StructuredOutput:
         reasoning = request.reasoning
         thinking = reasoning is not None and reasoning.thinking
         if reason == "stop":  # The grammar gets a stop token only if it names that token.
-            if thinking or token_id not in self.special or self.matcher.may_end():
+            if thinking or token_id not in self.special_tokens or self.matcher.may_end():
                 return reason
             return self._accept_named_stop_token(request, token_id)
         if reasoning is not None:
             if thinking:
                 return reason
             if token_id == reasoning.next_begin_token():
-                self._follow_opening(reasoning, token_id)
-                return self._finish_reason_of_ended(reason) if self.num_opening else reason
-        if self.num_opening is None:
+                self._follow_delimiter(reasoning, token_id)
+                return self._finish_reason_of_ended(reason) if self.num_delimiter_tokens else reason
+        if self.num_delimiter_tokens is None:
             raise _grammar_violation_error(request, token_id)
-        if self.num_ahead and reason is None:
-            self.unaccepted = token_id
+        if self.num_masks_ahead and reason is None:
+            self.pending_token = token_id
             return None
         self._accept(request, token_id)
         return self._finish_reason_of_ended(reason)
@@ -109,19 +110,19 @@ class StructuredOutput:
     def _finish_reason_of_ended(self, reason: FinishReason | None) -> FinishReason | None:
         return "stop" if self.matcher.is_terminated() else reason
 
-    def _follow_opening(self, reasoning: Reasoning, token_id: int) -> None:
-        matcher, followed = self.matcher, self.num_opening
+    def _follow_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
+        matcher, followed = self.matcher, self.num_delimiter_tokens
         if reasoning.is_last_begin_token():
             if followed:
                 matcher.rollback(followed)
-            self.num_opening = 0
+            self.num_delimiter_tokens = 0
         elif followed is not None:
             if _allows_token(matcher.bitmask(), token_id) and matcher.accept(token_id):
-                self.num_opening = followed + 1
+                self.num_delimiter_tokens = followed + 1
             else:
                 if followed:
                     matcher.rollback(followed)
-                self.num_opening = None
+                self.num_delimiter_tokens = None
 
     def mask(self, request: Request) -> bytes | None:
         """Bitmask of the tokens that may come next. The mask is empty, which allows all tokens,
@@ -134,21 +135,21 @@ class StructuredOutput:
             Exception: RequestError if no token is allowed and the output is not complete, or any
                 error of the matcher.
         """
-        matcher, reasoning, token_id = self.matcher, request.reasoning, self.unaccepted
+        matcher, reasoning, token_id = self.matcher, request.reasoning, self.pending_token
         if token_id is not None:
-            self.unaccepted = None
+            self.pending_token = None
             self._accept(request, token_id)
             if matcher.is_terminated():
                 return None
         if reasoning is not None and reasoning.thinking:
             return b""
         mask, may_end = matcher.bitmask(), matcher.may_end()
-        if self.num_opening is None:
+        if self.num_delimiter_tokens is None:
             mask, may_end = bytearray(len(mask)), False
         stops = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
         for token_id in request.stop_token_ids:
             byte, bit = token_id >> 3, 1 << (token_id & 7)
-            if byte < len(mask) and not (token_id in self.special and mask[byte] & bit):
+            if byte < len(mask) and not (token_id in self.special_tokens and mask[byte] & bit):
                 mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
         opening = None if reasoning is None else reasoning.next_begin_token()
         if opening is not None and opening >> 3 < len(mask):
@@ -205,7 +206,7 @@ class MaskMaker:
     flight. So a slow grammar delays its own request alone, and changes none of its tokens.
 
     Args:
-        send: asks the engine thread to call a function with arguments.
+        send: function that asks the engine thread to call a function with arguments.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
@@ -248,7 +249,7 @@ class MaskMaker:
                 continue
             if seconds > limit * _SLOW_FRACTION:
                 slow.append((request, grammar))
-            elif grammar.num_ahead:
+            elif grammar.num_masks_ahead:
                 self._count_quick_mask(request, grammar)
             if mask is None:
                 ends.append((request, None))
@@ -256,8 +257,8 @@ class MaskMaker:
                 masks.rows.append(row)
                 masks.masks.append(mask)
         for request, grammar in slow:
-            if grammar.num_ahead or (total > limit and len(slow) < len(step.requests)):
-                grammar.num_ahead = _NUM_AHEAD
+            if grammar.num_masks_ahead or (total > limit and len(slow) < len(step.requests)):
+                grammar.num_masks_ahead = _NUM_AHEAD
                 request.run_ahead_end = 0
         return masks, ends
 
@@ -270,7 +271,7 @@ class MaskMaker:
                 continue
             grammar = request.structured_output
             assert isinstance(grammar, StructuredOutput)
-            if not grammar.num_ahead:
+            if not grammar.num_masks_ahead:
                 continue
             if request.num_placeholders:
                 continue  # The request is already scheduled; its step makes the mask.
@@ -301,6 +302,6 @@ class MaskMaker:
             request.num_placeholders -= 1
 
     def _count_quick_mask(self, request: Request, grammar: StructuredOutput) -> None:
-        grammar.num_ahead -= 1
-        if not grammar.num_ahead and not request.needs_host:
+        grammar.num_masks_ahead -= 1
+        if not grammar.num_masks_ahead and not request.needs_host:
             request.run_ahead_end = request.max_total_tokens

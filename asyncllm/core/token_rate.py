@@ -25,8 +25,8 @@ class TokenRate:
         """Add a step.
 
         Args:
-            num_tokens: tokens that it computed.
-            seconds: time that it took; without that of earlier steps in flight.
+            num_tokens: number of tokens that the step computed.
+            seconds: duration of the step, without the time of earlier steps in flight.
         """
         kept = 0.5 ** (seconds / _HALF_LIFE)
         self._count = self._count * kept + 1

@@ -28,7 +28,7 @@ class TokenRules:
     last_tokens: dict[int, list[int]]
 
     @classmethod
-    def of(
+    def create(
         cls,
         allowed_token_ids: Sequence[int] | None,
         bad_words: Iterable[Sequence[int]],
@@ -60,7 +60,7 @@ class TokenRules:
             allowed = int(digits[::-1], 2).to_bytes(size // 8, "little")
         return cls(allowed, trie, last_tokens)
 
-    def excluded_after(self, output: Sequence[int]) -> list[int]:
+    def excluded_tokens(self, output: Sequence[int]) -> list[int]:
         """Tokens that would complete a bad word after ``output``."""
         found: list[int] = []
         node: int | None = 0

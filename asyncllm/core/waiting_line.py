@@ -18,19 +18,20 @@ class _Waiter:
     """Group that waits for a place.
 
     Attributes:
-        take: function that gives the group a place; its result is false if there is no room.
+        try_reserve: function that gives the group a place; its result is false if the queue is
+            full.
         is_gone: function that tells whether the caller has stopped waiting.
-        reserved: future of the result of ``take``, or of its error.
+        reserved: future of the result of ``try_reserve``, or of its error.
     """
 
-    take: Callable[[], Any]
+    try_reserve: Callable[[], Any]
     is_gone: Callable[[], bool]
     reserved: Future[Any] = field(default_factory=Future)
 
 
 class WaitingLine:
-    """Groups that wait for a place in the queue of one engine, or of any engine of an EngineGroup,
-    in turns by owner.
+    """Line of the groups that wait for a place in the queue of one engine, or of any engine of an
+    EngineGroup. Owners take turns.
 
     Attributes:
         lock: held while a group gets its place. It is taken before the lock of an Admission.
@@ -50,21 +51,21 @@ class WaitingLine:
         return self._order.has_owner(name)
 
     def push(
-        self, group: RequestGroup, take: Callable[[], Any], is_gone: Callable[[], bool]
+        self, group: RequestGroup, try_reserve: Callable[[], Any], is_gone: Callable[[], bool]
     ) -> Future[Any]:
         """Put a group behind its owner's waiting groups. The caller holds ``lock``.
 
         Args:
-            take: function that gives the group its place if there is room; see ``advance``. A true
+            try_reserve: function that gives the group its place if the queue has room. A true
                 result means that the group has a place. Called on any thread, with ``lock`` held.
             is_gone: function that tells whether the caller has stopped waiting; called on any
                 thread.
 
         Returns:
-            Future of the result of ``take``, or of the AsyncLLMError that it raises. A group that
-            leaves the line without a place loses its members.
+            Future of the result of ``try_reserve``, or of the AsyncLLMError that it raises. A group
+            that leaves the line without a place loses its members.
         """
-        waiter = self._waiters[group] = _Waiter(take, is_gone)
+        waiter = self._waiters[group] = _Waiter(try_reserve, is_gone)
         self._num_waited += 1
         group.members[0].arrival_index = self._num_waited
         self._order.push(group.members[0])
@@ -80,9 +81,9 @@ class WaitingLine:
             self.advance()
 
     def advance(self) -> None:
-        """Give waiting groups places, in turns by owner, until one lacks room. To be called
-        whenever a place becomes free. The caller holds no lock, because callbacks of the groups'
-        futures run."""
+        """Give waiting groups places, in turns by owner, until the queue is full. To be called
+        whenever a place becomes free. The caller must hold no lock, because this runs callbacks of
+        the groups' futures."""
         while self._waiters:
             with self.lock:
                 first = self._order.peek()
@@ -94,7 +95,7 @@ class WaitingLine:
                     group.members = []
                 else:
                     try:
-                        place = waiter.take()
+                        place = waiter.try_reserve()
                         if not place:
                             return
                     except AsyncLLMError as failure:

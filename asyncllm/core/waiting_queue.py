@@ -62,7 +62,7 @@ class WaitingQueue:
     def __init__(self, policy: str) -> None:
         self._rank_request = POLICIES[policy]
         self._owners: dict[str | None, _Owner] = {}
-        self._line: list[_Entry] = []
+        self._owner_heap: list[_Entry] = []
         self._waiting_requests: dict[Request, int] = {}
         self._num_entries = 0
         self._serial = 0
@@ -98,13 +98,13 @@ class WaitingQueue:
 
     def peek(self) -> Request | None:
         """The next request to admit; None if no request waits."""
-        line = self._line
-        while line:
-            entry = line[0]
+        heap = self._owner_heap
+        while heap:
+            entry = heap[0]
             owner = entry[3]
             if owner.entry is entry:
                 return owner.heap[0][2]
-            heapq.heappop(line)
+            heapq.heappop(heap)
         return None
 
     def discard(self, request: Request) -> None:
@@ -152,7 +152,7 @@ class WaitingQueue:
             return
         if old is not None and len(self._owners) == 1:
             return  # A sole owner needs no place; ``push`` requeues it when another arrives.
-        line = self._line
+        heap = self._owner_heap
         sort_key = owner.heap[0][0]
         turn = owner.heap[0][2].arrival_index << _ARRIVAL
         if turn < owner.last_turn:
@@ -160,13 +160,13 @@ class WaitingQueue:
         self._serial += 1
         place = (owner.num_running << _RUNNING) + turn
         owner.entry = entry = (sort_key[:-1], place, self._serial, owner)
-        if line and line[0] is old:
-            heapq.heapreplace(line, entry)
+        if heap and heap[0] is old:
+            heapq.heapreplace(heap, entry)
             return
-        heapq.heappush(line, entry)
-        if len(line) > 64 and len(line) > 4 * len(self._owners):
-            self._line = [one for one in line if one[3].entry is one]
-            heapq.heapify(self._line)
+        heapq.heappush(heap, entry)
+        if len(heap) > 64 and len(heap) > 4 * len(self._owners):
+            self._owner_heap = [one for one in heap if one[3].entry is one]
+            heapq.heapify(self._owner_heap)
 
     def _compact(self) -> None:
         """Drop the entries of discarded requests."""

@@ -1,4 +1,4 @@
-"""build_model_runner: a ModelRunner from a configuration and a model."""
+"""build_model_runner: makes a ModelRunner from a configuration and a model."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def pack_model(
 
     Raises:
         InvalidRequestError: as ``build_model_runner``.
-        EngineError: the weights have no file, or it cannot be written.
+        EngineError: the model's weights cannot be packed, or the file cannot be written.
         ModelLoadError: the checkpoint cannot be used.
     """
     device = resolve_device(config.device)
     threads = resolve_threads(config.num_threads, model, device)
-    *_, store = load_decoder(config, model, device, threads, progress, beside=True)
+    *_, store = load_decoder(config, model, device, threads, progress, next_to_model=True)
     if isinstance(store, str):
         raise EngineError(f"{model.path}: {store}")
     try:
@@ -149,7 +149,8 @@ def _load_runner(
         decoder,
         cache,
         info,
-        # Native ops have their own threads, and torch's threads would spin beside them.
+        # Give torch one thread: native ops have threads of their own, and torch's threads would
+        # spin.
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
         graphs=step_graphs,
@@ -161,8 +162,8 @@ def _load_runner(
     runner.warm_up(partial(tell, stage="kernels"))
     if config.cuda_graphs != "off":
         runner.capture_graphs(partial(tell, stage="graphs"))
-    # Calibrate after the captures, which need padding in the buffers: calibration steps leave rows
-    # there.
+    # Calibrate after the CUDA graphs are captured: a capture needs buffers full of padding, and
+    # calibration steps leave rows in the buffers.
     if isinstance(store, str):
         calibrate(runner, config, mode)
     else:

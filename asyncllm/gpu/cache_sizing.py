@@ -70,7 +70,7 @@ def choose_cache_size(
 ) -> KVCacheSize:
     """Chooses the number of KV blocks and the longest sequence that they hold.
 
-    Nothing is measured if the configuration sets the cache's size.
+    No memory is measured if the configuration sets the cache's size.
 
     Args:
         free_at_start: bytes that were free on a GPU before the weights were loaded.
@@ -237,8 +237,8 @@ def _too_small_error(
 ) -> KVCacheTooSmallError:
     """Makes the error for a cache with too few usable blocks.
 
-    The minimum that the message names includes the null block if it is in bytes, but not if it is
-    in blocks.
+    The message names the smallest usable size: in bytes with the null block, or in blocks without
+    the null block.
     """
     needed = blocks_per_seq(groups, max_model_len or 1, step_tokens)
     if max_model_len is None:
@@ -272,7 +272,7 @@ def make_states(
 ) -> StateCache | None:
     """Allocates the slots of recurrent states; None for a model without recurrent layers.
 
-    Call it before the KV cache is sized: the KV cache gets the memory that is left.
+    Call it before the KV cache is sized: the KV cache gets the remaining memory.
 
     Raises:
         InvalidRequestError: ``num_state_snapshots`` is set, but the model has no recurrent layers

@@ -10,11 +10,11 @@ from typing import Any
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
-from asyncllm.gpu.batch.step_buffer import plain_batch
+from asyncllm.gpu.batch.step_buffer import make_dummy_batch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.packed.packed_store import PackedStore
-from asyncllm.gpu.threads import available_cpus, processor, seconds_without_core
+from asyncllm.gpu.threads import available_cpus, cpu_model, seconds_without_core
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
 
@@ -29,7 +29,8 @@ stream are that far apart."""
 
 LOWEST_BUDGET = 64
 HIGHEST_BUDGET = 2048
-"""Bounds of the token budget on a CPU; a GPU's upper bound is the device's default."""
+"""Largest token budget on a CPU, where LOWEST_BUDGET is the smallest; on a GPU the device's default
+is the largest."""
 
 BUDGET_MULTIPLE = 32
 
@@ -65,13 +66,13 @@ class Calibration:
     tokens_ahead: int | None = None
 
     @classmethod
-    def of_note(cls, note: Any) -> Calibration | None:
-        """Reads the fields from JSON; None if they are not those of a Calibration."""
-        values = tuple(note.values()) if isinstance(note, dict) else ("",)
+    def from_json(cls, fields: Any) -> Calibration | None:
+        """Makes a Calibration from parsed JSON; None if a field or value is invalid."""
+        values = tuple(fields.values()) if isinstance(fields, dict) else ("",)
         are_counts = all(
             one is None or (type(one) is int and 0 < one <= HIGHEST_BUDGET) for one in values
         )
-        return cls(**note) if are_counts and set(note) == set(cls.__slots__) else None
+        return cls(**fields) if are_counts and set(fields) == set(cls.__slots__) else None
 
     def apply(self, runner: ModelRunner) -> None:
         if self.token_budget is not None:
@@ -118,12 +119,12 @@ def calibrate_once(
     settings that affect a step's time. A calibration that waited long for a core is not stored.
 
     Returns:
-        ``{file name: calibration}`` for the store to write; empty if nothing is to be written.
+        ``{file name: calibration}``, which the store writes; empty if no file is to be written.
     """
-    name = store.note_name(
+    name = store.sidecar_name(
         "calibration",
         {
-            "processor": processor(),
+            "processor": cpu_model(),
             "threads": store.num_threads,
             "cores": available_cpus(),
             "max_num_seqs": runner.info.max_num_seqs,
@@ -132,7 +133,7 @@ def calibrate_once(
             "async_scheduling": config.async_scheduling,
         },
     )
-    kept = Calibration.of_note(store.read_note(name))
+    kept = Calibration.from_json(store.read_sidecar(name))
     if kept is not None:
         kept.apply(runner)
         return {}
@@ -169,7 +170,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
 def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
     """Makes a batch that prefills whole prompts and samples a token after each."""
     counts = [assignment.num_prompt_tokens for assignment in assignments]
-    batch = plain_batch([0] * len(counts), counts)
+    batch = make_dummy_batch([0] * len(counts), counts)
     batch.req_indices = [assignment.req_index for assignment in assignments]
     batch.assignments = assignments
     return batch
@@ -222,8 +223,8 @@ def min_tokens_ahead(
     """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
     thread.
 
-    Such a step takes half a millisecond. A shorter one takes less time than the Python code of the
-    engine thread and the event loop, and its thread would only wait for the GIL.
+    Such a step takes half a millisecond. A shorter step takes less time than the Python code of the
+    engine thread and the event loop, and the library's thread would only wait for the GIL.
 
     A step of one token warms up. Then a step of eight tokens is timed, so that the start of a
     large, slow model is delayed little.

@@ -32,7 +32,7 @@ from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
 
 if TYPE_CHECKING:
-    from asyncllm.gpu.transformers_model.build import Plan
+    from asyncllm.gpu.transformers_model.build import ModelPlan
 
 ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
@@ -46,12 +46,12 @@ def load_decoder(
     num_threads: int | None,
     progress: Progress | None,
     *,
-    beside: bool = False,
+    next_to_model: bool = False,
 ) -> tuple[LanguageModel, list[KVGroup], int, PackedStore | str]:
     """Loads the model.
 
     Args:
-        beside: see PackedStore.
+        next_to_model: see PackedStore.
 
     Returns:
         The model; its KV groups; the GPU's free bytes before loading (0 on a CPU); and the store of
@@ -76,14 +76,14 @@ def load_decoder(
         free_at_start = check_weights(config, device, model_bytes(model, dtype))
     convert = resolve_conversion(config, model, device, ops)
     context = getattr(ops, "context", None)
-    store = open_store(config, model, context, dtype, progress, beside=beside)
+    store = open_store(config, model, context, dtype, progress, next_to_model=next_to_model)
     is_dummy = config.load_format == "dummy"
     if isinstance(model, ModelConfig):
         if ops.packs_linear:
             warn_without_huge_pages()
             if model.quantization is None:
-                # Native threads pack the weights; torch's threads would spin beside them after
-                # every copy.
+                # Limit torch to one thread: after every copy torch's threads would spin and take
+                # time from the native threads, which pack the weights.
                 set_thread_count(1)
         accepts_form = ops.accepts_form if ops.schemes != {"plain"} else None
         load = dummy_weights
@@ -107,11 +107,11 @@ def load_decoder(
     return decoder, groups, free_at_start, store
 
 
-def _plan(model: TransformersConfig) -> Plan:
+def _plan(model: TransformersConfig) -> ModelPlan:
     # Import transformers' modules late: the engine's own decoders do not need them.
-    from asyncllm.gpu.transformers_model.build import Plan
+    from asyncllm.gpu.transformers_model.build import ModelPlan
 
-    return Plan.of(model)
+    return ModelPlan.of(model)
 
 
 def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:

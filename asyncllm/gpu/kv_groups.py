@@ -170,7 +170,8 @@ class KVPlan:
         """
         if not self.groups:
             return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]
-        # A cache has the layout of the first layer that reads it, which writes it.
+        # If several layers read a cache, the first of them writes the cache and determines its
+        # layout.
         writers = [self.kinds[self.indices.index(cache)] for cache in sorted(set(self.indices))]
         made = []
         for group in self.groups:

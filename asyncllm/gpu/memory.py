@@ -74,7 +74,7 @@ class MemoryProbe:
         """
         # A stand-in for a MemPool suffices, because ``use_mem_pool`` reads only its ``id``.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
-        with CAPTURES.turn(), torch.cuda.use_mem_pool(handle, device):
+        with CAPTURES.capture_lock(), torch.cuda.use_mem_pool(handle, device):
             yield partial(pool_bytes, handle.id, device)
 
     def finish(self, device: torch.device, seconds: float) -> bool:
@@ -101,7 +101,7 @@ class MemoryProbe:
         Raises:
             TimeoutError: another engine's capture takes longer than ``seconds``.
         """
-        with CAPTURES.turn(seconds):
+        with CAPTURES.capture_lock(seconds):
             torch.cuda.empty_cache()
 
 
@@ -146,7 +146,8 @@ class CacheBudget:
         """Bytes for the KV cache; negative if weights, step and graphs alone exceed the share.
 
         The share is ``gpu_memory_utilization`` of the GPU's memory, or what was free at the start
-        if that was less. Memory that others or the driver took since then is subtracted.
+        if that was less. Memory that other processes or the driver have taken since the start is
+        subtracted.
         """
         share = min(self.allowed, self.free_at_start) - self.graph_reserve
         left = min(share - self.weights, self.free - self.graph_reserve) - self.peak

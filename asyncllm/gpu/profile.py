@@ -12,7 +12,7 @@ from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.batch.sampling_table import scalar_sections
 from asyncllm.gpu.batch.sections import Sections
-from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, plain_batch, step_inputs
+from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, make_dummy_batch, step_inputs
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.recorded_step import record_step
@@ -103,7 +103,7 @@ def _make_step(
 ) -> StepInputs:
     """Makes a step's inputs, with logits for ``max_num_seqs`` tokens, or all if fewer."""
     rows, starts = len(counts), (max_model_len - counts).tolist()
-    batch = plain_batch(starts, counts.tolist(), num_decodes=num_decodes)
+    batch = make_dummy_batch(starts, counts.tolist(), num_decodes=num_decodes)
     persistent = InputBatch(rows, max_model_len, [group.spec for group in groups])
     step = step_inputs(batch, persistent, device)
     if num_decodes == rows:

@@ -185,8 +185,8 @@ class StepMemory:
         )
 
     def padded_inputs(self, num_tokens: int) -> StepInputs:
-        """Inputs of a mixed step for its first ``num_tokens`` tokens, padding included. Inputs per
-        row are empty."""
+        """Inputs of a mixed step for its first ``num_tokens`` tokens, padding included. Arrays with
+        an entry per row are empty."""
         tensors, tokens = self.buffer.tensors, slice(num_tokens)
         return replace(
             self.decode_inputs(0),

@@ -243,7 +243,7 @@ class StepRunner:
             self.draw(logits, step.stages)
             return
         index, rows, tokens = torch.from_numpy(some), memory.sampling_rows(count), memory.sampled
-        own, found, top = rows.at(index), tokens[index], None
+        own, found, top = rows.select(index), tokens[index], None
         if step.stages & Stages.LOGPROBS:
             top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)
         self.sampler.sample(logits[index], own, memory.scalars, step.stages, found, top)

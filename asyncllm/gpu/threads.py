@@ -1,4 +1,4 @@
-"""set_thread_count, available_cpus, processor: threads and the cores that they have."""
+"""set_thread_count, available_cpus, cpu_model: threads and the cores that they have."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def available_cpus(
     return max(1, min([count, *(limit for limit in limits if limit is not None)]))
 
 
-def processor(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Description of the first core; only the architecture's name without /proc/cpuinfo."""
+def cpu_model(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Description of the CPU's first core; without /proc/cpuinfo only the architecture's name."""
     try:
         first = cpu_info.read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:

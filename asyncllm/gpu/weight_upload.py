@@ -22,12 +22,12 @@ class _Buffer:
     Attributes:
         host: uint8, pinned for asynchronous copies.
         device: uint8, the chunk on the device before its conversion; None until a conversion.
-        mark: event of the last copy out of the buffer.
+        event: event of the last copy out of the buffer.
     """
 
     host: Tensor
     device: Tensor | None = None
-    mark: Any = None
+    event: Any = None
 
 
 class PinnedUploader:
@@ -86,12 +86,12 @@ class PinnedUploader:
             raw = buffer.device[:size].view(source.dtype)
             self.queue_copy(host, raw)
             self.queue_copy(raw, target)
-        buffer.mark = self.mark()
+        buffer.event = self.record_event()
 
     def _wait(self, buffer: _Buffer) -> None:
-        if buffer.mark is not None:
-            self.wait(buffer.mark)
-            buffer.mark = None
+        if buffer.event is not None:
+            self.wait(buffer.event)
+            buffer.event = None
 
     # --- copies on the thread's current stream; tests replace them with late ones ---------------
 
@@ -99,11 +99,11 @@ class PinnedUploader:
         """Queues a copy, which may convert the dtype; ``source`` must not change until its end."""
         target.copy_(source, non_blocking=True)
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Records an event that completes when all copies queued before it are done."""
         event = torch.cuda.Event()
         event.record()
         return event
 
-    def wait(self, mark: Any) -> None:
-        mark.synchronize()
+    def wait(self, event: Any) -> None:
+        event.synchronize()

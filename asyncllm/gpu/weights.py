@@ -74,7 +74,7 @@ def load_weights(
     """
     reader = open_reader(model.path, dtype)
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
-        wanted = [parameter.found_in(reader.tensors) for parameter in parameters(model)]
+        wanted = [parameter.choose_layout(reader.tensors) for parameter in parameters(model)]
         _check_tensors(reader, model, wanted)
         if staging is None and device.type == "cuda":
             staging = PinnedUploader(device)
@@ -148,7 +148,7 @@ def _quantised_weight(
     accepts_form: Callable[[WeightForm], bool] | None,
 ) -> LinearWeights | None:
     """Quantised weight of a linear layer or embedding, as stored; None for any other parameter."""
-    packable = (parameter.linear or parameter.gathered) and parameter.layout is None
+    packable = (parameter.linear or parameter.is_embedding) and parameter.layout is None
     if accepts_form is None or not packable:
         return None
     found = packed_weights(
@@ -156,7 +156,9 @@ def _quantised_weight(
     )
     # Refuse experts in several forms: each expert is a layer of its own, and a form may end within
     # an expert.
-    return None if found is not None and found.below and ".experts." in parameter.name else found
+    return (
+        None if found is not None and found.next_parts and ".experts." in parameter.name else found
+    )
 
 
 def packed_weights(
@@ -165,7 +167,8 @@ def packed_weights(
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
-    Adjacent parts of one form are stacked; a part of another form begins a new stack in ``below``.
+    Adjacent parts of one form are stacked; a part of another form begins a new entry of
+    ``next_parts``.
     Returns None if a part is not quantised, or has a form that ``accepts_form`` refuses.
     """
     stacks: list[LinearWeights] = []
@@ -237,7 +240,7 @@ def _stack_integers(
         values = torch.empty(rows, columns, dtype=torch.int8)
     first = 0
     for part in codes:
-        for start, stop in row_ranges(part.shape, part.step):
+        for start, stop in row_ranges(part.shape, part.row_multiple):
             integers, target = part.read_rows(start, stop), values[first + start : first + stop]
             if scheme == "int4":
                 torch.bitwise_or(integers[:, ::2], integers[:, 1::2] << 4, out=target)

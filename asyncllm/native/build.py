@@ -38,7 +38,7 @@ FLAGS = (
     "-fno-exceptions -fno-rtti -fvisibility=hidden -Wall -Wextra"
 ).split()
 SYSTEM_FLAGS = {"linux": ["-fPIC", "-pthread"], "darwin": ["-fPIC", "-pthread"], "win32": []}
-# Only the headers of the C++ library are used, so nothing of it is linked in.
+# The sources use only headers of the C++ standard library, so static linking adds no code.
 LINK_FLAGS = {
     "linux": "-shared -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split(),
     "darwin": "-shared -Wl,-x".split(),
@@ -58,7 +58,7 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "aarch64": {"neon": []},
 }
 """Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
-_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # Keys are the names on Windows and macOS.
+_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # Windows' and macOS' names.
 
 
 def fingerprint() -> str:

@@ -109,7 +109,7 @@ class PackedWeights:
         weakref.finalize(self, library.free_weights, handle).atexit = False
 
     @classmethod
-    def plain(
+    def pack_plain(
         cls, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
         scales: int | None, bias: int | None,
     ) -> PackedWeights:  # fmt: skip
@@ -125,7 +125,7 @@ class PackedWeights:
         return cls(context, handle, n, k)
 
     @classmethod
-    def grouped(cls, context: Context, args: Any) -> PackedWeights:
+    def pack_grouped(cls, context: Context, args: Any) -> PackedWeights:
         """Packs 4-bit or 8-bit weights with a scale per output channel and group of inputs."""
         return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
 
@@ -139,7 +139,7 @@ class PackedWeights:
         Args:
             form: the ``form`` of PackedWeights of a context with an equal ``layout``.
             address: address of the packed weights, ``num_bytes`` long and aligned to 64 bytes.
-            bias: as for ``plain``.
+            bias: as for ``pack_plain``.
             owner: object that owns this memory; referenced as long as the weights exist.
         """
         handle = context.functions.view_weights(context.handle, form, address, num_bytes, bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncllm.core.reasoning import Reasoning
+from asyncllm.core.reasoning import ReasoningTracker
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.tool_calls.response_format import ResponseFormat
@@ -37,7 +37,7 @@ class DelimiterTokens:
 
     def reasoning(
         self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None
-    ) -> Reasoning | None:
+    ) -> ReasoningTracker | None:
         """Initial reasoning state of an output, after its prompt.
 
         Raises:
@@ -59,4 +59,6 @@ class DelimiterTokens:
         end = self.end
         if self.end_before_call and grammar is not None and grammar.param == "tools":
             end = self.end_before_call
-        return Reasoning(self.begin, end, opened, may_begin, only_at_start=grammar is not None)
+        return ReasoningTracker(
+            self.begin, end, opened, may_begin, only_at_start=grammar is not None
+        )

@@ -16,7 +16,7 @@ from functools import partial
 from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
 from asyncllm.core.admission import Admission
-from asyncllm.core.engine_core import CLOSED, EngineCore, close_executor
+from asyncllm.core.engine_core import CLOSED_MESSAGE, EngineCore, close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
@@ -33,7 +33,7 @@ _NEVER_SECONDS = 1e9
 logger = get_logger("asyncllm")
 
 
-class _GivenUp(BaseException):
+class _StartAborted(BaseException):
     """Exception that ends the loading of a model whose start was cancelled."""
 
 
@@ -62,7 +62,7 @@ class EngineThread:
         self._config = config
         self._loader = loader
         self.closing = False
-        self._is_given_up = False
+        self._is_start_aborted = False
         self.pid = os.getpid()
         self._task: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name="asyncllm-engine", daemon=True)
@@ -77,7 +77,7 @@ class EngineThread:
             self.ready.set_exception(_as_start_error(error))
             return
         self.ready.set_result(None)
-        if self._is_given_up:
+        if self._is_start_aborted:
             self.close(0.0)
         try:
             self.core.run()
@@ -148,13 +148,13 @@ class EngineThread:
 
     def _on_progress(self, done: int, total: int, stage: LoadStage = "weights") -> None:
         self.progress, self.stage = (done, total), stage
-        if self._is_given_up:
-            raise _GivenUp
+        if self._is_start_aborted:
+            raise _StartAborted
 
     # --- from other threads ------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread; EngineError if the system cannot."""
+        """Start the thread; raise EngineError if the system cannot start one."""
         if sys.is_finalizing():
             # At interpreter exit no other thread runs, so Thread.start would wait for ever.
             raise EngineError("the engine could not start: the interpreter is exiting")
@@ -163,15 +163,15 @@ class EngineThread:
         except (RuntimeError, MemoryError) as error:
             raise _as_start_error(error) from error
 
-    def give_up(self) -> None:
+    def abort_start(self) -> None:
         """End the thread of a start that failed or was cancelled."""
-        self._is_given_up = True
+        self._is_start_aborted = True
         if self.ready.done() and self.ready.exception() is None:
             self.close(0.0)
 
-    def close(self, drain: float | None, reason: str = CLOSED) -> None:
+    def close(self, drain: float | None, reason: str = CLOSED_MESSAGE) -> None:
         """Refuse requests from now on, and end the loop after ``drain`` seconds. Takes no lock, so
-        that a destructor may call it in the middle of anything. ``error`` gives the ``reason`` of
+        that a destructor may call it at any time. ``error`` gives the ``reason`` of
         the first call."""
         if not self.closing:
             self.closing, self.core.close_reason = True, reason
@@ -183,12 +183,14 @@ class EngineThread:
         ``aclose``."""
         if not self.in_own_process():
             return self.forked_error()
-        closed_by_application = self.core.fatal_error is None and self.core.close_reason == CLOSED
+        closed_by_application = (
+            self.core.fatal_error is None and self.core.close_reason == CLOSED_MESSAGE
+        )
         return None if closed_by_application else self.core.shutdown_error()
 
     @property
     def thread_to_join(self) -> threading.Thread | None:
-        """Thread to join once ``exited`` is done; None if it is stuck."""
+        """Thread to join once ``exited`` is done; None if the thread is stuck."""
         return None if self.core.hung else self._thread
 
     def wait_exited(self) -> None:
@@ -226,8 +228,8 @@ class EngineThread:
         if isinstance(loop, asyncio.AbstractEventLoop):
             # Keep a reference to the task: the loop has only weak references to tasks.
             self._task = loop.create_task(_watch_thread(self), name="asyncllm-engine")
-            # A loop that is closed never ends its tasks, but drops its timers: that reveals its
-            # end.
+            # A closed loop never ends its tasks but drops its timers, so a timer's finalizer
+            # detects the loop's end.
             timer = loop.call_later(_NEVER_SECONDS, bool)
             alarm = weakref.finalize(timer, self.loop_ended)
             alarm.atexit = False
@@ -260,7 +262,7 @@ class EngineThread:
         """Seconds between two checks of the step under way."""
         return max(self.step_timeout / 8, 0.01)
 
-    async def unwatch(self) -> None:
+    async def join_watcher(self) -> None:
         """Wait for the task that watches the thread, if the task belongs to the running loop. Once
         the thread has exited, the task ends within a turn of the loop."""
         task = self._task

@@ -1,8 +1,9 @@
 """Event loop backends: asyncio (uvloop included) and trio.
 
-Nothing is configured: the loop that reads a stream is the loop that is woken. anyio tells which
-loop runs, and serves everything that is not done per token: waits of the engine's methods, the
-shield of callbacks, the tasks of a server's connections. Three things are done here for each loop:
+Nothing is configured: the loop that reads a stream is the loop that is woken. anyio detects the
+running loop, and serves everything that is not done per token: waits of the engine's methods, the
+shield of callbacks, the tasks of a server's connections. This module does three things for each
+loop:
 
 - *Waiters*, which every reader needs in every step. An ``anyio.Event`` costs 2.6 times as much as a
   bare future on asyncio, and 3.1 times on uvloop; on trio both cost the same (``python -m
@@ -38,7 +39,7 @@ class AsyncioBackend:
     Attributes:
         post: thread-safe function that schedules a function on the loop; raises RuntimeError if the
             loop is closed.
-        is_closed: thread-safe function that tells whether the loop is closed.
+        is_closed: thread-safe function that returns whether the loop is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -115,7 +116,7 @@ class TrioBackend:
             await waiter
 
     def is_closed(self) -> bool:
-        # Only scheduling a call tells whether a trio run has ended.
+        # Schedule a call: only this shows whether a trio run has ended.
         try:
             self._token.run_sync_soon(bool, idempotent=True)
         except RuntimeError:

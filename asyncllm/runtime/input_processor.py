@@ -16,7 +16,7 @@ from typing import Any
 from asyncllm import validation as check
 from asyncllm.config import EngineConfig
 from asyncllm.core.channel import Channel
-from asyncllm.core.output_processor import Output
+from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
@@ -94,7 +94,7 @@ class InputProcessor:
             return self._submission(request, call, lambda **_: token_ids, len(token_ids))
         estimate = len(text) // 4
         if len(text) >= LONG_TEXT:
-            min_tokens = self.loaded.tokenizer.fewest_tokens(len(text))
+            min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
             self._check_length(request, len(text), min_tokens)
             estimate = max(min_tokens, estimate)
         encode = partial(self.prompts.encode_text, text)
@@ -109,7 +109,7 @@ class InputProcessor:
         sampling: dict[str, Any],
     ) -> Submission:
         """Make a Submission from a conversation."""
-        use = ToolUse.of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        use = ToolUse.parse(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, chat.response_format)
         form, free = self.prompts.response_format(use, chat), True
         given = self.prompts.template_input(messages, use, chat)
@@ -235,15 +235,15 @@ class InputProcessor:
                 accepted = "none with an executor that runs in another process"
                 raise check.invalid(name, getattr(resolved, name), accepted)
         processors = () if in_process is None else in_process.logits_processors
-        claimed_by: tuple[int, ...] = ()
+        claiming_processors: tuple[int, ...] = ()
         if processors or resolved.extra_args:
-            claimed_by = applicable_processors(processors, resolved)
+            claiming_processors = applicable_processors(processors, resolved)
         if resolved.structured_outputs is not None:
             self.submitter.grammars.check_installed()
             if info.max_tokens_per_row > 1:
                 accepted = "None with an executor that drafts tokens"
                 raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
-        return resolved, claimed_by
+        return resolved, claiming_processors
 
     def _quick_rules(self, sampling: SamplingParams) -> TokenRules | None:
         """Token rules that are cached or quick to make. None if ``_make_rules`` would take long, or
@@ -267,7 +267,7 @@ class InputProcessor:
         allowed, words = lists = _rule_lists(sampling)
         vocab_size = self.loaded.executor.info.vocab_size
         found = bad_words_token_ids(words, self.loaded.tokenizer, vocab_size)
-        rules = TokenRules.of(allowed, found, vocab_size)
+        rules = TokenRules.create(allowed, found, vocab_size)
         if len(words) > _MAX_QUICK_WORDS // 2 and len(allowed or ()) <= _MAX_QUICK_TOKENS:
             with self._cache_lock:
                 self._cached_rules[lists] = rules
@@ -280,7 +280,7 @@ class InputProcessor:
         for member in members:
             member.token_rules = rules
             member.needs_host = limits is not None and (
-                bool(member.claimed_by) or limits.exceeded_by(member.sampling, rules)
+                bool(member.claiming_processors) or limits.exceeded_by(member.sampling, rules)
             )
 
     def _make_group(
@@ -291,7 +291,7 @@ class InputProcessor:
     ) -> Request:
         """Make the group with its channel and members; returns the first member. All arguments but
         the prompt are already checked."""
-        resolved, claimed_by = self._resolve_params(sampling_params, sampling, options)
+        resolved, claiming_processors = self._resolve_params(sampling_params, sampling, options)
         model, info = self.loaded.model_config, self.loaded.executor.info
         now = self.submitter.core.clock()
         group = RequestGroup(
@@ -313,8 +313,8 @@ class InputProcessor:
                 owner=options.owner,
                 eos_token_ids=model.eos_token_ids,
                 cache_salt=options.cache_salt,
-                claimed_by=claimed_by,
-                output=Output(decode),
+                claiming_processors=claiming_processors,
+                output=DetokenizerState(decode),
                 first=group.members[0] if index else None,
             )
         self._set_rules(group.members, self._quick_rules(resolved))

@@ -135,7 +135,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, Respon
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(config.chat_template)
-    # Compile now: the first chat would block its event loop meanwhile.
+    # Compile the template now: the first chat would block its event loop meanwhile.
     tokenizer.chat_template.compile()
     formats = ResponseFormats.of_tokenizer(tokenizer, config)
     formats.prepare()

@@ -13,7 +13,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
-from asyncllm.runtime.worker_thread import Rest, WorkerThread
+from asyncllm.runtime.worker_thread import Cooldown, WorkerThread
 from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
@@ -35,11 +35,11 @@ class PromptEncoder:
 
     loaded: LoadedModel
     config: EngineConfig
-    rest: InitVar[Rest]
+    cooldown: InitVar[Cooldown]
     long_texts: WorkerThread = field(init=False)
 
-    def __post_init__(self, rest: Rest) -> None:
-        self.long_texts = WorkerThread("asyncllm-tokenize", rest)
+    def __post_init__(self, cooldown: Cooldown) -> None:
+        self.long_texts = WorkerThread("asyncllm-tokenize", cooldown)
 
     def prepare_tokenize(
         self,
@@ -65,7 +65,7 @@ class PromptEncoder:
             if special:
                 accepted = "None or False with messages, whose special tokens the template writes"
                 raise check.invalid("add_special_tokens", special, accepted)
-            tool_use = ToolUse.of(options.tools, "auto", True)
+            tool_use = ToolUse.parse(options.tools, "auto", True)
             self.response_format(tool_use, options)
             chat = self.template_input(prompt, tool_use, options, generation)
             return partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
@@ -75,7 +75,7 @@ class PromptEncoder:
         ).items():
             if value is not neutral:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
-        least = self.loaded.tokenizer.fewest_tokens(len(text))
+        least = self.loaded.tokenizer.min_num_tokens(len(text))
         if max_tokens is not None and least > max_tokens:
             raise self.too_long_error(least, "at least ")
         return partial(self.encode_text, text, special is not False)
@@ -173,9 +173,9 @@ class PromptEncoder:
             raise self.too_long_error(length)
         return list(check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len))
 
-    def too_long_error(self, num_tokens: int, how: str = "") -> ContextLengthExceededError:
+    def too_long_error(self, num_tokens: int, qualifier: str = "") -> ContextLengthExceededError:
         longest = self.loaded.executor.info.max_model_len
         return ContextLengthExceededError(
-            f"prompt: has {how}{num_tokens} tokens, expected at most {longest - 1}, so "
+            f"prompt: has {qualifier}{num_tokens} tokens, expected at most {longest - 1}, so "
             f"that one more fits into max_model_len={longest}"
         )

@@ -19,7 +19,7 @@ from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
-from asyncllm.runtime.worker_thread import Rest, WorkerThread
+from asyncllm.runtime.worker_thread import Cooldown, WorkerThread
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
@@ -57,10 +57,9 @@ class Submission:
         # A copy, because a group drops its members when it ends.
         self._members = list(self.request.group.members)
 
-    def again(self, stream: TokenStream | None = None) -> Submission:
+    def copy_for_retry(self, stream: TokenStream | None = None) -> Submission:
         """Copy the submission of a request without output, to send it to another engine. The copy
-        has the same id, seeds, arrival and deadline, and the prompt if that was tokenised
-        already."""
+        has the same id, seeds, arrival and deadline, and the prompt if it was tokenised already."""
         old = self.request.group
         channel = Channel(old.channel.max_unread, old.channel.on_slow)
         group = RequestGroup(
@@ -115,11 +114,11 @@ class Submitter:
     grammars: GrammarCompiler
     mailboxes: MailboxRegistry
     observers: Observers
-    rest: InitVar[Rest]
+    cooldown: InitVar[Cooldown]
     _worker: WorkerThread = field(init=False)
 
-    def __post_init__(self, rest: Rest) -> None:
-        self._worker = WorkerThread("asyncllm-text", rest)
+    def __post_init__(self, cooldown: Cooldown) -> None:
+        self._worker = WorkerThread("asyncllm-text", cooldown)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and
@@ -132,15 +131,15 @@ class Submitter:
         self.start(submission)
         return stream
 
-    def reserve(self, submission: Submission, num_lines: int | None = None) -> TokenStream:
+    def reserve(self, submission: Submission, num_waiting_lines: int | None = None) -> TokenStream:
         """First half of ``enqueue``: give a request its place in the queue, and make its stream.
 
         Args:
-            num_lines: as for ``Admission.reserve``.
+            num_waiting_lines: as for ``Admission.reserve``.
         """
         self._make_notifier(submission)
         group = submission.request.group
-        self.core.admission.reserve(group, submission.num_tokens, num_lines)
+        self.core.admission.reserve(group, submission.num_tokens, num_waiting_lines)
         return self._make_stream(submission)
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
@@ -181,7 +180,7 @@ class Submitter:
         request, mailbox_of_loop = submission.request, self.mailboxes.of_running_loop
         if submission.stream is None:
             return TokenStream(request, self.core, mailbox_of_loop, submission.parser)
-        submission.stream._go_on_with(request, self.core, mailbox_of_loop)
+        submission.stream._switch_request(request, self.core, mailbox_of_loop)
         return submission.stream
 
     def start(self, submission: Submission) -> None:
@@ -192,9 +191,9 @@ class Submitter:
         if submission.make_prompt is None:
             self._send(submission.request)
         else:
-            self._make_prompt_elsewhere(submission.request, submission.make_prompt)
+            self._make_prompt_on_thread(submission.request, submission.make_prompt)
 
-    def _make_prompt_elsewhere(
+    def _make_prompt_on_thread(
         self, request: Request, make_prompt: Callable[[Request], None]
     ) -> None:
         """Send a request once a thread has made its prompt."""
@@ -221,8 +220,8 @@ class Submitter:
             core.send(core.on_fail, group, error)
 
     def _send(self, request: Request) -> None:
-        """Send the group to the engine thread once its grammar is compiled; other requests do not
-        wait for that."""
+        """Send the group to the engine thread once its grammar is compiled, without delaying other
+        requests."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs
         if spec is None:
             core.send(core.on_add, group)
@@ -248,7 +247,9 @@ class Submitter:
             return
         try:
             for member in group.members:
-                member.structured_output = StructuredOutput(grammar.new_matcher(), grammar.special)
+                member.structured_output = StructuredOutput(
+                    grammar.new_matcher(), grammar.special_tokens
+                )
         except BaseException as failure:  # A grammar backend's native code may panic.
             core.send(core.on_fail, group, failure)
             return

@@ -38,8 +38,8 @@ class TokenizerLoad(Generic[T]):
                 self._thread = thread
 
     def result(self) -> T:
-        """Result or exception of ``read``. Waits for the thread; without one, ``read`` is called
-        here."""
+        """Result or exception of ``read``. Waits for the thread; if no thread was started, calls
+        ``read``."""
         if self._thread is not None:
             self._thread.join()
         elif not self._future.done():

@@ -19,18 +19,18 @@ from asyncllm.validation import explain
 T = TypeVar("T")
 
 
-REST_FACTOR = 2
+COOLDOWN_FACTOR = 2
 """Pause after a job, as a multiple of the job's duration."""
 
-LONGEST_WAIT = 0.02
-"""Seconds between two checks whether a rest is still needed."""
+POLL_SECONDS = 0.02
+"""Maximum seconds between two checks whether a cooldown is still needed."""
 
 
-class Rest:
-    """Pauses between the jobs of worker threads. During a job, an engine's steps hardly advance:
-    Python releases the GIL only every 5 ms, and a step waits for it many times. So none of the
-    threads that share a Rest begins a job for REST_FACTOR times as long as the last job took,
-    unless the engine has no steps to run. Jobs may overlap.
+class Cooldown:
+    """Pause between the jobs of worker threads. During a job, an engine's steps hardly advance:
+    Python releases the GIL only every 5 ms, and a step waits for the GIL many times. So after a job
+    that took t seconds, no thread with the same Cooldown begins a job for COOLDOWN_FACTOR * t
+    seconds, unless the engine has no steps to run. Jobs may overlap.
 
     Args:
         is_needed: whether the engine has running requests. Any thread may call it.
@@ -41,15 +41,15 @@ class Rest:
         self._ends_at = 0.0
 
     def wait(self, closed: threading.Event) -> None:
-        """Wait until the rest ends or is not needed, or ``closed`` is set."""
+        """Wait until the cooldown ends or is not needed, or ``closed`` is set."""
         while (left := self._ends_at - time.perf_counter()) > 0 and self._is_needed():
-            if closed.wait(min(left, LONGEST_WAIT)):
+            if closed.wait(min(left, POLL_SECONDS)):
                 return
 
     def extend(self, began_at: float) -> None:
-        """Rest after a job that began at ``began_at``, in ``perf_counter``'s time."""
+        """Begin the cooldown after a job that began at ``began_at``, in ``perf_counter``'s time."""
         now = time.perf_counter()
-        self._ends_at = max(self._ends_at, now + REST_FACTOR * (now - began_at))
+        self._ends_at = max(self._ends_at, now + COOLDOWN_FACTOR * (now - began_at))
 
 
 class WorkerThread:
@@ -61,12 +61,12 @@ class WorkerThread:
 
     Args:
         name: the thread's name.
-        rest: pauses between jobs; None makes none.
+        cooldown: pauses between jobs; None makes none.
     """
 
-    def __init__(self, name: str, rest: Rest | None = None) -> None:
+    def __init__(self, name: str, cooldown: Cooldown | None = None) -> None:
         self._name = name
-        self._rest = rest
+        self._cooldown = cooldown
         self._lock = threading.Lock()
         self._job_numbers = itertools.count()
         self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
@@ -130,8 +130,8 @@ class WorkerThread:
     def _run_next(self) -> bool:
         """Run a job; returns False if there is none. The objects that the job refers to are then
         freed."""
-        if self._rest is not None:
-            self._rest.wait(self._closed)
+        if self._cooldown is not None:
+            self._cooldown.wait(self._closed)
         with self._lock:
             if not self._jobs:
                 self._thread = None
@@ -144,8 +144,8 @@ class WorkerThread:
             try:
                 result = job()
             finally:
-                if self._rest is not None:
-                    self._rest.extend(began)
+                if self._cooldown is not None:
+                    self._cooldown.extend(began)
             future.set_result(result)
         except BaseException as error:
             future.set_exception(error)

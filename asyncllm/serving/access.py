@@ -59,7 +59,7 @@ class AccessRules:
         if self._tokens is None:
             return ""
         offered = _offered_token(authorizations, subprotocols)
-        # Compares with every token, so that timing reveals nothing.
+        # Compare with every token, so that timing reveals nothing about the tokens.
         if not sum(hmac.compare_digest(offered, token) for token in self._tokens):
             raise ProtocolError(
                 "expected Authorization: Bearer with the right token",

@@ -26,9 +26,9 @@ try:
     from asyncllm.serving.completion_writer import CompletionWriter
     from asyncllm.serving.endpoint import Endpoint, Handler
     from asyncllm.serving.exchange import Exchange
+    from asyncllm.serving.metrics_cache import MetricsCache
     from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
     from asyncllm.serving.responses import create_response, delete_response, get_response
-    from asyncllm.serving.scrapes import Scrapes
     from asyncllm.serving.server_info import (
         description,
         get_model,
@@ -58,7 +58,7 @@ from asyncllm.serving.serving import Serving, default_model_names
 
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
-OPEN_PATHS = ("/health", "/health/live", "/health/ready")
+PUBLIC_PATHS = ("/health", "/health/live", "/health/ready")
 """Paths that need no token, because health checks send none."""
 
 
@@ -164,7 +164,7 @@ def create_app(
             check.integer("max_stored_size", max_stored_size, 0),
         ),
         check.seconds("stats_interval", stats_interval, above=True),
-        Scrapes(EngineMetrics(engine) if metrics is None else metrics),
+        MetricsCache(EngineMetrics(engine) if metrics is None else metrics),
         needs_token=token is not None,
         unsupported_fields=UnsupportedFields(
             check.boolean("ignore_unsupported", ignore_unsupported)
@@ -205,7 +205,7 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     ]
     routes: list[BaseRoute] = []
     for path, handlers, names in table:
-        path_rules = None if path in OPEN_PATHS else rules
+        path_rules = None if path in PUBLIC_PATHS else rules
         routes.append(Route(path, Endpoint(serving, handlers, path_rules, names)))
     sessions: dict[str, Callable[[SocketConnection, str], Session]] = {
         "/v1/responses": lambda socket, owner: ResponseSession(socket, serving, owner),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from asyncllm.serving.connection_limits import ConnectionLimits
-from asyncllm.serving.turns import Turns
+from asyncllm.serving.parse_queue import ParseQueue
 
 FREE_BYTES = 1 << 16
 """Number of bytes that a connection may receive without waiting for its turn to parse. To receive,
@@ -44,7 +44,7 @@ class BoundedProtocol(asyncio.Protocol):
     """
 
     limits: ClassVar[ConnectionLimits]
-    turns: ClassVar[Turns]
+    parse_queue: ClassVar[ParseQueue]
     transport: asyncio.Transport
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ class BoundedProtocol(asyncio.Protocol):
     def _wait_for_turn(self) -> None:
         self._waits_for_turn = True
         self.transport.pause_reading()
-        self.turns.add(self._begin_turn)
+        self.parse_queue.add(self._begin_turn)
 
     def _begin_turn(self) -> None:
         self._waits_for_turn = False
@@ -114,4 +114,4 @@ class BoundedProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._send_timer.stop()
-        self.turns.discard(self._begin_turn)
+        self.parse_queue.discard(self._begin_turn)

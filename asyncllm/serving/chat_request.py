@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.serving.request_body import Limited, Metadata, RequestBody, invalid, unsupported
+from asyncllm.serving.request_body import LimitedObject, Metadata, RequestBody, invalid, unsupported
 from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
@@ -25,7 +25,7 @@ class TextPart(TypedDict):
     text: str
 
 
-Content = TextOr[str, Annotated[list[Limited[TextPart]], Field(fail_fast=True)]]
+Content = TextOr[str, Annotated[list[LimitedObject[TextPart]], Field(fail_fast=True)]]
 
 
 class FunctionCall(TypedDict):
@@ -50,7 +50,7 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str | None]
     tool_calls: NotRequired[
         Annotated[
-            list[Limited[MessageToolCall]],
+            list[LimitedObject[MessageToolCall]],
             Field(max_length=1024, fail_fast=True),
         ]
         | None
@@ -77,11 +77,11 @@ class Tool(TypedDict):
 
 
 Messages = Annotated[
-    list[Limited[Message]],
+    list[LimitedObject[Message]],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
 ]
 Tools = Annotated[
-    list[Limited[Tool]],
+    list[LimitedObject[Tool]],
     Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 
@@ -96,7 +96,7 @@ class NamedTool(TypedDict):
 
 
 ToolMode = Literal["none", "auto", "required"]
-ToolChoice = TextOr[ToolMode, Limited[NamedTool]]
+ToolChoice = TextOr[ToolMode, LimitedObject[NamedTool]]
 
 
 class TemplateFields(RequestBody):

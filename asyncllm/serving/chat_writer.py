@@ -9,12 +9,12 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta, ToolCall, Usage
+from asyncllm.serving.call_collector import CallCollector
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.choices import usage_fields
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.running_usage import RunningUsage
 from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs, logprobs_size
-from asyncllm.serving.whole_calls import WholeCalls
 from asyncllm.stream import TokenStream
 
 
@@ -40,14 +40,14 @@ class ChatWriter:
         self._running_usage = RunningUsage() if request.usage_of_stream == "each chunk" else None
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(tokenizer.spelling_of, top)
-        self._call_collectors = [WholeCalls() for _ in range(request.num_outputs)]
+        self._call_collectors = [CallCollector() for _ in range(request.num_outputs)]
         common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
         # There is a chunk per token: their constant parts are serialised once.
         self._chunk_start = f'data: {common},"choices":[{{"index":'
         self._chunk_end = '}],"usage":null}\n\n' if self._sends_usage else "}]}\n\n"
         self._common_fields = common
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (completion,) = completions
         return {
             "object": "chat.completion",
@@ -112,13 +112,13 @@ class ChatWriter:
             fields["reasoning_content"] = delta.reasoning
         if delta.text or delta.logprobs:
             fields["content"] = delta.text
-        if calls := self._whole_calls(delta):
+        if calls := self._complete_calls(delta):
             fields["tool_calls"] = calls
         if not fields:
             return ""
         return self._chunk(delta.index, fields, self._logprob_fields(delta))
 
-    def _whole_calls(self, delta: Delta) -> list[dict[str, Any]]:
+    def _complete_calls(self, delta: Delta) -> list[dict[str, Any]]:
         collected = self._call_collectors[delta.index]
         first = collected.num_calls
         calls: Iterable[ToolCall] = collected.push(delta.tool_calls)

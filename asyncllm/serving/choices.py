@@ -30,7 +30,7 @@ RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 class ChoicesWriter(Protocol):
     """Interface of writers of one answer. ``base`` is the index of a stream's first choice."""
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
     def opening(self) -> str:
         """Events before the first delta."""
@@ -102,7 +102,9 @@ async def _answer_whole(
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
     size = sum(map(_completion_size, completions))
-    await exchange.respond(200, await serving.run(lambda: to_json(writer.whole(completions)), size))
+    await exchange.respond(
+        200, await serving.run(lambda: to_json(writer.full_answer(completions)), size)
+    )
 
 
 def _completion_size(completion: Completion) -> int:

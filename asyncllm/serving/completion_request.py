@@ -77,7 +77,7 @@ class CompletionRequest(ChoicesRequest):
         params = self.sampling_params(
             {
                 "n": self.num_outputs,
-                # At least one token, so that the whole prompt is computed.
+                # Generate at least one token, so that the whole prompt is computed.
                 "max_tokens": max(max_tokens, 1),
                 "logprobs": self.logprobs,
                 "prompt_logprobs": self.logprobs if self.echo else None,

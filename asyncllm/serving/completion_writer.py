@@ -59,7 +59,7 @@ class CompletionWriter:
         self._running = RunningUsage() if each_chunk else None
         self._head = "data: " + encode(self._fields)[:-1]
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [
             self._choice(
                 prompt_index * self._outputs_per_prompt + output.index,

@@ -19,15 +19,15 @@ except ModuleNotFoundError:  # Windows has no limit on open files.
 from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connection_limits import ConnectionLimits
 from asyncllm.serving.http_protocol import HttpProtocol
-from asyncllm.serving.turns import RequestStarts, Turns
+from asyncllm.serving.parse_queue import ParseQueue, RequestStartQueue
 from asyncllm.serving.websocket_protocol import WebSocketProtocol
 
 SPARE_FILES = 128
 """Number of open files to leave for the process's other needs."""
 
-MAX_LONG_MESSAGES = 1 << 24
-"""Number of bytes of long WebSocket messages that are read or decoded at once, of which each counts
-as ``max_message_size``."""
+MAX_LONG_MESSAGE_BYTES = 1 << 24
+"""Maximum number of bytes of all long WebSocket messages that are read or decoded at the same time.
+Each counts as ``max_message_size`` bytes, whatever its length."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
@@ -35,8 +35,8 @@ def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[W
     connections of one server share their class attributes."""
     max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
     shared = {"limits": limits, "max_open": max_open, "idle": {}}
-    shared |= {"turns": Turns(), "starts": RequestStarts()}
-    long_messages = ByteBudget(MAX_LONG_MESSAGES)
+    shared |= {"parse_queue": ParseQueue(), "start_queue": RequestStartQueue()}
+    long_messages = ByteBudget(MAX_LONG_MESSAGE_BYTES)
     return (
         type("HttpProtocol", (HttpProtocol,), shared),
         type("WebSocketProtocol", (WebSocketProtocol,), shared | {"long_messages": long_messages}),

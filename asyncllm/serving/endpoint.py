@@ -27,8 +27,8 @@ class Endpoint:
         serving: passed to the handlers.
         handlers: handlers by HTTP method; "WEBSOCKET" for WebSockets.
         rules: rules of access; None admits every request, also while draining.
-        engine_names: for errors: names of engine parameters to the protocol's names, where they
-            differ.
+        engine_names: map from names of engine parameters to the protocol's names, where they
+            differ; for errors.
     """
 
     _serving: Serving

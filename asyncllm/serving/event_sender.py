@@ -101,12 +101,12 @@ async def sending_events(
 async def abort_on_disconnect(
     exchange: Exchange,
     streams: Sequence[TokenStream],
-    meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    background: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> AsyncIterator[None]:
     """Abort the streams when the client closes its connection, or the block is left.
 
     Args:
-        meanwhile: coroutine function that runs until the end of the block.
+        background: coroutine function that runs until the end of the block.
 
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
@@ -124,8 +124,8 @@ async def abort_on_disconnect(
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(abort_when_gone)
-            if meanwhile is not None:
-                tasks.start_soon(meanwhile)
+            if background is not None:
+                tasks.start_soon(background)
             try:
                 yield
             except Exception as error:  # The task group would wrap the error in an ExceptionGroup.

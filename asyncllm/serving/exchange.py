@@ -42,7 +42,8 @@ class Exchange:
 
     Args:
         serving: settings of the server; they bound the body.
-        engine_names: names of engine parameters to the protocol's names, where they differ.
+        engine_names: map from names of engine parameters to the protocol's names, where they
+            differ.
 
     Attributes:
         headers: headers of the request.

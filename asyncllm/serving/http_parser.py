@@ -1,4 +1,4 @@
-"""HttpParser: h11's parser with bounds on header lines and body chunks, which parses in turns."""
+"""HttpParser: h11's parser with bounds on header lines, body chunks and events per turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import h11
 
-from asyncllm.serving.turns import EVENTS_PER_TURN
+from asyncllm.serving.parse_queue import EVENTS_PER_TURN
 
 MAX_HEADER_LINES = 128
 """Maximum number of lines of a request's header. h11 parses a header in one piece, which takes some

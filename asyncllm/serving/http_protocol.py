@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from asyncllm.serving.bounded_protocol import BoundedProtocol, Timer
 from asyncllm.serving.http_parser import HttpParser
-from asyncllm.serving.turns import RequestStarts
+from asyncllm.serving.parse_queue import RequestStartQueue
 
 HTTP_SLICE_BYTES = 1 << 14
 """Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
@@ -28,7 +28,7 @@ LINGER_SECONDS = 1.0
 at once, a client that still sends would get a reset, and would lose the answer."""
 
 
-class _Flow(FlowControl):
+class _FlowControl(FlowControl):
     """uvicorn's flow control, with reading resumed by the protocol."""
 
     def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
@@ -47,11 +47,11 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
     Class attributes:
         max_open: maximum number of connections that are accepted.
         idle: the server's connections without a whole header, the oldest first.
-        starts: queue in which requests of all connections begin.
+        start_queue: queue in which requests of all connections begin.
     """
 
     max_open: ClassVar[int]
-    starts: ClassVar[RequestStarts]
+    start_queue: ClassVar[RequestStartQueue]
     idle: ClassVar[dict[HttpProtocol, None]]
     conn: HttpParser
 
@@ -66,17 +66,17 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     async def _run_application(self, scope: Scope, receive: Receive, send: Send) -> None:
         application: Any = service_unavailable
-        if self._make_room(self.limits.max_connections):
+        if self._close_idle(self.limits.max_connections):
             application = self._application
-            await self.starts.wait(self.transport.is_closing)
+            await self.start_queue.wait(self.transport.is_closing)
         if self.transport.is_closing():
             # Mark the client as gone; else uvicorn logs that the application has not answered.
             self.cycle.disconnected = True
             return
-        answer = _Answer(self, send)
+        answer = _AnswerSender(self, send)
         await application(scope, receive, answer.send)
 
-    def _make_room(self, count: int) -> bool:
+    def _close_idle(self, count: int) -> bool:
         """Close idle connections, the oldest first, until at most ``count`` connections are open.
 
         Returns:
@@ -97,8 +97,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.flow = _Flow(transport, self._resume_reading)
-        if self._make_room(self.max_open):
+        self.flow = _FlowControl(transport, self._resume_reading)
+        if self._close_idle(self.max_open):
             self.idle[self] = None
             self._header_timer.start()
         else:
@@ -152,7 +152,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._header_timer.stop()
         self.idle.pop(self, None)
-        if not self._make_room(self.limits.max_connections):
+        if not self._close_idle(self.limits.max_connections):
             self._refuse(503, "Service Unavailable", ("retry-after", "1"))
             return
         # Move a pause of writing to the new protocol. Writing is paused if the client has not read
@@ -200,7 +200,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self._num_discarded = 0
         self._unparsed.clear()
         self._waits_for_turn = False
-        self.turns.discard(self._begin_turn)
+        self.parse_queue.discard(self._begin_turn)
         self.idle[self] = None
         self._header_timer.stop()
         self._linger_timer.start()
@@ -215,7 +215,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self.idle.pop(self, None)
 
 
-class _Answer:
+class _AnswerSender:
     """ASGI ``send`` of one request, and the transport of its answer.
 
     The head is sent with the body's first part, as ASGI requires: one system call less before the

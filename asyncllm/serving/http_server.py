@@ -104,7 +104,7 @@ class HttpServer:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open, busy or idle."""
+        """Number of open connections, busy or idle."""
         return len(self._server.server_state.connections)
 
     def bind(self) -> None:

@@ -56,12 +56,12 @@ class ProtocolError(Exception):
         self.headers = headers
 
     @property
-    def is_clients_fault(self) -> bool:
+    def is_client_error(self) -> bool:
         return self.status < 500 and self.status != 429
 
     def body(self) -> Error:
         """Body of an HTTP error, as in OpenAI's protocol."""
-        kind = "invalid_request_error" if self.is_clients_fault else "server_error"
+        kind = "invalid_request_error" if self.is_client_error else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
         error = ErrorFields(message=str(self), type=kind, param=self.param, code=self.code)

@@ -34,7 +34,8 @@ MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
 _OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""Text for errors of a union of text and list: the other type, by the tag of the tried type."""
+"""For errors of a union of text and list: description of the other type, by the tag of the tried
+type."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
@@ -214,10 +215,10 @@ def _limit_fields(value: Any) -> Any:
 
 
 T = TypeVar("T")
-Limited = Annotated[T, BeforeValidator(_limit_fields)]
+LimitedObject = Annotated[T, BeforeValidator(_limit_fields)]
 """An object with a limited number of fields."""
 
-Metadata = Limited[
+Metadata = LimitedObject[
     Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
         Field(max_length=16),

@@ -10,13 +10,13 @@ from typing import Any
 
 from asyncllm.outputs import Delta, ToolCall, Usage
 from asyncllm.serving.answers import TokenLogprob
+from asyncllm.serving.call_collector import CallCollector
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, ItemStatus, TextItem
 from asyncllm.serving.response_object import response_object
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
-from asyncllm.serving.whole_calls import WholeCalls
 
 Event = tuple[str, str]
 """Type of the event, and the whole event as JSON."""
@@ -62,7 +62,7 @@ class ResponseEvents:
         self._items: list[TextItem | CallItem] = []
         self._message_item: TextItem | None = None
         self._reasoning_item: TextItem | None = None
-        self._calls = WholeCalls()
+        self._calls = CallCollector()
         self._unsent_logprobs: list[TokenLogprob] = []
         self._delta_head = ""
 
@@ -104,7 +104,7 @@ class ResponseEvents:
     def _delta_events(self, delta: Delta) -> Iterator[Event]:
         if delta.reasoning:
             self._unsent_logprobs.clear()
-            yield from self._add_thought(delta.reasoning)
+            yield from self._add_reasoning(delta.reasoning)
         if self._logprobs is not None and delta.logprobs:
             self._unsent_logprobs += self._logprobs.write(delta.logprobs)
         if delta.text or (self._unsent_logprobs and self._message_item is not None):
@@ -113,13 +113,14 @@ class ResponseEvents:
             yield from self._add_call(call)
 
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
-        """Events of a normal end; with ``abort``, the client cancelled the response."""
+        """Events of a normal end; finish reason ``abort`` means that the client cancelled the
+        response."""
         if not self.generates:
             yield self._final_event("response.completed", self._response_object("completed", usage))
             return
         whole = finish_reason in ("stop", "tool_calls")
         ended: ItemStatus = "completed" if whole else "incomplete"
-        yield from self._close_thoughts(ended)
+        yield from self._close_reasoning(ended)
         if self._unsent_logprobs or not self._items:
             yield from self._add_text("")
         if self._message_item is not None:
@@ -135,7 +136,7 @@ class ResponseEvents:
         for item in self._items:
             item.status = "incomplete" if item.status == "in_progress" else item.status
         response = self._response_object("failed")
-        code = "invalid_prompt" if error.is_clients_fault else "server_error"
+        code = "invalid_prompt" if error.is_client_error else "server_error"
         if error.code == "context_length_exceeded":
             code = error.code  # OpenAI's servers send this code.
         response["error"] = {"code": code, "message": str(error), "param": error.param}
@@ -143,7 +144,7 @@ class ResponseEvents:
 
     # --- parts --------------------------------------------------------------------------
 
-    def _add_thought(self, text: str) -> Iterator[Event]:
+    def _add_reasoning(self, text: str) -> Iterator[Event]:
         if self._reasoning_item is None:
             self._reasoning_item = TextItem(len(self._items), is_reasoning=True)
             yield from self._open_item(self._reasoning_item)
@@ -153,7 +154,7 @@ class ResponseEvents:
         )
 
     def _add_text(self, text: str) -> Iterator[Event]:
-        yield from self._close_thoughts("completed")
+        yield from self._close_reasoning("completed")
         if self._message_item is None:
             self._message_item = TextItem(len(self._items), is_reasoning=False)
             yield from self._open_item(self._message_item)
@@ -177,7 +178,7 @@ class ResponseEvents:
         )
 
     def _add_call(self, call: ToolCall) -> Iterator[Event]:
-        yield from self._close_thoughts("completed")
+        yield from self._close_reasoning("completed")
         item = CallItem(len(self._items), call)
         self._items.append(item)
         place = {"item_id": item.id, "output_index": item.index}
@@ -195,7 +196,7 @@ class ResponseEvents:
         yield self._item_event("added", item)
         yield self._make_event("response.content_part.added", **item.event_fields, part=item.part())
 
-    def _close_thoughts(self, status: ItemStatus) -> Iterator[Event]:
+    def _close_reasoning(self, status: ItemStatus) -> Iterator[Event]:
         if self._reasoning_item is not None:
             thoughts, self._reasoning_item = self._reasoning_item, None
             yield from self._close_item(thoughts, status)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE, Limited
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE, LimitedObject
 from asyncllm.serving.sampling_fields import TextOr
 
 Message = dict[str, Any]
@@ -26,7 +26,7 @@ class ItemText(TypedDict):
     logprobs: NotRequired[list[Any] | None]
 
 
-ItemTexts = Annotated[list[Limited[ItemText]], Field(min_length=1, fail_fast=True)]
+ItemTexts = Annotated[list[LimitedObject[ItemText]], Field(min_length=1, fail_fast=True)]
 ItemContent = TextOr[str, ItemTexts]
 
 
@@ -68,7 +68,9 @@ class ReasoningText(TypedDict):
 class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
     summary: NotRequired[list[Any] | None]
-    content: NotRequired[Annotated[list[Limited[ReasoningText]], Field(fail_fast=True)] | None]
+    content: NotRequired[
+        Annotated[list[LimitedObject[ReasoningText]], Field(fail_fast=True)] | None
+    ]
     encrypted_content: NotRequired[None]
 
 
@@ -77,10 +79,10 @@ def _item_tag(item: Any) -> str:
 
 
 InputItem = Annotated[
-    Annotated[Limited[MessageItem], Tag("#message")]
-    | Annotated[Limited[FunctionCallItem], Tag("#function_call")]
-    | Annotated[Limited[FunctionCallOutputItem], Tag("#function_call_output")]
-    | Annotated[Limited[ReasoningItem], Tag("#reasoning")],
+    Annotated[LimitedObject[MessageItem], Tag("#message")]
+    | Annotated[LimitedObject[FunctionCallItem], Tag("#function_call")]
+    | Annotated[LimitedObject[FunctionCallOutputItem], Tag("#function_call_output")]
+    | Annotated[LimitedObject[ReasoningItem], Tag("#reasoning")],
     Discriminator(
         _item_tag,
         custom_error_type=UNSUPPORTED_TYPE,
@@ -89,7 +91,7 @@ InputItem = Annotated[
 ]
 
 
-def messages_of(items: Iterable[Any]) -> list[Message]:
+def items_to_messages(items: Iterable[Any]) -> list[Message]:
     """Convert items to messages for chat templates. A turn's calls and reasoning become part of its
     message."""
     found: list[Message] = []

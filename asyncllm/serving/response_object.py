@@ -49,7 +49,7 @@ def response_object(
         "top_p": _sampling_value(request, defaults, "top_p"),
         "top_logprobs": request.num_logprobs or 0,
         "background": False,
-        "store": request.stores,
+        "store": request.should_store,
         "service_tier": "default",
         "text": {"format": {"type": "text"}, **(request.text or {}), "verbosity": "medium"},
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},

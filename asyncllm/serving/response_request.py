@@ -17,15 +17,15 @@ from asyncllm.serving.chat_request import (
     ReasoningEffort,
     ToolMode,
 )
-from asyncllm.serving.request_body import Limited, unsupported
-from asyncllm.serving.response_input import InputItem, Message, messages_of
+from asyncllm.serving.request_body import LimitedObject, unsupported
+from asyncllm.serving.response_input import InputItem, Message, items_to_messages
 from asyncllm.serving.sampling_fields import OBFUSCATION, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (
+INCLUDE_VALUES = (
     LOGPROBS,
     # Reasoning is not encrypted: clients send its items back as they got them.
     "reasoning.encrypted_content",
@@ -53,7 +53,7 @@ class ResponseNamedTool(NamedFunction):
     type: Literal["function"]
 
 
-ResponseToolChoice = TextOr[ToolMode, Limited[ResponseNamedTool]]
+ResponseToolChoice = TextOr[ToolMode, LimitedObject[ResponseNamedTool]]
 
 
 class PlainFormat(TypedDict):
@@ -76,8 +76,8 @@ def _format_tag(value: Any) -> str:
 class TextConfig(TypedDict):
     format: NotRequired[
         Annotated[
-            Annotated[Limited[PlainFormat], Tag("#plain")]
-            | Annotated[Limited[SchemaFormat], Tag("#schema")],
+            Annotated[LimitedObject[PlainFormat], Tag("#plain")]
+            | Annotated[LimitedObject[SchemaFormat], Tag("#schema")],
             Discriminator(_format_tag),
         ]
         | None
@@ -129,7 +129,7 @@ class ResponseRequest(ConversationFields):
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     tools: (
         Annotated[
-            list[Limited[ResponseTool]],
+            list[LimitedObject[ResponseTool]],
             Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
         | None
@@ -146,7 +146,7 @@ class ResponseRequest(ConversationFields):
         return self.generate is not False
 
     @property
-    def stores(self) -> bool:
+    def should_store(self) -> bool:
         """Whether to store the response; by default yes, as with OpenAI."""
         return self.store is not False
 
@@ -159,8 +159,8 @@ class ResponseRequest(ConversationFields):
         """
         include = self.include or ()
         for item in include:
-            if item not in INCLUDABLE:
-                raise unsupported("include", item, INCLUDABLE)
+            if item not in INCLUDE_VALUES:
+                raise unsupported("include", item, INCLUDE_VALUES)
         return (self.top_logprobs or 0) if LOGPROBS in include else self.top_logprobs or None
 
     @property
@@ -168,7 +168,7 @@ class ResponseRequest(ConversationFields):
         """New messages of the request, in the engine's form."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
-        return tuple(messages_of(self.input))
+        return tuple(items_to_messages(self.input))
 
     def submit(
         self,
@@ -187,7 +187,7 @@ class ResponseRequest(ConversationFields):
         """
         params = self.sampling_params(
             {
-                # At least one token, so that the whole prompt is computed and cached.
+                # Generate at least one token, so that the whole prompt is computed and cached.
                 "max_tokens": self.max_output_tokens if self.generates else 1,
                 "logprobs": self.num_logprobs,
             }

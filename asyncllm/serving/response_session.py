@@ -81,16 +81,16 @@ class ResponseSession:
 
     async def _handle_message(self, message: str | bytes) -> None:
         try:
-            await self._act_on(message)
+            await self._execute_message(message)
         except ProtocolError as error:
             await self._refuse(error)
         except AsyncLLMError as error:
             await self._refuse(from_engine_error(error, ENGINE_NAMES))
-            self._close_with(error)
+            self._close_on_engine_end(error)
         else:
             self._num_errors = 0
 
-    async def _act_on(self, message: str | bytes) -> None:
+    async def _execute_message(self, message: str | bytes) -> None:
         # The message is held already, but takes several times its bytes once it is decoded.
         claim = await self.serving.claim(len(message))
         streams: list[TokenStream] = []
@@ -112,13 +112,13 @@ class ResponseSession:
 
     async def _refuse(self, error: ProtocolError) -> None:
         await self.connection.send(encode(error.event()))
-        if not error.is_clients_fault:
+        if not error.is_client_error:
             return
         self._num_errors += 1
         if self._num_errors >= MAX_ERRORS:
             self._close(1008, f"{MAX_ERRORS} invalid messages in a row")
 
-    def _close_with(self, error: AsyncLLMError) -> None:
+    def _close_on_engine_end(self, error: AsyncLLMError) -> None:
         """Close the connection if the engine has closed or died."""
         if isinstance(error, EngineClosedError):
             self._close(1001, "the engine is closed")
@@ -165,14 +165,14 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await self._send_all(await turn.written(turn.events.created()))
+                await self._send_all(await turn.serialize(turn.events.created()))
                 await turn.run(self._send_all, before_end=self._end_current)
         except AsyncLLMError as error:
             self._end_current()
             with contextlib.suppress(*DISCONNECT_ERRORS):
                 failed = turn.events.failed(from_engine_error(error, ENGINE_NAMES))
-                await self._send_all(await turn.written(failed))
-                self._close_with(error)
+                await self._send_all(await turn.serialize(failed))
+                self._close_on_engine_end(error)
         except DISCONNECT_ERRORS:
             return
         except Exception:

@@ -21,7 +21,7 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     size: int = 0
 
-    def followed_by(self, messages: tuple[Message, ...]) -> Conversation:
+    def extended_by(self, messages: tuple[Message, ...]) -> Conversation:
         return Conversation((*self.messages, *messages), self.size + memory_size(messages))
 
 

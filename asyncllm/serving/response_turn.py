@@ -21,12 +21,13 @@ from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
 MEMORY_PER_JSON_BYTE = 32
-"""Number of bytes of a conversation in memory that take as long to convert as a byte of JSON to
-read. A short message has about 360 bytes, and is checked and converted in 3 microseconds."""
+"""Number of bytes of a conversation in memory that are converted in the time in which one byte of
+JSON is read. A short message has about 360 bytes, and is checked and converted in 3
+microseconds."""
 
-WRITTEN_PER_READ = 10
-"""Number of bytes of JSON that are written while one is read. Events with the whole response repeat
-the request's texts and tools."""
+WRITE_TO_READ_SPEED = 10
+"""Number of bytes of JSON that are written in the time in which one byte is read. Events with the
+whole response repeat the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
 
@@ -67,11 +68,11 @@ class ResponseTurn:
         Raises:
             ProtocolError, AsyncLLMError: if it cannot be served.
         """
-        past = _find_conversation(
+        history = _find_conversation(
             request.previous_response_id, owner, serving.store, connection_store
         )
-        submit = partial(cls._submit, serving, owner, request, size, past, connection_store)
-        return await serving.run(submit, size + past.size // MEMORY_PER_JSON_BYTE)
+        submit = partial(cls._submit, serving, owner, request, size, history, connection_store)
+        return await serving.run(submit, size + history.size // MEMORY_PER_JSON_BYTE)
 
     @classmethod
     def _submit(
@@ -80,21 +81,21 @@ class ResponseTurn:
         owner: str,
         request: ResponseRequest,
         size: int,
-        past: Conversation,
+        history: Conversation,
         connection_store: ResponseStore | None,
     ) -> Self:
         engine = serving.engine
         model = serving.model_name(request.model)
-        conversation = past.followed_by(request.messages)
+        conversation = history.extended_by(request.messages)
         stream = request.submit(engine, conversation.messages, serving.options(owner))
         defaults = engine.model_config.generation_defaults or {}
         events = ResponseEvents(request, model, defaults, engine.tokenizer.spelling_of)
-        keep_in = serving.store if request.stores else connection_store
+        keep_in = serving.store if request.should_store else connection_store
         return cls(stream, events, serving, owner, conversation, keep_in, size)
 
-    async def written(self, events: Iterable[Event]) -> list[Event]:
-        """Write events with the whole response, on the worker thread if they are long."""
-        return await self._serving.run(lambda: list(events), self._size // WRITTEN_PER_READ)
+    async def serialize(self, events: Iterable[Event]) -> list[Event]:
+        """Serialise events with the whole response, on the worker thread if they are long."""
+        return await self._serving.run(lambda: list(events), self._size // WRITE_TO_READ_SPEED)
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
         """Send the events after ``created``, and store the response.
@@ -115,10 +116,10 @@ class ResponseTurn:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream = self.stream
-        ending = await self.written(events.completed(stream.finish_reason, stream.usage))
+        ending = await self.serialize(events.completed(stream.finish_reason, stream.usage))
         if self._store is not None:
             turn = (events.assistant_message(),) if generates else ()
-            stored = StoredResponse(self._conversation.followed_by(turn), events.body)
+            stored = StoredResponse(self._conversation.extended_by(turn), events.body)
             self._store.add(self._owner, events.id, stored)
         before_end()
         await send(ending)

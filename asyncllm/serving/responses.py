@@ -45,7 +45,7 @@ async def _drop_events(events: Iterable[Event]) -> None:
 
 
 async def _send_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
-    created = await turn.written(turn.events.created())
+    created = await turn.serialize(turn.events.created())
     async with sending_events(
         serving,
         exchange,

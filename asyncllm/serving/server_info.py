@@ -47,7 +47,7 @@ def _is_ready(serving: Serving) -> bool:
 
 
 async def show_metrics(serving: Serving, exchange: Exchange) -> None:
-    await exchange.respond(200, await serving.scrapes.text(), CONTENT_TYPE_LATEST)
+    await exchange.respond(200, await serving.metrics_cache.text(), CONTENT_TYPE_LATEST)
 
 
 async def description(serving: Serving, exchange: Exchange) -> None:

@@ -18,10 +18,10 @@ from asyncllm.runtime.event_loop import post_when_done
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.serving.byte_budget import ByteBudget, ByteClaim
 from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
 from asyncllm.serving.response_store import ResponseStore
-from asyncllm.serving.scrapes import Scrapes
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
@@ -67,7 +67,7 @@ class Serving:
     pacer: FramePacer
     store: ResponseStore
     stats_interval: float
-    scrapes: Scrapes
+    metrics_cache: MetricsCache
     needs_token: bool
     unsupported_fields: UnsupportedFields
     max_body_size: int
@@ -82,7 +82,7 @@ class Serving:
     large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
 
     def __post_init__(self) -> None:
-        self.worker = WorkerThread("asyncllm-json", self.engine._rest)
+        self.worker = WorkerThread("asyncllm-json", self.engine._cooldown)
 
     async def run(self, job: Callable[[], T], size: int) -> T:
         """Run a job, on the worker thread if it is long; returns its result.
@@ -113,7 +113,7 @@ class Serving:
             return
         prompts: list[Future[None]] = []
         if not all(stream.prompt_token_ids for stream in streams):
-            with suppress(AsyncLLMError):  # Raised if the engine has closed.
+            with suppress(AsyncLLMError):  # The engine may have closed.
                 prompts = self.engine._running().submitter.prompts_made()
         num_left = len(prompts)
 

@@ -14,7 +14,7 @@ from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.serving import Serving
 from asyncllm.serving.sockets import SocketConnection
 
-KEEP_ALIVE = 5.0
+KEEP_ALIVE_SECONDS = 5.0
 """Maximum number of seconds between two snapshots."""
 
 MAX_RESPONSES = 64
@@ -23,7 +23,7 @@ MAX_RESPONSES = 64
 
 @dataclass(eq=False, repr=False)
 class StatsSession:
-    """Sender of the engine's statistics whenever they change, and every KEEP_ALIVE seconds.
+    """Sender of the engine's statistics whenever they change, and every KEEP_ALIVE_SECONDS seconds.
 
     Args:
         connection: an open connection.
@@ -51,7 +51,7 @@ class StatsSession:
                 except AsyncLLMError:
                     await self.connection.close(1001, "the engine is gone")
                     return
-                if event != last or anyio.current_time() - sent_at > KEEP_ALIVE:
+                if event != last or anyio.current_time() - sent_at > KEEP_ALIVE_SECONDS:
                     last, sent_at = event, anyio.current_time()
                     await self.connection.send(encode(event))
                 await anyio.sleep(self.serving.stats_interval)

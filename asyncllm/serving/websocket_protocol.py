@@ -11,7 +11,7 @@ from websockets.protocol import State
 
 from asyncllm.serving.bounded_protocol import FREE_BYTES, BoundedProtocol, Timer
 from asyncllm.serving.byte_budget import ByteBudget, ByteClaim
-from asyncllm.serving.turns import EVENTS_PER_TURN
+from asyncllm.serving.parse_queue import EVENTS_PER_TURN
 
 FREE_FRAMES = 1024
 BYTES_PER_FRAME = 64
@@ -129,7 +129,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             frame.data = b""  # websockets' parser refers to the last frame until the next one
 
     def _has_no_frames_left(self, frame: Frame) -> bool:
-        """Count a frame if it belongs to a fragmented message, or comes between its fragments."""
+        """Count a frame of a fragmented message, or between its fragments; returns whether the
+        message has used up its frames."""
         is_control = frame.opcode >= Opcode.CLOSE
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
             self._frames_left = FREE_FRAMES
@@ -156,13 +157,13 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             self._resume_reading()
 
     async def receive(self) -> Any:
-        self._read_on()
+        self._parse_next_message()
         message = await self.queue.get()
         if self._claim is None:  # A long message is held until the application has decoded it.
-            self._read_on()
+            self._parse_next_message()
         return message
 
-    def _read_on(self) -> None:
+    def _parse_next_message(self) -> None:
         """Parse the next message, once the application has received the last one."""
         if self.read_paused and self.queue.empty():
             self.read_paused = False

@@ -22,7 +22,7 @@ class Backends:
     """Grammar backends of one engine, each made at its first use.
 
     With "auto", llguidance compiles the grammars that it can enforce. If xgrammar is installed, it
-    compiles the others.
+    compiles the other grammars.
 
     Args:
         choice: ``EngineConfig.structured_outputs_backend``.

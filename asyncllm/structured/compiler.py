@@ -31,8 +31,8 @@ MAX_OVERDUE = 4
 """Maximum number of overdue compilations. While so many run, no other begins: each occupies a
 thread, which cannot be stopped."""
 
-REST_FACTOR = 2
-MAX_REST = 1.0
+COOLDOWN_FACTOR = 2
+MAX_COOLDOWN = 1.0
 """Pause of a thread after a compilation, as a multiple of its duration, and its maximum in seconds.
 Each compilation takes processor time from the steps, so many in a row would hold them up."""
 
@@ -42,7 +42,7 @@ MAX_GRAMMAR_BYTES = 192 * 2**20
 """Maximum estimated memory in bytes of the grammars that are cached or in use. While the grammars
 in use take more, no compilation begins."""
 
-_ROOM_INTERVAL = 0.02
+_MEMORY_CHECK_INTERVAL = 0.02
 """Seconds between a thread's checks whether memory allows a compilation."""
 
 DoneCallback = Callable[[Grammar | None, Exception | None], None]
@@ -96,7 +96,7 @@ class GrammarCompiler:
         self._threads: set[threading.Thread] = set()
         self._num_overdue = 0
         self._closed = False
-        self._rest_ends = threading.Event()
+        self._cooldown_ends = threading.Event()
         self._pid = os.getpid()
 
     def check_installed(self) -> None:
@@ -146,7 +146,7 @@ class GrammarCompiler:
         """Cancel the compilations that have not begun; returns the threads that still run."""
         with self._lock:
             self._closed = True
-            self._rest_ends.set()
+            self._cooldown_ends.set()
             self._queue.clear()
             for job in self._jobs.values():
                 if job.timer is not None:
@@ -193,23 +193,23 @@ class GrammarCompiler:
                     if not self._threads:
                         atexit.unregister(self._at_exit)
                     return
-                job = self._queue.popleft() if self._make_room() else None
+                job = self._queue.popleft() if self._free_memory() else None
             if job is None:
-                self._rest_ends.wait(_ROOM_INTERVAL)
+                self._cooldown_ends.wait(_MEMORY_CHECK_INTERVAL)
                 continue
             began = time.perf_counter()
             grammar, error = self._compile_job(job)
             took = time.perf_counter() - began
             self._finish_job(job, grammar, error)
             del job, grammar, error
-            self._rest_ends.wait(min(REST_FACTOR * took, MAX_REST))
+            self._cooldown_ends.wait(min(COOLDOWN_FACTOR * took, MAX_COOLDOWN))
 
     def _drop_unwanted(self) -> None:
         """Drop the next jobs that no request waits for. The caller holds the lock."""
         while self._queue and not any(is_wanted() for _, is_wanted in self._queue[0].waiting or ()):
             self._drop_job(self._queue.popleft())
 
-    def _make_room(self) -> bool:
+    def _free_memory(self) -> bool:
         """Drop cached grammars until all take at most MAX_GRAMMAR_BYTES. Returns False if the
         grammars in use alone take more. The caller holds the lock."""
         while sum(memory.size for memory in self._memories) > MAX_GRAMMAR_BYTES:
@@ -280,7 +280,7 @@ class GrammarCompiler:
                 self._memories.add(grammar.memory)
                 self._cache[job.spec] = grammar
                 self._cache.move_to_end(job.spec)
-                self._make_room()
+                self._free_memory()
                 if len(self._cache) > CACHE_SIZE:
                     self._cache.popitem(last=False)
         for done, _ in waiting or ():

@@ -99,12 +99,12 @@ class Grammar:
 
     Attributes:
         new_matcher: makes a matcher for a new output, in microseconds; any thread may call it.
-        special: ids of the special tokens that the grammar may contain.
+        special_tokens: ids of the special tokens that the grammar may contain.
         memory: memory that the grammar shares with its matchers.
     """
 
     new_matcher: Callable[[], GrammarMatcher]
-    special: Collection[int] = ()
+    special_tokens: Collection[int] = ()
     memory: GrammarMemory = field(default_factory=GrammarMemory)
 
 
@@ -126,12 +126,12 @@ class Vocabulary:
 
     Attributes:
         tokens: by token id, the bytes that the token adds to a text; empty if it is never allowed.
-        special: names by id of the special tokens that a grammar may contain.
+        special_tokens: names by id of the special tokens that a grammar may contain.
         encode: function of the tokenizer from text to token ids.
     """
 
     tokens: list[bytes]
-    special: dict[int, str]
+    special_tokens: dict[int, str]
     encode: Callable[[str], list[int]]
 
     @property
@@ -139,7 +139,7 @@ class Vocabulary:
         """Number of bytes of a mask, which consists of 32-bit words with one bit per token."""
         return -(-len(self.tokens) // 32) * 4
 
-    def cut(self, mask: bytes) -> bytearray:
+    def clear_padding(self, mask: bytes) -> bytearray:
         """Copy of a backend's mask without bits beyond the vocabulary, such as that of the
         backend's end token."""
         cut = bytearray(mask[: self.mask_size])

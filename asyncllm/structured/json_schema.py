@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncllm.structured.grammar import GrammarError
-from asyncllm.structured.references import refuse_endless
+from asyncllm.structured.references import refuse_infinite_references
 
 ANNOTATIONS = frozenset(
     """$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions
@@ -24,7 +24,8 @@ LLGUIDANCE_KEYWORDS = frozenset(
     minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
     required type""".split()
 )
-"""JSON Schema keywords that llguidance enforces; it refuses a schema for which it cannot."""
+"""JSON Schema keywords that llguidance enforces; it refuses a schema whose keywords it cannot
+enforce."""
 
 _MAPS_OF_SCHEMAS = frozenset(
     "$defs definitions dependentSchemas patternProperties properties".split()
@@ -86,7 +87,7 @@ def refuse_ignored_by_xgrammar(schema: Any) -> None:
     xgrammar reads a schema as one of four forms, and ignores keywords of the others: a reference,
     constants, alternatives, or a type with its keywords.
     """
-    refuse_endless(schema)
+    refuse_infinite_references(schema)
     for one in subschemas(schema):
         keywords = one.keys() - ANNOTATIONS
         if not str(one.get("$ref", "#/")).startswith("#/") or "%" in str(one.get("$ref")):

@@ -23,10 +23,10 @@ from asyncllm.structured.parser_limits import (
     MAX_LEXER_FUEL,
     MAX_STATES,
     check_first_states,
+    estimate_memory,
     max_items_in_row,
     may_force_text,
-    memory_of,
-    refuse_past_llguidance,
+    refuse_unsupported_by_llguidance,
     shorten_message,
 )
 from asyncllm.structured.spec import StructuredOutputs
@@ -83,10 +83,10 @@ class LLGuidanceBackend:
         if matcher.is_error():
             raise GrammarError(shorten_message(matcher.get_error()))
         check_first_states(matcher, self._vocabulary.mask_size, len(spec.text))
-        memory, vocabulary = memory_of(spec), self._vocabulary
+        memory, vocabulary = estimate_memory(spec), self._vocabulary
         return Grammar(
             lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec, memory),
-            vocabulary.special,
+            vocabulary.special_tokens,
             memory,
         )
 
@@ -94,7 +94,7 @@ class LLGuidanceBackend:
         grammar = self._convert_to_grammar(spec)
         if may_force_text(spec):
             return grammar
-        with suppress(ValueError):  # If it is not JSON, the grammar is in Lark syntax already.
+        with suppress(ValueError):  # A grammar that is not JSON is in Lark syntax already.
             (part,) = json.loads(grammar)["grammars"]
             grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
         return f"{grammar}\n{_NO_FORCING}"  # The last %llguidance statement applies.
@@ -104,15 +104,17 @@ class LLGuidanceBackend:
         try:
             match spec.kind:
                 case "json" | "json_object":
-                    refuse_past_llguidance(json.loads(text))
+                    refuse_unsupported_by_llguidance(json.loads(text))
                     return library.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
                 case "regex":
                     return library.grammar_from_regex(_without_anchors(text))
                 case "choice":
                     return library.grammar_from_regex(_choices_regex(sorted(json.loads(text))))
                 case "structural_tag":
-                    special = self._vocabulary.special if spec.param == "tools" else {}
-                    return library.grammar_from_lark(to_lark(json.loads(text), special))
+                    special_tokens = (
+                        self._vocabulary.special_tokens if spec.param == "tools" else {}
+                    )
+                    return library.grammar_from_lark(to_lark(json.loads(text), special_tokens))
                 case "grammar":
                     return library.grammar_from_lark(_grammar_to_lark(text))
         except ValueError as error:
@@ -152,7 +154,7 @@ class LLGuidanceMatcher:
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
         if not self._matcher.is_error():
-            return self._vocabulary.cut(mask)
+            return self._vocabulary.clear_padding(mask)
         if self._matcher.stop_reason() == "NoExtensionBias":
             # No token can follow, so the mask is empty.
             return bytearray(self._vocabulary.mask_size)
@@ -174,9 +176,9 @@ class _TokenizerAdapter:
     """Adapter of a Vocabulary to llguidance's interface, with one more token, the end token."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        special = vocabulary.special
+        special_tokens = vocabulary.special_tokens
         size = len(vocabulary.tokens)
-        named = {i: name.encode() for i, name in special.items() if i < size}
+        named = {i: name.encode() for i, name in special_tokens.items() if i < size}
         self.tokens = [named.get(i, data) for i, data in enumerate(vocabulary.tokens)]
         self.tokens.append(b"<|end of grammar|>")
         self.special_token_ids = [*named, size]

@@ -28,10 +28,10 @@ MAX_REMAINDERS = 16_384
 MAX_VALUES = 20_000
 """Maximum number of values whose schemas are examined."""
 
-MAX_WORK = 400_000
-"""Maximum number of schemas that apply to these values, counted for each value."""
+MAX_APPLIED_SCHEMAS = 400_000
+"""Maximum number of schemas that apply to the examined values, counted for each value."""
 
-MAX_UNFOLDED = 4096
+MAX_EXPANDED = 4096
 """Maximum number of schemas of one value when each reference is replaced by its target, as
 llguidance does: 30 levels of two equal references have a billion."""
 
@@ -41,26 +41,26 @@ Schema = Mapping[str, Any]
 def refuse_large_merges(root: Any) -> None:
     """Raise GrammarError if llguidance could take very long to merge schemas of one value."""
     try:
-        merges = _Merges(root)
+        merges = _MergeChecker(root)
         for schema in subschemas(root):
-            if merges.unfolded_size(schema) > MAX_UNFOLDED:
+            if merges.num_expanded(schema) > MAX_EXPANDED:
                 raise GrammarError(
-                    f"more than {MAX_UNFOLDED} schemas apply to one value or are its alternatives"
+                    f"more than {MAX_EXPANDED} schemas apply to one value or are its alternatives"
                 )
         merges.examine_value([root])
     except RecursionError:
         raise GrammarError("the schemas of one value are nested too deeply") from None
 
 
-class _Merges:
+class _MergeChecker:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._examined_keys: set[tuple[frozenset[int], frozenset[int]]] = set()
         self._multiples: set[frozenset[Fraction]] = set()
-        self._num_remainders = self._work = 0
+        self._num_remainders = self._num_applied_schemas = 0
         self._sizes: dict[int, int] = {}
 
-    def unfolded_size(self, schema: Any) -> int:
+    def num_expanded(self, schema: Any) -> int:
         """Number of schemas that apply to a value of ``schema``, or are alternatives for it."""
         if not isinstance(schema, Mapping):
             return 1
@@ -74,14 +74,14 @@ class _Merges:
                 for one in found
             ]
             size = self._sizes[id(schema)] = 1 + sum(
-                map(self.unfolded_size, [*parts, *self._target(schema)])
+                map(self.num_expanded, [*parts, *self._target(schema)])
             )
         return size
 
     def _target(self, schema: Schema) -> list[Any]:
         """Target of the schema's local reference, if it has one."""
         if is_local(pointer := schema.get("$ref")):
-            with suppress(LookupError):  # The backend refuses such a schema.
+            with suppress(LookupError):  # The backend refuses an unknown reference.
                 return [resolve(pointer, self._root)]
         return []
 
@@ -96,8 +96,8 @@ class _Merges:
         if key in self._examined_keys:
             return
         self._examined_keys.add(key)
-        self._work += len(applied)
-        if len(self._examined_keys) > MAX_VALUES or self._work > MAX_WORK:
+        self._num_applied_schemas += len(applied)
+        if len(self._examined_keys) > MAX_VALUES or self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
             raise GrammarError("too many combinations of schemas apply to one value")
         alternative_lists = [
             choices

@@ -4,8 +4,8 @@ The parser applies the limits at each token of an output. A grammar that exceeds
 first states is refused when it is compiled; one that exceeds them later ends its request.
 
 The limits count work, not time, so that a request's result does not depend on the load. They are
-below llguidance's defaults, and above the needs of practical schemas. They are needed because a
-step of the Earley parser takes time quadratic in its items, and the items of an ambiguous grammar
+below llguidance's defaults, and above the needs of practical schemas. The limits are needed because
+a step of the Earley parser takes time quadratic in its items, and the items of an ambiguous grammar
 grow with each token.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from asyncllm.structured.grammar import GrammarError, GrammarMemory
 from asyncllm.structured.json_schema import LLGUIDANCE_KEYWORDS, refuse_unenforced
 from asyncllm.structured.merged_schemas import MAX_REMAINDERS, refuse_large_merges
-from asyncllm.structured.references import refuse_endless
+from asyncllm.structured.references import refuse_infinite_references
 from asyncllm.structured.spec import StructuredOutputs
 
 CHARACTERS_PER_STATE = 512
@@ -51,7 +51,7 @@ BYTES_PER_REMAINDER = 576
 BYTES_PER_FORCED = 480
 BYTES_PER_STATE = 1024
 BYTES_PER_TOKEN = 65_536
-"""Upper bounds in bytes on the memory of a grammar, as measured. That of a token is for expressions
+"""Upper bounds in bytes on the memory of a grammar, as measured. BYTES_PER_TOKEN is for expressions
 that count after a choice, such as ``[a-z]*a[a-z]{200}``."""
 
 MAX_FORCED = 1024
@@ -73,7 +73,7 @@ def may_force_text(spec: StructuredOutputs) -> bool:
     return not has_expression and size <= MAX_FORCED_OF_LITERALS
 
 
-def memory_of(spec: StructuredOutputs) -> GrammarMemory:
+def estimate_memory(spec: StructuredOutputs) -> GrammarMemory:
     """Bound on a grammar's memory, by its length and accepted tokens."""
     text, forces = spec.text, may_force_text(spec)
     size = BASE_SIZE + len(text) * (BYTES_PER_CHARACTER + BYTES_PER_FORCED * forces)
@@ -90,11 +90,11 @@ def max_items_in_row(spec: StructuredOutputs) -> int:
     return MAX_ITEMS_OF_GRAMMAR if nested or spec.kind == "grammar" else MAX_ITEMS_OF_SCHEMA
 
 
-def refuse_past_llguidance(schema: Any) -> None:
+def refuse_unsupported_by_llguidance(schema: Any) -> None:
     """Raise GrammarError for a keyword that llguidance does not enforce, for a schema whose values
     never end, and for one whose parts llguidance could take hours to merge."""
     refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
-    refuse_endless(schema)
+    refuse_infinite_references(schema)
     refuse_large_merges(schema)
 
 
@@ -114,7 +114,7 @@ def check_first_states(matcher: Any, mask_size: int, num_characters: int) -> Non
             left -= 1
             mask = state.compute_bitmask()
             _check_limits(state)
-            for token_id in _some_tokens(mask[:mask_size]):
+            for token_id in _sample_allowed_tokens(mask[:mask_size]):
                 tried = state.deep_copy()
                 tried.consume_token(token_id)
                 _check_limits(tried)
@@ -128,7 +128,7 @@ def _check_limits(matcher: Any) -> None:
         raise GrammarError(shorten_message(matcher.get_error()))
 
 
-def _some_tokens(mask: bytes) -> list[int]:
+def _sample_allowed_tokens(mask: bytes) -> list[int]:
     """Up to four tokens that a mask allows, spread over the vocabulary."""
     found = [8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte]
     return found[:: max(1, len(found) // 4)][:4]

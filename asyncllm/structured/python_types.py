@@ -46,10 +46,10 @@ def schema_of(kind: type, name: str) -> dict[str, Any]:
         schema = adapter.json_schema()
     except Exception as error:  # The type's own hooks may raise anything.
         raise check.invalid(name, kind, f"a type that JSON can express ({error})") from error
-    return close_objects(schema)
+    return forbid_additional_properties(schema)
 
 
-def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+def forbid_additional_properties(schema: dict[str, Any]) -> dict[str, Any]:
     """Set ``additionalProperties`` to False, in place, in objects that have ``properties`` and do
     not set it."""
     pending: list[Any] = [schema]

@@ -35,7 +35,7 @@ def resolve(pointer: str, root: Any) -> Any:
     return found
 
 
-def refuse_endless(root: Any) -> None:
+def refuse_infinite_references(root: Any) -> None:
     """Raise GrammarError for a ``$ref`` whose values never end, because each must contain another.
 
     A grammar would admit the beginning of such a value, and the output would go on for ever.

@@ -19,7 +19,7 @@ MAX_CHARACTERS = 2**17
 """Maximum number of characters of a schema, grammar or list of choices. An event loop's thread
 checks such a text, so the check must be short."""
 
-MAX_LINKS = 512
+MAX_REFERENCES = 512
 """Maximum number of references in a schema, and of rules and references in a grammar. llguidance
 follows a chain of them recursively: 2,500 overflow a stack of 8 MiB, which ends the process."""
 
@@ -109,7 +109,7 @@ def _check_grammar(value: Any) -> str:
     name = f"{_PARAM}.grammar"
     text = _check_length(name, check.string(name, value), MAX_CHARACTERS)
     # A JSON escape within a rule may hide a reference.
-    return _check_links(name, text, len(_RULE.findall(text)) + text.count("\\u00"))
+    return _check_references(name, text, len(_RULE.findall(text)) + text.count("\\u00"))
 
 
 def _check_choice(value: Any) -> str:
@@ -173,13 +173,15 @@ def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise check.invalid(name, value, f"values that JSON has ({error})") from None
-    return _check_links(name, _check_length(name, text, MAX_CHARACTERS))
+    return _check_references(name, _check_length(name, text, MAX_CHARACTERS))
 
 
-def _check_links(name: str, text: str, num_rules: int = 0) -> str:
+def _check_references(name: str, text: str, num_rules: int = 0) -> str:
     count = num_rules + text.count('"$ref"')
-    if count > MAX_LINKS:
-        raise check.invalid(name, text, f"at most {MAX_LINKS} references and rules, not {count}")
+    if count > MAX_REFERENCES:
+        raise check.invalid(
+            name, text, f"at most {MAX_REFERENCES} references and rules, not {count}"
+        )
     return text
 
 

@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
-from asyncllm.structured.parser_limits import refuse_past_llguidance
+from asyncllm.structured.parser_limits import refuse_unsupported_by_llguidance
 
 MAX_RULES = 4096
 _EMPTY = '""'
 _NEEDS_XGRAMMAR = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 
 
-def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({})) -> str:
+def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProxyType({})) -> str:
     """Convert a structural tag to a grammar in llguidance's Lark.
 
     Supported formats are const_string, json_schema, sequence, or, tag and tags_with_separator. At
@@ -24,12 +24,12 @@ def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({
     begins with the trigger.
 
     Args:
-        special: names of special tokens by id. A name in a delimiter stands for the token.
+        special_tokens: names of special tokens by id. A name in a delimiter stands for the token.
 
     Raises:
         GrammarError: for an unsupported format.
     """
-    lark = _Lark(special)
+    lark = _Lark(special_tokens)
     form = convert_to_format(tag)["format"]
     if _require_field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
@@ -41,9 +41,9 @@ def to_lark(tag: dict[str, Any], special: Mapping[int, str] = MappingProxyType({
 class _Lark:
     """Builder of a Lark grammar's rules."""
 
-    def __init__(self, special: Mapping[int, str]) -> None:
+    def __init__(self, special_tokens: Mapping[int, str]) -> None:
         self.rules: list[str] = []
-        self._special = {name: token_id for token_id, name in special.items()}
+        self._special = {name: token_id for token_id, name in special_tokens.items()}
         names = sorted(map(re.escape, filter(None, self._special)), key=len, reverse=True)
         self._name_pattern = re.compile(f"({'|'.join(names)})" if names else "(?!)()")
 
@@ -127,7 +127,7 @@ def _require_field(form: Any, name: str, kind: type) -> Any:
 def _json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
-    refuse_past_llguidance(schema)
+    refuse_unsupported_by_llguidance(schema)
     options = {"whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}"}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 

@@ -105,7 +105,7 @@ class XGrammarMatcher:
     def bitmask(self) -> bytearray:
         if self._mask is None:
             self._matcher.fill_next_token_bitmask(self._mask_words, 0)
-            self._mask = self._vocabulary.cut(self._mask_words.tobytes())
+            self._mask = self._vocabulary.clear_padding(self._mask_words.tobytes())
         return self._mask.copy()
 
     def may_end(self) -> bool:

@@ -111,7 +111,7 @@ class ScriptedExecutor(FakeExecutor):
                 raise check.invalid("answers", answer, _ACCEPTED)
             pieces = check.items("answers", answer, _ACCEPTED, self.info.max_model_len)
             return [token for piece in pieces for token in self._piece_tokens(piece)]
-        except Exception as error:  # An exception of the test's own function.
+        except Exception as error:  # The test's own function raised it.
             return [error]
         except BaseException as error:
             # A BaseException that is not an Exception would end the engine instead of the request.

@@ -19,7 +19,7 @@ from asyncllm.outputs import Logprob, TokenLogprobs
 _UINT64_MASK = (1 << 64) - 1
 
 
-def mix(state: int, value: int) -> int:
+def hash_pair(state: int, value: int) -> int:
     """Hash two numbers to 64 bits: one round of splitmix64 (Steele, Lea and Flood 2014)."""
     z = (state + (value + 1) * 0x9E3779B97F4A7C15) & _UINT64_MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
@@ -51,9 +51,9 @@ class _Digests:
             state = self._states[-1] if self._states else self._group
         else:
             seen = self._states[max(0, len(self._states) - self._window + 1) :]
-            state = mix(mix(self._group, self._next), hash(tuple(seen)) & _UINT64_MASK)
+            state = hash_pair(hash_pair(self._group, self._next), hash(tuple(seen)) & _UINT64_MASK)
             self._states = seen
-        state = mix(state, token_id)
+        state = hash_pair(state, token_id)
         self._states.append(state)
         self._next += 1
         return state
@@ -228,7 +228,7 @@ class FakeExecutor:
         for req_index, block_ids in batch.new_blocks:
             for blocks, new in zip(self._blocks_by_index[req_index], block_ids, strict=True):
                 blocks.extend(new)
-        for req_index, group, first, end in batch.trimmed:
+        for req_index, group, first, end in batch.freed_entries:
             self._blocks_by_index[req_index][group][first:end] = [NULL_BLOCK_ID] * (end - first)
         result = StepResult(batch.step, [], [0] * len(batch))
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
@@ -295,7 +295,7 @@ class FakeExecutor:
         ):
             state = self._states[req_index] if start else len(self.info.kv_groups)
             tokens = self._tokens_by_index[req_index][start : start + count]
-            self._states[req_index] = functools.reduce(mix, tokens, state)
+            self._states[req_index] = functools.reduce(hash_pair, tokens, state)
         for req_index, snapshot in batch.state_saves:
             self._states[first + snapshot] = self._states[req_index]
         return [self._states[req_index] for req_index in batch.req_indices]
@@ -352,7 +352,7 @@ class FakeExecutor:
                     yielded = [allowed[yielded[0] % len(allowed)]]
             except ValueError as broken:
                 error = error or broken
-        accepted = mix(states[0], 0) % (drafts + 1) if drafts > 0 else 0
+        accepted = hash_pair(states[0], 0) % (drafts + 1) if drafts > 0 else 0
         for i in range(drafts):
             draft = yielded[-1] if i < accepted else ~yielded[-1] % info.vocab_size
             groups = range(len(states))

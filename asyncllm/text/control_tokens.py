@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.text.any_of import any_of
+from asyncllm.text.literal_pattern import literal_pattern
 
 _FIRST_SURROGATE = 0xD800
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -55,7 +55,7 @@ class ControlTokens:
         # templates compare fields and roles with words.
         self._delimiters = [sign for sign in surrogates if not _occurs_in_words(sign)]
         self._word_tokens = [text for text, sign in signs.items() if _occurs_in_words(sign)]
-        self._token_pattern = any_of(self._ids)
+        self._token_pattern = literal_pattern(self._ids)
         normalizers = {step["type"] for step in component_stages(backend.normalizer)}
         self._normalizer_rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)

@@ -17,7 +17,7 @@ class StopMatcher:
 
     Args:
         stops: non-empty strings.
-        include: release the stop string too.
+        include_stop: release the stop string too.
 
     Attributes:
         stopped: the stop string that was found, or None.
@@ -32,9 +32,9 @@ class StopMatcher:
         "stopped",
     )
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = tuple(stops)
-        self._include_stop = include
+        self._include_stop = include_stop
         self._first_characters = frozenset(stop[0] for stop in stops)
         self._max_stop_length = max(map(len, stops), default=0)
         self._held = ""
@@ -114,7 +114,7 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._decoder = decoder
-        self._matcher = StopMatcher(stop, include=include_stop_str_in_output) if stop else None
+        self._matcher = StopMatcher(stop, include_stop=include_stop_str_in_output) if stop else None
         self._min_tokens_left = min_tokens
         self.stopped: str | None = None
 

@@ -59,8 +59,8 @@ class PreTokenizer:
     """How a byte-level vocabulary's text is split into words.
 
     Attributes:
-        splits: regular expressions; each splits what the one before it left into its matches and
-            the text between them.
+        splits: regular expressions, applied in order; each splits every piece of text into its
+            matches and the text between them.
         ignore_merges: a word of the vocabulary is one token, whatever the merges say.
         add_bos: a prompt begins with the BOS token unless the file says otherwise.
         spaces_are_marks: characters, not bytes, are merged; a space is written as U+2581, and a

@@ -29,7 +29,7 @@ _NAMED_TOKENS = {
     "bos": "bos_token",
     "eos": "eos_token",
     "unknown": "unk_token",
-    "seperator": "sep_token",  # llama.cpp's spelling.
+    "seperator": "sep_token",  # llama.cpp spells the key so.
     "padding": "pad_token",
     "cls": "cls_token",
     "mask": "mask_token",
@@ -74,9 +74,11 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     added = list(_added_tokens(file, vocabulary))
     try:
         if rule is None:
-            backend = _sentencepiece(file, metadata, vocabulary, {token.content for token in added})
+            backend = _sentencepiece_tokenizer(
+                file, metadata, vocabulary, {token.content for token in added}
+            )
         else:
-            backend = _byte_pairs(file, rule, vocabulary)
+            backend = _bpe_tokenizer(file, rule, vocabulary)
         backend.add_tokens(added)
     except ModelLoadError:
         raise
@@ -85,7 +87,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
             f"{path}: no tokenizer can be made of it ({explain(error)})"
         ) from error
     named = _named_tokens(metadata, list(vocabulary), {} if rule else _SENTENCEPIECE_IDS)
-    _add_ends(backend, metadata, named, add_bos=rule is None or rule.add_bos)
+    _add_bos_and_eos(backend, metadata, named, add_bos=rule is None or rule.add_bos)
     return backend, named, _chat_templates(file.metadata)
 
 
@@ -101,7 +103,7 @@ def _pre_tokenizer(metadata: ConfigFile, kind: str) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _byte_pairs(
+def _bpe_tokenizer(
     file: GGUFFile, rule: PreTokenizer, vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
     """Tokenizer with the file's own merges, over bytes or, with word marks, over characters."""
@@ -141,7 +143,7 @@ def _split_merge(file: GGUFFile, merge: Any) -> tuple[str, str]:
     return merge[:cut], merge[cut + 1 :]
 
 
-def _sentencepiece(
+def _sentencepiece_tokenizer(
     file: GGUFFile, metadata: ConfigFile, vocabulary: dict[str, int], added: set[str]
 ) -> tokenizers.Tokenizer:
     """Tokenizer that merges the pair of highest score first.
@@ -245,7 +247,7 @@ def _named_tokens(
     return named
 
 
-def _add_ends(
+def _add_bos_and_eos(
     backend: tokenizers.Tokenizer, metadata: ConfigFile, named: Mapping[str, str], *, add_bos: bool
 ) -> None:
     """Add BOS and EOS tokens to prompts, as the metadata says. Where the metadata does not say, BOS

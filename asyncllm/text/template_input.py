@@ -68,7 +68,7 @@ class TemplateInput:
         chat = _check_messages(messages, copier, arguments_as_text)
         self.values = {
             "add_generation_prompt": True,
-            **copier.copy_of(others, "chat_template_kwargs", "chat_template_kwargs"),
+            **copier.copy_value(others, "chat_template_kwargs", "chat_template_kwargs"),
             "messages": chat,
             "tools": _check_tools(tools, copier),
             "documents": None,
@@ -105,7 +105,7 @@ def plain_values(value: Any, where: str, param: str) -> Any:
         InvalidRequestError: for a type without a JSON equivalent, for more than 100,000 values, or
             for nesting deeper than 100 levels.
     """
-    return _JsonCopier().copy_of(value, where, param)
+    return _JsonCopier().copy_value(value, where, param)
 
 
 def _change_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -128,7 +128,7 @@ class _JsonCopier:
         self.texts: list[str] = []
         self._values_left = _MAX_VALUES
 
-    def copy_of(self, value: Any, where: str, param: str) -> Any:
+    def copy_value(self, value: Any, where: str, param: str) -> Any:
         try:
             return self._copy(value, where, 0)
         except _NotJsonError as error:
@@ -154,7 +154,7 @@ class _JsonCopier:
         if kind is dict or isinstance(value, Mapping):
             copied = {}
             for key, item in value.items():
-                # The path is for errors. Most items are strings, which raise none.
+                # The path is only for errors, and strings raise none: most items are strings.
                 at = where if type(item) is str else f"{where}.{key!s:.40}"
                 copied[self._copy(key, where, depth)] = self._copy(item, at, depth + 1)
             return copied
@@ -186,7 +186,7 @@ def _check_messages(messages: Any, copier: _JsonCopier, as_text: bool) -> list[d
     chat = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        plain = copier.copy_of(message, where, "messages")
+        plain = copier.copy_value(message, where, "messages")
         if not isinstance(plain, dict):
             raise _invalid_input(where, f"a {type(message).__name__}", "a dict with a role")
         # Clients send null for an absent field, but templates test only whether it is present.
@@ -232,7 +232,7 @@ def _convert_arguments(call: Any, copier: _JsonCopier, as_text: bool, where: str
         return
     arguments = function.get("arguments")
     if as_text and isinstance(arguments, dict):
-        function["arguments"] = copier.copy_of(
+        function["arguments"] = copier.copy_value(
             json.dumps(arguments, ensure_ascii=False), where, "messages"
         )
     elif not as_text and isinstance(arguments, str):
@@ -241,7 +241,7 @@ def _convert_arguments(call: Any, copier: _JsonCopier, as_text: bool, where: str
         except (ValueError, RecursionError):
             return
         if isinstance(parsed, dict):
-            function["arguments"] = copier.copy_of(parsed, where, "messages")
+            function["arguments"] = copier.copy_value(parsed, where, "messages")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _check_tools(tools: Any, copier: _JsonCopier) -> list[Any] | None:
     if tools is None:
         return None
-    plain = copier.copy_of(tools, "tools", "tools")
+    plain = copier.copy_value(tools, "tools", "tools")
     if not isinstance(plain, (list, tuple)) or not all(isinstance(t, dict) for t in plain):
         raise _invalid_input("tools", describe(plain), "a list of JSON schemas (dicts)", "tools")
     return list(plain)

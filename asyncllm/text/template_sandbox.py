@@ -162,7 +162,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = self._metered_filter(name, function)
-        # _MeterNodes inserts these filters. No template can call them: their names contain blanks.
+        # _MeterInserter inserts these filters. No template can call them, because their names
+        # contain blanks.
         self.filters |= {
             " each": self._metered_items,
             " text": self.concat,
@@ -204,7 +205,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # --- methods that Jinja calls ------------------------------------------------------------
 
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_MeterNodes().visit(source), *args, **kwargs)
+        return super()._generate(_MeterInserter().visit(source), *args, **kwargs)
 
     def concat(self, pieces: Iterable[Any]) -> str:
         values = list(pieces)
@@ -273,9 +274,9 @@ def _combined_size(operator: str, left: Any, right: Any) -> int:
     return left * _size(right) if isinstance(left, int) else 0
 
 
-class _MeterNodes(jinja2.visitor.NodeTransformer):
-    """Inserts filters that report loops, ``~`` and slices to the meter. Without them, Jinja would
-    compile these to plain Python, which reports nothing."""
+class _MeterInserter(jinja2.visitor.NodeTransformer):
+    """Inserts filters that report loops, ``~`` and slices to the meter. Without these filters,
+    Jinja would compile loops, ``~`` and slices to plain Python, which reports nothing."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)

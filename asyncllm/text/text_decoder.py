@@ -134,7 +134,7 @@ class PieceTable(dict[int, str | int]):
     its token first occurs, as in ByteTable.
 
     Attributes:
-        strips_start: one space at the beginning of a text is removed.
+        strips_start: whether one space at the beginning of a text is removed.
     """
 
     def __init__(
@@ -270,8 +270,9 @@ class WindowDecoder:
     one, and returns the text that the new one added at the end.
 
     Correct if a token's text depends only on a few tokens before it. Text that ends in one to three
-    replacement characters is held back: they may be an unfinished character, four cannot be. For
-    invalid UTF-8, the number of replacement characters may differ from decoding all at once.
+    replacement characters is held back, because they may be an unfinished character; four cannot be
+    one. For invalid UTF-8, the number of replacement characters may differ from decoding all at
+    once.
 
     Args:
         decode: function from token ids to text, special tokens included.

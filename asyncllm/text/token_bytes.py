@@ -62,6 +62,6 @@ def _decode_each(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int)
 
 
 def _anchor_ids(backend: tokenizers.Tokenizer, known: list[int]) -> list[int]:
-    """The first two tokens that consist of letters; the first two of all if none does."""
+    """Ids of the first two tokens that consist of letters; if there are none, the first two ids."""
     letters = [i for i in known if (backend.id_to_token(i) or "").isalpha()]
     return (letters or known)[:2]

@@ -149,7 +149,7 @@ class Tokenizer:
             raise InvalidRequestError(f"prompt: is a {kind}, expected a string", param="prompt")
         return _encode(self.backend, text, add_special_tokens, param="prompt")
 
-    def fewest_tokens(self, num_characters: int) -> int:
+    def min_num_tokens(self, num_characters: int) -> int:
         """Minimum number of tokens of a text with ``num_characters``; 0 if unknown. So a text that
         is far too long for the context is refused before it is tokenised."""
         return -(-num_characters // self._max_token_characters) if self._max_token_characters else 0
@@ -221,7 +221,7 @@ class Tokenizer:
                 isinstance(error, TemplateOutputError)
                 and limits.max_output < _MAX_PROMPT_CHARACTERS
             ):
-                least = self.fewest_tokens(limits.max_output + 1)
+                least = self.min_num_tokens(limits.max_output + 1)
                 raise ContextLengthExceededError(
                     f"messages: the chat template {error}, which are at least {least} tokens, "
                     f"expected at most {max_tokens}"

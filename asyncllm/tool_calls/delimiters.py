@@ -14,7 +14,7 @@ _SAMPLE_CHARACTERS = string.printable
 _PRIVATE_CHARACTER = "\U000f1234"
 
 
-class Found(NamedTuple):
+class DelimiterMatch(NamedTuple):
     """A delimiter that was found: its name, the matched text, and the named groups."""
 
     name: str
@@ -111,7 +111,7 @@ class DelimiterScanner:
         self._delimiters = delimiters
         self._held_text = ""
 
-    def feed(self, text: str, last: bool = False) -> tuple[str, Found | None, str]:
+    def feed(self, text: str, last: bool = False) -> tuple[str, DelimiterMatch | None, str]:
         """Take a piece of text.
 
         Args:
@@ -132,7 +132,7 @@ class DelimiterScanner:
             elif best is not None:
                 name, match = best
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
-                found = Found(name, match[0], captures)
+                found = DelimiterMatch(name, match[0], captures)
                 return buffer[: match.start()], found, buffer[match.end() :]
             elif len(buffer) - hold > MAX_DELIMITER_LENGTH:
                 position = hold + 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
 from asyncllm.tool_calls.call_reader import CallReader, Event
-from asyncllm.tool_calls.delimiters import DelimiterScanner, Found
+from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
 from asyncllm.tool_calls.response_format import CALLS, IGNORED, ResponseFormat
 
 _PIECE_CHARACTERS = 4096
@@ -174,12 +174,12 @@ class OutputParser:
                     self._open_region(found)
             text = rest
 
-    def _is_text(self, found: Found) -> bool:
+    def _is_text(self, found: DelimiterMatch) -> bool:
         if self._content_text.has_text and not self._text_is_free:
             return True
         return found.name == CALLS and self._one_call and bool(self.calls)
 
-    def _open_region(self, found: Found) -> None:
+    def _open_region(self, found: DelimiterMatch) -> None:
         self._prompt_characters_left = 0
         if found.name == CALLS:
             self._call_reader = self._form.call_reader(self._tools, found)

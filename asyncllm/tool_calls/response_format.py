@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.tool_calls.call_reader import CallReader, RegionCallReader
-from asyncllm.tool_calls.delimiters import Delimiters, Found, literals_or_pattern
+from asyncllm.tool_calls.delimiters import DelimiterMatch, Delimiters, literals_or_pattern
 from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
     TOOL_FAMILIES,
@@ -48,8 +48,8 @@ class ResponseFormat:
     time.
 
     Args:
-        calling: format of calls; None if the output is not searched for calls.
-        thinking: format of reasoning; None if the output is not searched for reasoning.
+        tool_family: format of calls; None if the output is not searched for calls.
+        reasoning_family: format of reasoning; None if the output is not searched for reasoning.
 
     Attributes:
         delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
@@ -63,18 +63,20 @@ class ResponseFormat:
         syntax: layout of calls in JSON; None for another syntax.
     """
 
-    def __init__(self, calling: ToolFamily | None, thinking: ReasoningFamily | None) -> None:
-        families = [family for family in (calling, thinking) if family is not None]
+    def __init__(
+        self, tool_family: ToolFamily | None, reasoning_family: ReasoningFamily | None
+    ) -> None:
+        families = [family for family in (tool_family, reasoning_family) if family is not None]
         ends = (family.prompt_end for family in families)
         self.prompt_ends = tuple(dict.fromkeys(end for end in ends if end))
         ignored = (family.ignored_pattern for family in families)
         self.ignored_pattern = next(filter(None, ignored), None)
-        self.calls = None if calling is None else calling.calls
-        self.form = None if calling is None else calling.form
-        self.thoughts = None if thinking is None else thinking.thoughts
-        self.begin = "" if thinking is None else thinking.begin
-        self.end = "" if thinking is None else thinking.end
-        self.end_before_call = "" if thinking is None else thinking.end_before_call
+        self.calls = None if tool_family is None else tool_family.calls
+        self.form = None if tool_family is None else tool_family.form
+        self.thoughts = None if reasoning_family is None else reasoning_family.thoughts
+        self.begin = "" if reasoning_family is None else reasoning_family.begin
+        self.end = "" if reasoning_family is None else reasoning_family.end
+        self.end_before_call = "" if reasoning_family is None else reasoning_family.end_before_call
         opens = []
         for name, part in ((CALLS, self.calls), (THOUGHTS, self.thoughts)):
             if part is not None and (given := literals_or_pattern(part, "open")) is not None:
@@ -102,7 +104,9 @@ class ResponseFormat:
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
-    def call_reader(self, tools: Mapping[str, Mapping[str, Any]], found: Found) -> CallReader:
+    def call_reader(
+        self, tools: Mapping[str, Mapping[str, Any]], found: DelimiterMatch
+    ) -> CallReader:
         """Make a reader for the calls after an opening delimiter.
 
         Args:
@@ -207,30 +211,30 @@ class ResponseFormats:
         fields = _check_template(template) if template is not None else {}
         own = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
         ignored = _text_end_pattern(fields)
-        thinking: ReasoningFamily | None = None
+        reasoning_family: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own is not None:
             begin, end = own.get("open"), own.get("close")
             if not isinstance(begin, str) or not isinstance(end, str):
                 begin = end = ""
-            thinking = ReasoningFamily(
+            reasoning_family = ReasoningFamily(
                 own, begin, end, (), ignored_pattern=ignored, prompt_end=begin
             )
         elif reasoning_parser == "auto" and template is None:
-            thinking = _recognise_family(REASONING_FAMILIES, sources)
+            reasoning_family = _recognise_family(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
-            thinking = REASONING_FAMILIES[reasoning_parser]
-        calling: ToolFamily | None = None
+            reasoning_family = REASONING_FAMILIES[reasoning_parser]
+        tool_family: ToolFamily | None = None
         known = _recognise_family(TOOL_FAMILIES, sources)
         if tool_call_parser == "auto" and CALLS in fields:
             form = known.form if known is not None else None
             as_text = known is not None and known.arguments_as_text
-            calling = ToolFamily(
+            tool_family = ToolFamily(
                 fields[CALLS], form, (), ignored_pattern=ignored, arguments_as_text=as_text
             )
         else:
-            calling = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
-        self._reasoning_family = thinking
-        self._tool_family = calling
+            tool_family = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
+        self._reasoning_family = reasoning_family
+        self._tool_family = tool_family
         self._formats: dict[bool, ResponseFormat] = {}
 
     @classmethod
@@ -260,11 +264,11 @@ class ResponseFormats:
                 f"EngineConfig.tool_call_parser to name it, one of {', '.join(TOOL_FAMILIES)}",
                 param="tools",
             )
-        calling = self._tool_family if with_tools else None
-        if calling is None and self._reasoning_family is None:
+        tool_family = self._tool_family if with_tools else None
+        if tool_family is None and self._reasoning_family is None:
             return None
         if with_tools not in self._formats:
-            self._formats[with_tools] = ResponseFormat(calling, self._reasoning_family)
+            self._formats[with_tools] = ResponseFormat(tool_family, self._reasoning_family)
         return self._formats[with_tools]
 
     @property

@@ -138,18 +138,20 @@ def _ends_with_a_call(tool_use: ToolUse, form: CallForm | None) -> bool:
     return tool_use.choice == "auto" and form is not None and not form.parallel
 
 
-def _tool_tag(form: CallForm, function: dict[str, Any], before: str, free: bool) -> dict[str, Any]:
+def _tool_tag(
+    form: CallForm, function: dict[str, Any], prefix: str, any_arguments: bool
+) -> dict[str, Any]:
     """Make the tag of one tool.
 
     Args:
-        before: text before the call.
-        free: allow any JSON object as arguments.
+        prefix: text before the call.
+        any_arguments: allow any JSON object as arguments.
     """
-    schema = {"type": "object"} if free else _arguments_schema(function)
+    schema = {"type": "object"} if any_arguments else _arguments_schema(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     if form.style != "json":
         content["style"] = form.style
-    begin = before + form.begin.replace("NAME", function["name"])
+    begin = prefix + form.begin.replace("NAME", function["name"])
     return {"type": "tag", "begin": begin, "content": content, "end": form.end}
 
 

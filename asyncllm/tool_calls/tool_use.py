@@ -33,7 +33,7 @@ class ToolUse:
     parallel: bool
 
     @classmethod
-    def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolUse | None:
+    def parse(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolUse | None:
         """Check the arguments of ``chat()``; returns None if the model must not see any tool.
 
         Raises:
@@ -100,7 +100,7 @@ def _parse_tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(plain, dict) or plain.get("type", "function") != "function":
         raise _invalid_tool(where, check.describe(tool), f"one of {_ACCEPTED}")
     function = plain.get("function")
-    if "function" not in plain:  # As in OpenAI's Responses protocol.
+    if "function" not in plain:  # OpenAI's Responses protocol has the fields at the top.
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"
     if not isinstance(function, dict):

@@ -18,7 +18,7 @@ import torch
 
 from asyncllm import AsyncLLMEngine, Completion, EngineError
 from asyncllm.errors import AsyncLLMError
-from asyncllm.gpu.graph.cuda_graphs import Part
+from asyncllm.gpu.graph.cuda_graphs import GraphPart
 from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.gpu_turns import beside_others  # noqa: F401 - pytest finds a fixture by its name
 from tests.sampling_ways import WAYS
@@ -233,7 +233,11 @@ def test_start_captures_every_batch_size(checkpoint):
 
     buckets, records = asyncio.run(main())
     assert buckets == (1, 3, 8)
-    assert {record.key.bucket for record in records if record.key.part is Part.STEP} == {1, 3, 8}
+    assert {record.key.bucket for record in records if record.key.part is GraphPart.STEP} == {
+        1,
+        3,
+        8,
+    }
     assert all(record.seconds > 0 and record.num_bytes >= 0 for record in records)
 
 

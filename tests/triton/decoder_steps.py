@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.families import NORMS_AROUND
+from asyncllm.checkpoint.families import SANDWICH_NORMS
 from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
@@ -60,7 +60,7 @@ def wide_fields(num_kv_heads: int) -> dict[str, Any]:
         "sliding_layers": (True, False) * 2,
         "layer_ropes": (RopeConfig(), RopeConfig(1e6, "proportional", rotated_fraction=0.25)) * 2,
         "layer_input": LayerInputConfig(8, 300),
-        "names": NORMS_AROUND,
+        "names": SANDWICH_NORMS,
         "activation": "gelu_tanh",
         "value_norm": True,
         "float32_norm_weights": True,

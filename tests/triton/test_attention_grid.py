@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -163,8 +163,8 @@ def test_a_window_or_short_rows_are_never_skewed() -> None:
     assert not ATTENTION.is_skewed(128, skewed(128), MAX_LEN, 4096)
     assert not ATTENTION.is_skewed(128, skewed(128, 1024, 1), MAX_LEN, None)
     assert ATTENTION.is_skewed(128, skewed(128, 8192, 1), MAX_LEN, None)
-    assert [ATTENTION.balances(length, None) for length in (1024, 1025)] == [False, True]
-    assert not ATTENTION.balances(MAX_LEN, 4096)
+    assert [ATTENTION.may_be_skewed(length, None) for length in (1024, 1025)] == [False, True]
+    assert not ATTENTION.may_be_skewed(MAX_LEN, 4096)
 
 
 def test_a_graph_has_either_form() -> None:
@@ -193,7 +193,7 @@ def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
         GraphKey(64, balanced=True),
         GraphKey(64),
         GraphKey(64, balanced=True),
-        GraphKey(64, Part.FORWARD, balanced=True),
+        GraphKey(64, GraphPart.FORWARD, balanced=True),
     ]
     assert [record.key for record in replay.graphs.captured] == [keys[0], keys[1], keys[3]]
     short = make_step(1024, (64,), torch.bfloat16)

@@ -20,7 +20,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.graph.captures import compiling_alone
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, Part, default_batch_sizes
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart, default_batch_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.model_runner import ModelRunner
 from tests.static_runner import queue_mixed_step, replay_of, steps_of
@@ -60,8 +60,8 @@ def run_everything(runner: ModelRunner) -> None:
         if replay.can_balance:
             replay.graphs.run(GraphKey(rows, balanced=True))
         for each in stages if rows in (1, 3, ROWS) else ():
-            replay.run_padded_rows(GraphKey(rows, Part.FORWARD))
-            replay.run_padded_rows(GraphKey(rows, Part.SAMPLE, each))
+            replay.run_padded_rows(GraphKey(rows, GraphPart.FORWARD))
+            replay.run_padded_rows(GraphKey(rows, GraphPart.SAMPLE, each))
     most = info.max_model_len
     for decodes, start, counts in (
         (0, 0, [1]),
@@ -157,7 +157,7 @@ def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch):
     runner = make_step(50, (1, 64), torch.bfloat16, **MODELS["experts"])
     with compiling(monkeypatch) as every:
         warm(runner)
-    monkeypatch.setattr(steps_of(runner).model.ops, "expert_tokens", lambda *_: ())
+    monkeypatch.setattr(steps_of(runner).model.ops, "expert_kernel_token_counts", lambda *_: ())
     with compiling(monkeypatch) as small:
         warm(runner)
     cold = {key.split()[0] for key in every - small}

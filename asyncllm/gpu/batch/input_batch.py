@@ -54,7 +54,7 @@ class InputBatch:
         """Applies a step's changes: releases, freed blocks, assignments, then new blocks."""
         for req_index in batch.released:
             self.epochs[req_index] += 1
-        for req_index, group, first, end in batch.trimmed:
+        for req_index, group, first, end in batch.freed_entries:
             self.tables[group].set_null(req_index, first, end)
         for assignment in batch.assignments:
             req_index = assignment.req_index

@@ -116,11 +116,11 @@ class SamplingRows:
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
         )
 
-    def drawn(self) -> DrawRows:
+    def draw_rows(self) -> DrawRows:
         """The rows as DrawRows, for an op set's ``sample``."""
         return DrawRows(self.req_indices, self.positions, self.last_sampled_tokens)
 
-    def at(self, index: Tensor | slice) -> SamplingRows:
+    def select(self, index: Tensor | slice) -> SamplingRows:
         """Selects the rows of ``index``: views for a slice, else copies."""
         return replace(
             self,

@@ -215,7 +215,9 @@ class StepBuffer(Sections):
         )
 
 
-def plain_batch(starts: Sequence[int], counts: Sequence[int], *, num_decodes: int = 0) -> StepBatch:
+def make_dummy_batch(
+    starts: Sequence[int], counts: Sequence[int], *, num_decodes: int = 0
+) -> StepBatch:
     """Makes a step whose request indices are 0, 1, 2, …, and which samples every row."""
     rows = len(counts)
     return StepBatch(

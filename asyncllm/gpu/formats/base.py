@@ -15,7 +15,7 @@ from asyncllm.errors import ModelLoadError
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
 
-Rows = Callable[[int, int], Tensor]
+RowReader = Callable[[int, int], Tensor]
 """Function of ``(start, stop)`` that returns these rows of a tensor, dequantised to float32."""
 
 
@@ -26,13 +26,14 @@ class PackedTensor:
     Attributes:
         name, shape: name and shape of the tensor in an unquantised checkpoint.
         parts: names of the stored tensors by their suffix, such as "qweight", "weight_scale".
-        step: number of rows that are stored together; slices begin at multiples of it.
+        row_multiple: number of rows that are stored together; slices begin at multiples of this
+            number.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: Mapping[str, str]
-    step: int = 1
+    row_multiple: int = 1
 
 
 class WeightFormat(Protocol):
@@ -59,8 +60,10 @@ class WeightFormat(Protocol):
         """
         ...
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor | Rows:
-        """Reads a tensor: a QuantisedTensor if stored as integers, dequantised Rows if as floats.
+    def read(
+        self, tensor: PackedTensor, parts: Mapping[str, Tensor]
+    ) -> QuantisedTensor | RowReader:
+        """Reads a tensor: a QuantisedTensor if stored as integers, a RowReader if as floats.
 
         Raises:
             ModelLoadError: values of the parts contradict their shapes.

@@ -15,7 +15,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    Rows,
+    RowReader,
     TensorParts,
     WeightFormat,
     block_size,
@@ -41,7 +41,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One of ``config_groups``: its modules, and how their weights are stored.
+    """Entry of ``config_groups``: modules and the storage of their weights.
 
     Attributes:
         targets: module names, "re:" with a regular expression, or classes of modules.
@@ -152,7 +152,9 @@ class CompressedTensors(WeightFormat):
             parts.require("weight_g_idx", ["I32"], (columns,))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor | Rows:
+    def read(
+        self, tensor: PackedTensor, parts: Mapping[str, Tensor]
+    ) -> QuantisedTensor | RowReader:
         scheme = self._match_scheme(tensor.name.removesuffix(".weight"))
         assert scheme is not None
         columns, scale = tensor.shape[1], parts["weight_scale"]
@@ -215,7 +217,7 @@ def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> 
 def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
     """Index of each column's group; None if groups are in order."""
     groups = parts.get("weight_g_idx")
-    # A tensor of -1 stands for groups in order.
+    # A ``weight_g_idx`` of -1 alone means that groups are in order.
     if groups is None or bool((groups == -1).all()):
         return None
     check_groups(tensor.parts["weight_g_idx"], groups, count)
@@ -259,7 +261,7 @@ def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
 
 def _read_block(weights: ConfigFile) -> tuple[int, int] | None:
     group = group_size(weights) if "group_size" in weights else None
-    # If the field is missing, infer the strategy as compressed-tensors does.
+    # If the field ``strategy`` is missing, infer it as compressed-tensors does.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), implied)
     if strategy == "tensor":

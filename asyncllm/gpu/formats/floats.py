@@ -12,7 +12,7 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    Rows,
+    RowReader,
     TensorParts,
     WeightFormat,
     block_size,
@@ -83,13 +83,13 @@ class Fp8(WeightFormat):
             raise parts.part_error(suffix, "shape " + " or ".join(map(str, accepted)))
         return PackedTensor(parts.stem + "weight", shape, parts.names)
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> RowReader:
         weight = parts["weight"]
         scale = next(parts[suffix] for suffix in _SCALE_SUFFIXES if suffix in parts)
         return scaled_rows(weight, scale, self.block)
 
 
-def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Rows:
+def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> RowReader:
     """Makes a function that returns rows of ``weight * scale``.
 
     Args:
@@ -135,7 +135,7 @@ class Mxfp4(WeightFormat):
             parts.require("_scales", ["U8"], (experts, outputs, blocks))
             yield PackedTensor(parts.stem, (experts, blocks * width * 2, outputs), parts.names)
 
-    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> Rows:
+    def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> RowReader:
         blocks, scales = parts["_blocks"], parts["_scales"]
         table = torch.tensor(_E2M1_VALUES + tuple(-value for value in _E2M1_VALUES))
 

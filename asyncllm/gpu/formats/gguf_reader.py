@@ -76,14 +76,14 @@ class GGUFReader:
         for start_offset, stop in row_ranges((rows, *entry.shape[1:])):
             values = self._dequantise_bytes(read(start_offset, stop), entry)
             values = values.view(-1, *entry.shape[1:])
-            yield values if stored.change is None else stored.change(values)
+            yield values if stored.transform is None else stored.transform(values)
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
-        """Integer codes and scales for Q4_0 and Q8_0. Blocks for the types in ``BLOCK_SIZES``; None
+        """Returns codes and scales for Q4_0 and Q8_0, blocks for the types in ``BLOCK_SIZES``, None
         for other types."""
         stored = self._stored_tensors[name]
         label, shape = GGML_TYPES[stored.entry.type][0], stored.shape
-        if len(shape) != 2 or stored.change is not None:
+        if len(shape) != 2 or stored.transform is not None:
             return None
         read = self._row_bytes(stored)
         if (scheme := label.lower()) in BLOCK_SIZES:

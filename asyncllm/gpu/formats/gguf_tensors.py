@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_config import gguf_family
-from asyncllm.checkpoint.gguf_families import EXPERT, NAMES, GGUFFamily
+from asyncllm.checkpoint.gguf_families import EXPERT_INDEX, MODULE_NAMES, GGUFFamily
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
 from asyncllm.errors import ModelLoadError
 
@@ -30,13 +30,13 @@ class StoredTensor:
     Attributes:
         entry: place, shape and type of the stored rows.
         row_order: indices of the stored rows in transformers' order; None if the order is the same.
-        change: function from stored to transformers' values, ``[rows, ...]`` each; None if they
+        transform: function from stored to transformers' values, ``[rows, ...]`` each; None if they
             are equal.
     """
 
     entry: GGUFTensor
     row_order: np.ndarray | None = None
-    change: Callable[[Tensor], Tensor] | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def model_tensors(file: GGUFFile, config: ConfigFile) -> dict[str, StoredTensor]
     Raises:
         ModelLoadError: if two tensors have one name, or a shape or type is not the expected one.
     """
-    rules, num_layers = _Rules(file, config), config.integer("num_hidden_layers")
+    rules, num_layers = _TensorMapper(file, config), config.integer("num_hidden_layers")
     tensors: dict[str, StoredTensor] = {}
     for stored_name, entry in file.tensors.items():
         layer = _LAYER_NAME.fullmatch(stored_name)
@@ -72,13 +72,13 @@ def model_tensors(file: GGUFFile, config: ConfigFile) -> dict[str, StoredTensor]
     return tensors
 
 
-class _Rules:
+class _TensorMapper:
     """Mapping from the tensors of one GGUF file to those of transformers."""
 
     def __init__(self, file: GGUFFile, config: ConfigFile) -> None:
         self.path, self.config = file.path, config
         self.family: GGUFFamily = gguf_family(file)
-        self.names = {**NAMES, **self.family.names}
+        self.names = {**MODULE_NAMES, **self.family.names}
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", heads)
         rotated = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads}
@@ -99,9 +99,9 @@ class _Rules:
             yield from self._gates(f"{prefix}{_LINEAR}in_proj_", entry)
         elif name is None:
             yield stored_name, StoredTensor(entry)
-        elif EXPERT in name:
+        elif EXPERT_INDEX in name:
             for index, expert in enumerate(self._experts(stored_name, entry)):
-                yield prefix + name.replace(EXPERT, str(index)), StoredTensor(expert)
+                yield prefix + name.replace(EXPERT_INDEX, str(index)), StoredTensor(expert)
         else:
             stored = self._stored(stored_name, name, entry)
             plain = GGML_TYPES[entry.type][0] in PLAIN_TYPES
@@ -130,7 +130,7 @@ class _Rules:
         head."""
         heads = self.config.integer("linear_num_key_heads")
         group = self.config.integer("linear_num_value_heads") // heads
-        order = self._swapped(f"{prefix}ba", entry.shape[0], heads, 2, group)
+        order = self._swapped_order(f"{prefix}ba", entry.shape[0], heads, 2, group)
         for name, part in zip("ba", np.split(order, 2), strict=True):
             yield f"{prefix}{name}.weight", StoredTensor(entry, part)
 
@@ -138,16 +138,18 @@ class _Rules:
         """Storage of a tensor, whose ``name`` lacks the prefix of its layer."""
         module = name.rpartition(".")[0]
         if module in self.rotated_heads:
-            return StoredTensor(entry, self._rotated(name, entry, self.rotated_heads[module]))
+            return StoredTensor(
+                entry, self._rope_row_order(name, entry, self.rotated_heads[module])
+            )
         if name.startswith(_LINEAR):
             return self._linear_attention(name, entry)
-        if self.family.adds_one and name.endswith("norm.weight"):
-            return StoredTensor(entry, change=_less_one)
+        if self.family.norms_have_one_added and name.endswith("norm.weight"):
+            return StoredTensor(entry, transform=_subtract_one)
         if module == "mlp.shared_expert_gate" and len(entry.shape) == 1:
             return StoredTensor(replace(entry, shape=(1, *entry.shape)))
         return StoredTensor(entry)
 
-    def _rotated(self, name: str, entry: GGUFTensor, heads: int) -> np.ndarray:
+    def _rope_row_order(self, name: str, entry: GGUFTensor, heads: int) -> np.ndarray:
         """Indices that put the rows of q or k in transformers' order.
 
         In RoPE llama.cpp rotates adjacent pairs, transformers the two halves of a head. The
@@ -160,7 +162,7 @@ class _Rules:
                 f"{self.path}: tensor {name!r} has {rows} rows, expected a multiple of "
                 f"{2 * heads}, twice the number of heads"
             )
-        return self._swapped(name, rows, heads, rows // heads // 2, 2, inner=True)
+        return self._swapped_order(name, rows, heads, rows // heads // 2, 2, inner=True)
 
     def _linear_attention(self, name: str, entry: GGUFTensor) -> StoredTensor:
         """Storage of a tensor of a gated delta rule."""
@@ -171,20 +173,20 @@ class _Rules:
         size = self.config.integer
         heads, value_heads = size("linear_num_key_heads"), size("linear_num_value_heads")
         if not self.family.tiles_value_heads or leaf == "norm" or heads == value_heads:
-            return StoredTensor(entry, change=change)
+            return StoredTensor(entry, transform=change)
         keys = 2 * heads * size("linear_key_head_dim")
         first = keys if leaf in ("in_proj_qkv", "conv1d") else 0
         width = 1 if leaf in _PER_HEAD else size("linear_value_head_dim")
         if leaf != "out_proj":
-            order = self._swapped(
+            order = self._swapped_order(
                 name, entry.shape[0], value_heads // heads, heads, width, first=first
             )
             return StoredTensor(entry, order, change)
-        columns = self._swapped(name, entry.shape[-1], value_heads // heads, heads, width)
+        columns = self._swapped_order(name, entry.shape[-1], value_heads // heads, heads, width)
         chosen = torch.from_numpy(columns)
-        return StoredTensor(entry, change=lambda values: values[:, chosen])
+        return StoredTensor(entry, transform=lambda values: values[:, chosen])
 
-    def _swapped(
+    def _swapped_order(
         self,
         name: str,
         count: int,
@@ -220,5 +222,5 @@ _PER_HEAD = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
 """Tensors of a gated delta rule with one row per value head."""
 
 
-def _less_one(weights: Tensor) -> Tensor:
+def _subtract_one(weights: Tensor) -> Tensor:
     return weights.float() - 1.0

@@ -72,7 +72,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
 
     Raises:
         ModelLoadError: files are missing or damaged, the quantisation is not supported, or the
-            tensors contradict it.
+            tensors contradict its configuration.
     """
     if is_gguf(path):
         return GGUFReader(path, dtype)

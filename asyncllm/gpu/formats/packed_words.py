@@ -87,7 +87,7 @@ class _PackedWords(WeightFormat):
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor:
         qweight, scales, inputs = parts["qweight"], parts["scales"], tensor.shape[1]
         zeros = unpack(parts["qzeros"] + self.zero_offset, self.bits, 1, self.order).T
-        group, order, step = self.group or inputs, None, tensor.step
+        group, order, step = self.group or inputs, None, tensor.row_multiple
         if "g_idx" in parts:
             check_groups(tensor.parts["g_idx"], parts["g_idx"], len(scales))
             order = parts["g_idx"].long()
@@ -98,7 +98,7 @@ class _PackedWords(WeightFormat):
             words = qweight[:, start // step : stop // step]
             return unpack(words, self.bits, int(self.along_outputs), self.order).T
 
-        fields = {"zeros": zeros, "column_groups": order, "step": step}
+        fields = {"zeros": zeros, "column_groups": order, "row_multiple": step}
         return QuantisedTensor(self.bits, tensor.shape, rows, scales.T, (1, group), **fields)
 
 
@@ -149,8 +149,8 @@ class Gptq(_PackedWords):
             raise config.invalid_field("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # ``fields`` is a word with a 1 in every field. The quantiser subtracted it from whole
-        # words, so adding it to whole words restores the zero points, borrows included.
+        # The quantiser subtracted ``fields``, a word with a 1 in every field, from whole words. So
+        # adding ``fields`` to whole words restores the zero points, borrows included.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         offset = fields if version == "gptq" else 0
         self.zero_offset = torch.tensor(offset, dtype=torch.int64).to(torch.int32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.base import PackedTensor, Rows, WeightFormat, dequantise_rows
+from asyncllm.gpu.formats.base import PackedTensor, RowReader, WeightFormat, dequantise_rows
 
 SLICE_ELEMENTS = 2**20
 """Number of elements dequantised at a time, so that float32 intermediates take a few MB each."""
@@ -65,7 +65,7 @@ class DequantisingReader:
             return
         found = self._read_packed(packed)
         rows = partial(dequantise_rows, found) if isinstance(found, QuantisedTensor) else found
-        for start, stop in row_ranges(packed.shape, packed.step):
+        for start, stop in row_ranges(packed.shape, packed.row_multiple):
             yield rows(start, stop).to(self.dtype).contiguous()
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
@@ -73,7 +73,7 @@ class DequantisingReader:
         found = None if packed is None else self._read_packed(packed)
         return found if isinstance(found, QuantisedTensor) else None
 
-    def _read_packed(self, packed: PackedTensor) -> QuantisedTensor | Rows:
+    def _read_packed(self, packed: PackedTensor) -> QuantisedTensor | RowReader:
         parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
         try:
             return self.format.read(packed, parts)
@@ -94,8 +94,8 @@ def join_slices(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.d
     return result
 
 
-def row_ranges(shape: tuple[int, ...], step: int = 1) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows with about ``SLICE_ELEMENTS`` each, from multiples of ``step``."""
-    count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // step) * step
+def row_ranges(shape: tuple[int, ...], row_multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Yields ranges of about ``SLICE_ELEMENTS`` elements, from multiples of ``row_multiple``."""
+    count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // row_multiple) * row_multiple
     for start in range(0, shape[0], count):
         yield start, min(start + count, shape[0])

@@ -31,7 +31,8 @@ class CudaGraphCapturer(GraphCapturer):
 
     A failed capture leaves its key without a graph and has no other effect, because the step has
     run before. Each reason is logged once. Python's garbage collection is off during a capture: a
-    finaliser of the application that frees device memory on this thread would invalidate it.
+    finaliser of the application that frees device memory on this thread would invalidate the
+    capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class CudaGraphCapturer(GraphCapturer):
         # Run eagerly first: that compiles kernels and allocates libraries' workspaces, which a
         # capture forbids.
         run()
-        with CAPTURES.turn(), _no_garbage_collection():
+        with CAPTURES.capture_lock(), _no_garbage_collection():
             try:
                 return self._record_graph(run, self._pool)
             except Exception as error:
@@ -70,8 +71,7 @@ class CudaGraphCapturer(GraphCapturer):
             recording.end()
         except BaseException:
             if not recording.is_ended:
-                # End the capture, so that the stream does not stay in capture mode. The error is
-                # raised below.
+                # End the failed capture, so that the stream does not stay in capture mode.
                 with contextlib.suppress(RuntimeError):
                     recording.graph.capture_end()
             self._end_pool_recording(recording.graph, pool)
@@ -157,7 +157,7 @@ class _Recording:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Turns garbage collection off, for the whole process; hold ``CAPTURES.turn`` meanwhile."""
+    """Turns off the process's garbage collection; hold ``CAPTURES.capture_lock`` meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""CAPTURES, compiling_alone: locks with which a process's engines capture and compile in turn."""
+"""CAPTURES, compiling_alone: locks that let one engine at a time capture or compile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 class ProcessCaptures:
-    """The lock ("turn") for captures, and the graphs whose capture failed.
+    """The process's lock for CUDA graph captures, and the graphs whose capture failed.
 
-    There is one per process, because a capture changes torch's allocators, its default generator
-    and Python's garbage collection, which a process has once. While any thread captures, or sends
-    its allocations to a pool of its own, torch fails if another thread calls
-    ``torch.cuda.empty_cache``. So a thread holds the turn to capture, to use a pool of its own, and
+    There is one lock per process, because a capture changes torch's allocators, torch's default
+    generator and Python's garbage collection, which a process has once. While any thread captures,
+    or sends its allocations to a pool of its own, torch fails if another thread calls
+    ``torch.cuda.empty_cache``. So a thread takes the lock to capture, to use a pool of its own, and
     to empty torch's cache.
 
     A failed graph is kept until the process ends: torch's allocator of pinned memory keeps a
@@ -28,14 +28,14 @@ class ProcessCaptures:
         self._failed_graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
-    def turn(self, seconds: float = -1) -> Iterator[None]:
-        """Waits for the turn, and holds it within the context.
+    def capture_lock(self, seconds: float = -1) -> Iterator[None]:
+        """Context manager that takes the lock and releases it at the end.
 
         Args:
             seconds: longest wait; -1 waits without limit.
 
         Raises:
-            TimeoutError: another engine holds the turn for longer than ``seconds``.
+            TimeoutError: another engine holds the lock for longer than ``seconds``.
         """
         if not self._lock.acquire(timeout=seconds):
             raise TimeoutError(f"another engine captured CUDA graphs for more than {seconds:g} s")
@@ -45,7 +45,7 @@ class ProcessCaptures:
             self._lock.release()
 
     def keep_failed_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Keeps a failed graph, to which torch still has a pointer; hold the turn meanwhile."""
+        """Keeps a failed graph, to which torch still has a pointer; the caller holds the lock."""
         self._failed_graphs.append(graph)
 
 

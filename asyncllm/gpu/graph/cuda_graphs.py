@@ -19,7 +19,7 @@ RETRY_STEPS = 3
 captured again."""
 
 
-class Part(enum.Enum):
+class GraphPart(enum.Enum):
     """The part of a step that a graph holds.
 
     STEP is a whole decode step. If logits are processed before the draw, or the step waits for
@@ -48,7 +48,7 @@ class GraphKey:
     """
 
     bucket: int
-    part: Part = Part.STEP
+    part: GraphPart = GraphPart.STEP
     stages: Stages = Stages.NONE
     balanced: bool = False
 
@@ -127,7 +127,7 @@ class StepGraphs:
         self._failed: dict[GraphKey, _FailedCaptures] = {}
 
     def bucket(self, num_rows: int) -> int | None:
-        """The smallest bucket that holds ``num_rows``; None if all are too small."""
+        """The smallest bucket of at least ``num_rows`` rows; None if all buckets are smaller."""
         index = bisect_left(self.buckets, num_rows)
         return self.buckets[index] if index < len(self.buckets) else None
 
@@ -154,7 +154,7 @@ class StepGraphs:
         else:
             self._run(key)
 
-    def capture_all(self, part: Part = Part.STEP) -> Iterator[None]:
+    def capture_all(self, part: GraphPart = GraphPart.STEP) -> Iterator[None]:
         """Captures every bucket, the largest first, one at each step of the iterator.
 
         Each capture runs the part on the rows in the step's buffers, which all have to be padding.

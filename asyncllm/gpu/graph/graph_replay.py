@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import Stages
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart, StepGraphs
+from asyncllm.gpu.graph.piecewise_graphs import PiecewiseGraphs
 from asyncllm.gpu.graph.replay import Replay
-from asyncllm.gpu.graph.segments import Segments
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.decoder import Decoder
@@ -32,8 +32,8 @@ class GraphReplay(Replay):
     """Runs steps from CUDA graphs.
 
     A decode step is one graph. It is two graphs if logits are processed before the draw, or if the
-    step waits for masks. A mixed step, which has a prefill, runs in piecewise graphs (Segments), or
-    op by op on the same memory.
+    step waits for masks. A mixed step, which has a prefill, runs in PiecewiseGraphs, or op by op on
+    the same memory.
 
     No method waits for the device; all work is queued on the current stream.
 
@@ -45,7 +45,7 @@ class GraphReplay(Replay):
 
     Attributes:
         graphs: graphs of decode steps.
-        segments: graphs of mixed steps; None if these run op by op.
+        piecewise: graphs of mixed steps; None if these run op by op.
     """
 
     def __init__(
@@ -60,19 +60,20 @@ class GraphReplay(Replay):
     ) -> None:
         super().__init__(model, cache, memory)
         self.graphs = StepGraphs(self._run_part, capturer, sizes)
-        self.segments: Segments | None = None
+        self.piecewise: PiecewiseGraphs | None = None
         if token_sizes and isinstance(model, Decoder):
-            self.segments = Segments(model, cache, memory, capturer, token_sizes)
+            self.piecewise = PiecewiseGraphs(model, cache, memory, capturer, token_sizes)
         self._draw = draw
         self._logits: Tensor | None = None
-        mixed = "op by op" if self.segments is None else "in segments"
+        mixed = "op by op" if self.piecewise is None else "in segments"
         self.description = f"graphs of decode steps, mixed steps {mixed}"
         most = memory.info.max_model_len
         # The ``is_skewed`` methods of the attentions that have a balanced plan for skewed batches.
         self._skew_tests = [
             partial(attention.is_skewed, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()
-            if isinstance(attention, BalancedAttention) and attention.balances(most, kind.window)
+            if isinstance(attention, BalancedAttention)
+            and attention.may_be_skewed(most, kind.window)
         ]
 
     @property
@@ -86,9 +87,9 @@ class GraphReplay(Replay):
         Args:
             progress: called with (graphs captured, graphs in all).
         """
-        kinds = [(self.graphs, Part.STEP)]
-        if self.segments is not None:
-            kinds.append((self.segments.graphs, Part.BODY))
+        kinds = [(self.graphs, GraphPart.STEP)]
+        if self.piecewise is not None:
+            kinds.append((self.piecewise.graphs, GraphPart.BODY))
         total = sum(len(graphs.buckets) for graphs, _ in kinds)
         progress(0, total)
         captures = chain.from_iterable(graphs.capture_all(part) for graphs, part in kinds)
@@ -105,20 +106,20 @@ class GraphReplay(Replay):
         if step.is_decode:
             step.bucket = self.graphs.bucket(len(step.rows))
             step.balanced = self._is_skewed(step)
-        elif self.segments is not None:
-            step.bucket = self.segments.graphs.bucket(step.batch.num_tokens)
+        elif self.piecewise is not None:
+            step.bucket = self.piecewise.graphs.bucket(step.batch.num_tokens)
         return step.is_decode
 
     def forward(self, step: LaunchedStep) -> StepOutput:
         if not step.is_decode:
             inputs = step.inputs
-            if step.bucket is None or self.segments is None or inputs is None:
+            if step.bucket is None or self.piecewise is None or inputs is None:
                 return super().forward(step)
             self.memory.insert_sampled_tokens(inputs)
-            return self.segments.forward(inputs, step.bucket)
-        count, part = len(step.rows), Part.STEP if step.needs_only_draw else Part.FORWARD
+            return self.piecewise.forward(inputs, step.bucket)
+        count, part = len(step.rows), GraphPart.STEP if step.needs_only_draw else GraphPart.FORWARD
         # The static logits are allocated when a step first needs them, and never inside a capture.
-        logits = self._static_logits() if part is Part.FORWARD else self.memory.sampled[:0]
+        logits = self._static_logits() if part is GraphPart.FORWARD else self.memory.sampled[:0]
         self.graphs.run(GraphKey(step.bucket or count, part, balanced=step.balanced))
         return StepOutput(logits[:count], logits[:0])
 
@@ -126,31 +127,31 @@ class GraphReplay(Replay):
         if not step.is_decode:
             return False
         if not step.needs_only_draw:
-            self.graphs.run(GraphKey(step.bucket or len(step.rows), Part.SAMPLE, step.stages))
+            self.graphs.run(GraphKey(step.bucket or len(step.rows), GraphPart.SAMPLE, step.stages))
         return True
 
     def close(self) -> None:
         """Drops the graphs and the functions that they run, which refer to the steps' memory."""
         self.graphs.close()
-        if self.segments is not None:
-            self.segments.close()
+        if self.piecewise is not None:
+            self.piecewise.close()
         del self._draw
 
     def run_padded_rows(self, key: GraphKey) -> None:
         """Eagerly runs a key's part of a step on padded rows, to compile its kernels."""
-        if key.part is not Part.STEP:
+        if key.part is not GraphPart.STEP:
             self._static_logits()
         self._run_part(key)
 
     def _run_part(self, key: GraphKey) -> None:
         """Runs the part of a decode step that the key names."""
-        if key.part is Part.SAMPLE:
+        if key.part is GraphPart.SAMPLE:
             self._draw(self._static_logits()[: key.bucket], key.stages)
             return
         inputs = self.memory.decode_inputs(key.bucket, balanced=key.balanced)
         self.memory.derive_decode_inputs(inputs)
         logits = self.model.forward(inputs, self.cache).logits
-        if key.part is Part.STEP:
+        if key.part is GraphPart.STEP:
             self._draw(logits, key.stages)
         else:
             self._static_logits()[: key.bucket].copy_(logits)

@@ -41,5 +41,6 @@ class Replay:
         return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:
-        """Samples the step and returns True if a graph holds its sampling; else returns False."""
+        """Samples the step and returns True if a CUDA graph includes the sampling; else returns
+        False."""
         return False

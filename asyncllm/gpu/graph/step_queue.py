@@ -109,10 +109,10 @@ class StepQueue(SyncStream):
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
             return False
-        if not batch.released and not batch.assignments and not batch.trimmed:
+        if not batch.released and not batch.assignments and not batch.freed_entries:
             return True
         changed = {*batch.released, *(each.req_index for each in batch.assignments)}
-        changed.update(req_index for req_index, *_ in batch.trimmed)
+        changed.update(req_index for req_index, *_ in batch.freed_entries)
         return all(changed.isdisjoint(one.batch.req_indices) for one in earlier_steps)
 
     def submit(self, step: LaunchedStep) -> bool:
@@ -162,7 +162,7 @@ class StepQueue(SyncStream):
         step.output = recorded_step.output(job.args.sizes)
 
     def synchronize(self) -> None:
-        """Waits for the last submitted step, and ignores an error of it."""
+        """Waits for the last submitted step, and ignores its error."""
         if self._last_job is not None:
             context = self.recorded_step.program.context
             context.functions.wait(context.handle, self._last_job.args)

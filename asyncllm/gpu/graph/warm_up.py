@@ -16,7 +16,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     Stages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.step_buffer import plain_batch, step_inputs
+from asyncllm.gpu.batch.step_buffer import make_dummy_batch, step_inputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -87,11 +87,13 @@ def _sample_processed(runner: StepRunner) -> None:
 
 
 def expert_kernel_thresholds(decoder: LanguageModel) -> tuple[int, ...]:
-    """Thresholds in tokens from which on experts use other kernels than in smaller steps."""
+    """Token counts per step from which on experts use other kernels than in smaller steps."""
     experts = getattr(decoder.model, "experts", None)
     if experts is None:
         return ()
-    return decoder.ops.expert_tokens(experts.routing.num_experts, experts.routing.top_k)
+    return decoder.ops.expert_kernel_token_counts(
+        experts.routing.num_experts, experts.routing.top_k
+    )
 
 
 def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
@@ -115,7 +117,7 @@ def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS)
     full, rest = divmod(num_tokens, info.max_model_len)
     counts = [1] + [info.max_model_len] * full + [rest] * (rest > 0)
     starts = [0, prefix] + [0] * (len(counts) - 2)
-    batch = plain_batch(starts, counts, num_decodes=1)
+    batch = make_dummy_batch(starts, counts, num_decodes=1)
     batch.samples[2:] = [False] * (len(counts) - 2)
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     output = runner.model.forward(step_inputs(batch, rows, runner.device), runner.cache)

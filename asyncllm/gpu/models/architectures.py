@@ -50,7 +50,7 @@ class _ParameterRecorder:
     def make_builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
         """Makes a builder of ``layers`` in plain torch that requests its weights from this source.
 
-        Its layers have no attention.
+        The layers have no attention.
         """
         nothing: Any = None
         attention = dict.fromkeys(layers, LayerAttention(nothing, nothing, 0, 0, 0))

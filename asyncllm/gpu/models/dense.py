@@ -25,8 +25,8 @@ from asyncllm.gpu.models.layers import (
     DecoderLayer,
     Layer,
     Mixer,
-    Normed,
     OutputGate,
+    PostNormBlock,
 )
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
@@ -143,7 +143,9 @@ class DecoderBuilder:
         model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
         width = model.hidden_size
-        weights = head.source(head.parameter("embed", rows, width, linear=tied, gathered=not tied))
+        weights = head.source(
+            head.parameter("embed", rows, width, linear=tied, is_embedding=not tied)
+        )
         if isinstance(weights, Tensor):
             dtype = weights.dtype
         assert dtype is not None
@@ -162,7 +164,7 @@ class DecoderBuilder:
         input_norm = scope.residual_norm("input_norm", names.input_norm, self.pending_scale)
         mixer = self.mixer(scope, index)
         if names.mixer_norm is not None:
-            mixer = Normed(mixer, scope.norm("mixer_norm", names.mixer_norm))
+            mixer = PostNormBlock(mixer, scope.norm("mixer_norm", names.mixer_norm))
         post_norm = scope.residual_norm("post_norm", names.post_norm)
         mlp, beside = self.mlp(scope, index)
         layer: Layer = DecoderLayer(self.kind(index), input_norm, mixer, post_norm, mlp, beside)
@@ -203,8 +205,8 @@ class DecoderBuilder:
         )
         reads_shared_kv, v_norm = sizes.kv_layer is not None, None
         if sizes.value_is_key:
-            # Values equal keys in this layer: projecting the key's rows a second time costs less
-            # than a branch in every kernel.
+            # If a layer's values equal its keys, project the key's rows twice: this costs less than
+            # a branch in every kernel.
             names = (*names[:2], names[1])
         rows = stack_with_rows(names, (queries + gates, keys, keys))
         if reads_shared_kv:
@@ -283,7 +285,7 @@ class DecoderBuilder:
             mlp = scope.child("", f"{names.mlp}.").gated_mlp(size)
         if names.mlp_norm is None:
             return mlp, None
-        return Normed(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
+        return PostNormBlock(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
 
     def final_norm(self) -> RMSNorm:
         """Builds the final norm, whose weight includes the logits' divisor."""

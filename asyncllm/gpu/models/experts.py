@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ExpertsConfig
-from asyncllm.gpu.models.layers import Normed
+from asyncllm.gpu.models.layers import PostNormBlock
 from asyncllm.gpu.models.parameter import Parameter, StackLayout
 from asyncllm.gpu.models.scope import Scope
 from asyncllm.gpu.ops.base import Linear, RMSNorm
@@ -103,7 +103,7 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
 
 def build_parallel_experts(
     scope: Scope, config: ExpertsConfig, size: int
-) -> tuple[Normed, ParallelExperts]:
+) -> tuple[PostNormBlock, ParallelExperts]:
     """Builds an MLP of intermediate size ``size``, and the experts in parallel to it."""
     model, names = scope.model, config.names
     experts = build_experts(scope, config)
@@ -115,7 +115,7 @@ def build_parallel_experts(
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     sum_norm = scope.norm("mlp_norm", model.names.mlp_norm)
-    return Normed(mlp, mlp_norm), ParallelExperts(
+    return PostNormBlock(mlp, mlp_norm), ParallelExperts(
         router_norm, input_norm, experts, output_norm, sum_norm
     )
 

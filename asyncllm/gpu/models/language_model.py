@@ -41,7 +41,7 @@ class LanguageModel(Protocol):
 
     @property
     def ops(self) -> Any:
-        """The op set, with which the runner samples."""
+        """The model's op set, which also has the runner's sampling op."""
         ...
 
     @property

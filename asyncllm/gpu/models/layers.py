@@ -54,7 +54,7 @@ class StepContext:
     inputs: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def run_core(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
+    def run_core(self, core: MixerCore, width: int, *tensors: Tensor) -> Tensor:
         """Runs a mixer's core on tensors ``[T, ...]``; returns ``[T, width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
@@ -62,7 +62,7 @@ class StepContext:
         return core(self, *tensors)
 
 
-Core = Callable[..., Tensor]
+MixerCore = Callable[..., Tensor]
 """The part of a mixer in which tokens of a sequence see one another.
 
 It is called with the StepContext and tensors ``[T, ...]``, and returns ``[T, N]``. Only a core
@@ -180,7 +180,7 @@ class GatedMLP:
 
 
 @dataclass(slots=True)
-class Normed:
+class PostNormBlock:
     """A mixer or an MLP, followed by a norm."""
 
     block: Callable[..., Tensor]
@@ -195,8 +195,8 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        parallel_experts: experts in parallel to the MLP; None without. Called with the MLP's output
-            and the residual, returns the MLP's output plus that of the experts.
+        parallel_experts: experts in parallel to the MLP, or None; called with the MLP's output and
+            the residual, they return the MLP's output plus the experts'.
     """
 
     kind: Hashable

@@ -51,7 +51,8 @@ class Parameter:
         layout: layout of a single fused part; None if the parts are plain rows.
         linear: whether the parameter is a linear layer's weight that may be packed or quantised.
             Weights of routers and gates may not.
-        gathered: whether it is an embedding's table, which may stay packed as in the checkpoint.
+        is_embedding: whether the parameter is an embedding's table, which may stay packed as in the
+            checkpoint.
         alternative: the same parameter in the layout of other checkpoints; None if all checkpoints
             have the same layout.
     """
@@ -62,10 +63,10 @@ class Parameter:
     dtype: str | None = None
     layout: StackLayout | None = None
     linear: bool = False
-    gathered: bool = False
+    is_embedding: bool = False
     alternative: Parameter | None = None
 
-    def found_in(self, tensors: Collection[str]) -> Parameter:
+    def choose_layout(self, tensors: Collection[str]) -> Parameter:
         """This parameter or its alternative, whichever a checkpoint with these tensors stores."""
         alternative = self.alternative
         if (

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffer import plain_batch, step_inputs
+from asyncllm.gpu.batch.step_buffer import make_dummy_batch, step_inputs
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
@@ -127,7 +127,7 @@ def _make_step(
     lengths = [start + count for start, count in rows]
     width = -(-max(lengths) // size) + 1
     blocks = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
-    batch = plain_batch(starts, counts, num_decodes=counts.count(1))
+    batch = make_dummy_batch(starts, counts, num_decodes=counts.count(1))
     batch.req_indices.reverse()
     # The last row of the block table is for padded rows.
     persistent = InputBatch(len(rows) + 1, width * size, [KVCacheSpec((0,), size)])
@@ -150,7 +150,8 @@ def _make_step(
 
 
 def _add_padded_rows(step: StepInputs, max_len: int) -> StepInputs:
-    """Inputs of a captured step: the same rows, then padded rows; no lengths on the host."""
+    """Converts inputs to those of a captured step: appends padded rows, and drops the host's
+    lengths."""
     padding = (0, NUM_PADDED_ROWS)
     return replace(
         step,

@@ -38,7 +38,7 @@ class AttentionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Unmet:
+class UnmetConstraint:
     """A constraint of a backend that a request breaks.
 
     Attributes:
@@ -82,7 +82,7 @@ class Constraints:
 
     def unmet(
         self, request: AttentionRequest, capability: tuple[int, int] | None = None
-    ) -> Iterator[Unmet]:
+    ) -> Iterator[UnmetConstraint]:
         """Yields the constraints that ``request`` breaks.
 
         Args:
@@ -92,30 +92,30 @@ class Constraints:
         shape = request.shape
         if self.dtypes is not None and request.dtype not in self.dtypes:
             names = " or ".join(sorted(_dtype_name(dtype) for dtype in self.dtypes))
-            yield Unmet("dtype", _dtype_name(request.dtype), f"dtype {names}")
+            yield UnmetConstraint("dtype", _dtype_name(request.dtype), f"dtype {names}")
         if self.max_head_dim is not None and shape.head_dim > self.max_head_dim:
             expected = f"head size at most {self.max_head_dim}"
-            yield Unmet("head size", str(shape.head_dim), expected)
+            yield UnmetConstraint("head size", str(shape.head_dim), expected)
         if shape.head_dim % self.head_dim_multiple:
             expected = f"head size a multiple of {self.head_dim_multiple}"
-            yield Unmet("head size", str(shape.head_dim), expected)
+            yield UnmetConstraint("head size", str(shape.head_dim), expected)
         windows = sorted(window for window in request.windows if window is not None)
         if windows and not self.window:
-            yield Unmet("sliding window", str(windows[0]), "no sliding window")
+            yield UnmetConstraint("sliding window", str(windows[0]), "no sliding window")
         if shape.softcap is not None and not self.softcap:
-            yield Unmet("soft cap", str(shape.softcap), "no soft cap on the scores")
+            yield UnmetConstraint("soft cap", str(shape.softcap), "no soft cap on the scores")
         if shape.sinks and not self.sinks:
-            yield Unmet("sinks", "attention with sinks", "no attention sinks")
+            yield UnmetConstraint("sinks", "attention with sinks", "no attention sinks")
         if request.block_size is not None and request.block_size % self.block_multiple:
             expected = f"block_size a multiple of {self.block_multiple}"
-            yield Unmet("block_size", str(request.block_size), expected)
+            yield UnmetConstraint("block_size", str(request.block_size), expected)
 
     def _unmet_by_device(
         self, device: torch.device, capability: tuple[int, int] | None
-    ) -> Iterator[Unmet]:
+    ) -> Iterator[UnmetConstraint]:
         if self.device_types is not None and device.type not in self.device_types:
             expected = f"device {' or '.join(sorted(self.device_types))}"
-            yield Unmet("device", str(device), expected)
+            yield UnmetConstraint("device", str(device), expected)
             return
         if capability is None or device.type != "cuda":
             return
@@ -125,7 +125,7 @@ class Constraints:
                 f" {word} {capability_text(at)}" for word, at in (("from", low), ("to", high)) if at
             ]
             expected = f"compute capability{''.join(limits)}"
-            yield Unmet("compute capability", capability_text(capability), expected)
+            yield UnmetConstraint("compute capability", capability_text(capability), expected)
 
 
 @runtime_checkable

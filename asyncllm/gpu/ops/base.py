@@ -124,7 +124,8 @@ class Rope(Protocol):
     """Per-head norm, if the model has one, and RoPE of queries without keys."""
 
     def __call__(self, q: Tensor, rotary: Any) -> Tensor:
-        """``[T, Hq * D] -> [T, Hq, D]``; q may be overwritten. ``rotary`` as in RopeAndCache."""
+        """Maps q ``[T, Hq * D]``, which may be overwritten, to ``[T, Hq, D]``; ``rotary`` as in
+        RopeAndCache."""
         ...
 
 
@@ -183,7 +184,8 @@ class Attention(Protocol):
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:
-        """Returns ``[T, Hq * D]``. The step's own k and v are in ``cache`` already.
+        """Returns attention's output ``[T, Hq * D]``. The step's own k and v are in ``cache``
+        already.
 
         If the shape has sinks, the layer's sinks ``[Hq]`` are passed as a last argument.
         """
@@ -198,7 +200,7 @@ class BalancedAttention(Protocol):
     ``plan`` makes the balanced plan where ``StepInputs.balanced`` is set.
     """
 
-    def balances(self, max_len: int, window: int | None) -> bool:
+    def may_be_skewed(self, max_len: int, window: int | None) -> bool:
         """Whether sequences of at most ``max_len`` tokens may need the balanced plan."""
         ...
 

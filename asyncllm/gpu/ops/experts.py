@@ -21,8 +21,9 @@ class ExpertsWeights:
     """Weights of a layer's experts, stacked along the rows.
 
     Attributes:
-        gate_up: ``[num_experts * 2 * inner, H]``; an expert's gate rows precede its up rows.
-        down: ``[num_experts * H, inner]``.
+        gate_up: ``[num_experts * 2 * intermediate_size, H]``; for each expert the gate rows, then
+            the up rows.
+        down: ``[num_experts * H, intermediate_size]``.
 
     Raises:
         ModelLoadError: the shapes of ``gate_up`` and ``down`` do not fit ``num_experts``.
@@ -33,21 +34,21 @@ class ExpertsWeights:
     down: LinearWeights
 
     def __post_init__(self) -> None:
-        (rows, width), (outputs, inner) = self.gate_up.shape, self.down.shape
-        expected = (self.num_experts * 2 * inner, self.num_experts * width)
+        (rows, hidden_size), (outputs, intermediate_size) = self.gate_up.shape, self.down.shape
+        expected = (self.num_experts * 2 * intermediate_size, self.num_experts * hidden_size)
         if (rows, outputs) != expected:
             raise ModelLoadError(
                 f"experts: gate_up and down have {rows} and {outputs} rows, expected {expected[0]} "
-                f"and {expected[1]} for {self.num_experts} experts of size {inner}"
+                f"and {expected[1]} for {self.num_experts} experts of size {intermediate_size}"
             )
 
     @property
-    def width(self) -> int:
+    def hidden_size(self) -> int:
         """The hidden size H."""
         return self.gate_up.shape[1]
 
     @property
-    def inner(self) -> int:
+    def intermediate_size(self) -> int:
         """The intermediate size of an expert."""
         return self.down.shape[1]
 
@@ -138,10 +139,10 @@ class GroupedExperts:
         config: ActivationConfig,
         gated_mul: Callable[[Tensor], Tensor],
     ) -> None:
-        count, self.width = weights.num_experts, weights.width
+        count, self.hidden_size = weights.num_experts, weights.hidden_size
         self.num_experts, self.activation = count, make_activation(config, gated_mul)
-        self.gate_up = weights.gate_up.values.view(count, -1, self.width)
-        self.down = weights.down.values.view(count, self.width, -1)
+        self.gate_up = weights.gate_up.values.view(count, -1, self.hidden_size)
+        self.down = weights.down.values.view(count, self.hidden_size, -1)
         self.biases = [
             None if layer.bias is None else layer.bias.view(count, -1)
             for layer in (weights.gate_up, weights.down)
@@ -163,7 +164,7 @@ class GroupedExperts:
         inner = self.activation(self._linear(x[order // top_k], self.gate_up, 0, experts, ends))
         sorted_out = self._linear(inner, self.down, 1, experts, ends).float()
         out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
-        summed = (out.view(tokens, top_k, self.width) * weights.unsqueeze(-1)).sum(1)
+        summed = (out.view(tokens, top_k, self.hidden_size) * weights.unsqueeze(-1)).sum(1)
         return add_shared(summed.to(x.dtype), shared, gate)
 
     def _linear(

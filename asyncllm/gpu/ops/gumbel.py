@@ -77,7 +77,7 @@ def gumbel_sample(
     tokens = ids.gather(1, winner).squeeze(1)
     raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
     tokens = torch.where(raced, race_in_rounds(scaled, keys), tokens)
-    # The sum is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
+    # The total mass is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
     return torch.where(total >= 0.5, tokens, none_left)

@@ -1,4 +1,5 @@
-"""LinearWeights: a linear layer's weight, as checkpoint formats produce and op sets take it."""
+"""LinearWeights: weights of a linear layer, plain or quantised, from which op sets make the
+layer."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ class LinearWeights:
             beside a packed copy.
         panels: source of the weights in the native kernels' layout; None to pack them. If the
             source has them already, the tensors above are on the meta device, without values.
-        below: weights of other forms, whose outputs follow those of the tensors above. The bias is
-            that of all outputs, and ``panels`` packs all of them, part by part.
+        next_parts: weights of other forms, whose outputs follow those of ``values``. ``bias`` is
+            that of all outputs, and ``panels`` packs all parts, one after the other.
 
     Raises:
         ModelLoadError: a dtype or shape contradicts the scheme.
@@ -108,7 +109,7 @@ class LinearWeights:
     column_order: Tensor | None = None
     shared: bool = False
     panels: PanelSource | None = None
-    below: tuple[LinearWeights, ...] = ()
+    next_parts: tuple[LinearWeights, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_field("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)
@@ -152,7 +153,7 @@ class LinearWeights:
         """Bytes of values, scales and zeros."""
         own = (self.values, self.scales, self.zeros)
         return sum(each.nbytes for each in own if each is not None) + sum(
-            part.num_bytes for part in self.below
+            part.num_bytes for part in self.next_parts
         )
 
     @property
@@ -160,14 +161,14 @@ class LinearWeights:
         """``(out, in)``."""
         rows, width = self.values.shape
         weights, values = _STORAGE[self.scheme][1]
-        return rows + sum(part.shape[0] for part in self.below), width // values * weights
+        return rows + sum(part.shape[0] for part in self.next_parts), width // values * weights
 
     @property
     def parts(self) -> list[LinearWeights]:
-        """These weights and those ``below``, each with its part of the bias."""
-        if not self.below:
+        """These weights and ``next_parts``, each with its part of the bias."""
+        if not self.next_parts:
             return [self]
-        parts = [replace(self, bias=None, below=()), *self.below]
+        parts = [replace(self, bias=None, next_parts=()), *self.next_parts]
         biases = (
             [None] * len(parts)
             if self.bias is None
@@ -187,5 +188,5 @@ def join_weights(parts: Sequence[LinearWeights]) -> LinearWeights:
     biases = [part.bias for part in parts if part.bias is not None]
     below = tuple(replace(part, bias=None) for part in others)
     return replace(
-        replace(first, bias=None), below=below, bias=torch.cat(biases) if biases else None
+        replace(first, bias=None), next_parts=below, bias=torch.cat(biases) if biases else None
     )

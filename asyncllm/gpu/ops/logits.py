@@ -43,7 +43,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
     if stages & Stages.PENALTIES:
         _count_last_tokens(rows.table_rows(), rows)
     for part in _row_chunks(*processed.shape):
-        _process_chunk(processed[part], rows.at(part), stages)
+        _process_chunk(processed[part], rows.select(part), stages)
     return processed
 
 
@@ -89,7 +89,7 @@ def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None
     active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][table_rows].unsqueeze(1)
     active &= early.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
-    # Unused entries compute the minimum of a logit and infinity, which leaves the logit as it is.
+    # For unused entries of ``stop_ids`` the minimum with infinity leaves the logit as it is.
     floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, floor, "amin")
 

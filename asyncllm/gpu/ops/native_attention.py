@@ -23,9 +23,8 @@ BUILD_REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ comp
 
 
 @dataclass(slots=True)
-class StepRows:
-    """Plan of a step: an attention op whose arguments are set, except those that differ by
-    layer."""
+class NativeAttentionPlan:
+    """Plan of a step: a native attention op with all arguments but those that differ by layer."""
 
     op: NativeOp
     num_rows: int
@@ -77,7 +76,7 @@ class NativeAttention:
     def __init__(self, context: Context, shape: AttentionShape, dtype: torch.dtype) -> None:
         self.context, self.shape, self.dtype = context, shape, dtype
 
-    def plan(self, step: StepInputs, window: int | None, group: int) -> StepRows:
+    def plan(self, step: StepInputs, window: int | None, group: int) -> NativeAttentionPlan:
         """Plans a step or a recorded step, whose arrays are read in place when the op runs."""
         rows, table = step.host, step.groups[group].host_table
         if rows is None:
@@ -109,10 +108,10 @@ class NativeAttention:
             softcap=shape.softcap or 0.0,
             dtype=DTYPES[self.dtype],
         )
-        return StepRows(op, len(req_indices), step.num_tokens)
+        return NativeAttentionPlan(op, len(req_indices), step.num_tokens)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: StepRows,
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: NativeAttentionPlan,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         shape, op = self.shape, plan.op

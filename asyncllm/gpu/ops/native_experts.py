@@ -37,7 +37,7 @@ class NativeRouting:
             top_groups=config.top_groups,
             correction=None if correction is None else correction.data_ptr(),
             scale=config.scale,
-            least_sum=config.least_sum,
+            least_sum=config.min_weight_sum,
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
             expert_scale=None if expert_scale is None else expert_scale.data_ptr(),
@@ -88,7 +88,7 @@ class NativeExperts:
             for layer in layers
         ]
         self.dtypes = {part[0].dtype for part in self.layers} - {None}
-        self.width = weights.width
+        self.hidden_size = weights.hidden_size
         pointers = ctypes.c_void_p * weights.num_experts
         handles = [pointers(*(each.weights.handle for each in part)) for part in self.layers]
         gate_up, down = (ctypes.addressof(part) for part in handles)
@@ -99,8 +99,8 @@ class NativeExperts:
             gate_up=gate_up,
             down=down,
             num_experts=weights.num_experts,
-            width=weights.width,
-            inner=weights.inner,
+            width=weights.hidden_size,
+            inner=weights.intermediate_size,
             alpha=config.alpha,
             limit=config.limit or 0.0,
             activation=GELU_TANH if config.gelu else SILU,
@@ -116,7 +116,7 @@ class NativeExperts:
     ) -> Tensor:
         x, op = contiguous_rows(x, x.dtype), self._op
         top_k = self._check_tensors(x, ids, weights, shared, gate)
-        args, out = op.args, op.empty(x, self.width)
+        args, out = op.args, op.empty(x, self.hidden_size)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
         # Reset the optional pointers, which the previous call may have set.
@@ -134,7 +134,7 @@ class NativeExperts:
     ) -> int:
         """Checks tensors that the op would otherwise read out of bounds; returns top_k."""
         rows, top_k = ids.shape
-        if self.dtypes - {x.dtype} or x.shape != (rows, self.width):
+        if self.dtypes - {x.dtype} or x.shape != (rows, self.hidden_size):
             raise ValueError(f"native experts: x is {tuple(x.shape)} of {x.dtype} for {rows} rows")
         for name, tensor, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
             if tensor.dtype != dtype or tensor.shape != (rows, top_k) or not tensor.is_contiguous():

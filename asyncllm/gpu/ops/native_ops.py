@@ -78,7 +78,7 @@ class NativeOps(CpuOps):
         return form.scheme == "plain" or native_type(form) is not None
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear | NativeJoinedLinear:
-        if weights.below:
+        if weights.next_parts:
             return NativeJoinedLinear(self.context, weights)
         return NativeLinear(self.context, weights)
 

@@ -69,7 +69,7 @@ class NativeCausalConv:
 
 
 class NativeGatedDelta:
-    """``GatedDelta`` in C++, token by token: chunks of any size give the same bits."""
+    """``GatedDelta`` in C++, token by token, so that chunk sizes do not change the result."""
 
     def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.shape = shape

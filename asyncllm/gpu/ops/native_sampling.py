@@ -85,7 +85,7 @@ def sample(
 
 
 def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
-    """Computes ``logits.process_logits`` in C++, with the same bits."""
+    """Computes ``logits.process_logits`` in C++, with bit-identical results."""
     logits = contiguous_logits(logits)
     count, vocab_size = logits.shape
     out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")

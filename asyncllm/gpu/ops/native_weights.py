@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightForm
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.gpu.ops.quantise import GROUP, Conversion, check_even_inputs
+from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, Conversion, check_even_inputs
 from asyncllm.native.context import Context, PackedWeights, raise_status
 from asyncllm.native.interface import STRUCTS
 
@@ -46,7 +46,7 @@ def native_type(form: WeightForm) -> int | None:
 
 
 def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
-    """Computes ``quantise.quantise_int8`` in C++, with the same bits."""
+    """Computes ``quantise.quantise_int8`` in C++, with bit-identical results."""
     rows, columns = weights.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
@@ -55,20 +55,25 @@ def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
 
 
 def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
-    """Computes ``quantise.quantise_int4`` in C++, with the same bits.
+    """Computes ``quantise.quantise_int4`` in C++, with bit-identical results.
 
     Raises:
         ModelLoadError: the number of inputs is odd.
     """
     rows, columns = weights.shape
     check_even_inputs(rows, columns)
-    groups = -(-columns // GROUP)
+    groups = -(-columns // INT4_GROUP_SIZE)
     values = torch.empty(rows, columns // 2, dtype=torch.uint8, device="cpu")
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
     _round_values(context, weights.values, values, scales, zeros, 4)
     return replace(
-        weights, values=values, scheme="int4", scales=scales, scale_block=(1, GROUP), zeros=zeros
+        weights,
+        values=values,
+        scheme="int4",
+        scales=scales,
+        scale_block=(1, INT4_GROUP_SIZE),
+        zeros=zeros,
     )
 
 
@@ -122,7 +127,7 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     scales = None if weights.scales is None else weights.scales.float().flatten().contiguous()
     stored = INT8 if weights.scheme == "int8" else DTYPES[values.dtype]
     n, k = values.shape
-    return PackedWeights.plain(
+    return PackedWeights.pack_plain(
         context, values.data_ptr(), stored, n, k, values.stride(0), _address(scales), _address(bias)
     )
 
@@ -146,7 +151,7 @@ def _pack_grouped(
         scales=scales.data_ptr(), zeros=_address(zeros),
         bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],
     )  # fmt: skip
-    return PackedWeights.grouped(context, args)
+    return PackedWeights.pack_grouped(context, args)
 
 
 def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) -> PackedWeights:
@@ -156,7 +161,7 @@ def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) 
         row_bytes=values.stride(0), group=BLOCK_SIZES[weights.scheme][0], bias=_address(bias),
         dtype=BLOCK_TYPES[weights.scheme], scale_dtype=DTYPES[torch.float16],
     )  # fmt: skip
-    return PackedWeights.grouped(context, args)
+    return PackedWeights.pack_grouped(context, args)
 
 
 def _pack_zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:

@@ -76,10 +76,10 @@ class SmallLinear:
         self.weight = weights.values
         self.bias = weights.bias
         self.packed = BucketedLinear(PackedLinear(weights))
-        self.plain_rows = MAX_PLAIN_ELEMENTS // self.weight.numel()
+        self.max_plain_rows = MAX_PLAIN_ELEMENTS // self.weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= self.plain_rows:
+        if x.shape[0] <= self.max_plain_rows:
             return F.linear(x, self.weight, self.bias)
         return self.packed(x)
 

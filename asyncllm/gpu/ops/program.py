@@ -59,17 +59,17 @@ class Program:
         capacity: number of rows that the buffers of each Size have.
         num_bytes: bytes of the activations.
         results: tensors that contain the results after a run, with rows for the largest step.
-        held: owners of the memory to which the ops point, kept alive by the program.
+        keep_alive: owners of the memory to which the ops point; the program refers to them.
     """
 
     def __init__(
         self, context: Context, ops: ctypes.Array[Any], names: Sequence[str],
         capacity: Sequence[int], num_bytes: int, results: Sequence[Tensor],
-        held: Sequence[object],
+        keep_alive: Sequence[object],
     ) -> None:  # fmt: skip
         self.context, self.names, self.num_bytes = context, tuple(names), num_bytes
         self.results = tuple(results)
-        self._held = (ops, *held)
+        self._keep_alive = (ops, *keep_alive)
         writes = [index for index, name in enumerate(names) if _writes_state(name, ops[index])]
         sizes = ctypes.c_int64 * len(capacity)
         self.args = STRUCTS["Program"](

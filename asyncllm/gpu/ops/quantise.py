@@ -1,6 +1,6 @@
 """quantise_int8, quantise_int4: round a linear layer's floating point weights to 8 or 4 bits.
 
-``native_weights`` has the same functions in C++, with the same bits.
+``native_weights`` has the same functions in C++, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 CHUNK = 2**22
 """Maximum number of elements converted to float32 at a time."""
 
-GROUP = 32
+INT4_GROUP_SIZE = 32
 """Number of inputs per scale and zero point in 4 bits."""
 
 RANGE_FRACTIONS = (1.0, 0.92, 0.84)
@@ -38,7 +38,7 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
     values = weights.values
     largest = torch.linalg.vector_norm(values, ord=torch.inf, dim=1, keepdim=True)
     scales = largest.float().div_(127.0)
-    # A channel of zeros stays zero.
+    # Divide a channel of zeros by 1, so that it stays zero.
     divisors = scales.masked_fill(scales == 0.0, 1.0)
     rows = max(1, CHUNK // values.shape[1])
     chunks: list[tuple[Tensor, Tensor]] = list(
@@ -57,7 +57,7 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
 
 
 def quantise_int4(weights: LinearWeights) -> LinearWeights:
-    """Rounds to 4 bits, with a scale and a zero point for each output channel and GROUP inputs.
+    """Rounds to 4 bits, with a scale and a zero point per output channel and group of inputs.
 
     Quantised values go from 0 to 15. A group's range is extended to include 0. For each fraction in
     RANGE_FRACTIONS, that fraction of the range is divided into 15 steps, and elements beyond it are
@@ -75,14 +75,16 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
     values = weights.values
     rows, columns = values.shape
     check_even_inputs(rows, columns)
-    groups = -(-columns // GROUP)
+    groups = -(-columns // INT4_GROUP_SIZE)
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=values.device)
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=values.device)
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device=values.device)
     step = max(1, CHUNK // columns)
     for first in range(0, rows, step):
         span = slice(first, first + step)
-        part = F.pad(values[span].float(), (0, groups * GROUP - columns)).view(-1, groups, GROUP)
+        part = F.pad(values[span].float(), (0, groups * INT4_GROUP_SIZE - columns)).view(
+            -1, groups, INT4_GROUP_SIZE
+        )
         scale, zero, quantised = _nearest_values(part)
         scales[span], zeros[span] = scale.squeeze(2), zero.squeeze(2)
         quantised = quantised.flatten(1)[:, :columns]
@@ -92,13 +94,13 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
         bias=weights.bias,
         scheme="int4",
         scales=scales,
-        scale_block=(1, GROUP),
+        scale_block=(1, INT4_GROUP_SIZE),
         zeros=zeros,
     )
 
 
 def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and zero points ``[rows, groups, 1]``, and integers ``[rows, groups, GROUP]``."""
+    """Scales and zero points ``[rows, groups, 1]``, and integers of the shape of ``values``."""
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
     best, least = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None

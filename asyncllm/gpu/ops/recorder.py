@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
         self.context = context
         self._ops: list[_RecordedOp] = []
         self._buffers: list[_Buffer] = []
-        self._held: list[object] = []
+        self._keep_alive: list[object] = []
         self._results: list[tuple[_Buffer, torch.dtype, int]] = []
 
     @classmethod
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         """Makes ``array`` an input of the program; returns its fake tensor."""
         fake = np.zeros(FAKE_ROWS[size], dtype=array.dtype)
         insort(self._buffers, _Buffer(size, array.itemsize, fake, array), key=_address)
-        self._held.append(array)
+        self._keep_alive.append(array)
         return torch.from_numpy(fake)
 
     def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
             place = op.pointers[pointer] = self._find_buffer(name, tensor, skipped)
             place[0].last = len(self._ops)
         self._ops.append(op)
-        self._held += keep_alive
+        self._keep_alive += keep_alive
 
     def keep_result(self, tensor: Tensor) -> None:
         """Makes a tensor a result of the program; no other buffer reuses its memory."""
@@ -274,5 +274,5 @@ class Recorder(TorchDispatchMode):
             rows = memory[first : first + capacity[buffer.size] * buffer.row_bytes]
             results.append(torch.from_numpy(rows).view(dtype).view(-1, width))
         names = [recorded.name for recorded in self._ops]
-        held = (*self._held, memory)
+        held = (*self._keep_alive, memory)
         return Program(self.context, ops, names, capacity, total, results, held)

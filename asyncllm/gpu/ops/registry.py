@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 import torch
 
 from asyncllm.errors import EngineError, InvalidRequestError
-from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, Unmet
+from asyncllm.gpu.ops.backend import AttentionBackend, AttentionRequest, UnmetConstraint
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
@@ -222,7 +222,7 @@ def _distribution_name(entry: EntryPoint) -> str:
 
 
 def _constraint_error(
-    name: str, chosen: str, unmet: Unmet, request: AttentionRequest
+    name: str, chosen: str, unmet: UnmetConstraint, request: AttentionRequest
 ) -> InvalidRequestError:
     """Makes the error for a broken constraint, which names the setting, the limit and an
     alternative."""

@@ -58,7 +58,7 @@ class TorchRouting:
         ids = choice.topk(config.top_k, dim=-1).indices
         weights = scores.gather(1, ids)
         if config.renormalise:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=config.least_sum)
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=config.min_weight_sum)
         weights = weights * config.scale
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids]

@@ -25,10 +25,10 @@ from asyncllm.gpu.ops.base import AttentionShape
 GROUP_COST = 256
 """Cost of one more group per layer, as the number of gathered tokens that take the same time."""
 
-GROUP_BYTES = 8 * 2**20
+MAX_GROUP_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V in a group of more than one row."""
 
-PADDED_SCORES = 1 << 16
+MAX_PADDED_SCORES = 1 << 16
 """Maximum number of query-key pairs per head in a group of several prefill rows."""
 
 
@@ -62,11 +62,11 @@ class FixedPlan:
 
     Attributes:
         blocks: ``[B, W]`` int64, the rows' whole block tables.
-        hidden_keys: ``[B, W * block_size]`` bool, True for keys that a row does not see.
+        masked_keys: ``[B, W * block_size]`` bool, True for keys that a row does not see.
     """
 
     blocks: Tensor
-    hidden_keys: Tensor
+    masked_keys: Tensor
 
 
 class TorchAttention:
@@ -115,10 +115,10 @@ class TorchAttention:
         blocks = step.tables(group).long()
         keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
         ends = step.seq_lens.long().unsqueeze(1)
-        hidden_keys = keys >= ends
+        masked_keys = keys >= ends
         if window is not None:
-            hidden_keys = hidden_keys | (keys < ends - window)
-        return FixedPlan(blocks, hidden_keys)
+            masked_keys = masked_keys | (keys < ends - window)
+        return FixedPlan(blocks, masked_keys)
 
     def __call__(
         self,
@@ -156,10 +156,10 @@ class TorchAttention:
         shape, rows = self.shape, plan.blocks.shape[0]
         gathered = cache.index_select(1, plan.blocks.view(-1))
         gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
-        gathered = gathered.masked_fill(plan.hidden_keys[None, :, :, None, None], 0.0)
+        gathered = gathered.masked_fill(plan.masked_keys[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
         # Let a padded row, whose sequence is empty, see all keys: a softmax over no key is NaN.
-        seen = ~plan.hidden_keys
+        seen = ~plan.masked_keys
         seen = seen | (seen.sum(-1, keepdim=True) == 0)
         if self._has_plain_softmax:
             q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
@@ -185,7 +185,7 @@ class TorchAttention:
         groups = []
         if decodes:
             padded = -(-lengths[:decodes] // block) * block
-            groups += split_by_length(padded, GROUP_BYTES // self.token_bytes)
+            groups += split_by_length(padded, MAX_GROUP_BYTES // self.token_bytes)
         joined: list[list[int]] = []
         for row in sorted(range(decodes, rows), key=lambda row: (counts[row], lengths[row])):
             if joined and _may_join_group(counts, lengths, joined[-1], row):
@@ -332,7 +332,7 @@ def _may_join_group(counts: np.ndarray, lengths: np.ndarray, pending: list[int],
     members = [*pending, row]
     padded = len(members) * int(counts[members].max()) * int(lengths[members].max())
     exact = int((counts[members] * lengths[members]).sum())
-    return padded <= PADDED_SCORES and padded <= 2 * exact + 1024
+    return padded <= MAX_PADDED_SCORES and padded <= 2 * exact + 1024
 
 
 def _token_index(
@@ -367,10 +367,10 @@ def _make_mask(
     # Padding queries see the keys of the last real query: a softmax over no key is NaN.
     queries = np.minimum(queries, (lengths - 1)[:, None])[:, :, None]
     keys = np.arange(int(lengths.max()))
-    hidden_keys = keys > queries
+    masked_keys = keys > queries
     if window is not None:
-        hidden_keys |= keys <= queries - window
-    return np.where(hidden_keys, np.float32(-math.inf), np.float32(0.0))
+        masked_keys |= keys <= queries - window
+    return np.where(masked_keys, np.float32(-math.inf), np.float32(0.0))
 
 
 class _GroupRows:

@@ -143,7 +143,7 @@ class TorchOps:
         """Makes the experts from weights of a form that ``accepts_form`` accepts."""
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
-    def expert_tokens(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+    def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
         """Numbers of tokens per step from which on the experts launch other kernels.
 
         Warm-up runs a step of each number, because a kernel is compiled at its first launch.

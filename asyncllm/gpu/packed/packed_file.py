@@ -60,12 +60,12 @@ _DIGEST_BYTES = 24
 _MAX_HEADER_BYTES = 2**28
 _WRITE_BYTES = 2**23
 _MAX_PARTS = 1024
-"""Maximum number of pieces of memory that one call writes, on Linux."""
+"""Maximum number of buffers of one ``pwritev`` call on Linux (IOV_MAX)."""
 _PANEL_FIELDS = tuple(name for name, *_ in STRUCTS["PanelArgs"]._fields_)
 
 
 class PackedFileError(Exception):
-    """A file that cannot be used; the message says why."""
+    """Error for a packed file that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +164,13 @@ class PanelRecorder:
             None if scales is None else [*scales.shape],
             weights.zeros is not None,
         )
-        if self.forms and _alike(self.forms[-1], form):
-            form = _stack(self.forms.pop(), form)
+        if self.forms and _differ_only_in_rows(self.forms[-1], form):
+            form = _stack_forms(self.forms.pop(), form)
         self.forms.append(form)
         return made
 
 
-def _stack(above: StoredForm, below: StoredForm) -> StoredForm:
+def _stack_forms(above: StoredForm, below: StoredForm) -> StoredForm:
     scale_shape = above.scale_shape
     if scale_shape is not None and below.scale_shape is not None:
         scale_shape = [scale_shape[0] + below.scale_shape[0], *scale_shape[1:]]
@@ -178,8 +178,8 @@ def _stack(above: StoredForm, below: StoredForm) -> StoredForm:
     return replace(above, shape=shape, scale_shape=scale_shape)
 
 
-def _alike(one: StoredForm, other: StoredForm) -> bool:
-    """Whether two forms are equal except for their number of rows."""
+def _differ_only_in_rows(one: StoredForm, other: StoredForm) -> bool:
+    """Whether two forms are equal except for the number of rows."""
     return replace(one, shape=other.shape, scale_shape=other.scale_shape) == other
 
 
@@ -223,28 +223,28 @@ class PackedFile:
         self.path = path
         try:
             # Do not block on a FIFO, and do not follow a link, perhaps to another user's file.
-            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
             raise PackedFileError("there is no such file") from error
         except OSError as error:
             raise PackedFileError(f"cannot be opened ({error.strerror})") from error
         try:
-            header = self._check(opened, os.fstat(opened), owners)
+            header = self._check(fd, os.fstat(fd), owners)
             self.key: Any = header["key"]
             self.content: Mapping[str, int] = header["content"]
             self.entries = [_entry_of(line) for line in header["tensors"]]
             self._check_places()
-            self._mapping = mmap.mmap(opened, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._mapping = mmap.mmap(fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
             raise PackedFileError(f"cannot be read ({error!r:.200})") from error
         finally:
-            os.close(opened)
+            os.close(fd)
         # madvise fails on a kernel whose page cache has no huge pages.
         with suppress(OSError, AttributeError):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
 
-    def _check(self, opened: int, found: os.stat_result, owners: Collection[int]) -> dict[str, Any]:
+    def _check(self, fd: int, found: os.stat_result, owners: Collection[int]) -> dict[str, Any]:
         """Checks the file, except its tensors; returns the header."""
         if not stat.S_ISREG(found.st_mode):
             raise PackedFileError("is no regular file")
@@ -254,13 +254,13 @@ class PackedFile:
                 f"expected one of {sorted(owners)}, and no other user who can write it"
             )
         magic, version, size, place, length, digest = _PREAMBLE.unpack(
-            os.pread(opened, _PREAMBLE.size, 0)
+            os.pread(fd, _PREAMBLE.size, 0)
         )
         if (magic, version) != (MAGIC, FORMAT):
             raise PackedFileError(f"is none of format {FORMAT}")
         if size != found.st_size or place + length != size or length > _MAX_HEADER_BYTES:
             raise PackedFileError(f"has {found.st_size} bytes, expected {size}")
-        header = os.pread(opened, length, place)
+        header = os.pread(fd, length, place)
         if _digest(header) != digest:
             raise PackedFileError("its header does not have the checksum that it was written with")
         self.size, self._end = size, place
@@ -310,7 +310,7 @@ class PackedFile:
 
 
 def write_packed_file(
-    opened: int,
+    fd: int,
     context: Context,
     key: Any,
     content: Mapping[str, int],
@@ -320,7 +320,7 @@ def write_packed_file(
     """Writes a file of packed weights, and waits until the disk has it.
 
     Args:
-        opened: descriptor of an empty file.
+        fd: descriptor of an empty file.
         context: context whose threads compute the checksums.
         check: called between two pieces; it may raise an exception to end the writing.
 
@@ -331,7 +331,7 @@ def write_packed_file(
         OSError: the disk is full, or cannot be written.
     """
     entries: list[TensorEntry] = []
-    writer = _Writer(opened, check)
+    writer = _Writer(fd, check)
     writer.append(memoryview(bytes(_PREAMBLE.size)))
     for name, tensor in tensors:
         whole = tensor.contiguous() if isinstance(tensor, Tensor) else None
@@ -349,7 +349,7 @@ def write_packed_file(
         entries.append(_entry(name, tensor, places))
     writer.flush()
     end = writer.end
-    with mmap.mmap(opened, end, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+    with mmap.mmap(fd, end, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
         # The mapping cannot be closed while an array of its memory exists.
         address = np.frombuffer(mapping, np.uint8).ctypes.data
         for index, entry in enumerate(entries):
@@ -361,11 +361,11 @@ def write_packed_file(
     writer.append(memoryview(header))
     writer.flush()
     # The preamble makes the file valid, so write it once all other bytes are on the disk.
-    os.fsync(opened)
+    os.fsync(fd)
     preamble = _PREAMBLE.pack(MAGIC, FORMAT, writer.end, end, len(header), _digest(header))
-    if os.pwrite(opened, preamble, 0) != len(preamble):
+    if os.pwrite(fd, preamble, 0) != len(preamble):
         raise OSError("the preamble was not written as a whole")
-    os.fsync(opened)
+    os.fsync(fd)
     return writer.end
 
 
@@ -376,8 +376,8 @@ class _Writer:
         end: number of bytes appended.
     """
 
-    def __init__(self, opened: int, check: Callable[[], None]) -> None:
-        self._opened, self._check = opened, check
+    def __init__(self, fd: int, check: Callable[[], None]) -> None:
+        self._fd, self._check = fd, check
         self._waiting: list[memoryview] = []
         self._owners: list[object] = []
         self.end = self._written = 0
@@ -396,14 +396,14 @@ class _Writer:
     def flush(self) -> None:
         while self._waiting:
             self._check()
-            count = os.pwritev(self._opened, self._waiting, self._written)
+            count = os.pwritev(self._fd, self._waiting, self._written)
             self._written += count
             while count:
                 first = self._waiting.pop(0)
                 if count < len(first):
                     self._waiting.insert(0, first[count:])
                 count -= min(count, len(first))
-        del self._owners[:-1]  # ``append`` may still need the last.
+        del self._owners[:-1]  # ``append`` may still need the last owner.
 
 
 def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:

@@ -67,11 +67,11 @@ class PackedFolder:
         if self._is_locked:
             yield
             return
-        opened = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             while True:
                 try:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if check is None:
@@ -82,12 +82,12 @@ class PackedFolder:
             for left in self.path.glob(f"*{_TEMPORARY_SUFFIX}"):
                 _unlink(left)
             yield
-            os.fsync(opened)
+            os.fsync(fd)
         finally:
             self._is_locked = False
             # Unlock explicitly: a child forked meanwhile keeps the lock's descriptor open.
-            fcntl.flock(opened, fcntl.LOCK_UN)
-            os.close(opened)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
 
     def write(self, name: str, write: Callable[[int], object], num_bytes: int = 0) -> None:
         """Writes a file so that it appears as a whole or not at all. Needs the lock.
@@ -101,19 +101,19 @@ class PackedFolder:
         """
         temporary = self.path / f"{name}{_TEMPORARY_SUFFIX}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        opened = os.open(temporary, flags, self._mode)
+        fd = os.open(temporary, flags, self._mode)
         try:
-            os.fchmod(opened, self._mode)
+            os.fchmod(fd, self._mode)
             if num_bytes:
-                os.posix_fallocate(opened, 0, num_bytes)
-            write(opened)
+                os.posix_fallocate(fd, 0, num_bytes)
+            write(fd)
             os.rename(temporary, self.path / name)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
         finally:
-            os.close(opened)
+            os.close(fd)
 
     def make_room(self, num_bytes: int) -> None:
         """Evicts the least recently used files until a new one has room. Needs the lock.

@@ -45,7 +45,7 @@ T = TypeVar("T")
 Weights = Iterable[tuple[str, Tensor | LinearWeights]]
 
 _CHUNK = 2**23
-_MAX_NOTE_BYTES = 2**16
+_MAX_SIDECAR_BYTES = 2**16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -62,7 +62,7 @@ class PackedStore:
     version.
 
     Args:
-        beside: write beside the model and not into the cache folder.
+        next_to_model: write beside the model and not into the cache folder.
 
     Attributes:
         state: phrase that says where the weights come from, and why not from a file.
@@ -78,11 +78,11 @@ class PackedStore:
         dtype: torch.dtype,
         progress: Progress | None = None,
         *,
-        beside: bool = False,
+        next_to_model: bool = False,
     ) -> None:
         self._model, self._config, self._context = model, config, context
         self.num_threads = context.num_threads
-        self._beside, self._stopped = beside, threading.Event()
+        self._next_to_model, self._stopped = next_to_model, threading.Event()
         self._progress = progress or (lambda *_: None)
         self._recorded: list[tuple[str, Tensor | PanelRecorder]] = []
         self._writer: threading.Thread | None = None
@@ -101,18 +101,18 @@ class PackedStore:
             "config": self._identity.config,
         }
         self._cache_key = form | {"files": [*self._identity.files]}
-        self._beside_key = form | {"files": [[*each] for each in self._identity.names]}
+        self._next_to_model_key = form | {"files": [[*each] for each in self._identity.names]}
         is_file = model.path.is_file()
         self._model_folder = PackedFolder(
             model.path.parent if is_file else model.path,
             None,
-            # Users who can read the model can also read the file beside it.
+            # Users who can read the model can also read the packed file beside the model.
             0o600 | (self._identity.paths[0].stat().st_mode & 0o044),
         )
-        assert isinstance(config.packed_cache_size, int)  # EngineConfig parses "32GiB".
+        assert isinstance(config.packed_cache_size, int)  # EngineConfig has parsed the size.
         self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
-        self._folder = self._model_folder if beside else self._cache
-        self._key = self._beside_key if beside else self._cache_key
+        self._folder = self._model_folder if next_to_model else self._cache
+        self._key = self._next_to_model_key if next_to_model else self._cache_key
         self.path = self._folder.path / _file_name(self._key)
 
     # --- reading -----------------------------------------------------------------------
@@ -128,7 +128,7 @@ class PackedStore:
             build: builds the model. Its second argument says whether the weights have their final
                 form already, and are not to be quantised.
         """
-        if self._beside:
+        if self._next_to_model:
             return build(self._record(read()), False)
         found = self._find()
         if found is None and self._config.packed_cache == "shared":
@@ -155,7 +155,7 @@ class PackedStore:
         with_model = own | {0, self._identity.paths[0].stat().st_uid}
         for folder, key, owners in (
             (self._cache, self._cache_key, own),
-            (self._model_folder, self._beside_key, with_model),
+            (self._model_folder, self._next_to_model_key, with_model),
         ):
             path = folder.path / _file_name(key)
             try:
@@ -171,7 +171,7 @@ class PackedStore:
                 self._verify(found)
             except (PackedFileError, OSError) as error:
                 line = f"packed weights {path}: {error}; they are packed anew"
-                if line not in self._logged_lines:  # Log once: ``build`` may look twice.
+                if line not in self._logged_lines:  # ``build`` may look for the file twice.
                     logger.warning("%s", line)
                 self._logged_lines.add(line)
                 continue
@@ -187,10 +187,10 @@ class PackedStore:
             return
         name = f"{_stem(self._cache_key)}.verified.json"
         stamp = {"boot": _boot_id(), "file": [*found.identity]}
-        if stamp["boot"] and self.read_note(name) == stamp:
+        if stamp["boot"] and self.read_sidecar(name) == stamp:
             return
         found.verify(self._context)
-        self._write_note(name, stamp)
+        self._write_sidecar(name, stamp)
 
     # --- writing -----------------------------------------------------------------------
 
@@ -217,30 +217,30 @@ class PackedStore:
             ModelLoadError: the checkpoint was changed meanwhile.
         """
         if self._recorded:
-            if not self._beside:
+            if not self._next_to_model:
                 self._cache.make()
             with self._folder.lock(self._check_stopped):
                 self._write_locked()
 
-    def write_later(self, notes: Mapping[str, Any]) -> None:
-        """Writes the file and ``notes``, JSON files by name, on a thread of low priority."""
+    def write_later(self, sidecars: Mapping[str, Any]) -> None:
+        """Writes the file and ``sidecars``, JSON files by name, on a thread of low priority."""
         if self._is_refused:
             self._recorded = []
-        if not self._recorded and not notes:
+        if not self._recorded and not sidecars:
             return
         self._writer = threading.Thread(
-            target=self._write_quietly, args=(notes,), name="asyncllm-packed-writer", daemon=True
+            target=self._write_quietly, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
         )
-        with suppress(RuntimeError, MemoryError):  # The next start writes the file.
+        with suppress(RuntimeError, MemoryError):  # No thread: the next start writes the file.
             self._writer.start()
 
-    def _write_quietly(self, notes: Mapping[str, Any]) -> None:
+    def _write_quietly(self, sidecars: Mapping[str, Any]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self.write()
-            for name, note in notes.items():
-                self._write_note(name, note)
+            for name, sidecar in sidecars.items():
+                self._write_sidecar(name, sidecar)
         except _StoppedError:
             self.state += "; the engine ended before the file was written"
         except (OSError, ModelLoadError, MemoryError) as error:
@@ -260,7 +260,7 @@ class PackedStore:
         # Another process may have written the file while this process waited for the lock.
         with suppress(PackedFileError):
             written = PackedFile(path, {os.geteuid()})
-            if written.key == self._key and not self._beside:
+            if written.key == self._key and not self._next_to_model:
                 written.verify(context)
                 self._recorded = []
                 self.state = f"packed at this start, and written to {path} by another engine"
@@ -274,8 +274,8 @@ class PackedStore:
         )
         self._folder.make_room(num_bytes)
 
-        def write(opened: int) -> None:
-            write_packed_file(opened, context, self._key, content, recorded, self._check_stopped)
+        def write(fd: int) -> None:
+            write_packed_file(fd, context, self._key, content, recorded, self._check_stopped)
 
         self._folder.write(path.name, write, num_bytes)
         self._recorded = []
@@ -309,27 +309,28 @@ class PackedStore:
         """Stops the writing of the file; an incomplete file is removed."""
         self._stopped.set()
 
-    # --- notes: small JSON files that belong to a packed file ------------------------------
+    # --- sidecars: small JSON files that belong to a packed file ------------------------------
 
-    def note_name(self, kind: str, about: Mapping[str, Any]) -> str:
-        """File name of a note of ``kind``, with a digest of ``about``."""
-        return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(about, sort_keys=True))}.json"
+    def sidecar_name(self, kind: str, subject: Mapping[str, Any]) -> str:
+        """File name of a sidecar of ``kind`` for ``subject``, of which the name has a digest."""
+        return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
 
-    def read_note(self, name: str) -> Any:
-        """Reads a note, a small JSON file; None if there is no such file."""
+    def read_sidecar(self, name: str) -> Any:
+        """Reads a sidecar, a small JSON file; None if there is no such file."""
         for folder in (self._cache, self._model_folder):
             with suppress(OSError, ValueError, ModelLoadError):
-                return json.loads(read_small_file(folder.path / name, _MAX_NOTE_BYTES))
+                return json.loads(read_small_file(folder.path / name, _MAX_SIDECAR_BYTES))
         return None
 
-    def _write_note(self, name: str, note: Any) -> None:
-        """Writes a note; the next start does if the folder is locked or read-only."""
-        content = json.dumps(note).encode()
+    def _write_sidecar(self, name: str, sidecar: Any) -> None:
+        """Writes a sidecar, unless the folder is locked or read-only: then the next start writes
+        it."""
+        content = json.dumps(sidecar).encode()
         with suppress(OSError):
-            if not self._beside:
+            if not self._next_to_model:
                 self._cache.make()
             with self._folder.lock(None):
-                self._folder.write(name, lambda opened: os.write(opened, content))
+                self._folder.write(name, lambda fd: os.write(fd, content))
 
 
 def open_store(
@@ -339,12 +340,12 @@ def open_store(
     dtype: torch.dtype,
     progress: Progress | None = None,
     *,
-    beside: bool = False,
+    next_to_model: bool = False,
 ) -> PackedStore | str:
     """Makes an engine's store; returns the reason instead if its weights cannot have a file.
 
     Args:
-        beside: see PackedStore.
+        next_to_model: see PackedStore.
 
     Raises:
         InvalidRequestError: ``packed_cache`` is "shared", and the weights cannot have a file.
@@ -361,7 +362,7 @@ def open_store(
         reason = "only native ops on a CPU pack weights"
     else:
         try:
-            return PackedStore(config, model, context, dtype, progress, beside=beside)
+            return PackedStore(config, model, context, dtype, progress, next_to_model=next_to_model)
         except (OSError, RuntimeError) as error:
             reason = f"the checkpoint or the cache folder cannot be found ({error})"
     if config.packed_cache == "shared":

@@ -39,7 +39,7 @@ class BatchedProcessors:
     def add_request(self, assignment: RequestAssignment) -> ClaimedRequest:
         prompt = assignment.num_prompt_tokens
         request = ClaimedRequest(
-            assignment.claimed_by, assignment, list(assignment.token_ids[prompt:])
+            assignment.claiming_processors, assignment, list(assignment.token_ids[prompt:])
         )
         self._add_update(request, request)
         return request

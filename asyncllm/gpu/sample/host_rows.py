@@ -73,7 +73,7 @@ class HostRows:
             Indices of the host rows among the sampled rows, on the device.
         """
         index = copy_to_device(self.places, logits.device)
-        own = rows.at(index)
+        own = rows.select(index)
         # One table row for each sampled row, and one more for padding.
         table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
         self._draw_scalars = {name: scalars[name][table_rows] for name in DRAW_SCALARS}

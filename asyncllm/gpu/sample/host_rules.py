@@ -54,8 +54,8 @@ def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    known: Any = output  # An array will do: tokens are read one by one.
-    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_after(known)):
+    known: Any = output  # An array serves as a list: tokens are read one by one.
+    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(known)):
         row[excluded] = -torch.inf
 
 

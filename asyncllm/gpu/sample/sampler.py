@@ -57,7 +57,7 @@ class Sampler:
         self.release(req_index)
         try:
             update = self.state.assign(assignment)
-            if assignment.claimed_by:
+            if assignment.claiming_processors:
                 self.state.host_rules_of(req_index).claimed_request = self.batched.add_request(
                     assignment
                 )
@@ -100,7 +100,7 @@ class Sampler:
         processed = logits
         if stages & LOGITS_STAGES:
             processed = self.ops.process_logits(logits, rows, stages)
-        self.ops.sample(processed, scalars, rows.drawn(), tokens)
+        self.ops.sample(processed, scalars, rows.draw_rows(), tokens)
         if stages & Stages.LOGPROBS:
             assert top is not None
             self.ops.top_logprobs(logits, tokens, top)

@@ -88,7 +88,8 @@ class SamplingState:
     def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
         """Sets the parameters of a request.
 
-        A value that does not fit its array raises; the caller then has to release the index.
+        Raises an error for a value that does not fit its array; the caller then has to release the
+        index.
 
         Returns:
             The request's rows of LogitsTables; None if the request needs no such rows.
@@ -163,7 +164,7 @@ class SamplingState:
         self._scalars["counted_from"][update.req_index] = len(tokens)
 
     def _mask_words(self, mask: bytes) -> np.ndarray:
-        words = np.frombuffer(mask, dtype="<i4").copy()  # torch warns of read-only memory
+        words = np.frombuffer(mask, dtype="<i4").copy()  # torch warns about read-only memory.
         if len(words) != num_words(self.vocab_size):
             raise ValueError(f"mask of {len(words)} words for {self.vocab_size} tokens")
         return words

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Step:
+class CurrentStep:
     """The running step's inputs for the layers of a model; empty between steps.
 
     Attributes:
@@ -67,7 +67,7 @@ class PagedAttention:
 
     def __init__(
         self,
-        step: Step,
+        step: CurrentStep,
         kind: AttentionKind,
         attention: Attention,
         call: AttentionCall,

@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Conversion
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
-from asyncllm.gpu.transformers_model.attention import PagedAttention, Step, attention_kinds
+from asyncllm.gpu.transformers_model.attention import CurrentStep, PagedAttention, attention_kinds
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import (
@@ -28,11 +28,11 @@ from asyncllm.gpu.transformers_model.linear import OpExperts, OpLinear, look_up_
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
-from asyncllm.gpu.transformers_model.weights import Owner, has_tied_head
+from asyncllm.gpu.transformers_model.weights import TensorOwner, has_tied_head
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelPlan:
     """Plan of a model's attention and states, made before its weights are loaded.
 
     Attributes:
@@ -45,8 +45,8 @@ class Plan:
     states: list[StateSpec]
 
     @classmethod
-    def of(cls, model: TransformersConfig) -> Plan:
-        """Probes a model; ModelLoadError if the engine would not compute it correctly."""
+    def of(cls, model: TransformersConfig) -> ModelPlan:
+        """Probes a model; raises ModelLoadError if the engine would not compute it correctly."""
         check_modules(model)
         found = probe(model)
         kinds = attention_kinds(found, check_calls(model, found))
@@ -57,11 +57,11 @@ class Plan:
 
 def build_transformers_decoder(
     model: TransformersConfig,
-    plan: Plan,
+    plan: ModelPlan,
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     modules: Any,
-    owner: Owner,
+    owner: TensorOwner,
     dtype: torch.dtype,
     convert: Conversion | None = None,
 ) -> TransformersDecoder:
@@ -72,7 +72,7 @@ def build_transformers_decoder(
             the weight of only one of them is held twice at a time.
         convert: quantisation of the weights of every linear layer; None for no quantisation.
     """
-    step, found = Step(), plan.probe
+    step, found = CurrentStep(), plan.probe
     for call, kind, index in zip(found.calls, plan.kv.kinds, plan.kv.indices, strict=True):
         handler = PagedAttention(step, kind, attention[kind], call, index)
         set_handler(modules.get_submodule(call.module), handler)
@@ -108,7 +108,9 @@ def build_transformers_decoder(
     )
 
 
-def _convert_linear(linear: Any, make: Callable[[LinearWeights], Linear], owner: Owner) -> OpLinear:
+def _convert_linear(
+    linear: Any, make: Callable[[LinearWeights], Linear], owner: TensorOwner
+) -> OpLinear:
     """Makes the op set's linear layer from transformers' layer, and drops that layer's weights."""
     bias = None if linear.bias is None else owner.take_tensor(linear.bias.detach())
     values = owner.take_tensor(linear.weight.detach())
@@ -119,7 +121,7 @@ def _convert_linear(linear: Any, make: Callable[[LinearWeights], Linear], owner:
 
 
 def _replace_tied_head(
-    modules: Any, found: Probe, ops: TorchOps, owner: Owner, convert: Conversion | None
+    modules: Any, found: Probe, ops: TorchOps, owner: TensorOwner, convert: Conversion | None
 ) -> None:
     """Replaces a tied output head, and its embedding too if both can read one table."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()

@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.step_buffer import plain_batch, step_inputs
+from asyncllm.gpu.batch.step_buffer import make_dummy_batch, step_inputs
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.state_cache import StateCache
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -161,7 +161,7 @@ class Reference:
         batch.apply(StepBatch(step=0, assignments=assignments))
         for counts in STEP_TOKEN_COUNTS:
             num_decodes = len(counts) if set(counts) == {1} else 0
-            step = plain_batch(starts, counts, num_decodes=num_decodes)
+            step = make_dummy_batch(starts, counts, num_decodes=num_decodes)
             inputs = step_inputs(step, batch, device)
             inputs = replace(inputs, wanted=None, num_logits=inputs.num_tokens)
             logits = decoder.forward(inputs, cache).logits.float().cpu()

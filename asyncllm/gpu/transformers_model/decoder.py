@@ -16,7 +16,7 @@ from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
-from asyncllm.gpu.transformers_model.attention import Step
+from asyncllm.gpu.transformers_model.attention import CurrentStep
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.probe import logits_of, output_head
 
@@ -104,7 +104,7 @@ class TransformersDecoder:
         attention: Mapping[AttentionKind, Attention],
         modules: Any,
         base: str,
-        step: Step,
+        step: CurrentStep,
         embedding: Tensor,
         states: Sequence[StateSpec] = (),
     ) -> None:

@@ -19,7 +19,7 @@ PROBE_NAME = "asyncllm_probe"
 """Name, in transformers' tables, of the attention and mask functions that probe a model."""
 
 HANDLER_ATTRIBUTE = "asyncllm_handler"
-"""Attribute of a module that holds its handler."""
+"""Name of the attribute in which a module stores its handler."""
 
 
 def experts_implementation(device: torch.device) -> str:
@@ -64,7 +64,8 @@ def probe_mask(**arguments: Any) -> ProbedMask:
 
 
 def register_implementations() -> None:
-    """Registers the names in transformers' tables, which are global; repeating it is harmless."""
+    """Registers the engine's and the probe's functions in transformers' global tables; may be
+    called repeatedly."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

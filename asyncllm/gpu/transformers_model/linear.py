@@ -57,7 +57,7 @@ class OpExperts:
     Args:
         make: function that makes a linear layer from weights ``[out, in]`` and a bias, and takes
             ownership of them.
-        take_tensor: function that makes a tensor the engine's own, see ``Owner.take_tensor``.
+        take_tensor: function that makes a tensor the engine's own, see ``TensorOwner.take_tensor``.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from asyncllm.gpu.transformers_model.interface import (
     set_handler,
 )
 from asyncllm.gpu.transformers_model.recurrent_probe import (
-    CallWatch,
+    CacheCallRecorder,
     RecurrentCall,
     probe_recurrent,
 )
@@ -95,8 +95,8 @@ _HARMLESS_OPTIONS = frozenset(
     "dropout is_causal use_cache cache_position position_ids output_attentions "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
-"""Options of attention that have no effect here: there is no dropout, every mask is checked to be
-causal, and RoPE is applied before attention."""
+"""Options of attention that the engine may ignore: inference has no dropout, every mask is checked
+to be causal, and RoPE is applied before attention."""
 
 
 class _Recorder:
@@ -213,7 +213,7 @@ def probe(model: TransformersConfig) -> Probe:
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
         embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
     try:
-        with torch.no_grad(), CallWatch(skeleton) as watch:
+        with torch.no_grad(), CacheCallRecorder(skeleton) as watch:
             hidden = base(
                 input_ids=torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta"),
                 position_ids=torch.arange(NUM_TOKENS, device="meta").unsqueeze(0),

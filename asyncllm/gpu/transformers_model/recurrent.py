@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.state_rows import RowSpan, StateRows, span_state
-from asyncllm.gpu.transformers_model.attention import Step
-from asyncllm.gpu.transformers_model.recurrent_probe import CallStates, RecurrentCall
+from asyncllm.gpu.transformers_model.attention import CurrentStep
+from asyncllm.gpu.transformers_model.recurrent_probe import CallCache, RecurrentCall
 
 
 class RecurrentModule:
@@ -24,7 +24,11 @@ class RecurrentModule:
     """
 
     def __init__(
-        self, step: Step, forward: Callable[..., Tensor], call: RecurrentCall, first_state: int
+        self,
+        step: CurrentStep,
+        forward: Callable[..., Tensor],
+        call: RecurrentCall,
+        first_state: int,
     ) -> None:
         self.step, self.forward = step, forward
         self.tensor_indices = {key: first_state + i for i, key in enumerate(call.states)}
@@ -47,7 +51,7 @@ class RecurrentModule:
         slots, states = rows.slots, self.step.states
         assert slots is not None
         held = {key: rows.gather(states[place]) for key, place in self.tensor_indices.items()}
-        out = self.forward(hidden.unsqueeze(1), **options | {self.cache: CallStates(held)})
+        out = self.forward(hidden.unsqueeze(1), **options | {self.cache: CallCache(held)})
         for key, place in self.tensor_indices.items():
             states[place].index_copy_(0, slots, held[key])
         return out.squeeze(1)
@@ -56,4 +60,4 @@ class RecurrentModule:
         """Computes one row in place on its state slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
         held = {key: span_state(states[place], span) for key, place in self.tensor_indices.items()}
-        return self.forward(hidden, **options | {self.cache: CallStates(held)})[0]
+        return self.forward(hidden, **options | {self.cache: CallCache(held)})[0]

@@ -30,7 +30,7 @@ StateKey = tuple[Literal["conv", "recurrent"], int]
 """Key of one state of a module: its kind, and transformers' ``state_idx``."""
 
 
-class CallStates:
+class CallCache:
     """The cache of one call, with the interface of transformers' caches for linear attention.
 
     Updates change the states of the call's rows in place.
@@ -99,8 +99,9 @@ def modules_with_cache(model: nn.Module) -> list[str]:
     return [name for name in names if name not in outer]
 
 
-Flaw = tuple[str, str]
-"""Pair of texts: why a model cannot be computed here, and what would be accepted."""
+UnsupportedFeature = tuple[str, str]
+"""Unsupported feature of a model, and the supported alternative: two phrases of an error
+message."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,8 +114,7 @@ class RecurrentCall:
         hidden, cache: names of the parameters of ``forward`` that take hidden states ``[B, n, H]``
             and the cache.
         states: states that the module keeps of a sequence.
-        flaw: why the module cannot be computed in chunks and batches, and what is expected; None if
-            it can.
+        unsupported: reason why the module cannot be computed in chunks and batches; None if it can.
     """
 
     module: str
@@ -122,10 +122,10 @@ class RecurrentCall:
     hidden: str
     cache: str
     states: dict[StateKey, StateSpec]
-    flaw: Flaw | None = None
+    unsupported: UnsupportedFeature | None = None
 
 
-class SeenCall(NamedTuple):
+class ObservedCall(NamedTuple):
     """A module's call in the probe's forward pass, with its arguments."""
 
     args: tuple[Any, ...]
@@ -133,14 +133,14 @@ class SeenCall(NamedTuple):
 
 
 @dataclass(slots=True)
-class CallWatch:
+class CacheCallRecorder:
     """Context manager that records the calls of modules that take a cache."""
 
     model: nn.Module
-    calls: dict[str, SeenCall] = field(default_factory=dict)
+    calls: dict[str, ObservedCall] = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
 
-    def __enter__(self) -> CallWatch:
+    def __enter__(self) -> CacheCallRecorder:
         self.hooks = [
             self.model.get_submodule(name).register_forward_pre_hook(
                 self._hook(name), with_kwargs=True
@@ -158,7 +158,7 @@ class CallWatch:
             # Move a padding mask from the host to the meta device: the module's code then gets as
             # far as its cache, so that an error can name the module.
             options = {key: _move_to_meta(value) for key, value in options.items()}
-            self.calls[name] = SeenCall(args, options)
+            self.calls[name] = ObservedCall(args, options)
             return args, options
 
         return keep
@@ -168,7 +168,7 @@ def _move_to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-class _StateRecorder(CallStates):
+class _StateRecorder(CallCache):
     """An empty cache that records which states a module writes to it."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class _StateRecorder(CallStates):
 
 
 def probe_recurrent(
-    model: nn.Module, watch: CallWatch, attention_modules: list[str]
+    model: nn.Module, watch: CacheCallRecorder, attention_modules: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
     """Finds the calls of modules that keep a state, in order, and the names of idle modules.
 
@@ -240,7 +240,9 @@ def probe_recurrent(
     return found, idle
 
 
-def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> RecurrentCall | None:
+def _probe_module(
+    module: nn.Module, name: str, cache: str, seen: ObservedCall
+) -> RecurrentCall | None:
     """Probes how a module uses its cache; None if it does not."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
@@ -253,20 +255,22 @@ def _probe_module(module: nn.Module, name: str, cache: str, seen: SeenCall) -> R
                 return None
             options = dict(seen.options)
             hidden = seen.args[0] if seen.args else options.pop(call.hidden, None)
-            call.flaw = _argument_flaw(hidden, seen, call, names) or _call_flaw(
+            call.unsupported = _unsupported_arguments(
+                hidden, seen, call, names
+            ) or _unsupported_call(
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
         if not listener.was_used:
             raise
-        call.flaw = f"asks its cache for more ({explain(error)})", _PROTOCOL
+        call.unsupported = f"asks its cache for more ({explain(error)})", _PROTOCOL
     return call
 
 
-def _argument_flaw(
-    hidden: Any, seen: SeenCall, call: RecurrentCall, names: list[str]
-) -> Flaw | None:
-    """The flaw in the arguments that a module was called with, if any."""
+def _unsupported_arguments(
+    hidden: Any, seen: ObservedCall, call: RecurrentCall, names: list[str]
+) -> UnsupportedFeature | None:
+    """Unsupported arguments that a module was called with; None if all are supported."""
     if len(seen.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return "takes more than hidden states [B, n, H] by position", "those alone"
     for name in names[1:]:
@@ -275,10 +279,10 @@ def _argument_flaw(
     return None
 
 
-def _call_flaw(
+def _unsupported_call(
     module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
-) -> Flaw | None:
-    """The flaw in computing a second chunk or a batch of single tokens, if any.
+) -> UnsupportedFeature | None:
+    """Reason why a module cannot compute a second chunk or a batch of single tokens, or None.
 
     Both results have to depend on the states with which the calls start.
     """
@@ -300,7 +304,7 @@ def _call_flaw(
             for key, spec in call.states.items()
         }
         held = {key: leaf.clone() for key, leaf in leaves.items()}
-        out = module(tokens, **options | {call.cache: CallStates(held)})
+        out = module(tokens, **options | {call.cache: CallCache(held)})
         if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
             return f"returns {type(out).__name__} for {what}", "hidden states [B, n, H]"
         reached = set(_leaf_ids(out))

@@ -20,7 +20,10 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
 from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
-from asyncllm.gpu.transformers_model.recurrent_probe import Flaw, cache_parameter_by_module
+from asyncllm.gpu.transformers_model.recurrent_probe import (
+    UnsupportedFeature,
+    cache_parameter_by_module,
+)
 
 _TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Classes of torch's modules in which tokens of a sequence see one another."""
@@ -75,17 +78,21 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     Raises:
         ModelLoadError: a call is not supported; the message names the calling module.
     """
-    flaws = (_recurrent_flaws(probe), _layer_flaws(probe, model.config), _call_flaws(probe))
-    for found, accepted in chain(*flaws):
+    unsupported = (
+        _unsupported_recurrence(probe),
+        _unsupported_layers(probe, model.config),
+        _unsupported_calls(probe),
+    )
+    for found, accepted in chain(*unsupported):
         raise _unsupported_model_error(model, found, accepted)
     return [_window(model, call) for call in probe.calls]
 
 
-def _layer_flaws(probe: Probe, config: Any) -> Iterator[Flaw]:
-    """Yields the flaws of layers: each has to call attention once or to keep a state.
+def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeature]:
+    """Yields unsupported layers: each has to call attention once or to keep a state.
 
     A layer needs neither if the configuration says that it has an MLP or experts only. Calls
-    outside of layers are flaws too.
+    outside of layers are not supported.
     """
     count = config.num_hidden_layers
     lists = [
@@ -126,12 +133,12 @@ def _layers_without_attention(config: Any) -> set[int]:
     return set()
 
 
-def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
-    """Yields flaws of recurrent modules, and of other modules that mix tokens or take a cache."""
+def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
+    """Yields unsupported recurrent modules, and other modules that mix tokens or take a cache."""
     keepers = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
-        if call.flaw is not None:
-            found, accepted = call.flaw
+        if call.unsupported is not None:
+            found, accepted = call.unsupported
             yield f"{call.module} ({call.kind}) {found}", accepted
     for name, module in probe.model.named_modules():
         if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(keepers):
@@ -152,7 +159,7 @@ def _recurrent_flaws(probe: Probe) -> Iterator[Flaw]:
             )
 
 
-def _call_flaws(probe: Probe) -> Iterator[Flaw]:
+def _unsupported_calls(probe: Probe) -> Iterator[UnsupportedFeature]:
     """Yields the arguments of attention calls that the engine's attention does not support."""
     for call in probe.calls:
         queries, keys, heads = call.num_queries, call.num_keys, call.key_heads

@@ -31,10 +31,11 @@ def load_modules(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-) -> tuple[nn.Module, Owner]:
+) -> tuple[nn.Module, TensorOwner]:
     """Loads the model, with transformers' own conversion of names and layouts.
 
-    On a CPU, weights of the model's dtype stay in the mapped files until their Owner takes them.
+    On a CPU, weights of the model's dtype stay in the mapped files until the TensorOwner copies
+    them.
 
     Raises:
         ModelLoadError: a tensor is missing, unexpected or of a wrong shape; the message names it.
@@ -43,7 +44,7 @@ def load_modules(
     with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
         tensors, infos = {}, reader.tensors
         _check_dtypes(reader, model)
-        owner = Owner(device, sum(info.num_bytes for info in infos.values()), progress)
+        owner = TensorOwner(device, sum(info.num_bytes for info in infos.values()), progress)
         for name, info in infos.items():
             if not COMPUTED_BUFFER.match(name):
                 tensors[name] = reader.tensor(name)
@@ -76,12 +77,12 @@ def dummy_modules(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-) -> tuple[nn.Module, Owner]:
+) -> tuple[nn.Module, TensorOwner]:
     """Makes the model with random weights, the same in every run, like ``dummy_weights``."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
     tensors, skeleton = {}, model.skeleton.state_dict()
     total = sum(each.numel() * dtype.itemsize for each in skeleton.values())
-    owner = Owner(device, total, progress)
+    owner = TensorOwner(device, total, progress)
     for name, parameter in skeleton.items():
         if not parameter.is_floating_point():
             raise ModelLoadError(
@@ -140,7 +141,7 @@ def _describe_misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Turns off transformers' progress bar and its load report, which errors here replace."""
+    """Turns off transformers' progress bar and its load report, which ModelLoadError replaces."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -154,7 +155,7 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class Owner:
+class TensorOwner:
     """Makes the engine own the memory of a model's tensors, and reports the progress of loading.
 
     On a CPU it copies tensors that are views of mapped files, which must not be read once the model

@@ -18,7 +18,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import model_validator
 
 from asyncllm import Completion, Delta, InvalidRequestError
-from asyncllm.structured.python_types import close_objects
+from asyncllm.structured.python_types import forbid_additional_properties
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.tool_use import ToolUse
 from langchain_asyncllm.engine_model import (
@@ -82,7 +82,7 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
         if not messages:
             return 0
         chat = to_chat(messages)
-        use = ToolUse.of([convert_to_openai_tool(tool) for tool in tools or ()], "auto", True)
+        use = ToolUse.parse([convert_to_openai_tool(tool) for tool in tools or ()], "auto", True)
         schemas = None if use is None else list(use.schemas)
         try:
             return self._prompt_length(chat, schemas)
@@ -294,4 +294,7 @@ def _closed(response_format: Any) -> Any:
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, dict):
         return response_format
-    return {**response_format, "json_schema": {**named, "schema": close_objects(deepcopy(schema))}}
+    return {
+        **response_format,
+        "json_schema": {**named, "schema": forbid_additional_properties(deepcopy(schema))},
+    }

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from asyncllm.errors import InvalidOutputError
 from asyncllm.structured.parse_output import parse_output
-from asyncllm.structured.python_types import close_objects
+from asyncllm.structured.python_types import forbid_additional_properties
 
 METHODS = ("json_schema", "function_calling", "json_mode")
 
@@ -35,7 +35,7 @@ def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
     with; ``strict=False`` leaves the schema as it is.
     """
     found = deepcopy(convert_to_json_schema(schema))
-    return found if strict is False else close_objects(found)
+    return found if strict is False else forbid_additional_properties(found)
 
 
 class StructuredOutputParser(BaseTransformOutputParser[Any]):

@@ -22,7 +22,7 @@ from pydantic_ai.tools import RunContext, ToolDefinition
 from pydantic_ai.usage import RequestUsage
 
 from asyncllm import LLM, AsyncLLMEngine
-from asyncllm.structured.python_types import close_objects
+from asyncllm.structured.python_types import forbid_additional_properties
 from pydantic_ai_asyncllm.errors import as_model_errors
 from pydantic_ai_asyncllm.messages import FINISH_REASONS, to_chat, to_parts, to_usage
 from pydantic_ai_asyncllm.streamed_response import AsyncLLMStreamedResponse
@@ -227,6 +227,6 @@ def _response_format(parameters: ModelRequestParameters) -> dict[str, Any]:
         "name": form.name or "output",
         # An object has no further properties unless its schema says so: what the type does not
         # know, it would drop.
-        "schema": schema if form.strict is False else close_objects(schema),
+        "schema": schema if form.strict is False else forbid_additional_properties(schema),
     }
     return {"response_format": {"type": "json_schema", "json_schema": named}}

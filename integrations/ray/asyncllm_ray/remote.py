@@ -28,7 +28,7 @@ from asyncllm import (
     RequestError,
     ToolCall,
 )
-from asyncllm.core.channel import End
+from asyncllm.core.channel import StreamEnd
 from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.core.output_processor import make_partial, make_usage
 from asyncllm.core.request import RequestGroup
@@ -320,10 +320,12 @@ class RemoteRequest:
             last = self.last
             assert last.finish_reason is not None
             assert last.usage is not None
-            end: Any = End(last.finish_reason, last.stop_reason, last.usage, output=last.index)
+            end: Any = StreamEnd(
+                last.finish_reason, last.stop_reason, last.usage, output=last.index
+            )
         elif self.group.cancelled:
             usage = make_usage(self.group, self.group.members, time.monotonic())
-            end = End("abort", None, usage)
+            end = StreamEnd("abort", None, usage)
         else:
             end = error or EngineClosedError("the client's thread was stopped")
         self.group.cancelled = True

@@ -1,7 +1,7 @@
 """Gated activations, multiplication by a sigmoid, and the soft cap of logits."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 from functools import partial
 

@@ -107,7 +107,7 @@ class TritonAttention:
             batch, self.shape.num_kv_heads, max_len, self.num_sms, self.programs_per_sm
         )
 
-    def balances(self, max_len: int, window: int | None) -> bool:
+    def may_be_skewed(self, max_len: int, window: int | None) -> bool:
         """Whether decode rows of at most ``max_len`` tokens may need balanced splits.
 
         With a window they never do: all rows then see about as many keys.
@@ -123,7 +123,7 @@ class TritonAttention:
             max_len: length of the longest sequence for which the number of splits is chosen.
         """
         longest = int(lengths.max())
-        if not self.balances(longest, window):
+        if not self.may_be_skewed(longest, window):
             return False
         splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
         places = self.programs_per_sm * self.num_sms

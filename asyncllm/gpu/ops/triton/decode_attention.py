@@ -7,7 +7,7 @@ a long sequence has more (``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
 from asyncllm.gpu.ops.triton.merge_attention import balanced_split_keys, split_keys
-from asyncllm.gpu.ops.triton.paged_attention import Merge, PagedAttention
+from asyncllm.gpu.ops.triton.paged_attention import MergeArguments, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
 
 
@@ -157,7 +157,7 @@ class DecodeAttention(PagedAttention):
             # each MAX_ROWS.
             max_rows = next_power_of_2(max(plan.block_table.shape[0], batch))
         if extra or plan.splits > 1:
-            merge = Merge(
+            merge = MergeArguments(
                 grid[0] * grid[2], batch, seq_lens, extra or plan.splits, window=plan.window,
                 max_rows=max_rows,
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """decode_inputs: updates block tables and derives a decode step's inputs in one launch."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import triton
 import triton.language as tl

@@ -5,7 +5,7 @@ expert's pairs, and of the terms of a token's sum, is the same in each run.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import triton
 import triton.language as tl

@@ -7,7 +7,7 @@ second.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import torch
 import triton
@@ -55,8 +55,8 @@ def gate_up_kernel(
     tile_ends,
     num_experts,
     top_k,
-    width,
-    inner,
+    hidden_size,
+    intermediate_size,
     limit,
     alpha,
     stride_x,
@@ -67,7 +67,7 @@ def gate_up_kernel(
     CLAMPED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Computes the activated gate-up product by expert; grid ``(tiles, inner / COLUMNS)``."""
+    """Computes the activated gate-up product by expert; grid ``(tiles, blocks of columns)``."""
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -75,26 +75,28 @@ def gate_up_kernel(
     rows, real = find_rows(starts, tile_ends, expert, tile, ROWS)
     tokens = tl.load(pairs + rows, mask=real, other=0).to(tl.int64) // top_k
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    in_columns = columns < inner
+    in_columns = columns < intermediate_size
     # Offsets need 64 bits: all experts' weights together may have more than 2**31 elements.
-    own = expert.to(tl.int64) * 2 * inner
+    own = expert.to(tl.int64) * 2 * intermediate_size
     x_at = x + tokens[:, None] * stride_x
-    gate_at = weight + (own + columns)[None, :] * width
+    gate_at = weight + (own + columns)[None, :] * hidden_size
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, width, DEPTH):
+    for start in range(0, hidden_size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
-        deep = depth < width
+        deep = depth < hidden_size
         a = tl.load(x_at + depth[None, :], mask=real[:, None] & deep[None, :], other=0.0)
         mask = deep[:, None] & in_columns[None, :]
         at = gate_at + depth[:, None]
         gate = tl.dot(a, tl.load(at, mask=mask, other=0.0), gate, input_precision="ieee")
-        at += inner.to(tl.int64) * width
+        at += intermediate_size.to(tl.int64) * hidden_size
         up = tl.dot(a, tl.load(at, mask=mask, other=0.0), up, input_precision="ieee")
     if BIAS:
         bias_at = bias + own + columns
         gate += tl.load(bias_at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_at + inner, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_at + intermediate_size, mask=in_columns, other=0.0).to(tl.float32)[
+            None, :
+        ]
     # Round as a linear layer rounds its output.
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
@@ -104,7 +106,7 @@ def gate_up_kernel(
         result = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     else:
         result = activate_gate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32) * up
-    out_at = out + rows.to(tl.int64)[:, None] * inner + columns[None, :]
+    out_at = out + rows.to(tl.int64)[:, None] * intermediate_size + columns[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & in_columns[None, :])
 
 
@@ -119,14 +121,14 @@ def down_kernel(
     starts,
     tile_ends,
     num_experts,
-    width,
-    inner,
+    hidden_size,
+    intermediate_size,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Computes the weighted float32 result of each pair; grid ``(tiles, width / COLUMNS)``."""
+    """Computes the weighted float32 result of each pair; grid ``(tiles, blocks of columns)``."""
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -134,14 +136,14 @@ def down_kernel(
     rows, real = find_rows(starts, tile_ends, expert, tile, ROWS)
     pair = tl.load(pairs + rows, mask=real, other=0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    in_columns = columns < width
-    own = expert.to(tl.int64) * width
-    x_at = x + rows.to(tl.int64)[:, None] * inner
-    weight_at = weight + (own + columns)[None, :] * inner
+    in_columns = columns < hidden_size
+    own = expert.to(tl.int64) * hidden_size
+    x_at = x + rows.to(tl.int64)[:, None] * intermediate_size
+    weight_at = weight + (own + columns)[None, :] * intermediate_size
     result = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, inner, DEPTH):
+    for start in range(0, intermediate_size, DEPTH):
         depth = start + tl.arange(0, DEPTH)
-        deep = depth < inner
+        deep = depth < intermediate_size
         a = tl.load(x_at + depth[None, :], mask=real[:, None] & deep[None, :], other=0.0)
         mask = deep[:, None] & in_columns[None, :]
         b = tl.load(weight_at + depth[:, None], mask=mask, other=0.0)
@@ -150,7 +152,7 @@ def down_kernel(
         shift = tl.load(bias + own + columns, mask=in_columns, other=0.0)
         result += shift.to(tl.float32)[None, :]
     result *= tl.load(factors + pair, mask=real, other=0.0)[:, None]
-    out_at = out + pair[:, None] * width + columns[None, :]
+    out_at = out + pair[:, None] * hidden_size + columns[None, :]
     tl.store(out_at, result, mask=real[:, None] & in_columns[None, :])
 
 
@@ -163,7 +165,7 @@ class TritonExperts:
 
     def __init__(self, weights: ExpertsWeights, config: ActivationConfig) -> None:
         self.num_experts, self.config = weights.num_experts, config
-        self.width, self.inner = weights.width, weights.inner
+        self.hidden_size, self.intermediate_size = weights.hidden_size, weights.intermediate_size
         self.gate_up, self.down = weights.gate_up.values, weights.down.values
         self.gate_up_bias, self.down_bias = weights.gate_up.bias, weights.down.bias
 
@@ -176,28 +178,29 @@ class TritonExperts:
         gate: Tensor | None = None,
     ) -> Tensor:
         tokens, top_k = ids.shape
-        summed = x.new_empty((tokens, self.width))
+        summed = x.new_empty((tokens, self.hidden_size))
         if not tokens:
             return summed
         config, num_pairs = self.config, tokens * top_k
         shape = product_tiles(num_pairs, self.num_experts, x.element_size())
         plan = (*sort_pairs(ids, self.num_experts, shape.rows), self.num_experts)
-        # Each expert adds at most one tile that is not full; each tile has at least one pair.
+        # Upper bounds on the number of tiles: an expert adds at most one tile that is not full, and
+        # a tile has at least one pair.
         tiles = min(num_pairs, num_pairs // shape.rows + self.num_experts)
-        inner = x.new_empty((tokens, top_k * self.inner))
-        out = x.new_empty((tokens, top_k * self.width), dtype=torch.float32)
+        activated = x.new_empty((tokens, top_k * self.intermediate_size))
+        out = x.new_empty((tokens, top_k * self.hidden_size), dtype=torch.float32)
         constants = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
         constants |= {"num_warps": shape.warps, "num_stages": shape.stages}
         x = x if x.stride(1) == 1 else x.contiguous()
-        gate_up_kernel[(tiles, cdiv(self.inner, shape.columns))](
-            inner,
+        gate_up_kernel[(tiles, cdiv(self.intermediate_size, shape.columns))](
+            activated,
             x,
             self.gate_up,
             self.gate_up if self.gate_up_bias is None else self.gate_up_bias,
             *plan,
             top_k,
-            self.width,
-            self.inner,
+            self.hidden_size,
+            self.intermediate_size,
             config.limit or 0.0,
             config.alpha,
             x.stride(0),
@@ -206,15 +209,15 @@ class TritonExperts:
             ACTIVATION="gelu" if config.gelu else "silu",
             **constants,
         )
-        down_kernel[(tiles, cdiv(self.width, shape.columns))](
+        down_kernel[(tiles, cdiv(self.hidden_size, shape.columns))](
             out,
-            inner,
+            activated,
             self.down,
             self.down if self.down_bias is None else self.down_bias,
             weights,
             *plan,
-            self.width,
-            self.inner,
+            self.hidden_size,
+            self.intermediate_size,
             BIAS=self.down_bias is not None,
             **constants,
         )

@@ -9,7 +9,7 @@ exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in o
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import triton
 import triton.language as tl

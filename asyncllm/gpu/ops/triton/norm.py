@@ -1,7 +1,7 @@
 """TritonRMSNorm, TritonGatedNorm: norms, with a residual addition before or a gate after them."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import torch
 import triton

@@ -15,7 +15,7 @@ from asyncllm.gpu.ops.triton.operands import cache_strides, head_strides
 from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of
 
 
-class Merge(NamedTuple):
+class MergeArguments(NamedTuple):
     """The merge of partial results.
 
     Attributes:
@@ -56,7 +56,7 @@ class PagedAttention:
         grid: tuple[int, int, int],
         metadata: tuple[Tensor, ...],
         counts: tuple[int, ...],
-        merge: Merge | None,
+        merge: MergeArguments | None,
         **constants: Any,
     ) -> None:
         self._metadata, window = metadata, plan.window

@@ -8,7 +8,7 @@ there are few tiles, the keys of each are split among programs (``merge_attentio
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ import triton.language as tl
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
-from asyncllm.gpu.ops.triton.paged_attention import Merge, PagedAttention
+from asyncllm.gpu.ops.triton.paged_attention import MergeArguments, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
 
 
@@ -204,7 +204,7 @@ class PrefillAttention(PagedAttention):
         num_seqs, group = len(plan.seq_lens) - first, shape.group_size
         merge = None
         if splits > 1:
-            merge = Merge(
+            merge = MergeArguments(
                 num_tokens * splits, num_tokens, starts[num_seqs:], splits, first, prefill=True
             )
         super().__init__(

@@ -1,7 +1,7 @@
 """TritonRopeAndCache, TritonRope: QK-norm, RoPE and the KV write in one pass over q, k and v."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 from dataclasses import replace
 

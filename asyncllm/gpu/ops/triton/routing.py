@@ -1,7 +1,7 @@
 """TritonRouting: the routing of ``gpu/ops/routing.py``, in Triton."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def routing_kernel(
     expert_scale,
     stride,
     scale,
-    least_sum,
+    min_weight_sum,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -67,7 +67,7 @@ def routing_kernel(
         left = left & (experts != expert)
     if RENORMALISE:
         total = tl.sum(chosen, 0)
-        chosen = chosen / tl.where(total < least_sum, least_sum, total)
+        chosen = chosen / tl.where(total < min_weight_sum, min_weight_sum, total)
     chosen *= scale
     if EXPERT_SCALE:
         chosen *= tl.load(expert_scale + found)
@@ -102,7 +102,7 @@ class TritonRouting:
                 weights if self.expert_scale is None else self.expert_scale,
                 logits.stride(0),
                 config.scale,
-                config.least_sum,
+                config.min_weight_sum,
                 EXPERTS=config.num_experts,
                 BLOCK=next_power_of_2(config.num_experts),
                 TOP_K=config.top_k,

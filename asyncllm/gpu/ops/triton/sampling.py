@@ -15,7 +15,7 @@ race by their mass, then the tokens of the winning chunk. Otherwise:
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# The type checker takes a Triton kernel for a plain function, which has no ``kernel[grid]``.
+# pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
 
 from collections.abc import Mapping
 
@@ -42,7 +42,7 @@ from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 CHUNK = tl.constexpr(gumbel.CHUNK)
 MIN_TEMPERATURE = tl.constexpr(gumbel.MIN_TEMPERATURE)
 NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)
 
 COUNTER_ROWS = tl.constexpr(4)
 """Rows of Philox counters per program of ``chunk_kernel``; a row covers four chunks."""
@@ -248,14 +248,14 @@ def choose_kernel(
     min_p = tl.load(min_ps + req_index)
     limited = (k > 0) & (k < vocab_size)
     cut = limited | (min_p > 0.0)
-    # The sum is NaN if any logit is NaN or infinity.
+    # The total mass is NaN if any logit is NaN or infinity.
     valid = total >= 0.5
     logits += row * stride_logits
     if valid & (greedy == 0) & (cut == 0) & (top_p >= 1.0):
         token = race_in_chunk(logits, heaviest, factor, vocab_size, key)
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
         listed += row * num_chunks
-        floor_value = tl.maximum(largest + tl.log(min_p), LOWEST)
+        floor_value = tl.maximum(largest + tl.log(min_p), LOWEST_FLOAT32)
         bound = scaled_logit_of(logits, token, factor)
         order = sortable_bits_of(maxima)
         lowest_order = sortable_bits_of(bound)
@@ -290,7 +290,8 @@ def choose_kernel(
                 mass, following = race_ahead(
                     *among, largest, key, scaled_logit_of(logits, token, factor), token
                 )
-    # NaN in a chunk makes the total NaN; the maximum may hide it.
+    # Check the total mass, not the maximum: NaN in a chunk makes the total NaN, but a maximum may
+    # hide it.
     invalid = tl.where(total == 0.0, NO_TOKEN_LEFT, -1)
     tl.store(out + row, tl.where(valid, token, invalid).to(tl.int64))
     tl.store(last_sampled_tokens + req_index, tl.where(valid, token, 0).to(tl.int64))

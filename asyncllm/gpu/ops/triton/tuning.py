@@ -170,7 +170,7 @@ def num_splits(
     Programs run in waves, and a last wave of few programs takes as long as a full one. So the
     result is the smallest number of splits that keeps the GPU nearly as busy as the best number, as
     in FlashAttention's num_splits_heuristic. If a sequence has ``max_len`` tokens, none of its
-    splits has fewer than SPLIT_TOKENS. It depends on shapes alone, so that it is fixed in a
+    splits has fewer than SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed in a
     captured graph.
 
     Args:
@@ -179,9 +179,11 @@ def num_splits(
         num_sms: number of multiprocessors of the GPU.
         programs_per_sm: programs that run on a multiprocessor at the same time.
     """
-    num_places, programs = programs_per_sm * num_sms, batch * kv_heads
-    max_splits = min(max(cdiv(num_places, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS))
-    return _fewest_splits(programs, num_places, max(1, max_splits))
+    num_concurrent_programs, programs = programs_per_sm * num_sms, batch * kv_heads
+    max_splits = min(
+        max(cdiv(num_concurrent_programs, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS)
+    )
+    return _fewest_splits(programs, num_concurrent_programs, max(1, max_splits))
 
 
 def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
@@ -192,7 +194,9 @@ def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAM
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
 
-def is_skewed(longest: int, total: int, splits: int, kv_heads: int, num_places: int) -> bool:
+def is_skewed(
+    longest: int, total: int, splits: int, kv_heads: int, num_concurrent_programs: int
+) -> bool:
     """Whether the longest sequence would hold up a batch of decode rows.
 
     It does if one of its splits has SKEWED_TOKENS keys more than twice the average number of keys
@@ -201,9 +205,9 @@ def is_skewed(longest: int, total: int, splits: int, kv_heads: int, num_places: 
     Args:
         longest, total: tokens of the longest sequence, and of all sequences.
         splits: number of splits per sequence.
-        num_places: number of programs that run on the GPU at the same time.
+        num_concurrent_programs: number of programs that run on the GPU at the same time.
     """
-    fair = total * kv_heads // num_places
+    fair = total * kv_heads // num_concurrent_programs
     return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
 
 
@@ -227,15 +231,18 @@ def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -
 
 
 @lru_cache(maxsize=4096)
-def _fewest_splits(programs: int, num_places: int, max_splits: int) -> int:
-    rates = [wave_utilisation(programs * splits, num_places) for splits in range(1, max_splits + 1)]
+def _fewest_splits(programs: int, num_concurrent_programs: int, max_splits: int) -> int:
+    rates = [
+        wave_utilisation(programs * splits, num_concurrent_programs)
+        for splits in range(1, max_splits + 1)
+    ]
     good = 0.9 * max(rates)
     return next(splits for splits, rate in enumerate(rates, 1) if rate >= good)
 
 
-def wave_utilisation(programs: int, num_places: int) -> float:
+def wave_utilisation(programs: int, num_concurrent_programs: int) -> float:
     """Fraction of the GPU that equally long programs keep busy until the last one ends."""
-    return programs / (cdiv(programs, num_places) * num_places)
+    return programs / (cdiv(programs, num_concurrent_programs) * num_concurrent_programs)
 
 
 def row_warps(width: int) -> int:

@@ -1,4 +1,4 @@
-"""Tracks: the demo's streams, with their times and texts."""
+"""TrackedStream and Demo: the demo's streams, with their times and texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REFRESH_SECONDS = 0.08
 
 
 @dataclass(eq=False)
-class Track:
+class TrackedStream:
     """One stream, its text, and its timestamps by ``time.perf_counter``."""
 
     number: int
@@ -62,11 +62,11 @@ class Track:
 
 
 @dataclass
-class Show:
+class Demo:
     """All streams of one demo."""
 
     engine: AsyncLLMEngine
-    tracks: list[Track]
+    streams: list[TrackedStream]
     began_at: float
     ended_at: float | None = None
     stats: EngineStats = field(default_factory=EngineStats)
@@ -77,7 +77,7 @@ class Show:
 
     @property
     def num_streams_text(self) -> str:
-        return "1 stream" if len(self.tracks) == 1 else f"{len(self.tracks)} streams"
+        return "1 stream" if len(self.streams) == 1 else f"{len(self.streams)} streams"
 
     @property
     def elapsed(self) -> float:
@@ -85,14 +85,14 @@ class Show:
 
     @property
     def num_tokens(self) -> int:
-        return sum(track.num_tokens for track in self.tracks)
+        return sum(tracked.num_tokens for tracked in self.streams)
 
     @property
-    def num_at_once(self) -> int:
+    def max_streams(self) -> int:
         """Maximum number of streams that generated tokens at the same time."""
         spans = [
             (t.first_token_at, t.last_token_at)
-            for t in self.tracks
+            for t in self.streams
             if t.first_token_at and t.last_token_at
         ]
         return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
@@ -103,26 +103,26 @@ class Show:
 
     def totals_text(self) -> str:
         """Summary of the demo in one line."""
-        first = sorted(track.ttft for track in self.tracks if track.ttft is not None)
+        first = sorted(tracked.ttft for tracked in self.streams if tracked.ttft is not None)
         median = format_seconds(first[len(first) // 2]) if first else "–"
         return (
             f"{self.num_streams_text}, {self.num_tokens} tokens in {format_seconds(self.elapsed)}: "
             f"{format_rate(self.num_tokens, self.elapsed)} together, first token after {median} "
-            f"(median), up to {self.num_at_once} at once, {self.prefix_hit_rate:.0%} of the prompt "
+            f"(median), up to {self.max_streams} at once, {self.prefix_hit_rate:.0%} of the prompt "
             "from the prefix cache"
         )
 
 
-async def follow_all(show: Show, refresh: Callable[[], None]) -> None:
+async def follow_all(demo: Demo, refresh: Callable[[], None]) -> None:
     """Read every stream to its end, and call ``refresh`` about ten times a second."""
-    readers = [asyncio.create_task(track.follow_stream()) for track in show.tracks]
+    readers = [asyncio.create_task(tracked.follow_stream()) for tracked in demo.streams]
     try:
         pending = set(readers)
         while pending:
             _, pending = await asyncio.wait(pending, timeout=_REFRESH_SECONDS)
-            show.stats = show.engine.stats()
+            demo.stats = demo.engine.stats()
             refresh()
     finally:
         for reader in readers:
             reader.cancel()
-    show.ended_at = time.perf_counter()
+    demo.ended_at = time.perf_counter()

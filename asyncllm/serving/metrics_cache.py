@@ -1,4 +1,4 @@
-"""Scrapes: renders the metrics, once for all clients that wait."""
+"""MetricsCache: renders the metrics once for all clients that wait."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 import anyio
 
 from asyncllm.metrics import EngineMetrics
-from asyncllm.serving.turns import PAUSE_FACTOR
+from asyncllm.serving.parse_queue import PAUSE_FACTOR
 
 
-class Scrapes:
-    """Answers of ``/metrics``. The next rendering waits PAUSE_FACTOR times as long as the last one
-    took, so that any number of scrapes take at most a fifth of the event loop's time.
+class MetricsCache:
+    """Text of ``/metrics``, rendered once for all clients that wait. The next rendering waits
+    PAUSE_FACTOR times as long as the last one took, so that any number of scrapes take at most a
+    fifth of the event loop's time.
 
     Args:
         metrics: rendered at each scrape; a rendering takes some milliseconds.

@@ -1,4 +1,4 @@
-"""Turns and RequestStarts: bound the event loop's time for parsing and for new requests."""
+"""ParseQueue and RequestStartQueue: bound the event loop's time for parsing and new requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PAUSE_FACTOR = 4
 of the loop's time."""
 
 
-class Turns:
+class ParseQueue:
     """Queue of the connections with more unparsed data than one turn may parse.
 
-    A connection parses one turn's worth of data as soon as it is received. For the rest,
-    connections wait here in order of arrival, so that neither one connection nor many block the
-    loop.
+    A connection parses one turn's worth of data as soon as it is received. For the rest of its
+    data, a connection waits in this queue, in order of arrival, so that neither one connection nor
+    many block the loop.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ STARTS_PER_ITERATION = 4
 about a millisecond."""
 
 
-class RequestStarts:
+class RequestStartQueue:
     """Queue of the requests that begin, in order of arrival.
 
-    A loop that begins hundreds of requests at once serves no stream meanwhile. A client that sends
-    a request and closes its connection has often gone before the request begins, which only a later
-    iteration of the loop tells.
+    A loop that begins hundreds of requests at once serves no stream meanwhile. A request waits for
+    at least one iteration of the loop, because only then does the server notice a client that
+    closed its connection right after it sent the request.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ class RequestStarts:
         """Wait until the request may begin: for one iteration of the loop, or for its turn.
 
         Args:
-            is_gone: tells whether the client has gone; its request then takes no turn from others.
+            is_gone: function that returns whether the client has gone; its request then takes no
+                turn from other requests.
         """
         loop = asyncio.get_running_loop()
         if not self._waiting:

@@ -1,4 +1,4 @@
-"""any_of: makes a regular expression that finds any of many literal texts in linear time."""
+"""literal_pattern: makes a regular expression that finds many literal texts in linear time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_DEPTH = 64
 """Maximum depth of nested groups, which ``re`` compiles recursively."""
 
 
-def any_of(texts: Collection[str]) -> re.Pattern[str]:
+def literal_pattern(texts: Collection[str]) -> re.Pattern[str]:
     """Pattern that matches the longest of ``texts`` at each position; nothing if there are none.
 
     Common prefixes are factored out (a radix tree), because ``re`` tries alternatives one by one:

@@ -1,4 +1,4 @@
-"""WholeCalls: collects the tool calls of a stream until each is complete."""
+"""CallCollector: collects the tool calls of a stream until each is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncllm.outputs import ToolCall, ToolCallDelta
 
 
 @dataclass(slots=True)
-class WholeCalls:
+class CallCollector:
     """Collector of one output's fragments of tool calls.
 
     A call that was sent cannot be taken back if it turns out to be text. So a call is sent only

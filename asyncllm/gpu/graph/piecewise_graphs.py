@@ -1,4 +1,4 @@
-"""Segments: mixed steps as piecewise CUDA graphs, broken at each layer's attention."""
+"""PiecewiseGraphs: mixed steps as piecewise CUDA graphs, broken at each layer's attention."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, Part, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart, StepGraphs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.language_model import StepOutput
-from asyncllm.gpu.models.layers import Core, StepContext
+from asyncllm.gpu.models.layers import MixerCore, StepContext
 from asyncllm.gpu.step_memory import StepMemory
 
 
-class Segments:
+class PiecewiseGraphs:
     """Runs mixed steps as graphs with eager attention between them, and an eager last layer.
 
     The method is that of vLLM's breakable graphs. The layers run once under capture, on as many
@@ -63,7 +63,7 @@ class Segments:
         count = self._num_tokens = step.num_tokens
         context = self._context = self.model.context(step, self.cache)
         try:
-            self.graphs.run(GraphKey(bucket, Part.BODY))
+            self.graphs.run(GraphKey(bucket, GraphPart.BODY))
         finally:
             self._context = None
         ends = {name: tensor[:count] for name, tensor in self._ends.items()}
@@ -81,7 +81,7 @@ class Segments:
         """Runs all layers but the last, on as many tokens as the key's bucket holds."""
         step = self.memory.padded_inputs(key.bucket)
         inputs = self.model.token_inputs(step, self.cache)
-        context = _SegmentedContext(plans=(), segments=self, **inputs)
+        context = _PiecewiseContext(plans=(), piecewise=self, **inputs)
         x, residual = self.model.body(step, context)
         ends: dict[object, Tensor | None] = {
             "x": x, "residual": residual, "inputs": context.inputs,
@@ -93,7 +93,7 @@ class Segments:
             if tensor is not None:
                 self._ends[name] = self._copy_to_static_tensor(name, tensor)
 
-    def run_core(self, core: Core, width: int, tensors: Sequence[Tensor]) -> Tensor:
+    def run_core(self, core: MixerCore, width: int, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts the capture at attention or a recurrence; returns the tensor for its output."""
         count, example = len(tensors[0]), tensors[0]
         core_inputs = [
@@ -103,13 +103,13 @@ class Segments:
         self._cut_capture(partial(self._run_core, core, core_inputs, out))
         return out[:count]
 
-    def _run_core(self, core: Core, core_inputs: Sequence[Tensor], out: Tensor) -> None:
+    def _run_core(self, core: MixerCore, core_inputs: Sequence[Tensor], out: Tensor) -> None:
         """Runs attention or a recurrence on the step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = core(self._context, *(tensor[:count] for tensor in core_inputs))
-        # Zero the padded tokens' values, which an earlier, longer step has left there.
+        # Zero the values of padded tokens, which an earlier, longer step has written.
         if (filled := self._num_filled_rows.get(key, 0)) > count:
             out[count:filled].zero_()
         self._num_filled_rows[key] = count
@@ -134,11 +134,11 @@ class Segments:
 
 
 @dataclass(slots=True)
-class _SegmentedContext(StepContext):
+class _PiecewiseContext(StepContext):
     """StepContext of captured layers, which leaves attention and recurrences to the replay."""
 
-    segments: Segments | None = None
+    piecewise: PiecewiseGraphs | None = None
 
-    def run_core(self, core: Core, width: int, *tensors: Tensor) -> Tensor:
-        assert self.segments is not None
-        return self.segments.run_core(core, width, tensors)
+    def run_core(self, core: MixerCore, width: int, *tensors: Tensor) -> Tensor:
+        assert self.piecewise is not None
+        return self.piecewise.run_core(core, width, tensors)
