@@ -54,7 +54,7 @@ def check_kv_cache(kv: KVCacheManager, requests: list[Request]) -> None:
         assert bool(request.blocks) or request.num_computed_tokens == 0, request
         for group, blocks in zip(kv.groups, request.blocks, strict=False):
             assert request.num_computed_tokens <= len(blocks) * group.block_size, request
-            assert request.num_slots <= len(blocks) * group.block_size, request
+            assert request.num_covered_tokens <= len(blocks) * group.block_size, request
             num_null = request.num_out_of_window[group.index]
             expected = [i < num_null for i in range(len(blocks))]
             assert [b is null for b in blocks] == expected, request

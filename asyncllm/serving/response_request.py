@@ -45,12 +45,17 @@ Input = TextOr[
 ]
 
 
-class ResponseTool(Function):
+class _FunctionType(TypedDict):
+    # First among the bases, because an error names the first field that is wrong.
     type: Literal["function"]
 
 
-class ResponseNamedTool(NamedFunction):
-    type: Literal["function"]
+class ResponseTool(_FunctionType, Function):
+    pass
+
+
+class ResponseNamedTool(_FunctionType, NamedFunction):
+    pass
 
 
 ResponseToolChoice = TextOr[ToolMode, LimitedObject[ResponseNamedTool]]
