@@ -16,6 +16,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.loading import LoadedModel, Loader
 from asyncllm.runtime.mailbox import LoopMailbox
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor
 from asyncllm.text.chat_template import ChatTemplate
@@ -186,6 +187,21 @@ def core_of(engine: AsyncLLMEngine) -> EngineCore:
 def channel_of(stream: TokenStream) -> Channel:
     """What the engine thread has written for a stream, and its reader has not read."""
     return stream._channel
+
+
+def sampling_of(stream: TokenStream) -> SamplingParams:
+    """The checked parameters of a submitted stream."""
+    return stream._request.sampling
+
+
+def engine_number(stream: TokenStream) -> int:
+    """The number of the engine of a group that has the stream's request."""
+    return stream._group.engine
+
+
+def connections_of(server: Any) -> set[Any]:
+    """The open connections of a server that has started."""
+    return server._server.server_state.connections
 
 
 def mailbox_of_this_loop(engine: AsyncLLMEngine) -> LoopMailbox:

@@ -34,6 +34,7 @@ from tests.app_clients import (
     url_of,
     user,
 )
+from tests.fakes import connections_of
 from tests.idle import idle, until
 from tests.processes import python
 
@@ -398,7 +399,7 @@ async def test_a_client_that_does_not_read_is_left_in_the_end():
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await asyncio.to_thread(sock.connect, ("127.0.0.1", server.port))
-            while not (connections := server._server.server_state.connections):
+            while not (connections := connections_of(server)):
                 await asyncio.sleep(0.001)
             (connection,) = connections
             served = connection.transport.get_extra_info("socket")
@@ -457,7 +458,7 @@ async def test_events_are_sent_at_once():
         request = "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
         async with connected(server, request) as (reader, _):
             assert (await reader.readline()).split()[1] == b"200"
-            (connection,) = server._server.server_state.connections
+            (connection,) = connections_of(server)
             accepted = connection.transport.get_extra_info("socket")
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 

@@ -35,6 +35,7 @@ from tests.app_clients import (
     url_of,
     user,
 )
+from tests.fakes import connections_of
 from tests.idle import until
 from tests.websocket_frames import BINARY, CLOSE, FIN, PING, PONG, TEXT, UPGRADE, frame, heard
 
@@ -60,7 +61,7 @@ async def attacked(caplog, **options):
 async def all_left(server):
     """Returns when no connection is left."""
     async with asyncio.timeout(10):
-        while server._server.server_state.connections:
+        while connections_of(server):
             await asyncio.sleep(0.005)
 
 
@@ -160,7 +161,7 @@ async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch
     async with attacked(caplog) as server, connected(server, head) as (reader, writer):
         assert b" 200 " in await reader.readline()
         writer.write(b"x")
-        while server._server.server_state.connections:
+        while connections_of(server):
             if not writer.is_closing():
                 writer.write(sent)
             await asyncio.sleep(0.01)
@@ -313,8 +314,8 @@ async def deaf(server, request):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await asyncio.to_thread(sock.connect, ("127.0.0.1", server.port))
         async with asyncio.timeout(10):
-            await until(lambda: server._server.server_state.connections)
-        (connection,) = server._server.server_state.connections
+            await until(lambda: connections_of(server))
+        (connection,) = connections_of(server)
         served = connection.transport.get_extra_info("socket")
         served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sock.sendall(request)
@@ -519,7 +520,7 @@ async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch):
         for _ in range(6):
             reader, writer = await stack.enter_async_context(upgraded(server, message[:-1]))
             writers.append((reader, writer))
-        connections = server._server.server_state.connections
+        connections = connections_of(server)
 
         def held():
             return sorted(len(one.conn.reader.buffer) for one in connections)

@@ -104,6 +104,7 @@ async def playing(scenario, max_model_len=1500, step_time=0.01):
             yield browser, engine, rig
 
 
+@pytest.mark.slow
 async def test_two_tabs_chat_at_once():
     async with playing("interleave", max_model_len=80) as (browser, _, rig):
         result = await browser.hear()
@@ -247,6 +248,7 @@ async def test_markdown_is_rendered_and_copied():
     }
 
 
+@pytest.mark.slow
 async def test_chats_are_kept_by_tab_and_forgotten():
     async with playing("storage", max_model_len=30, step_time=0) as (browser, *_):
         result = await browser.hear()
@@ -257,6 +259,7 @@ async def test_chats_are_kept_by_tab_and_forgotten():
     assert (result["refused"], result["failures"]) == ("without storage", [])
 
 
+@pytest.mark.slow
 async def test_no_scroll_bar_where_nothing_is_to_scroll():
     async with playing("empty", max_model_len=30, step_time=0) as (browser, *_):
         assert await browser.hear() == []
@@ -345,6 +348,7 @@ ANSWER = [
 ]
 
 
+@pytest.mark.slow
 async def test_calls_are_cards_and_thoughts_are_folded():
     """They run in the page, and their results go back to the model."""
     scripted = ScriptedServer()
@@ -372,6 +376,7 @@ async def test_calls_are_cards_and_thoughts_are_folded():
     ]
 
 
+@pytest.mark.slow
 async def test_enter_drawers_and_edges_on_a_phone():
     async with playing("phone") as (browser, *_):
         result = await browser.hear()

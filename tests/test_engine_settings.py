@@ -21,6 +21,7 @@ from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine, fake_llm
 from tests.app_clients import app_client, user
 from tests.checkpoints import DEMO_MODEL, make_checkpoint
+from tests.fakes import sampling_of
 from tests.model_configs import LLAMA, QWEN3
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -40,7 +41,7 @@ async def test_defaults_of_the_model_are_taken_or_not(setting, temperature, top_
     engine = AsyncLLMEngine(generation_config=setting, **SMALL)
     async with app_client(engine) as client:
         stream = engine.stream("Once", max_tokens=1)
-        sampling = stream._request.sampling
+        sampling = sampling_of(stream)
         await stream.result()
         assert (sampling.temperature, sampling.top_p) == (temperature, top_p)
         assert engine.model_config.eos_token_ids == (2, 0)

@@ -41,7 +41,7 @@ from asyncllm.testing import byte_tokenizer, fake_engine
 from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.text.tokenizer import Tokenizer
 from tests.event_loops import run as run  # a fixture
-from tests.fakes import core_of, fake, fake_group
+from tests.fakes import core_of, engine_number, fake, fake_group, sampling_of
 from tests.idle import all_free, idle, until
 
 
@@ -118,7 +118,7 @@ async def test_the_seeds_of_a_group_are_those_of_an_engine():
     async def seeds(engine):
         async with engine:
             streams = [engine.stream([i], max_tokens=1) for i in range(12)]
-            return [stream._request.sampling.seed for stream in streams]
+            return [sampling_of(stream).seed for stream in streams]
 
     alone = await seeds(fake().engine(seed=7))
     assert await seeds(fake_group(3).engine(seed=7)) == alone
@@ -164,7 +164,7 @@ async def test_a_prompt_goes_where_free_blocks_take_it():
         # Of both prompts the first engine has 40 tokens; the rest of one does not fit there.
         large = group.stream([1] * 40 + [5] * 160, max_tokens=1)
         small = group.stream([1] * 40 + [5] * 4, max_tokens=1)
-        assert [large._group.engine, small._group.engine] == [1, 0]
+        assert [engine_number(large), engine_number(small)] == [1, 0]
         held.abort()
         assert {await one for one in map(finish, (small, large))} == {"length"}
 
@@ -397,7 +397,7 @@ async def test_a_call_that_waits_is_no_refusal_and_a_call_at_an_engine_waits_the
         by_engine = [stream._group.engine for stream in held]
         assert by_engine[:2] == [0, 1]
         stream, other = await asyncio.gather(alone, tasks[0])
-        assert (stream._group.engine, other._group.engine) == (1, 0)
+        assert (engine_number(stream), engine_number(other)) == (1, 0)
         await group.resume()
         assert {await one for one in map(finish, [stream, other])} == {"length"}
 
@@ -501,7 +501,7 @@ async def test_what_has_no_token_is_sent_again(how):
             else:
                 reading = asyncio.create_task(stream.result())
         await until(lambda: core.admission.num_live or core_of(group.engines[1]).admission.num_live)
-        seed = stream._request.sampling.seed if how != "map" else 11
+        seed = sampling_of(stream).seed if how != "map" else 11
         number = 0 if core.admission.num_live else 1
         rig.rigs[number].executor.faults[0] = ZeroDivisionError("on purpose")
         await group.engines[1 - number].resume()
@@ -513,7 +513,7 @@ async def test_what_has_no_token_is_sent_again(how):
         assert group.stats().engines[1 - number].num_finished == 1
         if how != "map":
             assert result.request_id == "x"
-            assert stream._request.sampling.seed == seed
+            assert sampling_of(stream).seed == seed
         async with fake().engine() as alone:
             options.pop("request_id", None)
             expected = await alone.generate(
@@ -529,7 +529,7 @@ async def test_a_request_that_has_given_a_token_is_not_sent_again():
     async with rig.engine(retries=1) as group:
         stream = group.stream([4, 2], max_tokens=200)
         await until(lambda: stream._channel.num_written > 2)
-        number = stream._group.engine
+        number = engine_number(stream)
         steps = group.engines[number].stats().num_steps
         rig.rigs[number].executor.faults[steps + 5] = ZeroDivisionError("on purpose")
         tokens = []
@@ -546,7 +546,7 @@ async def test_what_was_aborted_or_retried_or_has_nowhere_to_go_is_not_sent_agai
         for engine in group.engines.values():
             await engine.pause()
         streams = [group.stream([i], max_tokens=3) for i in range(3)]
-        by_engine = {stream._group.engine: stream for stream in streams}
+        by_engine = {engine_number(stream): stream for stream in streams}
         rig.rigs[0].executor.faults[0] = ZeroDivisionError("on purpose")
         await group.engines[0].resume()
         await until(lambda: group.engines[0].state == "dead")
@@ -560,7 +560,7 @@ async def test_what_was_aborted_or_retried_or_has_nowhere_to_go_is_not_sent_agai
         await until(lambda: group.engines[1].stats().num_waiting == 0)
         before = submitted(group)
         again = group.stream([7], max_tokens=3)
-        if again._group.engine == 1:
+        if engine_number(again) == 1:
             await until(lambda: group.engines[1].state == "dead")
             again.abort()
             with pytest.raises(EngineDeadError):
@@ -617,7 +617,7 @@ async def test_engines_come_and_go_while_streams_run():
         removal = asyncio.create_task(group.remove(leaving, drain=None))
         await until(lambda: leaving.state == "closed")
         held = submitted(group)[0]
-        drained = next(s for s in streams if s._group.engine == 0)
+        drained = next(s for s in streams if engine_number(s) == 0)
         group.abort(drained.request_id)  # Its engine drains, and is still in reach.
         more = [group.stream([200 + i], max_tokens=2) for i in range(6)]
         assert submitted(group)[0] == held

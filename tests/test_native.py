@@ -362,6 +362,7 @@ def test_a_compiler_that_fails_says_what_it_said(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.so"))
 
 
+@pytest.mark.slow
 def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
     """A function that two units define is one of them after linking, and that one may have
     instructions that the processor lacks."""

@@ -22,7 +22,7 @@ from asyncllm.serving import create_app
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.websocket import serve
-from tests.fakes import fake
+from tests.fakes import connections_of, fake
 from tests.idle import idle, until
 from tests.missing_package import import_error
 from tests.websocket_clients import ENDS, Client, client_of, served, text_of
@@ -456,7 +456,7 @@ async def test_a_client_that_does_not_read_hurts_no_other():
         sock.setblocking(False)
         async with client_of(server, sock=sock) as slow, client_of(server) as other:
             slow.connection.transport.pause_reading()
-            transports = [c.transport for c in server._server.server_state.connections]
+            transports = [c.transport for c in connections_of(server)]
             for transport in transports:
                 transport.get_extra_info("socket").setsockopt(
                     socket.SOL_SOCKET, socket.SO_SNDBUF, 4096

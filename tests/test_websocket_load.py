@@ -9,6 +9,7 @@ import json
 import random
 import resource
 
+import pytest
 from websockets.exceptions import ConnectionClosed
 
 from tests.app_clients import open_to
@@ -85,6 +86,7 @@ async def attack(server, num_messages: int) -> int:
     return answered
 
 
+@pytest.mark.slow
 async def test_10_000_malformed_messages_hurt_no_other_client():
     rig = fake(num_blocks=4000)
     async with served(rig.engine(), max_message_size=120_000) as server:
