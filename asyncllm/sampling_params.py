@@ -46,7 +46,7 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 1024
 """Maximum number of characters of a bad word. All bad words are checked at each token while the
 batch waits."""
-MAX_BAD_CHARACTERS = 2**14
+MAX_BAD_WORDS_CHARACTERS = 2**14
 """Maximum number of characters of all bad words together. Each bad word is tokenised twice while an
 event loop waits."""
 
@@ -231,8 +231,8 @@ class SamplingParams:
         for word in self.bad_words:
             if not word.strip():
                 raise check.invalid("bad_words", word, "words, not white space alone")
-        if sum(map(len, self.bad_words)) > MAX_BAD_CHARACTERS:
-            accepted = f"at most {MAX_BAD_CHARACTERS} characters in all"
+        if sum(map(len, self.bad_words)) > MAX_BAD_WORDS_CHARACTERS:
+            accepted = f"at most {MAX_BAD_WORDS_CHARACTERS} characters in all"
             raise check.invalid("bad_words", self.bad_words, accepted)
 
     def check_limits(

@@ -24,8 +24,8 @@ from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
 from asyncllm.sampling_params import (
-    MAX_BAD_CHARACTERS,
     MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS_CHARACTERS,
     MAX_BIAS,
     MAX_STOP_IDS,
     SamplingParams,
@@ -201,7 +201,7 @@ def test_two_rounds_have_the_distribution_of_one() -> None:
 
 
 def test_bad_words_have_a_bound_on_all_of_their_characters() -> None:
-    words = ["x" * MAX_BAD_WORD_LENGTH] * (MAX_BAD_CHARACTERS // MAX_BAD_WORD_LENGTH)
+    words = ["x" * MAX_BAD_WORD_LENGTH] * (MAX_BAD_WORDS_CHARACTERS // MAX_BAD_WORD_LENGTH)
     assert SamplingParams(bad_words=words).bad_words == tuple(words)
     with refused("bad_words", "at most 16384 characters in all"):
         SamplingParams(bad_words=[*words, "y"])

@@ -122,7 +122,7 @@ class GGUFFamily:
         hidden_scale_num_layers: layer count of the one model that scales queries by the hidden size
             divided by the number of heads, instead of by the head size; 0 if no model does.
         rope: RoPE parameters that the metadata lacks.
-        variant: a metadata key, and the row of files in which this key is not 0.
+        variant: a metadata key, and the family of the files in which this key is not 0.
     """
 
     architecture: str

@@ -95,30 +95,30 @@ class View:
         if not streams:
             return Group()
         width = self._console.width // columns
-        bodies = [self._wrap_text(tracked, width - 4) for tracked in streams]
+        bodies = [self._wrap_text(stream, width - 4) for stream in streams]
         if height is None:
             height = max(len(lines) for lines in bodies) + 2
         grid = Table.grid(expand=False)
         for _ in range(columns):
             grid.add_column(width=width)
         panels = [
-            self._panel(tracked, lines[-(height - 2) :], width, height)
-            for tracked, lines in zip(streams, bodies, strict=True)
+            self._panel(stream, lines[-(height - 2) :], width, height)
+            for stream, lines in zip(streams, bodies, strict=True)
         ]
         for i in range(0, len(panels), columns):
             grid.add_row(*panels[i : i + columns])
         return grid
 
-    def _wrap_text(self, tracked: TrackedStream, width: int) -> list[Text]:
-        text = tracked.error or tracked.text.strip()
-        if not tracked.done:
-            text += _CURSOR if tracked.first_token_at is not None else ""
+    def _wrap_text(self, stream: TrackedStream, width: int) -> list[Text]:
+        text = stream.error or stream.text.strip()
+        if not stream.done:
+            text += _CURSOR if stream.first_token_at is not None else ""
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
-    def _panel(self, tracked: TrackedStream, lines: list[Text], width: int, height: int) -> Panel:
-        style = _stream_style(tracked)
-        kind = f" {tracked.prompt.kind} "
-        asked = one_line(tracked.prompt.title, max(width - len(kind) - 6, 0))
+    def _panel(self, stream: TrackedStream, lines: list[Text], width: int, height: int) -> Panel:
+        style = _stream_style(stream)
+        kind = f" {stream.prompt.kind} "
+        asked = one_line(stream.prompt.title, max(width - len(kind) - 6, 0))
         return Panel(
             Text("\n").join(lines),
             box=box.ROUNDED,
@@ -127,24 +127,24 @@ class View:
             border_style=style,
             title=Text.assemble((kind, f"bold {style}"), (asked + " ", "dim")),
             title_align="left",
-            subtitle=Text(_format_timings(tracked), style="dim"),
+            subtitle=Text(_format_timings(stream), style="dim"),
             subtitle_align="right",
         )
 
     def _status_marks(self) -> Text:
         """Status marks, one character per stream, cut to the width of the console."""
         strip = Text(" ")
-        for tracked in self._demo.streams:
+        for stream in self._demo.streams:
             mark = (
                 "✗"
-                if tracked.error
+                if stream.error
                 else "●"
-                if tracked.done
+                if stream.done
                 else "◐"
-                if tracked.first_token_at
+                if stream.first_token_at
                 else "·"
             )
-            strip.append(mark, style=_stream_style(tracked))
+            strip.append(mark, style=_stream_style(stream))
         strip.truncate(self._console.width - 1, overflow="ellipsis")
         return strip
 
@@ -173,27 +173,27 @@ class View:
         table.add_column("asked" if asked > 8 else "", no_wrap=True, style="dim")
         for name in ("tokens", "first token", "then", "end"):
             table.add_column(name, justify="right", no_wrap=True)
-        for tracked in self._demo.streams:
+        for stream in self._demo.streams:
             table.add_row(
-                tracked.prompt.kind,
-                one_line(tracked.prompt.title, asked) if asked > 8 else "",
-                str(tracked.num_tokens),
-                format_seconds(tracked.ttft),
-                tracked.speed,
-                Text(tracked.finish_reason or "failed", style=_stream_style(tracked)),
+                stream.prompt.kind,
+                one_line(stream.prompt.title, asked) if asked > 8 else "",
+                str(stream.num_tokens),
+                format_seconds(stream.ttft),
+                stream.speed,
+                Text(stream.finish_reason or "failed", style=_stream_style(stream)),
             )
         return table
 
 
-def _stream_style(tracked: TrackedStream) -> str:
-    if tracked.error:
+def _stream_style(stream: TrackedStream) -> str:
+    if stream.error:
         return "red"
-    if tracked.done:
+    if stream.done:
         return "green"
-    return "bright_black" if tracked.first_token_at is None else "cyan"
+    return "bright_black" if stream.first_token_at is None else "cyan"
 
 
-def _format_timings(tracked: TrackedStream) -> str:
-    if tracked.first_token_at is None:
-        return " failed " if tracked.error else " waiting "
-    return f" {format_seconds(tracked.ttft)} · {tracked.num_tokens} tokens · {tracked.speed} "
+def _format_timings(stream: TrackedStream) -> str:
+    if stream.first_token_at is None:
+        return " failed " if stream.error else " waiting "
+    return f" {format_seconds(stream.ttft)} · {stream.num_tokens} tokens · {stream.speed} "

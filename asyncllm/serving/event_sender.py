@@ -72,7 +72,7 @@ async def sending_events(
     opening: str,
     write_error: Callable[[ProtocolError], str],
 ) -> AsyncIterator[EventSender]:
-    """Send an answer from the streams inside the block, and end it.
+    """Context manager of an answer: its body sends the streams' events, its exit ends the answer.
 
     Args:
         opening: events to send before the first text.

@@ -98,14 +98,14 @@ class RequestBody(BaseModel):
 
     Class attributes:
         NEUTRAL: for each unsupported field, the values without effect; these and null are accepted.
-        NEUTRAL_PARTS: the same for parts of supported fields, by their paths: "field.part".
+        NEUTRAL_SUBFIELDS: the same for parts of supported fields, by their paths: "field.part".
         KIND: key in COUNTERPARTS for the names that other APIs give to these fields.
     """
 
     # pydantic also applies these settings to TypedDicts in the fields.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     KIND: ClassVar[str] = "field"
     _unsupported: UnsupportedFields = PrivateAttr(default_factory=UnsupportedFields)
 
@@ -125,7 +125,7 @@ class RequestBody(BaseModel):
             body = cls.model_validate(fields)
         except ValidationError as error:
             raise cls._to_protocol_error(error) from None
-        for path, accepted in cls.NEUTRAL_PARTS.items():
+        for path, accepted in cls.NEUTRAL_SUBFIELDS.items():
             name, _, part = path.partition(".")
             value = (getattr(body, name) or {}).get(part)
             if value is not None and value not in accepted:

@@ -120,7 +120,7 @@ class ResponseRequest(ConversationFields):
         "truncation": ("disabled",),
     }
     # Reasoning is not summarised, and "auto" leaves that choice to the server.
-    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "text.verbosity": ("medium",),
         "reasoning.summary": ("auto",),
         "reasoning.generate_summary": ("auto",),

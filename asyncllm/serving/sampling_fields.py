@@ -131,8 +131,7 @@ class SamplingFields(RequestBody):
         for kind, bounds in (int | None, INTEGER_BOUNDS), (float | None, NUMBER_BOUNDS):
             for name, (low, high) in bounds.items():
                 field = cls.model_fields.get(name)
-                # A field of another type is not SamplingParams' field, but the protocol's field of
-                # that name.
+                # A field whose type is not that of SamplingParams only has its name in common.
                 if field is not None and field.annotation == kind:
                     least = "exclusiveMinimum" if name == "top_p" else "minimum"
                     schema["properties"][name] |= {least: low, "maximum": high}
@@ -163,7 +162,7 @@ class StreamOptions(TypedDict):
 class ChoicesRequest(SamplingFields):
     """Fields of the two protocols whose answers have ``choices``."""
 
-    NEUTRAL_PARTS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
+    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
 
     n: int | None = None
     stream: bool | None = None

@@ -35,8 +35,8 @@ MAX_ITEMS_OF_SCHEMA = 1000
 number from growing with the output."""
 
 MAX_ITEMS_OF_GRAMMAR = 256
-"""Maximum number of Earley items after one token of a caller's own grammar: 0.3 ms. The grammar may
-be ambiguous; its time then grows with the cube of the output's length."""
+"""Maximum number of Earley items after one token, which take 0.3 ms, where the grammar is a caller's
+own. It may be ambiguous; its time then grows with the cube of the output's length."""
 
 MAX_STATES = 24_576
 """Maximum number of states of a grammar's automaton, which grows with its outputs. A string of

@@ -63,7 +63,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     try:
         return _parse_mapping(value)
     except InvalidRequestError as error:
-        error.param = _PARAM  # ``param`` lacks the kind, which the message names.
+        error.param = _PARAM  # The message alone names the kind, such as "regex".
         raise
 
 

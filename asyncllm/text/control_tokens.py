@@ -100,7 +100,7 @@ class ControlTokens:
         return any(sign in text for sign in (*self._delimiters, *self._word_tokens))
 
     def render(self, texts: Iterable[str], render: Callable[[Callable[[str], str]], str]) -> str:
-        """Render a prompt for ``encode``, with delimiters in messages hidden where needed.
+        """Render a prompt for ``encode``, which keeps special tokens' texts in messages as text.
 
         Args:
             texts: all strings of a conversation.

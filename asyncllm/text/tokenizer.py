@@ -122,14 +122,14 @@ class Tokenizer:
             raise config.invalid_field("response_template", "an object")
         return cls(backend, template, special_tokens, response)
 
-    def with_chat_template(self, given: str | os.PathLike[str]) -> Tokenizer:
+    def with_chat_template(self, template: str | os.PathLike[str]) -> Tokenizer:
         """Copy of the tokenizer with another chat template.
 
         Args:
-            given: as for ``ChatTemplate.from_setting``.
+            template: as for ``ChatTemplate.from_setting``.
         """
         other = copy(self)
-        other.chat_template = ChatTemplate.from_setting(given, self.special_tokens)
+        other.chat_template = ChatTemplate.from_setting(template, self.special_tokens)
         return other
 
     @cached_property
@@ -179,7 +179,7 @@ class Tokenizer:
             messages, kwargs | {"add_generation_prompt": add_generation_prompt}
         )
         try:
-            return self.chat_template.render(conversation, self._render_limits(None))
+            return self.chat_template.render(conversation, self._template_limits(None))
         except TemplateLimitError as error:
             raise _limit_error(error) from None
 
@@ -207,7 +207,7 @@ class Tokenizer:
         """
         if at_once and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _EVENT_LOOP_LIMITS if at_once else self._render_limits(max_tokens)
+        limits = _EVENT_LOOP_LIMITS if at_once else self._template_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:
@@ -228,7 +228,7 @@ class Tokenizer:
                 ) from None
             raise _limit_error(error) from None
 
-    def _render_limits(self, max_tokens: int | None) -> RenderLimits:
+    def _template_limits(self, max_tokens: int | None) -> RenderLimits:
         fitting = (max_tokens or 0) * self._max_token_characters or _MAX_PROMPT_CHARACTERS
         return RenderLimits(
             min(fitting, _MAX_PROMPT_CHARACTERS), _MAX_PROMPT_CHARACTERS, seconds=2.0

@@ -197,4 +197,4 @@ def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
     ]
     assert [record.key for record in replay.graphs.captured] == [keys[0], keys[1], keys[3]]
     short = make_step(1024, (64,), torch.bfloat16)
-    assert (replay.can_balance, replay_of(short).can_balance) == (True, False)
+    assert (replay.has_balanced_attention, replay_of(short).has_balanced_attention) == (True, False)

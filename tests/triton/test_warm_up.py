@@ -57,7 +57,7 @@ def run_everything(runner: ModelRunner) -> None:
     memory.prepare_sampling(Stages.LOGPROBS, memory.host_buffers[0])
     for rows in sorted({*replay.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
         replay.graphs.run(GraphKey(rows))
-        if replay.can_balance:
+        if replay.has_balanced_attention:
             replay.graphs.run(GraphKey(rows, balanced=True))
         for each in stages if rows in (1, 3, ROWS) else ():
             replay.run_padded_rows(GraphKey(rows, GraphPart.FORWARD))
@@ -130,7 +130,7 @@ def test_everything_is_compiled_before_the_first_step(monkeypatch, name, max_len
     if steps_of(runner).model.model.experts:
         tiles = {key for key in compiled if key.startswith("gate_up_kernel")}
         assert len(tiles) == 2, "experts have small tiles and large ones"
-    assert replay_of(runner).can_balance == (max_len > 1024)
+    assert replay_of(runner).has_balanced_attention == (max_len > 1024)
     with compiling(monkeypatch) as found:
         run_everything(runner)
         draw_for_the_host(runner)

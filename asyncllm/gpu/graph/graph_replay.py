@@ -77,7 +77,7 @@ class GraphReplay(Replay):
         ]
 
     @property
-    def can_balance(self) -> bool:
+    def has_balanced_attention(self) -> bool:
         """Whether some batches may run with balanced attention."""
         return bool(self._skew_tests)
 

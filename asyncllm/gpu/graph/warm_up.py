@@ -50,7 +50,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     sizes = replay.graphs.buckets or (1, info.max_num_seqs)
     rows = sorted({sizes[0], sizes[-1]})
     steps = [*(partial(replay.run_padded_rows, GraphKey(count)) for count in rows)]
-    if replay.can_balance:
+    if replay.has_balanced_attention:
         steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], balanced=True)))
     prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
     steps += [partial(_sample_processed, runner)]

@@ -118,7 +118,7 @@ class Scope:
         return self.ops.rms_norm(self.norm_weight(name, stored), self.model.rms_norm_eps)
 
     def residual_norm(self, name: str, stored: str | None, scale: float = 1.0) -> RMSNorm:
-        """Makes the norm before a block, which first adds its input to the residual.
+        """Makes the op before a block: it adds its input to the residual and norms the sum.
 
         If ``stored`` is None, the op only adds.
         """

@@ -101,8 +101,9 @@ def kept_tokens(
 
     Args:
         values: ``[S, C]``, the largest logits divided by the temperature, descending.
-        total: ``[S]`` float64, probability mass of the row divided by the likeliest token's;
-            infinity where ``values`` include every token that min_p and top_k keep.
+        total: ``[S]`` float64, the mass that top_p is a share of, divided by the likeliest token's;
+            infinity where it is the sum over the kept ``values``, which are all that min_p and
+            top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
     kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MOST_NEGATIVE)
