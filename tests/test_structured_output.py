@@ -440,6 +440,21 @@ async def test_compiles_past_their_time_are_bounded(slow, monkeypatch):
         slow.gate.set()
 
 
+async def test_three_threads_at_most_compile(slow):
+    async with ByteRig().engine(grammar_timeout=0.3) as engine:
+        asked = [{"regex": f"slow{i}"} for i in range(5)]
+        streams = [engine.stream("x", structured_outputs=one) for one in asked]
+        messages = []
+        for stream in streams:
+            with pytest.raises(RequestError) as caught:
+                await stream.result()
+            messages.append(str(caught.value))
+        assert sum("was not compiled within grammar_timeout" in one for one in messages) == 3
+        assert sum("3 grammars that took longer" in one for one in messages) == 2
+        assert len(slow.begun) == 3
+        slow.gate.set()
+
+
 async def test_a_request_that_waits_for_its_grammar_can_be_aborted_and_expires(slow):
     async with ByteRig().engine() as engine:
         aborted = engine.stream("x", structured_outputs={"regex": "slow"})
