@@ -18,7 +18,7 @@ from asyncllm.structured.grammar import GrammarError, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
 from asyncllm.structured.merged_schemas import refuse_large_merges
 from asyncllm.structured.references import refuse_infinite_references
-from asyncllm.structured.spec import parse_structured_outputs
+from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests.refusals import refused
 from tests.structured import ByteRig, accepts, byte_vocabulary, tokens_of
 
@@ -138,10 +138,13 @@ def deep(count: int) -> dict[str, Any]:
          "has 3001 properties, expected at most 3000"),
         (lambda n: {"allOf": [{"properties": {f"p{i}": {}}} for i in range(n)]}, 3000,
          "has 3001 properties, expected at most 3000"),
+        (lambda n: {"properties": {f"p{i}": {} for i in range(600)},
+                    "anyOf": [{"minProperties": i} for i in range(n)]}, 162,
+         "too many combinations of schemas"),
         (lambda n: {"type": ["object", "string", "object"][:n]}, 2, "'type' has a type twice"),
     ],
     ids=["patterns", "allOf", "enum", "anyOf", "merged patterns", "objects", "references",
-         "properties", "merged properties", "types"],
+         "properties", "merged properties", "properties of alternatives", "types"],
 )  # fmt: skip
 def test_what_takes_seconds_to_compile_is_refused(llguidance, schema, most, message) -> None:
     refuse_large_merges(json.loads(json.dumps(schema(most))))
@@ -288,7 +291,7 @@ def test_xgrammar_refuses_schemas_that_take_long_to_compile(schema, work) -> Non
 def test_a_schema_past_the_limits_of_llguidance_is_refused_without_xgrammar() -> None:
     backends = Backends("auto", byte_vocabulary)
     with pytest.raises(GrammarError, match="max is 1000") as caught:
-        backends.compile(parse_structured_outputs({"json": with_properties(251)}), lambda: None)
+        backends.compile(StructuredOutputs("json", json.dumps(with_properties(251))), lambda: None)
     assert "xgrammar" not in str(caught.value)
     assert list(backends._backends) == ["llguidance"]
 

@@ -27,11 +27,9 @@ further one doubles the time."""
 MAX_REMAINDERS = 16_384
 """Maximum number of remainders over all ``multipleOf`` of a schema: they take 50 ms and 8 MB."""
 
-MAX_VALUES = 20_000
-"""Maximum number of values whose schemas are examined."""
-
-MAX_APPLIED_SCHEMAS = 400_000
-"""Maximum number of schemas that apply to the examined values, counted for each value."""
+MAX_APPLIED_SCHEMAS = 200_000
+"""Maximum number of values that are examined and of schemas that apply to them, counted each time:
+0.5 s."""
 
 MAX_EXPANDED = 4096
 """Maximum number of schemas of one value when each reference is replaced by its target, as
@@ -122,15 +120,14 @@ class _MergeChecker:
             because llguidance compiles it once.
         """
         applied, num_merged = self._included_schemas(schemas)
+        self._num_applied_schemas += 1 + num_merged
+        if self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
+            raise GrammarError("too many combinations of schemas apply to one value")
         key = frozenset(map(id, applied)), known
         if key in self._pattern_work:
             is_merged = sum(isinstance(one, Mapping) for one in schemas) > 1
             return self._pattern_work[key] if is_merged else 0
         self._pattern_work[key] = 0
-        self._num_applied_schemas += num_merged
-        too_many = self._num_applied_schemas > MAX_APPLIED_SCHEMAS
-        if too_many or len(self._pattern_work) > MAX_VALUES:
-            raise GrammarError("too many combinations of schemas apply to one value")
         alternative_lists = [
             choices
             for schema in applied
@@ -212,23 +209,26 @@ class _MergeChecker:
 
 def _child_groups(applied: list[Schema]) -> Iterable[list[Any]]:
     """Groups of schemas that apply to one property or item of the value."""
-    names = _names(applied, "properties", "patternProperties")
+    by_name: dict[str, list[Any]] = {}
+    for schema in applied:
+        for keyword in ("properties", "patternProperties"):
+            if isinstance(found := schema.get(keyword), Mapping):
+                for name, one in found.items():
+                    by_name.setdefault(name, []).append(one)
     others = [
         schema["additionalProperties"] for schema in applied if "additionalProperties" in schema
     ]
-    for name in names:
-        maps = (schema.get(k) for schema in applied for k in ("properties", "patternProperties"))
-        yield [one[name] for one in maps if isinstance(one, Mapping) and name in one] + others
+    for group in by_name.values():
+        yield group + others
     yield others
     for keyword in ("items", "prefixItems", "additionalItems"):
         found = [schema[keyword] for schema in applied if keyword in schema]
         yield [one for part in found for one in (part if isinstance(part, list) else [part])]
 
 
-def _names(applied: list[Schema], *keywords: str) -> dict[str, None]:
-    """Names in maps of schemas, such as ``properties``, in their order."""
-    maps = [schema.get(keyword) for schema in applied for keyword in keywords]
-    return dict.fromkeys(name for one in maps if isinstance(one, Mapping) for name in one)
+def _names(applied: list[Schema], keyword: str) -> set[str]:
+    maps = (schema.get(keyword) for schema in applied)
+    return {name for one in maps if isinstance(one, Mapping) for name in one}
 
 
 def _pattern_work(applied: list[Schema]) -> int:
