@@ -41,7 +41,7 @@ MAX_PROPERTIES = 3000
 
 MAX_PATTERN_WORK = 100_000
 """Maximum work to compare the ``patternProperties`` of the objects of a form: the characters of
-each two patterns, and PATTERN_COST for each of the two. As much takes up to 1.2 s."""
+each two patterns, and PATTERN_COST for each of the two. As much takes up to 0.6 s."""
 
 PATTERN_COST = 32
 
