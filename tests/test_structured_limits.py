@@ -160,6 +160,18 @@ def test_equal_merges_within_an_object_count_each(llguidance) -> None:
         compiled(llguidance, json=deep(20))
 
 
+def test_equal_merges_in_alternatives_count_each(llguidance) -> None:
+    schema = {
+        "$defs": {"x": {"properties": {"p": {"minProperties": 1}}}},
+        "properties": {"p": names(20)},
+        "anyOf": [{"$ref": "#/$defs/x"}] * 3,
+    }
+    refuse_large_merges(json.loads(json.dumps(schema)))
+    schema["anyOf"] *= 2
+    with pytest.raises(GrammarError, match="patternProperties take a work of"):
+        compiled(llguidance, json=schema)
+
+
 def test_the_schemas_of_one_form_count_together(llguidance) -> None:
     parts = [names(20) for _ in range(8)]
     compiled(llguidance, structural_tag=tags(*parts[:7]))
