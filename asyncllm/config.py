@@ -158,8 +158,8 @@ class EngineConfig:
         reasoning_parser: how the model writes its reasoning: "auto" as for ``tool_call_parser``, or
             "deepseek_r1", "qwen3", "mistral", "gpt_oss"; None leaves reasoning in the text.
         structured_outputs_backend: "llguidance" or "xgrammar" loads that backend when the engine
-            starts. "auto" loads llguidance at its first use, and compiles grammars that it refuses
-            with xgrammar if that is installed.
+            starts. "auto" loads llguidance at its first use, and compiles structural tags that it
+            refuses with xgrammar if that is installed.
         logits_processors: subclasses of LogitsProcessor, or their names as "module:Class", 64 at
             most. Processors of the entry point group ``asyncllm.logits_processors`` are added to
             them.

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from asyncllm import InvalidRequestError
 from asyncllm.serving.protocol_error import from_engine_error
+from asyncllm.structured.backends import Backends
 from asyncllm.structured.grammar import GrammarError, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
 from asyncllm.structured.merged_schemas import refuse_large_merges
 from asyncllm.structured.references import refuse_infinite_references
-from asyncllm.structured.spec import parse_structured_outputs
+from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests.refusals import refused
 from tests.structured import ByteRig, accepts, byte_vocabulary, tokens_of
 
@@ -98,6 +99,117 @@ def test_what_applies_to_different_values_is_not_counted_together(schema) -> Non
     refuse_large_merges(schema)
 
 
+def names(count: int, **others: Any) -> dict[str, Any]:
+    """An object with patternProperties of 3 characters each."""
+    matched = {f"^{i:02}": {"type": "integer"} for i in range(count)}
+    return {"type": "object", "patternProperties": matched, **others}
+
+
+def tags(*schemas: dict[str, Any]) -> dict[str, Any]:
+    made = [{"begin": f"<f{i}>", "schema": one, "end": "<"} for i, one in enumerate(schemas)]
+    return {"type": "structural_tag", "structures": made, "triggers": ["<f"]}
+
+
+def nested(inner: dict[str, Any]) -> dict[str, Any]:
+    return {"properties": {"a": {"properties": {"b": inner}}}}
+
+
+def deep(count: int) -> dict[str, Any]:
+    """An object with as many merges of an object in it, each of equal schemas."""
+    merges = [{"$ref": "#/$defs/x"} for _ in range(count)]
+    return {**nested(names(9)), "allOf": merges, "$defs": {"x": nested(names(9))}}
+
+
+# Each is just below a bound for the number that is named, and above it for the next one.
+@pytest.mark.parametrize(
+    ("schema", "most", "message"),
+    [
+        (names, 53, "a work of 100170 "),
+        (lambda n: {"allOf": [names(20), *[{"type": "object"}] * n]}, 5, "a work of 106400 "),
+        (lambda n: names(20, enum=[{"01": i} for i in range(n)]), 6, "a work of 106400 "),
+        (lambda n: names(20, anyOf=[{"minProperties": i} for i in range(n)]), 3,
+         "a work of 119700 "),
+        (lambda n: {"allOf": [names(n), {"patternProperties": names(20)["patternProperties"]}]},
+         31, "a work of 104160 "),
+        (lambda n: {"prefixItems": [names(20) for _ in range(n)]}, 7, "a work of 106400 "),
+        (lambda n: {"allOf": [{"type": "object"}, *[{"$ref": "#/$defs/x"}] * n],
+                    "$defs": {"x": names(20)}}, 2, "a work of 106400 "),
+        (lambda n: {"properties": {f"p{i}": {} for i in range(n)}}, 3000,
+         "has 3001 properties, expected at most 3000"),
+        (lambda n: {"allOf": [{"properties": {f"p{i}": {}}} for i in range(n)]}, 3000,
+         "has 3001 properties, expected at most 3000"),
+        (lambda n: {"properties": {f"p{i}": {} for i in range(600)},
+                    "anyOf": [{"minProperties": i} for i in range(n)]}, 162,
+         "too many combinations of schemas"),
+        (lambda n: {"type": ["object", "string", "object"][:n]}, 2, "'type' has a type twice"),
+    ],
+    ids=["patterns", "allOf", "enum", "anyOf", "merged patterns", "objects", "references",
+         "properties", "merged properties", "properties of alternatives", "types"],
+)  # fmt: skip
+def test_what_takes_seconds_to_compile_is_refused(llguidance, schema, most, message) -> None:
+    refuse_large_merges(json.loads(json.dumps(schema(most))))
+    with pytest.raises(GrammarError, match=message):
+        compiled(llguidance, json=schema(most + 1))
+    with pytest.raises(GrammarError, match=message):
+        compiled(llguidance, grammar=f"start: %json {json.dumps(schema(most + 1))}")
+
+
+def test_equal_merges_within_an_object_count_each(llguidance) -> None:
+    refuse_large_merges(deep(19))
+    with pytest.raises(GrammarError, match="patternProperties take a work of 100800 "):
+        compiled(llguidance, json=deep(20))
+
+
+def test_equal_merges_in_alternatives_count_each(llguidance) -> None:
+    schema = {
+        "$defs": {"x": {"properties": {"p": {"minProperties": 1}}}},
+        "properties": {"p": names(20)},
+        "anyOf": [{"$ref": "#/$defs/x"}] * 3,
+    }
+    refuse_large_merges(json.loads(json.dumps(schema)))
+    schema["anyOf"] *= 2
+    with pytest.raises(GrammarError, match="patternProperties take a work of"):
+        compiled(llguidance, json=schema)
+
+
+def test_the_schemas_of_one_form_count_together(llguidance) -> None:
+    parts = [names(20) for _ in range(8)]
+    compiled(llguidance, structural_tag=tags(*parts[:7]))
+    with pytest.raises(GrammarError, match="a work of 106400 "):
+        compiled(llguidance, structural_tag=tags(*parts))
+    rules = [f"p{i}: %json {json.dumps(one)}" for i, one in enumerate(parts)]
+    with pytest.raises(GrammarError, match="a work of 106400 "):
+        compiled(llguidance, grammar="start: p0\n" + "\n".join(rules))
+    assert accepts(compiled(llguidance, grammar="start: p0\n" + "\n".join(rules[:7])), '{"011":1}')
+    multiples = [{"type": "integer", "multipleOf": one} for one in (8191, 8192, 3)]
+    compiled(llguidance, structural_tag=tags(*multiples[:2]))
+    with pytest.raises(GrammarError, match="multipleOf has 16386 remainders"):
+        compiled(llguidance, structural_tag=tags(*multiples))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ("start: %json\n\t{HUGE}", "patterns and formats apply"),
+        ("start: %json{HUGE}", "patterns and formats apply"),
+        ("start: p\np: %lark {\nstart: %json {HUGE}\n}", "patterns and formats apply"),
+        ("root ::= %json {HUGE}", "the GBNF cannot be read"),
+        ('start: "a" // %json {HUGE}', "patterns and formats apply"),
+        ('start: %json {"minimum": ' + "9" * 5000 + "}", "no JSON behind %json at character 13"),
+        ("start: %json {'a': 1}", "no JSON behind %json at character 13"),
+        ("start: %json " + '{"a":' * 20_000, "no JSON behind %json at character 13"),
+        ('start: %json {"$ref": "#"}', "values that never end"),
+        (' {"grammars": [{"json_schema": {HUGE}}]}', "begins with '{'"),
+        ('{"grammars": [{"lark_grammar": "start: %json {}"}]}', "begins with '{'"),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_a_schema_in_a_grammar_is_checked_as_any_other(llguidance, grammar, message) -> None:
+    huge = json.dumps({"allOf": patterns(36)})
+    with pytest.raises(GrammarError, match=message):
+        compiled(llguidance, grammar=grammar.replace("{HUGE}", huge))
+
+
 # The most that llguidance takes, and one more.
 @pytest.mark.parametrize(
     ("count", "required", "others"),
@@ -159,10 +271,41 @@ async def test_more_within_an_output_end_their_own_request(schema) -> None:
 def test_xgrammar_takes_what_is_past_the_others_limits() -> None:
     from asyncllm.structured.xgrammar_backend import XGrammarBackend
 
-    schema = with_properties(550)
-    assert accepts(
-        compiled(XGrammarBackend(byte_vocabulary()), json=schema), '{"p3": 1, "p549": 2}'
-    )
+    backend = XGrammarBackend(byte_vocabulary())
+    assert accepts(compiled(backend, json=with_properties(427)), '{"p3": 1, "p426": 2}')
+    with pytest.raises(GrammarError, match="a work of 2002 to compile, expected at most 2000"):
+        compiled(backend, json=with_properties(428))
+
+
+def ranges(count: int) -> dict[str, Any]:
+    return {"type": "array", "prefixItems": [{"type": "integer", "minimum": 7}] * count}
+
+
+@pytest.mark.parametrize(
+    ("schema", "work"),
+    [
+        (ranges(500), 2002),
+        (with_properties(272, additionalProperties=True), 2395),
+        ({"anyOf": [with_properties(9) for _ in range(101)]}, 2022),
+    ],
+    ids=["ranges", "an open object", "alternatives"],
+)
+def test_xgrammar_refuses_schemas_that_take_long_to_compile(schema, work) -> None:
+    from asyncllm.structured.xgrammar_backend import XGrammarBackend
+
+    backend = XGrammarBackend(byte_vocabulary())
+    with pytest.raises(GrammarError, match=f"a work of {work} to compile"):
+        compiled(backend, json=schema)
+    with pytest.raises(GrammarError, match=f"a work of {work + 44} to compile"):
+        compiled(backend, structural_tag=tags(schema, with_properties(20)))
+
+
+def test_a_schema_past_the_limits_of_llguidance_is_refused_without_xgrammar() -> None:
+    backends = Backends("auto", byte_vocabulary)
+    with pytest.raises(GrammarError, match="max is 1000") as caught:
+        backends.compile(StructuredOutputs("json", json.dumps(with_properties(251))), lambda: None)
+    assert "xgrammar" not in str(caught.value)
+    assert list(backends._backends) == ["llguidance"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from asyncllm import (
     RequestError,
 )
 from asyncllm.core.executor import StepOutOfMemoryError
-from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar, GrammarError
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
@@ -427,16 +426,30 @@ async def test_a_compile_past_its_time_fails_its_requests_and_is_kept(slow):
         assert (await engine.generate("x", structured_outputs={"regex": "slow"})).text == "slow"
 
 
-async def test_compiles_past_their_time_are_bounded(slow, monkeypatch):
-    monkeypatch.setattr(compiler_module, "MAX_OVERDUE", 2)
+async def test_compiles_past_their_time_are_bounded(slow):
     async with ByteRig().engine(grammar_timeout=0.1) as engine:
-        for i in range(2):
+        for i in range(3):
             with pytest.raises(InvalidRequestError, match="grammar_timeout"):
                 await engine.generate("x", structured_outputs={"regex": f"slow{i}"})
-        with pytest.raises(RequestError, match="2 grammars that took longer"):
+        with pytest.raises(RequestError, match="3 grammars that took longer"):
             await engine.generate("x", structured_outputs={"regex": "slow9"})
         assert (await engine.generate("y", max_tokens=5)).finish_reason
         assert "slow9" not in slow.begun
+        slow.gate.set()
+
+
+async def test_three_threads_at_most_compile(slow):
+    async with ByteRig().engine(grammar_timeout=0.3) as engine:
+        asked = [{"regex": f"slow{i}"} for i in range(5)]
+        streams = [engine.stream("x", structured_outputs=one) for one in asked]
+        messages = []
+        for stream in streams:
+            with pytest.raises(RequestError) as caught:
+                await stream.result()
+            messages.append(str(caught.value))
+        assert sum("was not compiled within grammar_timeout" in one for one in messages) == 3
+        assert sum("3 grammars that took longer" in one for one in messages) == 2
+        assert len(slow.begun) == 3
         slow.gate.set()
 
 

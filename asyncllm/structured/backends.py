@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import threading
 from collections.abc import Callable
 from typing import Literal
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.grammar import Grammar, GrammarBackend, GrammarError, Vocabulary
-from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
 from asyncllm.structured.spec import StructuredOutputs
 
 StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
@@ -22,7 +20,7 @@ class Backends:
     """Grammar backends of one engine, each made at its first use.
 
     With "auto", llguidance compiles the grammars that it can enforce. If xgrammar is installed, it
-    compiles the other grammars.
+    compiles the other structural tags.
 
     Args:
         choice: ``EngineConfig.structured_outputs_backend``.
@@ -65,10 +63,12 @@ class Backends:
                 output but the empty one.
         """
         refusals = []
-        for name in self._backend_names():
+        names = self._backend_names()
+        if spec.kind != "structural_tag":
+            # llguidance enforces all that xgrammar does, but for what exceeds its limits of work.
+            names = names[:1]
+        for name in names:
             try:
-                if refusals:
-                    check_xgrammar_can_compile(spec)
                 backend = self._get_backend(name)
                 before_compile()
                 grammar = backend.compile(spec)
@@ -99,18 +99,6 @@ class Backends:
                     self._vocabulary = self._make_vocabulary()
                 backend = self._backends[name] = make_backend(name, self._vocabulary)
             return backend
-
-
-def check_xgrammar_can_compile(spec: StructuredOutputs) -> None:
-    """Raise GrammarError for a specification that xgrammar cannot enforce.
-
-    It is called after llguidance has refused the specification, so that xgrammar, whose import
-    takes seconds, is imported only where it helps.
-    """
-    if spec.kind == "json":
-        refuse_ignored_by_xgrammar(json.loads(spec.text))
-    elif spec.kind != "structural_tag":
-        raise GrammarError
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:

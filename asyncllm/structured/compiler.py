@@ -27,9 +27,9 @@ NICENESS = 5
 """Increase of a compiling thread's niceness, on Linux: the threads of a step get three times its
 time on a busy processor."""
 
-MAX_OVERDUE = 4
-"""Maximum number of overdue compilations. While so many run, no other begins: each occupies a
-thread, which cannot be stopped."""
+MAX_EXTRA_THREADS = 1
+"""Maximum number of threads in place of those whose compilation is overdue, and cannot be stopped.
+While the compilations of all threads are overdue, no other begins."""
 
 COOLDOWN_FACTOR = 2
 MAX_COOLDOWN = 1.0
@@ -74,11 +74,11 @@ class GrammarCompiler:
 
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
-    for it fail. It cannot be interrupted, so it continues on its thread, another thread takes its
-    place, and the result is cached. A queued compilation that no request waits for any more is
-    dropped. A thread has a low priority on Linux, and rests after each compilation. A result after
-    the end of the engine is dropped. The interpreter's exit waits up to ``timeout`` for
-    compilations that have begun.
+    for it fail. It cannot be interrupted, so it continues on its thread, and the result is cached.
+    Up to ``MAX_EXTRA_THREADS`` threads take the places of such ones. A queued compilation that no
+    request waits for any more is dropped. A thread has a low priority on Linux, and rests after
+    each compilation. A result after the end of the engine is dropped. The interpreter's exit waits
+    up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.
@@ -127,12 +127,6 @@ class GrammarCompiler:
         with self._lock:
             if self._closed:
                 return  # The engine has ended, and so has the request.
-            if self._num_overdue >= MAX_OVERDUE:
-                raise RequestError(
-                    f"structured_outputs: {self._num_overdue} grammars that took longer than "
-                    f"grammar_timeout={self._timeout:g} s are still being compiled; expected "
-                    "fewer to begin another"
-                )
             job = self._jobs.get(spec)
             if job is None:
                 if len(self._threads) - self._num_overdue < MAX_THREADS:
@@ -156,7 +150,16 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
-        """Start a thread. The caller holds the lock until it has queued a job for the thread."""
+        """Start a thread, unless so many run that another has to take the job. The caller holds the
+        lock until it has queued a job for the thread."""
+        if len(self._threads) >= MAX_THREADS + MAX_EXTRA_THREADS:
+            if len(self._threads) > self._num_overdue:
+                return
+            raise RequestError(
+                f"structured_outputs: {self._num_overdue} grammars that took longer than "
+                f"grammar_timeout={self._timeout:g} s are still being compiled; expected fewer to "
+                "begin another"
+            )
         thread = threading.Thread(target=self._run_jobs, name="asyncllm-grammar", daemon=True)
         try:
             thread.start()

@@ -27,6 +27,7 @@ from asyncllm.structured.parser_limits import (
     max_items_in_row,
     may_force_text,
     refuse_unsupported_by_llguidance,
+    refuse_unsupported_in_lark,
     shorten_message,
 )
 from asyncllm.structured.spec import StructuredOutputs
@@ -116,7 +117,9 @@ class LLGuidanceBackend:
                     )
                     return library.grammar_from_lark(to_lark(json.loads(text), special_tokens))
                 case "grammar":
-                    return library.grammar_from_lark(_grammar_to_lark(text))
+                    lark = _grammar_to_lark(text)
+                    refuse_unsupported_in_lark(lark)
+                    return library.grammar_from_lark(lark)
         except ValueError as error:
             raise GrammarError(str(error)) from None
 

@@ -1,8 +1,9 @@
 """refuse_large_merges: bounds the schemas that llguidance merges because they apply to one value.
 
 llguidance merges the schemas of ``allOf``, and the keywords beside a ``$ref``, into one automaton.
-The states of patterns multiply; those of ``multipleOf`` are the least common multiple. llguidance's
-limits do not count this work, and nothing interrupts it.
+The states of patterns multiply; those of ``multipleOf`` are the least common multiple. For each two
+``patternProperties`` of an object, llguidance tests whether one name can match both, and tests
+again after each merge. llguidance's limits do not count this work, and nothing interrupts it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.structured.json_schema import subschemas
 from asyncllm.structured.references import is_local, resolve
+from asyncllm.validation import describe
 
 MAX_PATTERNS = 8
 """Maximum number of patterns and formats of one value. To merge as many takes 4 ms, and each
@@ -25,40 +27,62 @@ further one doubles the time."""
 MAX_REMAINDERS = 16_384
 """Maximum number of remainders over all ``multipleOf`` of a schema: they take 50 ms and 8 MB."""
 
-MAX_VALUES = 20_000
-"""Maximum number of values whose schemas are examined."""
-
-MAX_APPLIED_SCHEMAS = 400_000
-"""Maximum number of schemas that apply to the examined values, counted for each value."""
+MAX_APPLIED_SCHEMAS = 200_000
+"""Maximum number of values that are examined and of schemas that apply to them, counted each time:
+0.5 s."""
 
 MAX_EXPANDED = 4096
 """Maximum number of schemas of one value when each reference is replaced by its target, as
 llguidance does: 30 levels of two equal references have a billion."""
 
+MAX_PROPERTIES = 3000
+"""Maximum number of properties of one object. llguidance's time is quadratic in the optional ones:
+0.4 s for 3,000."""
+
+MAX_PATTERN_WORK = 100_000
+"""Maximum work to compare the ``patternProperties`` of the objects of a form: the characters of
+each two patterns, and PATTERN_COST for each of the two. As much takes up to 0.6 s."""
+
+PATTERN_COST = 32
+
 Schema = Mapping[str, Any]
 
 
-def refuse_large_merges(root: Any) -> None:
-    """Raise GrammarError if llguidance could take very long to merge schemas of one value."""
+def refuse_large_merges(*roots: Any) -> None:
+    """Raise GrammarError if llguidance could take very long to merge schemas of one value.
+
+    Args:
+        roots: all schemas of one form, whose work is counted together.
+    """
     try:
-        merges = _MergeChecker(root)
-        for schema in subschemas(root):
-            if merges.num_expanded(schema) > MAX_EXPANDED:
-                raise GrammarError(
-                    f"more than {MAX_EXPANDED} schemas apply to one value or are its alternatives"
-                )
-        merges.examine_value([root])
+        merges = _MergeChecker()
+        for root in roots:
+            merges.examine_root(root)
     except RecursionError:
         raise GrammarError("the schemas of one value are nested too deeply") from None
 
 
 class _MergeChecker:
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._examined_keys: set[tuple[frozenset[int], frozenset[int]]] = set()
+    def __init__(self) -> None:
+        self._root: Any = None
+        self._pattern_work: dict[tuple[frozenset[int], frozenset[int]], int] = {}
         self._multiples: set[frozenset[Fraction]] = set()
-        self._num_remainders = self._num_applied_schemas = 0
+        self._num_remainders = self._num_applied_schemas = self._total_pattern_work = 0
         self._sizes: dict[int, int] = {}
+
+    def examine_root(self, root: Any) -> None:
+        self._root = root
+        for schema in subschemas(root):
+            if self.num_expanded(schema) > MAX_EXPANDED:
+                raise GrammarError(
+                    f"more than {MAX_EXPANDED} schemas apply to one value or are its alternatives"
+                )
+            types = schema.get("type")
+            if isinstance(types, list) and len(types) > len(set(map(str, types))):
+                # llguidance compiles the schema once for each type.
+                raise GrammarError(f"'type' has a type twice: {describe(types)}")
+        self._total_pattern_work += self.examine_value([root])
+        self._check_pattern_work(self._total_pattern_work)
 
     def num_expanded(self, schema: Any) -> int:
         """Number of schemas that apply to a value of ``schema``, or are alternatives for it."""
@@ -85,20 +109,25 @@ class _MergeChecker:
                 return [resolve(pointer, self._root)]
         return []
 
-    def examine_value(self, schemas: Iterable[Any], known: frozenset[int] = frozenset()) -> None:
+    def examine_value(self, schemas: list[Any], known: frozenset[int] = frozenset()) -> int:
         """Check schemas that apply to one value, then those of its items and properties.
 
         Args:
             known: ids of the ``anyOf`` and ``oneOf`` lists that are expanded already.
+
+        Returns:
+            The work to compare ``patternProperties``; 0 for one schema that is examined already,
+            because llguidance compiles it once.
         """
-        applied = self._included_schemas(schemas)
-        key = frozenset(map(id, applied)), known
-        if key in self._examined_keys:
-            return
-        self._examined_keys.add(key)
-        self._num_applied_schemas += len(applied)
-        if len(self._examined_keys) > MAX_VALUES or self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
+        applied, num_merged = self._included_schemas(schemas)
+        self._num_applied_schemas += 1 + num_merged
+        if self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
             raise GrammarError("too many combinations of schemas apply to one value")
+        key = frozenset(map(id, applied)), known
+        if key in self._pattern_work:
+            is_merged = sum(isinstance(one, Mapping) for one in schemas) > 1
+            return self._pattern_work[key] if is_merged else 0
+        self._pattern_work[key] = 0
         alternative_lists = [
             choices
             for schema in applied
@@ -106,33 +135,57 @@ class _MergeChecker:
             if isinstance(choices := schema.get(keyword), list) and id(choices) not in known
         ]
         self._check_patterns(applied, alternative_lists)
-        for group in _child_groups(applied):
-            self.examine_value(group)
+        if (count := len(_names(applied, "properties"))) > MAX_PROPERTIES:
+            raise GrammarError(
+                f"an object has {count} properties, expected at most {MAX_PROPERTIES}"
+            )
+        work = _pattern_work(applied)
+        work *= num_merged + sum(_num_constants(schema) for schema in applied)
+        repeats = num_merged - len(applied) + 1
+        work += repeats * sum(self.examine_value(group) for group in _child_groups(applied))
         known |= set(map(id, alternative_lists))
+        num_combinations = math.prod(max(1, len(choices)) for choices in alternative_lists)
         for choices in alternative_lists:
             for choice in choices:
-                self.examine_value([*applied, choice], known)
+                found = self.examine_value([*schemas, choice], known)
+                work += found * (num_combinations // len(choices))
+        self._check_pattern_work(work)
+        self._pattern_work[key] = work
+        return work
 
-    def _included_schemas(self, schemas: Iterable[Any]) -> list[Schema]:
+    def _check_pattern_work(self, work: int) -> None:
+        if work > MAX_PATTERN_WORK:
+            raise GrammarError(
+                f"patternProperties take a work of {work} to compare (each two of an object, by "
+                f"their characters), expected at most {MAX_PATTERN_WORK}: fewer or shorter ones"
+            )
+
+    def _included_schemas(self, schemas: Iterable[Any]) -> tuple[list[Schema], int]:
         """Schemas that apply to the value: ``schemas``, and those that they include by ``allOf``
-        and ``$ref``."""
+        and ``$ref``; and how many they are if one that is included again counts again."""
         found: dict[int, Schema] = {}
         pending = list(schemas)
+        count = 0
         while pending:
             schema = pending.pop()
-            if not isinstance(schema, Mapping) or id(schema) in found:
+            if not isinstance(schema, Mapping):
+                continue
+            count += 1
+            if id(schema) in found:
                 continue
             found[id(schema)] = schema
             if isinstance(included := schema.get("allOf"), list):
                 pending += included
             pending += self._target(schema)
-        return list(found.values())
+        return list(found.values()), count
+
+    def _num_patterns(self, schema: Any) -> int:
+        return len(_patterns(self._included_schemas([schema])[0]))
 
     def _check_patterns(self, applied: list[Schema], alternative_lists: list[list[Any]]) -> None:
         # One alternative of each list applies, in any combination.
         count = len(_patterns(applied)) + sum(
-            max((len(_patterns(self._included_schemas([choice]))) for choice in choices), default=0)
-            for choices in alternative_lists
+            max(map(self._num_patterns, choices), default=0) for choices in alternative_lists
         )
         if count > MAX_PATTERNS:
             raise GrammarError(
@@ -156,23 +209,37 @@ class _MergeChecker:
 
 def _child_groups(applied: list[Schema]) -> Iterable[list[Any]]:
     """Groups of schemas that apply to one property or item of the value."""
-    names = dict.fromkeys(
-        name
-        for schema in applied
-        for keyword in ("properties", "patternProperties")
-        if isinstance(schema.get(keyword), Mapping)
-        for name in schema[keyword]
-    )
+    by_name: dict[str, list[Any]] = {}
+    for schema in applied:
+        for keyword in ("properties", "patternProperties"):
+            if isinstance(found := schema.get(keyword), Mapping):
+                for name, one in found.items():
+                    by_name.setdefault(name, []).append(one)
     others = [
         schema["additionalProperties"] for schema in applied if "additionalProperties" in schema
     ]
-    for name in names:
-        maps = (schema.get(k) for schema in applied for k in ("properties", "patternProperties"))
-        yield [one[name] for one in maps if isinstance(one, Mapping) and name in one] + others
+    for group in by_name.values():
+        yield group + others
     yield others
     for keyword in ("items", "prefixItems", "additionalItems"):
         found = [schema[keyword] for schema in applied if keyword in schema]
         yield [one for part in found for one in (part if isinstance(part, list) else [part])]
+
+
+def _names(applied: list[Schema], keyword: str) -> set[str]:
+    maps = (schema.get(keyword) for schema in applied)
+    return {name for one in maps if isinstance(one, Mapping) for name in one}
+
+
+def _pattern_work(applied: list[Schema]) -> int:
+    """Work to compare each two ``patternProperties`` of the value."""
+    names = _names(applied, "patternProperties")
+    return max(0, len(names) - 1) * sum(len(name) + PATTERN_COST for name in names)
+
+
+def _num_constants(schema: Schema) -> int:
+    """Number of constants, each of which llguidance merges with the keywords beside it."""
+    return len(found) if isinstance(found := schema.get("enum"), list) else 0
 
 
 def _patterns(applied: list[Schema]) -> set[tuple[str, str]]:

@@ -11,6 +11,7 @@ grow with each token.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
@@ -60,6 +61,7 @@ MAX_FORCED_OF_LITERALS = 2**14
 follows forced text to its end within one mask: for ``a{100000}`` it takes 0.1 s and 40 MB."""
 
 _EXPRESSIONS = ('"pattern', '"regex"', '"grammar"')
+_JSON_SCHEMA = re.compile(r"%json[ \t\r\n]*+\{")
 _COUNT = re.compile(r"\{\s*(\d+)")
 _COUNTED = ('"minLength"', '"maxLength"', '"multipleOf"')
 
@@ -90,12 +92,37 @@ def max_items_in_row(spec: StructuredOutputs) -> int:
     return MAX_ITEMS_OF_GRAMMAR if nested or spec.kind == "grammar" else MAX_ITEMS_OF_SCHEMA
 
 
-def refuse_unsupported_by_llguidance(schema: Any) -> None:
+def refuse_unsupported_by_llguidance(*schemas: Any) -> None:
     """Raise GrammarError for a keyword that llguidance does not enforce, for a schema whose values
-    never end, and for one whose parts llguidance could take hours to merge."""
-    refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
-    refuse_infinite_references(schema)
-    refuse_large_merges(schema)
+    never end, and for those whose parts llguidance could take hours to merge.
+
+    Args:
+        schemas: all schemas of one form.
+    """
+    for schema in schemas:
+        refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)
+        refuse_infinite_references(schema)
+    refuse_large_merges(*schemas)
+
+
+def refuse_unsupported_in_lark(grammar: str) -> None:
+    """Raise GrammarError for the schemas of ``%json`` in a grammar whose values never end, or whose
+    parts llguidance could take hours to merge.
+
+    A text ``%json {`` counts in comments and strings too: JSON has to follow it everywhere.
+    """
+    if grammar.lstrip().startswith("{"):
+        # llguidance's own JSON could hide ``%json`` behind an escape.
+        raise GrammarError("begins with '{', expected a grammar in Lark or GBNF")
+    schemas = []
+    for start in (found.end() - 1 for found in _JSON_SCHEMA.finditer(grammar)):
+        try:
+            schemas.append(json.JSONDecoder().raw_decode(grammar, start)[0])
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"no JSON behind %json at character {start} ({error})") from None
+    for schema in schemas:
+        refuse_infinite_references(schema)
+    refuse_large_merges(*schemas)
 
 
 def check_first_states(matcher: Any, mask_size: int, num_characters: int) -> None:

@@ -29,6 +29,7 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
     Raises:
         GrammarError: for an unsupported format.
     """
+    refuse_unsupported_by_llguidance(*schemas_in_tag(tag))
     lark = _Lark(special_tokens)
     form = convert_to_format(tag)["format"]
     if _require_field(form, "type", str) == "triggered_tags":
@@ -127,7 +128,6 @@ def _require_field(form: Any, name: str, kind: type) -> Any:
 def _json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
-    refuse_unsupported_by_llguidance(schema)
     options = {"whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}"}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 

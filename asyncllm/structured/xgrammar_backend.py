@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,18 @@ from asyncllm.structured.grammar import (
     GrammarMemory,
     Vocabulary,
 )
-from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar
+from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar, subschemas
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import convert_to_format, schemas_in_tag
 
 MAX_FREE_TEXT_SPANS = 4
 """Maximum number of ``any_text`` parts in a structural tag. With more, the tag may be ambiguous."""
+
+MAX_WORK = 2000
+"""Maximum work to compile a form, by ``estimate_work``. As much takes up to 2.5 s with a vocabulary
+of 2,000 tokens, and longer with a larger one."""
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 class XGrammarBackend:
@@ -66,7 +73,7 @@ class XGrammarBackend:
         compiler, text = self._compiler, spec.text
         match spec.kind:
             case "json" | "json_object":
-                refuse_ignored_by_xgrammar(json.loads(text))
+                _check_schemas([json.loads(text)])
                 return compiler.compile_json_schema(
                     text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                 )
@@ -74,10 +81,9 @@ class XGrammarBackend:
                 choices = " | ".join(json.dumps(one) for one in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
-                tag = convert_to_format(json.loads(text))
-                for schema in schemas_in_tag(tag):
-                    refuse_ignored_by_xgrammar(schema)
-                return compiler.compile_structural_tag(tag)
+                tag = json.loads(text)
+                _check_schemas(list(schemas_in_tag(tag)))
+                return compiler.compile_structural_tag(convert_to_format(tag))
 
 
 class XGrammarMatcher:
@@ -135,6 +141,34 @@ def refuse_ambiguous(spec: StructuredOutputs) -> None:
         raise GrammarError(
             f"xgrammar has no limit of work for {what}, expected the llguidance backend"
         )
+
+
+def _check_schemas(schemas: list[Any]) -> None:
+    """Raise GrammarError for the schemas of a form that xgrammar would partly ignore, or whose
+    compilation takes too much work."""
+    for schema in schemas:
+        refuse_ignored_by_xgrammar(schema)
+    work = sum(map(estimate_work, schemas))
+    if work > MAX_WORK:
+        raise GrammarError(
+            f"the schemas take a work of {work} to compile, expected at most {MAX_WORK}: fewer "
+            "subschemas, bounds of numbers, or properties of one object"
+        )
+
+
+def estimate_work(schema: Any) -> int:
+    """Work to compile a schema, in milliseconds with a vocabulary of 2,000 tokens.
+
+    The bounds of numbers become automata of their digits. The time for an object is quadratic in
+    its properties, and longer if others may follow them.
+    """
+    work = 0
+    for one in subschemas(schema):
+        num_properties = len(found) if isinstance(found := one.get("properties"), Mapping) else 0
+        is_closed = one.get("additionalProperties") is False
+        work += 2 + 2 * sum(keyword in one for keyword in _BOUNDS)
+        work += num_properties**2 // (160 if is_closed else 40)
+    return work
 
 
 def _shorten_message(error: Exception) -> str:
