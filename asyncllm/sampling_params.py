@@ -6,8 +6,8 @@ import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from asyncllm import validation as check
 from asyncllm.structured.response_format import parse_response_format
@@ -186,6 +186,13 @@ class SamplingParams:
         if self.structured_outputs is not None:
             self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
+    def __copy__(self) -> Self:
+        # Several times as fast as the copy that a frozen dataclass with slots has of its own.
+        made = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            made._set_field(name, getattr(self, name))
+        return made
+
     def _check_greedy(self) -> None:
         if self.temperature == 0 and self.n > 1:
             accepted = "1 with temperature=0, which gives every output the same tokens"
@@ -286,9 +293,14 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # Do not use ``replace`` for the defaults below: they are valid, and checking every field
-        # again would double the time of a call that an event loop waits for.
-        resolved = replace(self, **overrides) if overrides else copy(self)
+        # Not by ``replace``, which passes on every field: an event loop waits for this call. The
+        # defaults below are valid, so the fields are checked before they are set.
+        check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
+        resolved = copy(self)
+        for name, value in overrides.items():
+            resolved._set_field(name, value)
+        if overrides:
+            resolved.__post_init__()
         for name, neutral in NEUTRAL.items():
             if getattr(resolved, name) is None:
                 resolved._set_field(name, defaults.get(name, neutral))

@@ -249,6 +249,8 @@ class InputProcessor:
         """Token rules that are cached or quick to make. None if ``_make_rules`` would take long, or
         if there are no rules."""
         allowed, words = lists = _rule_lists(sampling)
+        if allowed is None and not words:
+            return None
         if (
             len(words) <= _MAX_QUICK_WORDS
             and sum(map(len, words)) <= _MAX_QUICK_CHARACTERS
