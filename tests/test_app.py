@@ -422,12 +422,15 @@ async def test_a_half_closed_connection_is_gone():
 
 
 async def test_more_connections_than_there_may_be():
-    async with served_app(fake_engine("x"), limits={"max_connections": 2}) as server:
-        begun = HEAD + "100\r\n\r\n{"
-        held = [await open_to(server, begun) for _ in range(2)]
+    engine, body = fake_engine("x" * 3000, step_time=0.01), json.dumps({**BODY, "stream": True})
+    async with served_app(engine, limits={"max_connections": 2}) as server:
+        asked = f"{HEAD}{len(body)}\r\n\r\n{body}"
+        held = [await open_to(server, asked) for _ in range(2)]
+        for reader, _ in held:
+            assert b" 200 " in await reader.readline()
         async with httpx.AsyncClient(base_url=url_of(server)) as client:
             assert (await client.get("/health")).status_code == 503
-        extra = [await open_to(server, begun) for _ in range(8)]
+        extra = [await open_to(server, f"{HEAD}100\r\n\r\n{{") for _ in range(8)]
         for reader, _ in extra:
             async with asyncio.timeout(10):
                 assert b" 503 " in await reader.readline()

@@ -273,18 +273,20 @@ async def test_requests_that_do_not_wait_have_turns(caplog):
 
 @contextlib.asynccontextmanager
 async def crowd(server, count, data=b""):
-    """Readers of connections that send this and no more, after an answer to it."""
+    """Readers of connections that send this and no more, after an answer to it, if it is whole."""
     opened = [await open_to(server, data) for _ in range(count)]
-    for reader, _ in opened if data else ():
+    for reader, _ in opened if data.startswith(b"GET") else ():
         await reader.readuntil(b"}")
     yield [reader for reader, _ in opened]
     for _, writer in opened:
         writer.transport.abort()
 
 
-@pytest.mark.parametrize("sent", [b"", GET + b"\r\n"])
+@pytest.mark.parametrize(
+    "sent", [b"", GET + b"\r\n", f"{HEAD}100\r\n\r\n".encode(), f"{HEAD}9999\r\n\r\n{{".encode()]
+)
 async def test_silent_connections_make_room(sent):
-    """Those that never sent a header, and those that wait for another; the oldest first."""
+    """Those without a header, between requests, and without a body; the oldest first."""
     engine, body = fake_engine("x" * 3000, step_time=0.01), json.dumps({**BODY, "stream": True})
     async with served_app(engine, limits={"max_connections": 8}) as server:
         async with connected(server, f"{HEAD}{len(body)}\r\n\r\n{body}") as (stream, _):

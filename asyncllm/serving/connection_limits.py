@@ -15,7 +15,8 @@ class ConnectionLimits:
         max_connections: maximum number of connections whose requests are served; requests of others
             are answered with 503. To send this answer, the server accepts twice as many
             connections, but at most 128 fewer than the process may open files. At either bound, the
-            oldest connections that are between requests or lack a whole header are closed first.
+            oldest connections that are between requests, or whose client has not sent a whole
+            request, are closed first.
         max_header_size: maximum number of bytes of a request line with its header fields.
         max_message_size: maximum size of a WebSocket message in bytes.
         header_timeout: seconds that a client has to send a header, or the rest of a body after its

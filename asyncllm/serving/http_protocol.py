@@ -46,7 +46,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     Class attributes:
         max_open: maximum number of connections that are accepted.
-        idle: the server's connections without a whole header, the oldest first.
+        idle: the server's connections without a whole request, the oldest first: those without a
+            whole header, and from the header's end those without a whole body.
         start_queue: queue in which requests of all connections begin.
     """
 
@@ -61,6 +62,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self._header_timer = Timer(self.limits.header_timeout, lambda: self.transport.abort())
         self._linger_timer = Timer(LINGER_SECONDS, lambda: self.transport.close())
         self._num_discarded: int | None = None
+        self._client_state: Any = h11.IDLE
         self._application: Any = self.app
         self.app: Any = self._run_application
 
@@ -84,8 +86,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         """
         while len(self.connections) > count:
             for other in self.idle:
-                # An idle connection with unsent data is still sending its last answer.
-                if not other.transport.get_write_buffer_size():
+                if other is not self and other._waits_for_client():
                     break
             else:
                 return False
@@ -94,6 +95,15 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             self.connections.discard(other)
             other.transport.abort()
         return True
+
+    def _waits_for_client(self) -> bool:
+        """Whether the server has neither data to parse nor an answer to send."""
+        return not (
+            self._waits_for_turn
+            or self.flow.read_paused
+            or self.conn.our_state is h11.SEND_BODY
+            or self.transport.get_write_buffer_size()
+        )
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -128,12 +138,15 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
                 return
             if not (self._unparsed and self.conn.needs_data) or self.conn.is_turn_over:
                 break
-        is_idle = self.conn.their_state is h11.IDLE
-        if not is_idle:
+        state = self.conn.their_state
+        if state is not self._client_state:
+            self._client_state = state
             self.idle.pop(self, None)
+            if state in (h11.IDLE, h11.SEND_BODY):
+                self.idle[self] = None
         if self.conn.is_turn_over:
             self._wait_for_turn()
-        elif is_idle:
+        elif state is h11.IDLE:
             self._header_timer.start()
         else:
             self._header_timer.stop()
