@@ -536,6 +536,47 @@ async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch):
             await reader.readuntil(b'"response.completed"')
 
 
+def shorten_pace(monkeypatch):
+    for module in ("byte_budget", "exchange", "websocket_protocol"):
+        monkeypatch.setattr(f"asyncllm.serving.{module}.PACE_SECONDS", 0.1)
+
+
+async def test_silent_bodies_hold_no_other_up(monkeypatch):
+    """While others wait for its place, a body has to come at a minimum rate."""
+    shorten_pace(monkeypatch)
+    engine = fake_engine("Hello", max_model_len=9000, num_blocks=2000)
+    large = LONG + b" " * (100_000 - len(LONG))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(large)
+    async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
+        server._config.app._serving.large_bodies = ByteBudget(2 * len(large))
+        silent = [
+            (await stack.enter_async_context(connected(server, head + large[:70_000])))[0]
+            for _ in range(4)
+        ]
+        async with asyncio.timeout(10):
+            async with connected(server, head + large) as (reader, _):
+                assert b" 200 " in await reader.readline()
+            answers = [await reader.read() for reader in silent[:2]]
+        for answer in answers:
+            assert b" 408 " in answer
+            assert b"came in 0.1 seconds, while other requests" in answer
+        # Behind the last one nothing waits.
+        assert not any(reader.at_eof() for reader in silent[3:])
+
+
+async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
+    shorten_pace(monkeypatch)
+    limits = {"max_message_size": 4 << 20}
+    async with attacked(caplog, limits=limits) as server, contextlib.AsyncExitStack() as stack:
+        message = frame(FIN | TEXT, CREATE + b" " * 100_000)
+        silent = [
+            (await stack.enter_async_context(upgraded(server, message[:-1])))[0] for _ in range(4)
+        ]
+        async with asyncio.timeout(10), upgraded(server, message) as (reader, _):
+            await reader.readuntil(b'"response.completed"')
+            assert b"came in 0.1 seconds, while others waited" in await silent[0].read()
+
+
 async def test_a_long_message_has_to_come(caplog, monkeypatch):
     monkeypatch.setattr("asyncllm.serving.websocket_protocol.MESSAGE_SECONDS", 0.2)
     async with attacked(caplog) as server:

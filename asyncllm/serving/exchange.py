@@ -12,10 +12,10 @@ from typing import Any
 
 import anyio
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.byte_budget import ByteClaim
+from asyncllm.serving.byte_budget import MIN_PACE_BYTES, PACE_SECONDS, ByteClaim
 from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
 from asyncllm.stream import TokenStream
@@ -109,7 +109,7 @@ class Exchange:
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read:
                         return bytes(data)
-                    message = await self._receive()
+                    message = await self._receive_part(len(data))
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     data += message.get("body", b"")
@@ -117,12 +117,20 @@ class Exchange:
                         raise _too_large_error(max_size)
                     self._has_read = not message.get("more_body", False)
         except TimeoutError:
-            raise ProtocolError(
-                f"body: did not come within {timeout:g} seconds",
-                code="request_timeout",
-                status=408,
-                headers=CLOSE_HEADERS,
-            ) from None
+            raise _too_slow_error(f"did not come within {timeout:g} seconds") from None
+
+    async def _receive_part(self, num_received: int) -> Message:
+        """Receive the next part of the body, which has to come in time while others wait for its
+        place."""
+        while self._claim is not None:
+            if self._claim.is_too_slow(num_received):
+                raise _too_slow_error(
+                    f"less than {MIN_PACE_BYTES >> 10} KiB came in {PACE_SECONDS:g} seconds, while "
+                    "other requests waited"
+                )
+            with anyio.move_on_after(PACE_SECONDS):
+                return await self._receive()
+        return await self._receive()
 
     def release_body(self, streams: Sequence[TokenStream] = ()) -> None:
         """Let other bodies take the place of this one, once the prompts of its streams are
@@ -227,6 +235,12 @@ class Exchange:
             time.monotonic() - self._began_at,
             self._id,
         )
+
+
+def _too_slow_error(fault: str) -> ProtocolError:
+    return ProtocolError(
+        f"body: {fault}", code="request_timeout", status=408, headers=CLOSE_HEADERS
+    )
 
 
 def _too_large_error(max_size: int) -> ProtocolError:

@@ -10,7 +10,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
 from asyncllm.serving.bounded_protocol import FREE_BYTES, BoundedProtocol, Timer
-from asyncllm.serving.byte_budget import ByteBudget, ByteClaim
+from asyncllm.serving.byte_budget import MIN_PACE_BYTES, PACE_SECONDS, ByteBudget, ByteClaim
 from asyncllm.serving.parse_queue import EVENTS_PER_TURN
 
 FREE_FRAMES = 1024
@@ -43,7 +43,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self._is_fragmented = False
         self._frames_left = 0.0
         self._claim: ByteClaim | None = None
-        self._message_timer = Timer(MESSAGE_SECONDS, self._close_slow_message)
+        self._message_timer = Timer(MESSAGE_SECONDS, self._close_late_message)
+        self._pace_timer = Timer(PACE_SECONDS, self._check_pace)
 
     def shutdown(self) -> None:
         """Close with 1001, and wait for the client's answer as after a close by the application."""
@@ -98,11 +99,25 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     def _begin_long_message(self) -> None:
         self._message_timer.start()
+        self._pace_timer.start()
         if self._claim is not None:  # Parsing waited for the claim.
             self._resume_parsing()
 
-    def _close_slow_message(self) -> None:
-        reason = f"a message did not come within {MESSAGE_SECONDS:g} seconds"
+    def _check_pace(self) -> None:
+        """Close the connection if its message holds others up, else check again later."""
+        if self._claim is not None and self._claim.is_too_slow(self._num_message_bytes()):
+            self._close_slow_message(
+                f"of a message less than {MIN_PACE_BYTES >> 10} KiB came in {PACE_SECONDS:g} "
+                "seconds, while others waited"
+            )
+        else:
+            self._pace_timer.stop()
+            self._pace_timer.start()
+
+    def _close_late_message(self) -> None:
+        self._close_slow_message(f"a message did not come within {MESSAGE_SECONDS:g} seconds")
+
+    def _close_slow_message(self, reason: str) -> None:
         self.conn.fail(CloseCode.POLICY_VIOLATION, reason)
         self.handle_parser_exception()
 
@@ -176,13 +191,17 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             self._claim = None
 
     def send_receive_event_to_app(self) -> None:
-        self._message_timer.stop()
+        self._stop_timers()
         super().send_receive_event_to_app()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._message_timer.stop()
+        self._stop_timers()
         self._release_claim()
+
+    def _stop_timers(self) -> None:
+        self._message_timer.stop()
+        self._pace_timer.stop()
 
 
 def _encode_text_frame(data: bytes) -> bytes:
