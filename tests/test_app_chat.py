@@ -267,6 +267,9 @@ REFUSED = [
     ({"metadata": {"a": 1}}, "invalid_value", "metadata.a"),
     ({"metadata": {str(i): "" for i in range(17)}}, "invalid_value", "metadata"),
     ({"metadata": {"a": "b" * 513}}, "invalid_value", "metadata.a"),
+    ({"user": "b" * 513}, "invalid_value", "user"),
+    ({"safety_identifier": "b" * 513}, "invalid_value", "safety_identifier"),
+    ({"prompt_cache_key": "b" * 513}, "invalid_value", "prompt_cache_key"),
     ({"extra_args": {"x": 1}}, "invalid_value", "extra_args"),
     ({"colour": "blue"}, "unknown_parameter", "colour"),
 ]

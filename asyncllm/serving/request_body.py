@@ -218,11 +218,11 @@ T = TypeVar("T")
 LimitedObject = Annotated[T, BeforeValidator(_limit_fields)]
 """An object with a limited number of fields."""
 
+Label = Annotated[str, Field(max_length=512)]
+"""A text that the client names a request by, which its answer repeats."""
+
 Metadata = LimitedObject[
-    Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-        Field(max_length=16),
-    ]
+    Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 ]
 """The client's labels of a request, which its answer repeats."""
 

@@ -20,7 +20,7 @@ from asyncllm.sampling_params import (
     NUMBER_BOUNDS,
     SamplingParams,
 )
-from asyncllm.serving.request_body import RequestBody, invalid
+from asyncllm.serving.request_body import Label, RequestBody, invalid
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
@@ -107,9 +107,9 @@ class SamplingFields(RequestBody):
     extra_args: dict[str, Any] | None = None
     priority: Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)] | None = None
     cache_salt: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
 
     def sampling_params(self, renamed_params: Mapping[str, Any]) -> SamplingParams:
         """Convert the fields to SamplingParams, before anything is submitted.
