@@ -564,6 +564,36 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
         assert not any(reader.at_eof() for reader in silent[3:])
 
 
+async def test_unread_answers_are_bounded_in_memory():
+    """Those that repeat a long request, as events and as stored responses."""
+    tool = {"type": "function", "name": "f", "description": "x" * 3_000_000}
+    fields = {"input": "1", "tools": [tool], "tool_choice": "none", "max_output_tokens": 2}
+    body, whole = (json.dumps({**fields, "stream": stream}) for stream in (True, False))
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with served_app(fake_engine("Hello")) as server, asyncio.timeout(60):
+        serving = server._config.app._serving
+        serving.repeats = ByteBudget(2 * len(body) + 2000)
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                reader, _ = await stack.enter_async_context(connected(server, head + body))
+                assert b" 200 " in await reader.readline()
+            async with connected(server, head + body) as (refused, _):
+                assert b" 429 " in await refused.readline()
+            async with connected(server, GET + b"\r\n") as (short, _):
+                assert b" 200 " in await short.readline()
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+            while (answer := await client.post("/v1/responses", content=whole)).status_code == 429:
+                await asyncio.sleep(0.05)
+            assert answer.json()["tools"][0]["description"] == tool["description"]
+            path = f"/v1/responses/{answer.json()['id']}"
+            assert (await client.get(path)).json() == answer.json()
+            serving.repeats = ByteBudget(len(body))
+            held = serving.repeats.claim(len(body), lambda: None)
+            assert (await client.get(path)).status_code == 429
+            held.release()
+            assert (await client.get(path)).status_code == 200
+
+
 async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
     shorten_pace(monkeypatch)
     limits = {"max_message_size": 4 << 20}

@@ -251,13 +251,18 @@ class _AnswerSender:
                 await self._start(message)
             else:
                 await self._send(message)
+                # Let the application see that the client has read its answer.
+                await self._drain()
             return
         cycle = self._cycle
-        if self._flow.write_paused and not cycle.disconnected:
-            await self._flow.drain()
+        await self._drain()
         body = message["body"]
         if body and not cycle.disconnected:
             self.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    async def _drain(self) -> None:
+        if self._flow.write_paused and not self._cycle.disconnected:
+            await self._flow.drain()
 
     async def _start(self, message: Any) -> None:
         if self._cycle.more_body and CLOSE_HEADER not in (fields := message.get("headers", ())):

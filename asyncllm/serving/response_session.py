@@ -179,6 +179,7 @@ class ResponseSession:
             logger.exception("response %s failed", turn.events.id)
             self._close(1011, "internal error")
         finally:
+            turn.release()
             self._end_current()
 
     def _end_current(self) -> None:

@@ -9,6 +9,7 @@ from typing import Self
 
 import anyio
 
+from asyncllm.serving.byte_budget import ByteClaim
 from asyncllm.serving.response_events import Event, ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import (
@@ -48,6 +49,7 @@ class ResponseTurn:
     _conversation: Conversation
     _store: ResponseStore | None
     _size: int
+    _claim: ByteClaim
 
     @classmethod
     async def begin(
@@ -58,7 +60,8 @@ class ResponseTurn:
         size: int,
         connection_store: ResponseStore | None = None,
     ) -> Self:
-        """Submit a request; a long conversation is checked on the worker thread.
+        """Submit a request; a long conversation is checked on the worker thread. The caller calls
+        ``release`` at the end of the answer.
 
         Args:
             owner: owner of the request, and of the responses that it may continue.
@@ -71,8 +74,15 @@ class ResponseTurn:
         history = _find_conversation(
             request.previous_response_id, owner, serving.store, connection_store
         )
-        submit = partial(cls._submit, serving, owner, request, size, history, connection_store)
-        return await serving.run(submit, size + history.size // MEMORY_PER_JSON_BYTE)
+        claim = serving.hold(size)
+        submit = partial(
+            cls._submit, serving, owner, request, size, history, connection_store, claim
+        )
+        try:
+            return await serving.run(submit, size + history.size // MEMORY_PER_JSON_BYTE)
+        except BaseException:
+            claim.release()
+            raise
 
     @classmethod
     def _submit(
@@ -83,6 +93,7 @@ class ResponseTurn:
         size: int,
         history: Conversation,
         connection_store: ResponseStore | None,
+        claim: ByteClaim,
     ) -> Self:
         engine = serving.engine
         model = serving.model_name(request.model)
@@ -91,7 +102,11 @@ class ResponseTurn:
         defaults = engine.model_config.generation_defaults or {}
         events = ResponseEvents(request, model, defaults, engine.tokenizer.spelling_of)
         keep_in = serving.store if request.should_store else connection_store
-        return cls(stream, events, serving, owner, conversation, keep_in, size)
+        return cls(stream, events, serving, owner, conversation, keep_in, size, claim)
+
+    def release(self) -> None:
+        """Free the place of the request in memory, once the client has read its answer."""
+        self._claim.release()
 
     async def serialize(self, events: Iterable[Event]) -> list[Event]:
         """Serialise events with the whole response, on the worker thread if they are long."""

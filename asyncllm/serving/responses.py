@@ -18,14 +18,17 @@ from asyncllm.serving.serving import Serving
 
 async def create_response(serving: Serving, exchange: Exchange) -> None:
     request, turn = await _begin(serving, exchange)
-    if request.stream:
-        await _send_events(serving, exchange, turn)
-        return
-    async with abort_on_disconnect(exchange, [turn.stream]):
-        await turn.run(_drop_events)
-    if turn.stream.finish_reason == "abort":
-        raise aborted_error()
-    await exchange.respond(200, turn.events.body.encode())
+    try:
+        if request.stream:
+            await _send_events(serving, exchange, turn)
+            return
+        async with abort_on_disconnect(exchange, [turn.stream]):
+            await turn.run(_drop_events)
+        if turn.stream.finish_reason == "abort":
+            raise aborted_error()
+        await exchange.respond(200, turn.events.body.encode())
+    finally:
+        turn.release()
 
 
 async def _begin(serving: Serving, exchange: Exchange) -> tuple[ResponseRequest, ResponseTurn]:
@@ -70,7 +73,11 @@ async def get_response(serving: Serving, exchange: Exchange) -> None:
     found = serving.store.get(exchange.owner, response_id)
     if found is None:
         raise response_not_found(response_id)
-    await exchange.respond(200, found.body.encode())
+    claim = serving.hold(len(found.body))
+    try:
+        await exchange.respond(200, found.body.encode())
+    finally:
+        claim.release()
 
 
 async def delete_response(serving: Serving, exchange: Exchange) -> None:

@@ -58,6 +58,7 @@ class Serving:
         small_bodies, large_bodies: budgets of the bytes of JSON from LONG_JSON_BYTES on, and from
             LARGE_JSON_BYTES on, that are being read, checked or tokenised. A request of many small
             tools takes 8 times its bytes meanwhile. A small body waits for no large one.
+        repeats: budget of the bytes, from LARGE_JSON_BYTES on, that answers under way repeat.
     """
 
     engine: AsyncLLMEngine
@@ -80,6 +81,7 @@ class Serving:
     worker: WorkerThread = field(init=False)
     small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
+    repeats: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 26))
 
     def __post_init__(self) -> None:
         self.worker = WorkerThread("asyncllm-json", self.engine._cooldown)
@@ -105,6 +107,24 @@ class Serving:
         except BaseException:
             claim.release()
             raise
+        return claim
+
+    def hold(self, size: int) -> ByteClaim:
+        """Claim memory for an answer that repeats ``size`` bytes of JSON, until the claim is
+        released: once its client has read it.
+
+        Raises:
+            ProtocolError: if the answers under way repeat too much.
+        """
+        claim = self.repeats.claim(size if size >= LARGE_JSON_BYTES else 0, lambda: None)
+        if not claim.granted:
+            claim.release()
+            raise ProtocolError(
+                "too many long answers are still being read by their clients; ask again later",
+                code="server_overloaded",
+                status=429,
+                headers={"Retry-After": "1"},
+            )
         return claim
 
     def release(self, claim: ByteClaim | None, streams: Sequence[TokenStream] = ()) -> None:

@@ -74,6 +74,9 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             return
         # websockets would make a Frame and a buffer for each text, at more than half of the cost.
         self.transport.write(_encode_text_frame(text.encode()))
+        if len(text) > FREE_BYTES:
+            # Let the application see that the client has read a long message.
+            await self.writable.wait()
 
     def _parse(self) -> None:
         least, most = FRAME_SLICE_BYTES
