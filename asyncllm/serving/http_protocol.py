@@ -97,13 +97,11 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         return True
 
     def _waits_for_client(self) -> bool:
-        """Whether the server has neither data to parse nor an answer to send."""
-        return not (
-            self._waits_for_turn
-            or self.flow.read_paused
-            or self.conn.our_state is h11.SEND_BODY
-            or self.transport.get_write_buffer_size()
-        )
+        """Whether no answer is being sent, and no part of a body waits for the server."""
+        if self.conn.our_state is h11.SEND_BODY or self.transport.get_write_buffer_size():
+            return False
+        has_unread_body = self._waits_for_turn or self.flow.read_paused
+        return self.conn.their_state is h11.IDLE or not has_unread_body
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
