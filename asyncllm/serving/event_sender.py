@@ -46,7 +46,7 @@ class EventSender:
         async with self._start_lock:
             if not self._has_started:
                 await self._exchange.start_events()
-                text = self._opening + text
+                text, self._opening = self._opening + text, ""
             await self._exchange.send_events(text)
             self._has_started = True
 
@@ -83,6 +83,7 @@ async def sending_events(
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
     """
     sender = EventSender(exchange, opening)
+    del opening  # It may repeat a long request, and is sent soon.
     serving.pacer.begin_response()
     try:
         keep_alive = partial(sender.keep_alive, serving.ping_interval)

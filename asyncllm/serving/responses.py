@@ -48,12 +48,11 @@ async def _drop_events(events: Iterable[Event]) -> None:
 
 
 async def _send_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
-    created = await turn.serialize(turn.events.created())
     async with sending_events(
         serving,
         exchange,
         [turn.stream],
-        _encode_events(created),
+        _encode_events(await turn.serialize(turn.events.created())),
         lambda error: _encode_events(turn.events.failed(error)),
     ) as sender:
 

@@ -81,7 +81,7 @@ class Serving:
     worker: WorkerThread = field(init=False)
     small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
-    repeats: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 26))
+    repeats: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
 
     def __post_init__(self) -> None:
         self.worker = WorkerThread("asyncllm-json", self.engine._cooldown)
