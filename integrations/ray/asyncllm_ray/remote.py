@@ -40,6 +40,9 @@ from asyncllm_ray.wire import Batch, Call, Heard
 
 _GRACE = 0.25
 """Seconds for a replica to send its last words for a stream that is aborted or late."""
+_LOST_CANCEL_SECONDS = 10.0
+"""Seconds to wait for the first item of a cancelled call whose cancel Ray may have lost. After them
+the replica's lease ends it."""
 _PATIENCE = 0.02
 """Seconds for a reader to take what has arrived, before ``on_slow="abort"`` applies."""
 
@@ -262,7 +265,12 @@ class RemoteRequest:
             # In Serve's queue this gives up the place; a replica closes the generator.
             with contextlib.suppress(Exception):  # Those of the response, which may have failed.
                 self.response.cancel()
-            self.task.cancel()
+            if self.replica is None and not self.task.done():
+                # Ray may lose the cancel of a call on its way: then its first item names the
+                # replica, which is told.
+                self.set_timer(_LOST_CANCEL_SECONDS, self.task.cancel)
+            else:
+                self.task.cancel()
 
     def _exceeded(self) -> DeadlineExceededError:
         now = time.monotonic()
@@ -283,6 +291,8 @@ class RemoteRequest:
         channel, members = self.channel, self.group.members
         if batch.replica is not None:
             self.replica = batch.replica
+            if self.call.is_aborted:
+                self.link.tell(self, is_aborted=True)
         if channel.ended:
             return
         if batch.prompt_token_ids:

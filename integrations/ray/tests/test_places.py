@@ -17,6 +17,7 @@ from asyncllm_ray import Client
 from asyncllm_ray.wire import Call
 from conftest import run_app
 from ray import serve
+from ray.serve.handle import DeploymentResponseGenerator
 from replicas import replica_of, stats, until, until_idle
 
 from asyncllm import DeadlineExceededError, SamplingParams, TokenStream
@@ -121,6 +122,18 @@ async def test_calls_aborted_on_their_way_leave_nothing(client: Client, small: A
         await asyncio.sleep(0.002)
     await until_idle(small)
     assert len((await client.generate(PROMPT, max_tokens=5, ignore_eos=True)).token_ids) == 5
+
+
+async def test_an_abort_reaches_the_replica_if_ray_loses_its_cancel(
+    client: Client, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeploymentResponseGenerator, "cancel", lambda response: None)
+    for number in range(10):
+        streams = [client.stream(PROMPT, **PAUSED) for _ in range(NUM_PLACES - 1)]
+        await asyncio.sleep(0.001 * number)
+        for stream in streams:
+            stream.close()
+        await until_idle(small)
 
 
 async def test_a_replica_that_hangs_holds_no_reader_up(client: Client, small: Any) -> None:
