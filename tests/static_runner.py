@@ -91,6 +91,9 @@ class LateStream(CudaStream):
         while self._queue:
             self.advance()
 
+    def give_back(self) -> None:
+        assert not self._queue
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:

@@ -544,7 +544,7 @@ LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
 )
 def test_release_waits_and_then_empties(device, state, log, warning, caplog):
     gpu = SimulatedGPU(cached=GIB, **state)
-    on_gpu(gpu, release, device)
+    assert on_gpu(gpu, release, device) == (not warning)
     assert gpu.log == log
     assert (gpu.free == gpu.total) == ("empty_cache" in log)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * bool(warning)
@@ -560,9 +560,12 @@ def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
     state = state_of(runner)
     held = [weakref.ref(x) for x in (state.cache.tensor, state.model.embedding, state.inputs)]
     alive = []
-    monkeypatch.setattr(
-        model_runner, "release", lambda device: alive.append((device, [x() for x in held]))
-    )
+
+    def release(device: torch.device) -> bool:
+        alive.append((device, [x() for x in held]))
+        return True
+
+    monkeypatch.setattr(model_runner, "release", release)
     del state
     gc.collect()
     gc.disable()
@@ -621,7 +624,12 @@ def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
 
     monkeypatch.setattr(decoder_loading, "build_decoder", make_decoder)
     monkeypatch.setattr(module, stage, fail)
-    monkeypatch.setattr(build, "release", lambda device: released.append((device, decoders[0]())))
+
+    def release(device: torch.device) -> bool:
+        released.append((device, decoders[0]()))
+        return True
+
+    monkeypatch.setattr(build, "release", release)
     with pytest.raises(KVCacheTooSmallError) as caught:
         build_model_runner(EngineConfig(load_format="dummy", device="cpu"), MODEL)
     assert released == [(CPU, None)]

@@ -17,9 +17,10 @@ import torch
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.execution_mode import ExecutionMode
+from asyncllm.gpu.graph import streams as graph_streams
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart, StepGraphs
-from asyncllm.gpu.graph.streams import CudaStream
+from asyncllm.gpu.graph.streams import CudaStream, StreamPool
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.ahead_on_cpu import PROMPTS, AheadOnCPU
@@ -245,20 +246,46 @@ async def test_two_engines_without_captures_answer(captures, monkeypatch, caplog
     assert caplog.text.count("could not be captured") == 2
 
 
-def test_the_streams_are_not_of_the_pool_that_applications_share(monkeypatch):
-    made: list[int] = []
+@pytest.fixture
+def streams(monkeypatch) -> list[Any]:
+    """Streams that were made, in place of torch's."""
+    made: list[Any] = []
 
-    class PooledStream:
+    class MadeStream:
         def __init__(self, device: torch.device, priority: int = 0) -> None:
-            made.append(priority)
-            self.device = device
+            self.device, self.priority = device, priority
+            made.append(self)
 
         def synchronize(self) -> None:
             pass
 
-    monkeypatch.setattr(torch.cuda, "Stream", PooledStream)
+    monkeypatch.setattr(torch.cuda, "Stream", MadeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    stream = CudaStream(DEVICE)
-    with stream.side_context():
+    monkeypatch.setattr(graph_streams, "STREAMS", StreamPool())
+    return made
+
+
+def test_streams_have_high_priority(streams):
+    with CudaStream(DEVICE).side_context():
         pass
-    assert made == [-1, -1]
+    assert [stream.priority for stream in streams] == [-1, -1]
+
+
+def test_an_engine_takes_the_streams_of_one_that_closed(streams):
+    """cuBLAS keeps a workspace for each stream that ever ran a product."""
+    other = torch.device("cuda", 1)
+    for device in (DEVICE, DEVICE, other, DEVICE):
+        stream = CudaStream(device)
+        with stream.side_context():
+            pass
+        stream.give_back()
+    assert [stream.device for stream in streams] == [DEVICE, DEVICE, other, other]
+
+
+def test_engines_that_run_at_once_have_streams_of_their_own(streams):
+    first, second = CudaStream(DEVICE), CudaStream(DEVICE)
+    first.give_back()
+    third, fourth = CudaStream(DEVICE), CudaStream(DEVICE)
+    assert [one._stream for one in (first, second, third, fourth)] == [
+        streams[0], streams[1], streams[0], streams[2],
+    ]  # fmt: skip

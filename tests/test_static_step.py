@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
-from asyncllm.gpu import step_runner
+from asyncllm.gpu import model_runner, step_runner
 from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.host_buffer import HostBuffer
@@ -489,7 +489,9 @@ def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> N
     assert called.seen <= warm.seen
 
 
-def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
+def test_closing_drops_every_tensor_before_memory_is_given_back(
+    llama: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = make_runner(llama, capturer=GraphCapturer(), stream=LateStream(), sizes=(2, 8))
     outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
     memory, cache = steps_of(runner).memory, steps_of(runner).cache
@@ -497,13 +499,20 @@ def test_closing_drops_every_tensor_at_once(llama: Decoder) -> None:
         weakref.ref(tensor) for tensor in (memory.block_tables[0], memory.sampled, cache.tensor)
     ]
     del memory, cache
+    alive: list[list[object]] = []
+
+    def release(device: torch.device) -> bool:
+        alive.append([ref() for ref in kept])
+        return True
+
+    monkeypatch.setattr(model_runner, "release", release)
     gc.collect()
     gc.disable()
     try:
         runner.close()
-        assert [ref() for ref in kept] == [None] * 3
     finally:
         gc.enable()
+    assert alive == [[None] * 3]
     assert runner.graphs is None
 
 

@@ -72,7 +72,8 @@ def build_model_runner(
             # Drop the traceback: its frames refer to the weights, which would live as long as the
             # error.
             clear_frames(error)
-            release(mode.device)
+            if release(mode.device):
+                mode.stream.give_back()
             raise
 
 

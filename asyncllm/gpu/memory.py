@@ -355,7 +355,7 @@ def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> N
         )
 
 
-def release(device: torch.device) -> None:
+def release(device: torch.device) -> bool:
     """Returns the memory of freed tensors to the device.
 
     Call it last, on the thread and stream that ran the steps. It never raises, and waits for at
@@ -367,21 +367,25 @@ def release(device: torch.device) -> None:
     pool. The CUDA context and cuBLAS's workspaces, one per handle and stream, stay with the
     process: the next engine uses them again, and a CUDA graph of the application may hold addresses
     in a workspace.
+
+    Returns:
+        Whether the work of the current stream has ended, and the memory was given back.
     """
     if device.type != "cuda":
-        return
+        return True
     try:
         if GPU_MEMORY.finish(device, RELEASE_SECONDS):
             GPU_MEMORY.empty_cache(device, RELEASE_SECONDS)
-        else:
-            logger.warning(
-                "%s was still busy after %g s: the engine's memory stays in torch's cache until "
-                "torch.cuda.empty_cache()",
-                device,
-                RELEASE_SECONDS,
-            )
+            return True
+        logger.warning(
+            "%s was still busy after %g s: the engine's memory stays in torch's cache until "
+            "torch.cuda.empty_cache()",
+            device,
+            RELEASE_SECONDS,
+        )
     except Exception as error:
         logger.warning("the memory of %s could not be given back: %s", device, error)
+    return False
 
 
 def is_device_failure(error: BaseException) -> bool:

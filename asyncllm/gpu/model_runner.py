@@ -271,14 +271,16 @@ class ModelRunner:
         if not self._stream.is_async:
             self._stream.synchronize()
         self._launched_steps.clear()
-        replay, self._runner = self._runner.replay, None
+        if isinstance(self._runner.replay, GraphReplay):
+            self._runner.replay.close()
+        # ``release`` returns only the memory of tensors that nothing refers to any more.
+        self._runner = None
         if not self._stream.is_async:
             # Drop the step queue, which refers to the model.
             self._stream = SyncStream()
-        if isinstance(replay, GraphReplay):
-            replay.close()
         with contextlib.suppress(RuntimeError), self._stream.context():
-            release(self.device)
+            if release(self.device):
+                self._stream.give_back()
 
     def _open_runner(self) -> StepRunner:
         if self._runner is None:

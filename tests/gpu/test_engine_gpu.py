@@ -349,6 +349,18 @@ def test_memory_comes_back_after_closing(checkpoint):
     assert held[0] == held[1]
 
 
+def test_closing_gives_the_cache_back_to_the_device(checkpoint):
+    """Not only to torch's allocator, and without a collection of garbage."""
+    run(checkpoint(), equal_requests(1))
+    before = torch.cuda.memory_reserved()
+    gc.disable()
+    try:
+        run(checkpoint(), equal_requests(1), num_blocks=50_000)
+        assert torch.cuda.memory_reserved() - before < 256 * 2**20
+    finally:
+        gc.enable()
+
+
 def test_a_device_that_is_not_there(checkpoint):
     with pytest.raises(EngineError, match=r"cuda:99.*CUDA devices"):
         run(checkpoint(), [], device="cuda:99")
