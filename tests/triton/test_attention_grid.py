@@ -130,11 +130,14 @@ def test_a_long_row_is_not_waited_for() -> None:
     assert balanced > 400
 
 
-@pytest.mark.parametrize("attention", [ATTENTION, WIDE], ids=["heads of 128", "heads of 512"])
-def test_a_long_row_is_shared_out(attention: TritonAttention) -> None:
+@pytest.mark.parametrize(
+    ("attention", "extra"), [(ATTENTION, 99), (WIDE, 132)], ids=["heads of 128", "heads of 512"]
+)
+def test_a_long_row_is_shared_out(attention: TritonAttention, extra: int) -> None:
+    """Two waves: of 3 programs a multiprocessor for 8 heads, and of 2 for 4 heads."""
     plan = plan_of(skewed(72), attention=attention)
-    assert plan.extra_splits == 132
-    decode = (72 + 132, attention.shape.num_kv_heads, 1)
+    assert plan.extra_splits == extra
+    decode = (72 + extra, attention.shape.num_kv_heads, 1)
     assert grids_of(plan, 72, attention) == {"decode": decode, "merge": (72, 32, 1)}
 
 
@@ -171,7 +174,7 @@ def test_a_graph_has_either_form() -> None:
     nothing = torch.zeros(72, dtype=torch.int64)
     rows = captured(TABLE, nothing, nothing, nothing.int(), 16, max_len=MAX_LEN, balanced=True)
     plan = ATTENTION.plan(rows, None, 0)
-    assert (plan.splits, plan.extra_splits) == (1, 132)
+    assert (plan.splits, plan.extra_splits) == (1, 99)
     plan = ATTENTION.plan(rows, 4096, 0)
     assert (plan.splits, plan.extra_splits) == (5, 0)
 

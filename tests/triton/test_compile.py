@@ -29,8 +29,8 @@ WARPS = {80: 64, 89: 48, 90: 64}
 """Of a multiprocessor."""
 
 PROGRAMS = {
-    "decode-head128": {80: 4, 89: 2, 90: 4},
-    "decode-shares": {80: 4, 89: 2, 90: 4},
+    "decode-head128": {80: 4, 89: 2, 90: 3},
+    "decode-shares": {80: 4, 89: 2, 90: 3},
     "merge-shares": {80: 12, 89: 12, 90: 16},
     "prefill-head128": {80: 1, 89: 1, 90: 1},
     "prefill-splits-head128": {80: 1, 89: 1, 90: 1},

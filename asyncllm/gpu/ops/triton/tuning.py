@@ -1,7 +1,9 @@
 """Launch shapes of kernels by GPU architecture and head size, from tables, without autotuning.
 
 With these shapes kernels compile without register spills (Triton 3.6, 3.7 and 3.9) and within the
-shared memory of each architecture. Their speed has not been measured on a GPU yet.
+shared memory of each architecture. Those of compute capability 9.0 for heads of 128 and 512 elements
+were chosen by ``python -m benchmarks.gpu --stage tune`` on an H100; the others have not been
+measured on a GPU.
 """
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ class Tiles:
 _DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
     86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
-    90: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5), Tiles(16, 32, 4, 3)),
+    90: (Tiles(16, 64, 4, 5), Tiles(16, 128, 4, 3), Tiles(16, 32, 4, 5), Tiles(16, 32, 4, 3)),
     100: (Tiles(16, 64, 4, 5), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 5), Tiles(16, 32, 4, 3)),
 }
 _PREFILL_TILES = {
     80: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 3), Tiles(32, 64, 8, 1)),
     86: (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
-    90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    90: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 5), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 3)),
     100: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 8, 3)),
 }
 
@@ -123,7 +125,10 @@ def decode_programs(capability: int, head_dim: int) -> int:
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
         return 1 if has_less else _FEW_PROGRAMS_PER_SM
-    return _FEW_PROGRAMS_PER_SM if has_less else PROGRAMS_PER_SM
+    if has_less:
+        return _FEW_PROGRAMS_PER_SM
+    # A tile of 128 keys takes a third of a Hopper multiprocessor's shared memory.
+    return 3 if 90 <= capability < 100 and 64 < head_dim <= 128 else PROGRAMS_PER_SM
 
 
 @dataclass(frozen=True, slots=True)
