@@ -24,7 +24,7 @@ from tests.triton.launches import recording
 from tests.triton.small_steps import make_step
 
 CPU = torch.device("cpu")
-SMS, PLACES, KV_HEADS = 132, 528, 8
+SMS, PLACES, KV_HEADS = 132, 396, 8
 
 
 def backend(num_kv_heads: int, head_dim: int) -> TritonAttention:
@@ -176,7 +176,7 @@ def test_a_graph_has_either_form() -> None:
     plan = ATTENTION.plan(rows, None, 0)
     assert (plan.splits, plan.extra_splits) == (1, 99)
     plan = ATTENTION.plan(rows, 4096, 0)
-    assert (plan.splits, plan.extra_splits) == (5, 0)
+    assert (plan.splits, plan.extra_splits) == (2, 0)
 
 
 def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:

@@ -1,9 +1,8 @@
 """Launch shapes of kernels by GPU architecture and head size, from tables, without autotuning.
 
 With these shapes kernels compile without register spills (Triton 3.6, 3.7 and 3.9) and within the
-shared memory of each architecture. Those of compute capability 9.0 for heads of 128 and 512 elements
-were chosen by ``python -m benchmarks.gpu --stage tune`` on an H100; the others have not been
-measured on a GPU.
+shared memory of each architecture. ``python -m benchmarks.gpu --stage tune`` on an H100 chose those
+of compute capability 9.0 for heads of 128 and 512 elements; no GPU has measured the others.
 """
 
 from __future__ import annotations
