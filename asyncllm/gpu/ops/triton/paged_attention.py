@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +35,42 @@ class MergeArguments(NamedTuple):
     prefill: bool = False
 
 
+class RepeatedLaunch:
+    """A kernel launch that the layers of a step repeat with other tensors.
+
+    The first call goes through Triton's JIT, which inspects every argument of each launch. Later
+    calls launch the compiled kernel that it returned. In Triton's interpreter there is none, and
+    every call goes the same way.
+
+    Args:
+        kernel: kernel whose compile-time constants come last.
+        constants: values of all of them.
+        options: Triton's launch options.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], constants: dict[str, Any], **options: int
+    ) -> None:
+        self._grid = grid
+        self._launch_jit = partial(kernel[grid], **constants, **options)
+        self._constants = [constants[name] for name in kernel.arg_names if name in constants]
+        self._launch_compiled: Callable[..., None] | None = None
+
+    def __call__(self, *arguments: Any, aligned: bool) -> None:
+        """Launches the kernel.
+
+        Args:
+            aligned: whether all tensors that differ by layer start at a multiple of 16 bytes, for
+                which kernels are compiled.
+        """
+        if aligned and self._launch_compiled is not None:
+            self._launch_compiled(*arguments, *self._constants)
+            return
+        compiled = self._launch_jit(*arguments)
+        if aligned and compiled is not None:
+            self._launch_compiled = compiled[self._grid]
+
+
 class PagedAttention:
     """A bound attention kernel and its merge, for all layers of a step.
 
@@ -63,19 +100,17 @@ class PagedAttention:
         self._numbers = (*counts, *score_factors(shape.scale, shape.softcap), window or 0)
         block_dim = block_dim_of(shape.head_dim)
         sizes = {"HEAD_DIM": shape.head_dim, "BLOCK_DIM": block_dim, "KEYS": tiles.keys}
-        self._launch = partial(
-            kernel[grid],
-            GROUP=shape.group_size,
-            ROWS=tiles.rows,
-            BLOCK_SIZE=block_size,
-            SOFTCAP=shape.softcap is not None,
-            WINDOW=window is not None,
-            SINKS=shape.sinks,
-            ONE_SPLIT=merge is None,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **sizes,
-            **constants,
+        constants |= sizes | {
+            "GROUP": shape.group_size,
+            "ROWS": tiles.rows,
+            "BLOCK_SIZE": block_size,
+            "SOFTCAP": shape.softcap is not None,
+            "WINDOW": window is not None,
+            "SINKS": shape.sinks,
+            "ONE_SPLIT": merge is None,
+        }
+        self._launch = RepeatedLaunch(
+            kernel, grid, constants, num_warps=tiles.warps, num_stages=tiles.stages
         )
         self._merge = merge
         if merge is not None:
@@ -83,14 +118,14 @@ class PagedAttention:
             size = merge.num_partials * shape.num_heads
             workspace = plan.workspace[: size * (block_dim + 2)]
             self._partials = workspace.split([size * block_dim, size, size])
-            self._launch_merge = partial(
-                merge_kernel[merge.num_rows, shape.num_heads, 1],
-                MERGED=MERGED_SPLITS,
-                WINDOW=merge.window is not None,
-                MAX_ROWS=merge.max_rows,
-                PREFILL=merge.prefill,
-                num_warps=4,
-                **sizes,
+            constants = sizes | {
+                "MERGED": MERGED_SPLITS,
+                "WINDOW": merge.window is not None,
+                "MAX_ROWS": merge.max_rows,
+                "PREFILL": merge.prefill,
+            }
+            self._launch_merge = RepeatedLaunch(
+                merge_kernel, (merge.num_rows, shape.num_heads, 1), constants, num_warps=4
             )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -106,6 +141,8 @@ class PagedAttention:
             ValueError: the kernels do not support the strides.
         """
         merge, out_strides = self._merge, head_strides("out", out)
+        by_layer = (out, q, cache) if sinks is None else (out, q, cache, sinks)
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in by_layer)
         self._launch(
             out,
             *((out, out, out) if merge is None else self._partials),
@@ -118,7 +155,10 @@ class PagedAttention:
             *head_strides("q", q),
             *cache_strides(cache),
             self._metadata[0].stride(0),
+            aligned=aligned,
         )
         if merge is not None:
             numbers = merge.splits, merge.first_row, merge.window or 0
-            self._launch_merge(out, *self._partials, merge.seq_lens, *numbers, *out_strides)
+            self._launch_merge(
+                out, *self._partials, merge.seq_lens, *numbers, *out_strides, aligned=aligned
+            )
