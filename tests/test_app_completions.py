@@ -79,7 +79,7 @@ async def test_one_prompt_that_cannot_be_served_leaves_none_running():
         assert (stats.num_requests, stats.num_aborted) == (1, 1)
 
 
-async def test_scores_of_a_prompt_and_of_what_follows():
+async def test_scores_of_prompt_and_continuation():
     engine = AsyncLLMEngine(num_blocks=64)
     async with app_client(engine) as client:
         prompt = "Once upon a time"

@@ -300,7 +300,7 @@ async def test_silent_connections_make_room(sent):
                     await stream.readuntil(b"data: ")
 
 
-async def test_silent_connections_make_room_below_the_limit_of_files(monkeypatch):
+async def test_silent_connections_are_closed_near_the_file_limit(monkeypatch):
     limit = SPARE_FILES + 12
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     async with served_app(fake_engine("x")) as server:

@@ -106,7 +106,7 @@ def test_auto_is_native_where_its_vectors_are(monkeypatch, isa, amx, head_dim, e
     assert named == (amx and isa != b"baseline")
 
 
-def test_without_native_ops_a_cpu_has_plain_torch_and_says_why(monkeypatch, caplog):
+def test_cpu_without_native_ops_uses_torch_and_says_why(monkeypatch, caplog):
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr(registry, "Library", no_library)
     monkeypatch.setattr(native_attention, "Library", no_library)
@@ -127,7 +127,7 @@ def test_native_ops_are_for_cpus(hopper):
         make_attention("native", GPU)
 
 
-def test_native_layers_share_one_pool_and_leave_torch_one_thread():
+def test_native_layers_share_a_pool_and_torch_has_one_thread():
     own = context()
     model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
     runner = made_runner(model, dtype="float32", num_threads=3, attention_backend="native")
@@ -428,7 +428,7 @@ backend = ExactBackend()
 
 
 @pytest.mark.parametrize("name", ["ExactBackend", "backend"])
-def test_an_entry_point_may_be_an_object_or_a_class_of_its_own(install, name):
+def test_entry_point_is_an_object_or_a_class(install, name):
     install(example() + APART, exact=name)
     attention, block_size = make_attention("exact", CPU)
     assert (attention.name, block_size) == ("exact", 48)

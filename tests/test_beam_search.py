@@ -285,7 +285,7 @@ async def test_a_search_that_is_cancelled_aborts_its_requests(checkpoint):
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_a_deadline_brings_what_there_is(checkpoint):
+async def test_deadline_returns_partial_output(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
         search = await gated(engine, timeout=1.0)

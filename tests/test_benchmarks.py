@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", slow_but(["groups", "parsing", "routing", "scheduler"], "parsing"))
-def test_a_quick_run_writes_what_it_measured(name: str, tmp_path: Path) -> None:
+def test_quick_run_writes_its_figures(name: str, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = python("-m", f"benchmarks.{name}", "--quick", f"--json={file}", cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_a_small_claim_passes_a_large_one_that_came_a_little_before(clock):
+def test_small_claim_passes_slightly_earlier_large_one(clock):
     budget, granted = ByteBudget(4 * BYTES_PER_SECOND), []
 
     def claim(name: str, seconds: float):

@@ -132,7 +132,7 @@ def test_token_after_the_end_is_dropped():
 
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("max_unread", range(1, 5))
-def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread, logprobs):
+def test_unread_tokens_merge_up_to_the_delta_limit(max_unread, logprobs):
     channel = Channel(max_unread=max_unread)
     assert (channel.num_written, channel.num_read, channel.num_unread) == (0, 0, 0)
     assert (channel.has_reader, channel.is_backpressured, channel.ended) == (False, False, False)
@@ -154,7 +154,7 @@ def test_unread_tokens_merge_up_to_the_most_that_a_delta_may_have(max_unread, lo
     ]
 
 
-def test_reader_of_a_channel_that_waits_for_it_gets_every_token_by_itself():
+def test_paused_channel_reader_gets_single_tokens():
     channel = Channel(max_unread=3, on_slow="pause")
     assert (channel.max_unread, channel.max_merged, channel.on_slow) == (3, 1, "pause")
     assert (Channel().max_unread, Channel().max_merged) == (256, 256)
@@ -231,7 +231,7 @@ def test_engine_declared_hung_while_its_thread_comes_back(watcher_first, late, n
         rig.check_read(num_read)
 
 
-def test_thread_stuck_in_an_observer_does_not_keep_the_stream_from_ending():
+def test_stream_ends_while_thread_is_stuck_in_observer():
     rig = ChannelRig()
     told, go_on = threading.Event(), threading.Event()
     on_finish = rig.observed.on_finish
@@ -255,7 +255,7 @@ def test_thread_stuck_in_an_observer_does_not_keep_the_stream_from_ending():
     ended_once(rig)
 
 
-def test_cancelled_read_loses_nothing_of_what_was_generated():
+def test_cancelled_read_loses_no_tokens():
     rig = ChannelRig(max_unread=3)
     rig.request.output.detokenizer.finish = lambda: "held back"
     rig.read()

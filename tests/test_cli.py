@@ -113,7 +113,7 @@ def test_a_command_line_that_cannot_be_read(arguments, capsys):
 
 
 @pytest.mark.parametrize("command", ["demo", "chat", "bench"])
-def test_a_model_that_is_not_there(command, tmp_path, capsys):
+def test_missing_model(command, tmp_path, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 1
     error = capsys.readouterr().err
     assert re.fullmatch(r"asyncllm: .*nothing: does not exist, expected .*\n", error)
@@ -152,7 +152,7 @@ def test_percentile_and_rate():
     assert (format_rate(30, 0.5), format_rate(30, 0.0)) == ("60 tok/s", "–")
 
 
-def test_flow_breaks_lines_between_words_however_the_text_is_cut():
+def test_flow_breaks_lines_between_words():
     text = "One two three four.\n\n  indented line of several words\nend"
     whole: set[str] = set()
     rng = random.Random(11)
@@ -238,7 +238,7 @@ def test_interrupted_demo():
         assert child.wait(60) == 130
 
 
-def test_bench_writes_what_it_prints(tmp_path):
+def test_bench_writes_printed_figures(tmp_path):
     file = tmp_path / "bench.json"
     done = asyncllm(
         *("bench", "--concurrency", "2,1", "--prompt-len", "9", "--output-len", "20"),
@@ -279,7 +279,7 @@ def test_bench_says_which_path_runs_and_why():
 
 
 @pytest.mark.slow
-def test_bench_of_what_does_not_fit():
+def test_bench_past_the_context_is_refused():
     done = asyncllm("bench", "--prompt-len", "500")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
@@ -289,7 +289,7 @@ def test_bench_of_what_does_not_fit():
 
 
 @pytest.mark.slow
-def test_chat_through_a_pipe_forgets_what_does_not_fit():
+def test_piped_chat_drops_messages_past_the_context():
     turns = "".join(f"Mia has {i} red hats and a boat.\n" for i in range(4))
     done = asyncllm("chat", "--max-model-len", "80", "--max-tokens", "12", stdin=turns)
     assert done.returncode == 0

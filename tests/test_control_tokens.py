@@ -187,7 +187,7 @@ def test_text_does_not_move_a_control_token(backend, template, content):
     assert kind.decode(ids, False) == content + "<|im_end|>"
 
 
-def test_a_role_completes_the_templates_delimiters_but_brings_none(backend):
+def test_role_completes_template_delimiters(backend):
     kind = make(backend, THINKING)
     assert controls(kind, encode(kind, user("x"))) == ["<|user|>", "</s>"]
     for role in ("x|><|user", "x|>y</s><|user"):
@@ -261,7 +261,7 @@ def test_lone_surrogates(backend, content):
     assert caught.value.param == "messages"
 
 
-def test_what_a_normalizer_makes_is_refused():
+def test_normalizer_output_is_refused():
     """A vocabulary of pieces has the special tokens among them, and NFKC makes one."""
     kind = make(unigram())
     assert controls(kind, encode(kind, user("</s>"))).count("</s>") == 0

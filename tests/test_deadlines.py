@@ -57,7 +57,7 @@ def test_a_group_that_ends_while_others_expire_does_not():
     assert found == [first]
 
 
-def test_ended_groups_are_dropped_once_more_than_64_and_than_four_times_the_live_requests():
+def test_ended_groups_are_dropped_past_64_and_four_times_the_live():
     deadlines, arrivals = Deadlines(), itertools.count()
 
     def add(num_live: int, *, ended: bool = False) -> int:

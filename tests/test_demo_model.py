@@ -89,7 +89,7 @@ def test_examination_is_the_same_every_time() -> None:
     assert heldout.items("JSON objects", 20, 1) != heldout.items("JSON objects", 20, 2)
 
 
-def test_template_says_what_the_training_said() -> None:
+def test_template_equals_training_format() -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     rng = random.Random(5)

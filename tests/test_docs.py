@@ -115,7 +115,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("page", PRINTED)
-async def test_a_page_that_takes_nothing_for_granted(page, capsys):
+async def test_page_runs_with_the_packaged_model(page, capsys):
     """With the packaged model; what a block defines the later ones know."""
     if page == "docs/kernels.md":
         pytest.importorskip("triton")

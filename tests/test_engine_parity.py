@@ -213,7 +213,7 @@ async def test_settings_that_cannot_be_honoured(checkpoint, settings, error, say
         assert caught.value.param in settings
 
 
-async def test_unset_max_model_len_is_what_the_pool_holds(checkpoint):
+async def test_unset_max_model_len_is_the_pool_size(checkpoint):
     path, _ = checkpoint("Qwen3ForCausalLM")
     async with AsyncLLMEngine(path, **(SETTINGS | {"num_blocks": 5})) as engine:
         result = await engine.generate([1] * 30, max_tokens=None, ignore_eos=True)
@@ -249,7 +249,7 @@ async def test_damaged_checkpoints(checkpoint, tmp_path, damage):
 
 
 @pytest.mark.parametrize("company", ["one step ahead", "preemption", "chunks of seven"])
-async def test_several_outputs_are_those_of_requests_with_their_seeds(checkpoint, company):
+async def test_outputs_equal_single_requests_with_their_seeds(checkpoint, company):
     path, model = checkpoint("Qwen3ForCausalLM")
     draw = random.Random(5)
     prompt = [draw.randrange(VOCAB_SIZE) for _ in range(29)]

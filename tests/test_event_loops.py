@@ -232,7 +232,7 @@ def test_a_backend_makes_waiters_on_its_own_loop_alone(run):
     assert run(on_the_next_loop) is None
 
 
-def test_a_trio_run_has_one_thing_to_do_however_often_it_is_asked_for_its_end():
+def test_trio_run_has_one_end_callback():
     async def main():
         backend = running_backend()
         assert [backend.is_closed() for _ in range(5)] == [False] * 5

@@ -129,7 +129,7 @@ def test_limits_that_are_chosen_by_measurement(monkeypatch):
     ("graphs", "buckets", "tokens"),
     [("auto", (8, 4, 2, 1), (96, 64, 32)), ("decode", (8, 4, 2, 1), ()), ("off", (), ())],
 )
-def test_what_is_captured_before_the_first_step(graphs, buckets, tokens):
+def test_captures_before_first_step(graphs, buckets, tokens):
     config = dummy_config(cuda_graphs=graphs, max_num_batched_tokens=100)
     runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
     segments = replay_of(runner).piecewise
@@ -147,7 +147,7 @@ def test_a_cpu_is_in_step():
     assert (mode.max_num_seqs, mode.pipeline_depth) == (64, 1)
 
 
-def test_what_a_gpu_leaves_to_the_application(monkeypatch):
+def test_mode_of_a_gpu(monkeypatch):
     monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
     mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
     assert (mode.step_timeout, mode.shares_memory) == (60.0, True)

@@ -125,7 +125,7 @@ def test_experts(ops, dtype, options, biased):
         check_experts(ops, "cpu", tokens=tokens, dtype=dtype, biased=biased, **options)
 
 
-def test_an_op_set_counts_what_a_token_reads(ops):
+def test_op_set_counts_bytes_per_token(ops):
     weights = experts_weights()
     expected = (weights.gate_up.values.nbytes + weights.down.values.nbytes) * 2 // COUNT
     ops.experts(weights, SILU, 2)
@@ -169,7 +169,7 @@ def test_many_tokens_are_computed_in_passes(backend):
 
 @pytest.mark.parametrize("backend", NATIVE)
 @pytest.mark.parametrize("convert", [quantise_int8, quantise_int4])
-def test_rounded_experts_are_what_linear_layers_make_of_them(backend, convert):
+def test_quantised_experts_equal_linear_layers(backend, convert):
     """Of the same codes; each token of many has its own expert's."""
     ops, plain = make(backend), experts_weights()
     weights = replace(plain, gate_up=convert(plain.gate_up), down=convert(plain.down))
@@ -213,7 +213,7 @@ def test_experts_that_do_not_fit_each_other_are_refused():
 
 
 @pytest.mark.parametrize("backend", NATIVE[:1])
-def test_native_experts_check_what_they_read(backend):
+def test_native_experts_check_their_inputs(backend):
     experts = make(backend).experts(experts_weights(), SILU, 2)
     x, ids, factors = case(3, torch.float32)
     for bad in (-1, COUNT, 2**31 - 1):

@@ -26,7 +26,7 @@ needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_products_and_rows_are_those_of_the_dequantised_weights(isa, scheme):
+def test_products_and_rows_equal_dequantised_weights(isa, scheme):
     """In every number of rows that has a tile of its own, outliers and zeros among them."""
     rows, columns = 149, 768
     weights = block_weights(scheme, rows, columns, seed=1, bias=True)
@@ -104,7 +104,7 @@ def test_blocks_that_are_broken_or_not_whole_are_refused():
 
 
 @needs_native
-def test_a_scale_that_is_no_number_makes_its_output_none():
+def test_nan_scale_makes_nan_output():
     """And no other output."""
     weights = block_weights("q4_k", 70, 512, seed=7)
     weights.values[3, 1] = 0x7E
@@ -133,7 +133,7 @@ def test_the_layout_has_the_version_that_it_was_given(isa):
 
 @needs_native
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_is_held_is_the_file_and_little_more(scheme):
+def test_memory_is_the_file_and_little_more(scheme):
     """Bytes of a block, in the file and packed: the scales of 6 bits take a byte each."""
     weights = block_weights(scheme, 64, 1024, seed=8)
     packed = NativeLinear(context(1), weights).weights.num_bytes

@@ -201,7 +201,7 @@ LIMIT = 0.05
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tokens_and_log_probabilities_are_those_of_the_dequantised_weights(load_case, name):
+def test_tokens_and_logprobs_equal_dequantised_weights(load_case, name):
     """Alone, in company and in chunks, with equal bits."""
     case = load_case(name)
     alone = run(case.path, company=False)
@@ -275,7 +275,7 @@ def test_the_comparison_sees_a_head_that_is_not_tied(load_case, monkeypatch):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_held_is_little_more_than_the_file(load_case, name):
+def test_memory_is_little_more_than_the_file(load_case, name):
     """Nothing but vectors is dequantised."""
     case, own = load_case(name), context(1)
     held = 0
@@ -371,7 +371,7 @@ def test_experts_stay_packed(scheme):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_llama_cpp_quantises_stays_packed(tmp_path, tied):
+def test_llama_cpp_types_stay_packed(tmp_path, tied):
     """A Q4_K_M file of llama.cpp's own tool, by the interpreter that LLAMA_CPP_PYTHON names."""
     python = os.environ.get("LLAMA_CPP_PYTHON")
     if python is None:

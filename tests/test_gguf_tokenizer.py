@@ -235,7 +235,7 @@ def test_scores_that_make_no_tokenizer_are_refused(load, changes, message):
         load(values)
 
 
-def test_strings_that_are_not_utf8_and_arrays_that_are_too_large(load, tmp_path, monkeypatch):
+def test_invalid_utf8_and_oversized_arrays(load, tmp_path, monkeypatch):
     load(FILES["qwen2"])
     path = tmp_path / "x.gguf"
     whole = path.read_bytes()

@@ -436,7 +436,7 @@ def test_a_sweep_finds_the_best_and_writes_tables(monkeypatch, tmp_path):
     assert values["decode splits, decode 3 × 64, one of 600"] == 0.25
 
 
-def test_what_is_compiled_is_what_is_launched():
+def test_compiled_shapes_equal_launched_ones():
     """Shapes and strides, for which Triton compiles kernels, are those of real inputs."""
     for load in (DECODE, SKEWED, PREFILL):
         real, shaped = make_inputs(load, 1, CPU), shaped_inputs(load, torch.device("meta"))
@@ -450,7 +450,7 @@ def test_what_is_compiled_is_what_is_launched():
 
 
 @pytest.mark.slow
-def test_a_pool_compiles_and_says_what_does_not(tmp_path, monkeypatch):
+def test_pool_compiles_and_reports_failures(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     load = AttentionLoad(2, 1, 1023)
     jobs = [CompileJob(load, Tiles(16, 32, 4, 3)), CompileJob(load, Tiles(24, 32, 4, 3))]

@@ -96,7 +96,7 @@ async def test_a_compile_waits_while_grammars_in_use_take_the_bound(sized):
     assert backends.begun == list("abcde")
 
 
-async def test_a_compile_that_nobody_waits_for_does_not_begin(sized):
+async def test_abandoned_compile_does_not_begin(sized):
     backends, compiler = sized
     backends.gate.clear()
     told: list[str] = []
@@ -227,7 +227,7 @@ LONG = "".join(WORDS)
     ],
     ids=range(12),
 )
-def test_a_grammar_and_its_outputs_take_no_more_than_estimated(asked):
+def test_grammar_memory_is_within_estimate(asked):
     rng = random.Random(1)
     words = [bytes(rng.choices(range(97, 123), k=2 + i % 6)) for i in range(2000)]
     backend = LLGuidanceBackend(byte_vocabulary(*words))

@@ -24,7 +24,7 @@ def tokens(completion):
     return [output.token_ids for output in completion.outputs]
 
 
-async def test_the_same_tokens_by_whichever_engine_alone_and_in_company():
+async def test_tokens_are_equal_on_any_engine_and_batch():
     async with EngineGroup([AsyncLLMEngine(**SETTINGS) for _ in range(2)]) as group:
         alone = {
             (number, text, way): tokens(await engine.generate(text, max_tokens=12, **options))

@@ -38,7 +38,7 @@ def bundle(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_group_is_rounded_no_worse_than_to_steps_of_its_range(monkeypatch, dtype):
+def test_group_rounding_error_is_bounded(monkeypatch, dtype):
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(40, 90, generator=generator).to(dtype)
     values[3] = 0.0
@@ -201,7 +201,7 @@ def test_forms_that_the_kernels_lack_are_refused():
 
 
 @needs_native
-def test_what_is_held_is_the_packed_form():
+def test_only_packed_form_is_held():
     """4 bits and a scale of 16 for 32 inputs; zero points only where they are not the middle."""
     ops = NativeOps(context(1, "baseline"))
     rows, columns = 64, 256

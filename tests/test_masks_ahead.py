@@ -154,7 +154,7 @@ def test_quick_masks_are_made_with_their_step(depth: int) -> None:
     assert rig.core._mask_maker._worker is None
 
 
-def test_slow_masks_that_hold_up_nobody_are_made_with_their_step() -> None:
+def test_slow_masks_with_spare_time_are_made_in_their_step() -> None:
     rig = SlowRig()
     rig.core.abort(rig.neighbour.group)
     rig.finish()

@@ -26,7 +26,7 @@ def test_it_runs_as_it_stands() -> None:
     )
 
 
-async def test_what_goes_wrong_with_a_tool_goes_to_the_model() -> None:
+async def test_tool_errors_go_to_the_model() -> None:
     """The server's own process answers, over stdio; the model is a script."""
     example = runpy.run_path(str(FOLDER / "agent.py"))
     prompts: list[str] = []

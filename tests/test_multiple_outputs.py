@@ -169,7 +169,7 @@ async def test_the_prompt_is_computed_once(length, again, budget, depth):
         assert len(batches[0]) == 6, "all outputs begin in the first step"
 
 
-async def test_without_a_prefix_cache_each_output_computes_the_prompt():
+async def test_outputs_recompute_prompt_without_prefix_cache():
     rig = seeded(record=True)
     async with rig.engine(enable_prefix_caching=False) as engine:
         completion = await engine.generate(PROMPT, n=3, seed=1, max_tokens=2)

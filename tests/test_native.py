@@ -229,7 +229,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
     assert torch.equal(linear(x), x)
 
 
-def test_attention_over_what_is_no_cache_is_refused():
+def test_attention_over_invalid_cache_is_refused():
     shape = AttentionShape(4, 2, 8, 1.0)
     attention = NativeAttention(context(2), shape, torch.float32)
     sequences = Sequences([5, 9], shape, torch.float32, 4, seed=1)
@@ -255,7 +255,7 @@ def test_attention_over_what_is_no_cache_is_refused():
             run(cache=cache)
 
 
-def test_what_no_op_takes_is_refused():
+def test_inputs_without_an_op_are_refused():
     ops = NativeOps(context(2))
     rope = ops.rope_and_cache(AttentionShape(4, 2, 8, 1.0), None, None, 1e-6)
     table, cache = torch.randn(10, 8), torch.zeros(2, 3, 4, 2, 8)
@@ -303,7 +303,7 @@ def test_strided_rows_are_copied_or_read_where_they_are():
     assert not library.pack(handle, at, 3, 2, 15, 15, None, None), "8 bits and no scales"
 
 
-def test_not_a_number_stays_one():
+def test_nan_stays_nan():
     """A broken model is noticed by its logits."""
     shape = AttentionShape(2, 1, 16, 0.25)
     for isa in ISAS:
@@ -326,7 +326,7 @@ def test_not_a_number_stays_one():
         assert found.isnan().all(1).tolist() == [False, True], isa
 
 
-def test_a_library_that_does_not_fit_is_not_used(tmp_path):
+def test_incompatible_library_is_not_used(tmp_path):
     missing = tmp_path / "missing.so"
     with pytest.raises(NativeUnavailableError, match="have not been compiled"):
         Library(missing)
@@ -350,7 +350,7 @@ def test_an_instruction_set_that_is_not_there_is_refused():
         context(2, "mmx")
 
 
-def test_a_compiler_that_fails_says_what_it_said(tmp_path, monkeypatch):
+def test_compiler_failure_has_its_output(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(BuildError, match=r"no C\+\+ compiler: expected no-such-compiler"):
         find_compiler()
@@ -529,7 +529,7 @@ def test_memory_is_read_whole(isa):
             ops.sum_words(wrong)
 
 
-def test_what_a_step_reads():
+def test_bytes_read_by_a_step():
     weights, ops = LinearWeights(torch.zeros(16, 8)), NativeOps(context(1, "baseline"))
     ops.linear(weights)
     ops.linear(quantise_int8(weights))

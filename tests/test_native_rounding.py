@@ -68,7 +68,7 @@ def test_rounding_has_the_bits_of_the_reference(name, isa, dtype):
 
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_numbers_that_are_not_finite_spoil_their_own_scale(name, isa):
+def test_non_finite_inputs_spoil_only_their_scale(name, isa):
     values = awkward(12, 96, torch.float32, 5)
     values[3, 40], values[4, 40], values[5, 95], values[6, 3] = torch.nan, torch.inf, -torch.inf, 1
     spoilt = LinearWeights(values)

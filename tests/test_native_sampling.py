@@ -91,7 +91,7 @@ def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_head_whose_outputs_are_no_numbers_has_no_token(isa):
+def test_nan_head_outputs_have_no_token(isa):
     weight, ops = torch.eye(40), NativeOps(context(2, isa))
     bias = torch.zeros(40)
     for value, expected in ((torch.inf, -1), (torch.nan, -1), (-torch.inf, 0)):
@@ -191,7 +191,7 @@ def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):
             assert not out.values[-1].any()
 
 
-def test_what_cannot_be_processed_is_refused():
+def test_unprocessable_rows_are_refused():
     bench = Bench(40, 4, ops="native-" + ISAS[0])
     bench.enter(0, [1], [2], temperature=0.0, presence_penalty=0.5, logit_bias={3: 1.0})
     bench.sample(torch.zeros(1, 40), [0])
@@ -220,7 +220,7 @@ def test_what_cannot_be_processed_is_refused():
         ops.top_logprobs(logits, torch.tensor([1, 2]), out)
 
 
-def test_what_cannot_be_sampled_from_is_refused():
+def test_unsampleable_logits_are_refused():
     ops, sampling = NativeOps(context(1)), parameters(4, 5)
     lines, logits = torch.arange(4), torch.zeros(4, 9)
     for given, changes, words in (

@@ -92,7 +92,7 @@ def test_row_buckets_are_few_and_near():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
+def test_shape_caching_ops_see_only_buckets(dtype, monkeypatch):
     """oneDNN keeps every shape that it has met, so no linear layer that calls it may see a
     number of rows as it comes."""
     seen: set[int] = set()

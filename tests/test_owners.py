@@ -29,7 +29,7 @@ class Owners:
         self.ended.append(request.owner)
 
 
-async def test_a_crowd_of_one_owner_does_not_keep_another_waiting():
+async def test_one_owners_crowd_does_not_delay_another():
     rig = fake(max_num_seqs=4, num_blocks=257, record=True)
     async with rig.engine() as engine:
         await engine.pause()
@@ -128,7 +128,7 @@ async def test_every_endpoint_asks_for_its_bearer():
     assert seen.submitted == [digest("one")] * 4 + [digest("two")] * 4
 
 
-async def test_a_websocket_asks_for_its_bearer_and_no_bearer_is_the_owner_none():
+async def test_websocket_without_bearer_has_no_owner():
     for options, headers, owner in (
         ({"token": "one"}, bearer("one"), digest("one")),
         ({}, bearer("any"), None),

@@ -469,7 +469,7 @@ def test_a_name_tells_checkpoints_apart(model, folder, tmp_path):
     assert len(set(names)) == len(names)
 
 
-def test_what_changes_no_weight_changes_no_name(model, folder):
+def test_packed_name_depends_on_weights_alone(model, folder):
     own = context()
     name = store_of(model, folder, own).path.name
     (model / "generation_config.json").write_text('{"temperature": 0.3, "eos_token_id": 9}')
@@ -495,7 +495,7 @@ def test_the_hubs_own_hash_is_an_identity(model, tmp_path):
     assert WeightsIdentity.of(model) != found
 
 
-def test_a_checkpoint_replaced_while_it_is_read_is_not_written(model, folder, monkeypatch):
+def test_checkpoint_replaced_while_read_is_not_written(model, folder, monkeypatch):
     original = PackedStore._record
 
     def replaced(self: PackedStore, weights: Any) -> Any:
@@ -576,7 +576,7 @@ def test_another_models_file_is_a_miss(plain, folder, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["mode", "user", "link", "fifo", "folder"])
-def test_what_another_user_could_have_written_is_not_read(tmp_path, kind):
+def test_files_writable_by_other_users_are_not_read(tmp_path, kind):
     own = context()
     path = write(tmp_path / "file", own, [("norm", torch.ones(3))])
     PackedFile(path, ME)
@@ -859,7 +859,7 @@ def test_a_packed_image_is_found_by_the_content(model, folder, tmp_path, capsys,
     assert "was made of other weights than the model's" in caplog.text
 
 
-def test_pack_says_what_it_cannot_write(model, monkeypatch, capsys):
+def test_pack_reports_unwritable_weights(model, monkeypatch, capsys):
     def full(*_: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -888,14 +888,14 @@ def test_an_engine_says_where_its_weights_come_from(model, folder):
     assert first[1] == f"read from {only_file(folder)}"
 
 
-def test_a_checkpoint_that_is_gone_is_an_error_of_the_checkpoint(model, folder):
+def test_missing_checkpoint_is_a_checkpoint_error(model, folder):
     config = ModelConfig.from_directory(model)
     (model / "model.safetensors").unlink()
     with pytest.raises(EngineError, match=r"model\.safetensors"):
         build_model_runner(settings(folder), config)
 
 
-def test_a_folder_that_cannot_be_searched_costs_the_file_alone(model, folder, monkeypatch):
+def test_unsearchable_folder_costs_only_the_file(model, folder, monkeypatch):
     exists = Path.exists
 
     def refused(path: Path) -> bool:
@@ -941,7 +941,7 @@ def test_a_wait_for_the_lock_ends_when_it_is_asked_to(folder):
     assert len(looks) == 3
 
 
-def test_what_is_no_file_does_not_stop_the_others(folder):
+def test_non_files_do_not_stop_the_others(folder):
     shared = PackedFolder(folder, 1000)
     shared.make()
     (folder / f"a{SUFFIX}").mkdir()

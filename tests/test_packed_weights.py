@@ -77,7 +77,7 @@ def layers(names: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monkeypatch, name):
+def test_packed_weights_equal_dequantised(plain, tmp_path, monkeypatch, name):
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
     model = repacked(plain, tmp_path, CASES[name])
     expected, found = unpacked(loaded(model)), loaded(model, accepts_form=takes)
@@ -174,7 +174,7 @@ def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> Quantis
     )
 
 
-def test_what_cannot_stay_packed():
+def test_unpackable_weights():
     alike = packed_weights([codes(), codes(rows=16)], takes)
     assert alike is not None
     assert (alike.shape, alike.next_parts) == ((24, 64), ())
@@ -197,7 +197,7 @@ def test_what_cannot_stay_packed():
     assert packed_weights([codes()], lambda form: form.scheme == "plain") is None
 
 
-def test_one_line_says_what_stays_packed(plain, tmp_path, caplog):
+def test_log_line_names_packed_weights(plain, tmp_path, caplog):
     model = repacked(plain, tmp_path, CASES["awq"])
     with caplog.at_level(logging.INFO, logger="asyncllm"):
         held = loaded(model, accepts_form=takes)

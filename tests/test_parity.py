@@ -350,7 +350,7 @@ def test_layers_of_a_checkpoint_are_as_asked(load_case, tmp_path: Path):
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-async def test_a_prompt_whose_logits_are_not_finite_spoils_no_prefix(tmp_path: Path, backend: str):
+async def test_prompt_with_nan_logits_publishes_no_prefix(tmp_path: Path, backend: str):
     """Attention multiplies the values of later tokens by zero, and zero times NaN is NaN."""
     model = make_checkpoint(tmp_path, "Qwen3ForCausalLM")
     with torch.no_grad():

@@ -31,7 +31,7 @@ def dequantised(weights: LinearWeights) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_element_is_the_nearest_multiple_of_its_channels_scale(monkeypatch, dtype):
+def test_elements_round_to_nearest_multiple_of_scale(monkeypatch, dtype):
     monkeypatch.setattr(quantise, "CHUNK", 1000)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(40, 300, generator=generator).to(dtype)

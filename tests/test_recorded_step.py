@@ -106,7 +106,7 @@ def check_equal(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("quantised", [None, *CONVERSIONS])
-def test_a_program_computes_what_its_ops_do(model, quantised):
+def test_program_equals_its_ops(model, quantised):
     check_equal(make_decoder(MODELS[model], quantised=quantised), (0, 1, 5))
 
 
@@ -246,7 +246,7 @@ def test_a_model_with_another_op_runs_as_before():
 @pytest.mark.parametrize(
     "what", ["torch", "contiguous", "rows", "read", "mask", "attention", "foreign", "native"]
 )
-def test_what_a_program_cannot_hold_is_found(what):
+def test_unrecordable_ops_are_detected(what):
     decoder = make_decoder(QWEN3)
     layer: Any = decoder.layers[1]
     mlp, foreign = layer.mlp, torch.zeros(11, 32)
@@ -306,7 +306,7 @@ print(sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
 @pytest.mark.parametrize(
     ("text", "said"), [("always madvise [never]\n", 1), ("always [madvise] never\n", 0), (None, 0)]
 )
-def test_huge_pages_that_are_off_are_told_of(text, said, tmp_path, caplog):
+def test_disabled_huge_pages_are_reported(text, said, tmp_path, caplog):
     setting = tmp_path / "enabled"
     if text is not None:
         setting.write_text(text)

@@ -64,7 +64,7 @@ def test_most_blocks_are_those_of_the_worst_place_of_a_window():
 
 
 @pytest.mark.parametrize(("block_size", "window"), [(4, 1), (4, 2), (4, 5), (4, 6), (3, 7), (1, 2)])
-def test_a_block_is_given_back_once_all_of_it_lies_before_the_window(block_size, window):
+def test_block_is_freed_once_wholly_before_window(block_size, window):
     kv = manager((block_size, window), step_tokens=40)
     one = request(range(40))
     assert kv.admit(one, 40, ([],))
@@ -138,7 +138,7 @@ def test_an_admission_takes_what_a_window_holds_at_once():
         check_kv_cache(kv, [one])
 
 
-def test_a_prompt_that_is_admitted_never_preempts_another_to_go_on():
+def test_admitted_prompt_never_preempts_others():
     one = rig((4, None), (4, 10), num_blocks=61, max_model_len=120, max_num_batched_tokens=12)
     requests = [one.add(range(100 * i, 100 * i + 60), max_tokens=3) for i in range(4)]
     while one.scheduler.has_work():
@@ -170,7 +170,7 @@ def most_blocks(window: int | None, num_tokens: int, **changes) -> tuple[int, in
     return max(held), held[-1]
 
 
-def test_five_of_six_layers_with_a_window_take_a_quarter_of_the_memory():
+def test_window_layers_take_a_quarter_of_the_memory():
     """Gemma 3's layers, five with a window of 1024 to one without, at 32k tokens. A block has the
     same bytes in either engine: 64 tokens in a sixth of the layers."""
     changes = dict(max_num_batched_tokens=2048)
@@ -182,7 +182,7 @@ def test_five_of_six_layers_with_a_window_take_a_quarter_of_the_memory():
     assert 5 * last < full[0]
 
 
-def test_a_request_that_waits_gives_back_what_it_no_longer_sees():
+def test_waiting_request_frees_blocks_out_of_window():
     """It paused in the middle of its prompt; what it takes up again fits where it just fitted."""
     one = rig((2, 5), num_blocks=9, max_model_len=60, max_num_batched_tokens=8)
     first = one.add(range(40), max_tokens=4)

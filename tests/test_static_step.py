@@ -309,7 +309,7 @@ def test_many_new_blocks_at_once(llama: Decoder) -> None:
     assert second.outputs == one(llama, prompt, 9, GREEDY)
 
 
-def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
+def test_row_with_nan_logits_ends_alone(llama: Decoder) -> None:
     runner = traced(llama)
     driver = Driver(runner)
     good, bad = driver.add([1, 2, 3], 6, GREEDY), driver.add([4, 5, 6], 6, GREEDY)
@@ -360,7 +360,7 @@ def test_a_request_that_cannot_be_assigned_ends_alone(
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.AcceleratorError),
     ],
 )
-def test_what_the_device_raises_in_an_assignment_is_no_requests_own(
+def test_device_error_in_assignment_is_not_one_requests(
     llama: Decoder, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
     def fail(*_: object) -> None:
@@ -397,7 +397,7 @@ def tensors_of(value: object, seen: set[int] | None = None) -> list[Tensor]:
     return [t for name in names for t in tensors_of(getattr(value, name, None), seen)]
 
 
-def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) -> None:
+def test_traced_tensors_are_persistent(decoder: Decoder) -> None:
     capturer = TraceRecorder()
     runner = make_runner(
         decoder, capturer=capturer, stream=LateStream(), sizes=(2, 10), max_num_seqs=10,
@@ -521,7 +521,7 @@ def test_the_plain_step_state(block_size: int) -> None:
     check_step_state(TorchOps().decode_inputs, "cpu", block_size)
 
 
-def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> None:
+def test_host_buffers_see_every_sampling_parameter_change() -> None:
     """Three buffers take turns, of which each change finds other ones behind."""
     state = SamplingState(2, 100, 4)
     limits = StepLimits(2, 2, 1, table_rows=3)
@@ -629,7 +629,7 @@ def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
     assert found[0] == found[1]
 
 
-def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) -> None:
+def test_launch_error_is_raised_at_collect(llama: Decoder) -> None:
     runner = make_runner(llama, capturer=GraphCapturer(), stream=LateStream())
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)

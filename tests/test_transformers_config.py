@@ -90,7 +90,7 @@ def test_a_misshapen_tensor_is_named(gemma, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_a_weight_that_is_no_float_is_refused(gemma, tmp_path, dtype):
+def test_non_float_weight_is_refused(gemma, tmp_path, dtype):
     with_fields(gemma, tmp_path)
     tensors = load_file(gemma / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"

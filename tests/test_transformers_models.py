@@ -96,7 +96,7 @@ def test_native_ops(load_case, name):
     run_everything(case, runner)
 
 
-def test_linear_layers_of_a_model_without_attention_are_rounded(load_case):
+def test_attention_free_linear_layers_are_quantised(load_case):
     if native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")
     case, found = load_case("Mamba2"), []

@@ -129,7 +129,7 @@ def test_refused_by_the_rules(tmp_path, reason):
         ({"key_heads": 3}, "has 4 heads and 3 of keys; expected a multiple of them"),
     ],
 )
-def test_refused_by_what_a_layer_passes(tmp_path, monkeypatch, change, message):
+def test_refused_by_layer_arguments(tmp_path, monkeypatch, change, message):
     from asyncllm.gpu.transformers_model import build
 
     configure(tmp_path, "MistralConfig", **SLIDING)
@@ -316,7 +316,7 @@ def test_a_checkpoints_own_code(tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("own_code")
-def test_own_code_that_the_rules_do_not_see_through_fails_the_check(tmp_path):
+def test_unsupported_custom_code_fails_the_check(tmp_path):
     path = remote_code.write(tmp_path / "own_shifted", shift=True)
     with pytest.raises(ModelLoadError) as caught:
         load(path, trust_remote_code=True)
@@ -419,7 +419,7 @@ def test_two_engines_share_nothing(tmp_path):
         compare(seq, generate(model, prompt, 12), Tally())
 
 
-def test_nothing_of_a_model_stays_behind(tmp_path):
+def test_model_is_freed(tmp_path):
     import gc
     import weakref
 
