@@ -224,6 +224,7 @@ def test_the_op_set_of_a_model_without_attention(monkeypatch, runs, caplog):
     assert type(ops_without_attention("auto", GPU.device, 1)) is TorchOps
 
 
+@pytest.mark.slow
 def test_nothing_of_another_backend_is_imported():
     code = f"""
 import sys, torch

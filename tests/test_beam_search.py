@@ -26,6 +26,7 @@ from asyncllm.outputs import Logprob
 from asyncllm.testing import fake_engine
 from tests import reference
 from tests.checkpoints import copy_tokenizer, make_checkpoint
+from tests.slow import slow_but
 
 VOCAB_SIZE = 96
 SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 200}
@@ -90,7 +91,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize("way", slow_but(range(len(WAYS)), 0, 4))
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_beams_equal_transformers(checkpoint, way):
     (path, model), compared = checkpoint, set()

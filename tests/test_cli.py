@@ -17,6 +17,8 @@ from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.text import format_rate, printable
 from asyncllm.cli.word_wrapper import WordWrapper
+from asyncllm.gpu import calibration
+from asyncllm.gpu.model_runner import ModelRunner
 from tests.processes import hear_ctrl_c, python
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
@@ -119,22 +121,16 @@ def test_missing_model(command, tmp_path, capsys):
     assert re.fullmatch(r"asyncllm: .*nothing: does not exist, expected .*\n", error)
 
 
-def test_an_engine_that_dies_is_one_line():
-    code = (
-        "import sys\n"
-        "from asyncllm.cli import main\n"
-        "from asyncllm.gpu.model_runner import ModelRunner\n"
-        "def launch(self, batch):\n"
-        "    raise ValueError('the device is on fire')\n"
-        "from asyncllm.gpu import calibration\n"
-        "calibration.calibrate_token_budget = lambda time_step: 64\n"
-        "calibration.min_tokens_ahead = lambda time_step, most, known: None\n"
-        "ModelRunner.launch = launch\n"
-        "sys.exit(main(['bench']))\n"
-    )
-    done = python("-c", code)
-    assert done.returncode == 1
-    assert done.stderr == "asyncllm: the engine died: ValueError: the device is on fire\n"
+def test_dead_engine_is_one_line(monkeypatch, capsys, small_bandwidth_probe):
+    def launch(self, batch):
+        raise ValueError("the device is on fire")
+
+    monkeypatch.setattr(calibration, "calibrate_token_budget", lambda time_step: 64)
+    monkeypatch.setattr(calibration, "min_tokens_ahead", lambda time_step, most, known: None)
+    monkeypatch.setattr(ModelRunner, "launch", launch)
+    assert main(["bench", *QUICK]) == 1
+    died = "asyncllm: the engine died: ValueError: the device is on fire\n"
+    assert capsys.readouterr().err == died
 
 
 def test_text_from_a_model_cannot_control_the_terminal():
@@ -238,15 +234,14 @@ def test_interrupted_demo():
         assert child.wait(60) == 130
 
 
-def test_bench_writes_printed_figures(tmp_path):
+def test_bench_writes_printed_figures(tmp_path, capsys, small_bandwidth_probe):
     file = tmp_path / "bench.json"
-    done = asyncllm(
-        *("bench", "--concurrency", "2,1", "--prompt-len", "9", "--output-len", "20"),
-        *("--rounds", "2", "--json", str(file)),
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert is_plain(done.stdout)
-    assert "streams  tok/s" in done.stdout
+    options = ("--concurrency", "2,1", "--prompt-len", "9", "--output-len", "20", "--rounds", "2")
+    assert main(["bench", *options, "--json", str(file), *QUICK]) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    assert is_plain(done.out)
+    assert "streams  tok/s" in done.out
     result = json.loads(file.read_text(encoding="utf-8"))
     assert set(result) == {"machine", "command", "config", "execution", "rows"}
     assert result["execution"]["weight_bytes"] > 6_000_000  # 1.7 million parameters of 4 bytes
@@ -349,7 +344,7 @@ def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(bad, monkeypatch, cap
 
 
 @pytest.mark.parametrize("encoding", slow_but(["ascii", "utf-8"], "ascii"))
-def test_characters_that_an_encoding_lacks(encoding, monkeypatch, capsys):
+def test_characters_that_an_encoding_lacks(encoding, monkeypatch, capsys, small_bandwidth_probe):
     out = pipe(monkeypatch, b"h\xe4\xff \\", encoding)
     assert main(["chat", "--max-tokens", "4", *QUICK]) == 0
     assert out.getvalue().endswith(b"\n")

@@ -17,11 +17,11 @@ from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.exact_experts import ROUTINGS, exact_experts, randn, router_weights
-from tests.native_library import isas
+from tests.native_library import ISAS
 from tests.op_sets import BACKENDS, TOLERANCE, make, quantised
 from tests.triton.checks import check_experts, check_routing_ties, check_routing_without_numbers
 
-NATIVE = [f"native-{isa}" for isa in isas()]
+NATIVE = [f"native-{isa}" for isa in ISAS]
 SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)
 
 

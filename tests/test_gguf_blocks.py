@@ -14,17 +14,15 @@ from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import BLOCK_TYPES, pack_new_weights
 from tests.linear_weights import rounded
-from tests.native_library import context, isas
+from tests.native_library import ISAS, context, each_isa, needs_native
 
 pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_blocks import block_weights, dequantised_blocks
 
-ISAS = isas()
 SCHEMES: list[QuantScheme] = list(BLOCK_SIZES)
-needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_and_rows_equal_dequantised_weights(isa, scheme):
     """In every number of rows that has a tile of its own, outliers and zeros among them."""
@@ -66,7 +64,7 @@ def test_instruction_sets_agree_to_the_last_bit(scheme):
         assert torch.equal(other, found[0])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("filling", [0x00, 0xFF, 0x7F, 0x80])
 def test_no_sum_overflows(isa, scheme, filling):

@@ -35,7 +35,7 @@ from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, Sequence
 from tests.linear_weights import rounded
-from tests.native_library import context, isas
+from tests.native_library import context, needs_native
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_blocks import (  # noqa: E402
@@ -47,7 +47,7 @@ from tests.gguf_blocks import (  # noqa: E402
 from tests.gguf_files import permute, write_gguf  # noqa: E402
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2,

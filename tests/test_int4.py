@@ -11,10 +11,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, quantise_int4
 from tests.linear_weights import dequantised, rounded
-from tests.native_library import context, isas
-
-ISAS = isas()
-needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+from tests.native_library import ISAS, context, each_isa, needs_native
 
 
 def bundle(
@@ -100,7 +97,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form[:5])))
 def test_products_are_those_of_the_integers(isa, form):
     """In every number of rows that has a tile of its own, outliers and zeros among them."""
@@ -139,7 +136,7 @@ def test_instruction_sets_agree_to_the_last_bit(bits):
         assert torch.equal(other, found[0])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_no_sum_overflows(isa, scheme):
     """The greatest codes, zero points and inputs, all of one sign."""

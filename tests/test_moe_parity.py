@@ -120,7 +120,7 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "Glm4Moe", "GptOss", "Qwen2Moe", "Qwen3Moe"))
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_equals_transformers(load_case, name, backend):
     """In a batch, in chunks, after a prefix hit and a preemption; natively as one program."""

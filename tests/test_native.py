@@ -38,19 +38,19 @@ from asyncllm.native.build import (
 )
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 from tests.native_library import (
+    ISAS,
     OTHER_LIBRARY,
     build_emulated,
     check_forked_child,
     compiler,
     context,
-    isas,
+    each_isa,
     link,
     run_fuzz,
 )
 from tests.step_inputs import planned
 from tests.triton.paged import AttentionCase, attend, make_batch
 
-ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -111,7 +111,7 @@ def steps(draw):
     )
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @settings(max_examples=30)
 @given(step=steps())
 def test_attention_is_that_of_a_plain_model(isa, step):
@@ -132,7 +132,7 @@ def test_attention_is_that_of_a_plain_model(isa, step):
     torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
@@ -158,7 +158,7 @@ def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
         assert torch.equal(decodes[row], whole[int(sequences.firsts[row]) + end - 1])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
@@ -391,6 +391,7 @@ def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str])
     return program
 
 
+@pytest.mark.slow
 def test_a_few_rounds_of_the_fuzz(tmp_path):
     """On the library that is there, so that the fuzz keeps up with its interface."""
     link(tmp_path / "fuzz", LIBRARY, compiler(), ["-O0"])
@@ -516,7 +517,7 @@ async def test_threads_that_compute_have_long_slices():
         assert time_slice(threading.get_native_id()) == mine
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_memory_is_read_whole(isa):
     ops = NativeOps(context(2, isa))
     generator = torch.Generator().manual_seed(0)

@@ -18,15 +18,14 @@ from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, outputs_of
 from tests.dummy_runner import LARGE, MODEL, make
-from tests.native_library import context, isas
+from tests.native_library import ISAS, context, each_isa, needs_native
 from tests.sampling_bench import Bench
 from tests.step_inputs import draw_scalars
 from tests.triton.checks import sampling_rows
 
-ISAS = isas()
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 
 Scalars = dict[str, torch.Tensor]
@@ -46,7 +45,7 @@ def draw(ops: NativeOps, logits: torch.Tensor, sampling: Scalars, lines: torch.T
     return out
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_is_its_rows_own_on_any_threads(isa, dtype):
     rows, vocab_size = 40, 50_000
@@ -70,7 +69,7 @@ def test_a_token_is_its_rows_own_on_any_threads(isa, dtype):
     assert torch.equal(draw(alone, turned, sampling, lines), found)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
@@ -90,7 +89,7 @@ def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
     assert torch.equal(found[[2, 4, 7]], linear(x)[[2, 4, 7]].argmax(-1))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_nan_head_outputs_have_no_token(isa):
     weight, ops = torch.eye(40), NativeOps(context(2, isa))
     bias = torch.zeros(40)
@@ -126,7 +125,7 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
     assert asked[6:] == [1, 1]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_processed_logits_have_the_bits_of_torch(isa, dtype):
     vocab_size, rows = 1003, 24
@@ -162,7 +161,7 @@ def test_processed_logits_have_the_bits_of_torch(isa, dtype):
         assert torch.equal(*(bench.runner.memory.tables.counts for bench in benches))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab_size", "counts"), [(70, [0, 1, 70]), (20_000, [5, 79, 400])])
 def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):

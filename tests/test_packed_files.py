@@ -48,17 +48,17 @@ from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.driver import Driver
 from tests.families import make
 from tests.gguf_files import write_gguf
-from tests.native_library import context, isas
+from tests.native_library import ISAS, context, each_isa, needs_native
 from tests.packing import CASES, repack
 
-pytestmark = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 ME = {os.geteuid()} if hasattr(os, "geteuid") else set()
 PROMPTS = [3], list(range(40)), [7] * 9
 
 
 @pytest.fixture(autouse=True)
-def _small_models_have_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_models_have_files(monkeypatch: pytest.MonkeyPatch, small_bandwidth_probe: None) -> None:
     monkeypatch.setattr(packed_store, "is_small_model", lambda model: False)
 
 
@@ -153,7 +153,7 @@ def write(
     return path
 
 
-@pytest.mark.parametrize("isa", isas())
+@each_isa
 def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     own = context(2, isa)
     found, recorded = {}, []
@@ -197,7 +197,7 @@ LAYOUTS = {
 """Digests of the packed bytes of ``forms``."""
 
 
-@pytest.mark.parametrize("isa", [isa for isa in isas() if isa in ("avx512", "avx2", "baseline")])
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("avx512", "avx2", "baseline")])
 def test_the_layout_has_the_version_that_it_was_given(isa):
     """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
     new digests into LAYOUTS."""
@@ -421,9 +421,9 @@ def store_of(path: Path, folder: Path, own: Context, **others: Any) -> PackedSto
 
 
 def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatch):
-    own = context(1, isas()[0])
+    own = context(1, ISAS[0])
     names = {store_of(plain, folder, own).path.name}
-    assert names == {store_of(plain, folder, context(2, isas()[0])).path.name}
+    assert names == {store_of(plain, folder, context(2, ISAS[0])).path.name}
 
     def add(**others: Any) -> None:
         name = store_of(plain, folder, own, **others).path.name
@@ -440,8 +440,8 @@ def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(packed_store, name, "another")
             add()
-    if len(isas()) > 1:
-        assert store_of(plain, folder, context(1, isas()[1])).path.name not in names
+    if len(ISAS) > 1:
+        assert store_of(plain, folder, context(1, ISAS[1])).path.name not in names
 
 
 def test_a_name_tells_checkpoints_apart(model, folder, tmp_path):

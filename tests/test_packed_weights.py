@@ -24,11 +24,10 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
 from tests.linear_weights import dequantised
 from tests.live_bytes import LiveBytes
-from tests.native_library import INT8_IN_SPANS, isas
+from tests.native_library import INT8_IN_SPANS, ISAS, needs_native
 from tests.packing import CASES, GROUP4, Case, compressed, packed_tensors, repack
 
 CPU = torch.device("cpu")
-needs_native = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")
 
 PACKED = {
     "awq": ("int4", (1, 32)),
@@ -121,7 +120,7 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
         runner.close()
     expected, had = (found[key] - found[key].mean(1, keepdim=True) for key in ("torch", "native"))
     error = (had - expected).norm() / expected.norm()
-    in_16_bits = name == "ct-int" and isas()[0] not in INT8_IN_SPANS
+    in_16_bits = name == "ct-int" and ISAS[0] not in INT8_IN_SPANS
     assert 0.0 < error < (0.002 if in_16_bits else 0.03)
 
 

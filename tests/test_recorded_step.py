@@ -33,9 +33,8 @@ from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver, outputs_of, state_of
 from tests.dummy_runner import MODEL as LLAMA
 from tests.dummy_runner import make
-from tests.native_library import check_forked_child
+from tests.native_library import check_forked_child, each_isa, needs_native
 from tests.recorded_runner import (
-    ISAS,
     PROMPTS,
     QWEN3,
     make_decoder,
@@ -45,7 +44,7 @@ from tests.recorded_runner import (
 )
 from tests.static_runner import in_groups
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 MODELS = {
     "tied": LLAMA,
@@ -111,7 +110,7 @@ def test_program_equals_its_ops(model, quantised):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_in_every_dtype_on_every_instruction_set(dtype, isa):
     for quantised, model in (*((q, "windows") for q in (None, *CONVERSIONS)), (None, "tied")):
         check_equal(make_decoder(MODELS[model], dtype, isa=isa, quantised=quantised), (7,))
@@ -288,6 +287,7 @@ def test_the_start_says_how_steps_run(caplog):
     assert "has no programs" in said[1]
 
 
+@pytest.mark.slow
 def test_a_start_loads_no_compiler():
     """torch's, which takes seconds to import; a TorchDispatchMode does so unless it is told."""
     code = """

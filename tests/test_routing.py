@@ -436,6 +436,7 @@ TestRouterAgainstAPlainModel = RouterMachine.TestCase
 # --- many replicas on virtual time -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_simulated_conversations_hit_as_with_an_oracle_router():
     """The benchmark's replicas, and few of them; their time is virtual, so figures are exact."""
     names = ("round robin", "load alone", "routed", "all-knowing")

@@ -720,12 +720,17 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def expected(llama: Decoder) -> list[list[int]]:
+    asked = prompts(13)
+    return alone(llama, asked[:8]) + alone(llama, asked[8:])
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_comparison_sees_mistakes(
-    llama: Decoder, monkeypatch: pytest.MonkeyPatch, mistake: str
+    llama: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
     asked = prompts(13)
-    expected = alone(llama, asked[:8]) + alone(llama, asked[8:])
     monkeypatch.setattr(*MISTAKES[mistake])
     runner = traced(llama, sizes=(8,))
     try:

@@ -18,9 +18,8 @@ from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, outputs_of, packed, state_of
 from tests.dummy_runner import MODEL as LLAMA
-from tests.native_library import check_forked_child
+from tests.native_library import check_forked_child, needs_native
 from tests.recorded_runner import (
-    ISAS,
     PROMPTS,
     QWEN3,
     make_decoder,
@@ -29,7 +28,7 @@ from tests.recorded_runner import (
     program_of,
 )
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 DRAWN = SamplingParams(temperature=0.9, seed=5)

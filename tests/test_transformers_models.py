@@ -53,8 +53,8 @@ def load_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     return case_loader(tmp_path_factory, make_case)
 
 
-KINDS = ("DeepseekV3", "GPT2", "Gemma4-shared", "GptOss", "Lfm2", "Llama", "Mamba2", "Qwen3_5")
-"""One of each kind of layer, position and state."""
+KINDS = ("DeepseekV3", "GPT2", "Gemma4-shared", "Lfm2")
+"""One of each kind of layer, position and state that ``test_native_ops`` does not run."""
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, *KINDS))
@@ -86,6 +86,7 @@ def test_matrix(load_case, name, backend):
 NATIVE = ["Gemma2", "GptOss", "DeepseekV3", "Mamba2", "Qwen3_5"]
 
 
+@pytest.mark.usefixtures("small_bandwidth_probe")
 @pytest.mark.parametrize("name", slow_but(NATIVE, "GptOss", "Mamba2", "Qwen3_5"))
 def test_native_ops(load_case, name):
     if native_library() is None:
@@ -96,6 +97,7 @@ def test_native_ops(load_case, name):
     run_everything(case, runner)
 
 
+@pytest.mark.usefixtures("small_bandwidth_probe")
 def test_attention_free_linear_layers_are_quantised(load_case):
     if native_library() is None:
         pytest.skip("no C++ compiler to build the native ops with")
@@ -302,8 +304,7 @@ MUTATIONS = {
 }
 
 
-OFTEN = "a window off by one", "another eps", "no final softcap", "no logits scaling", "no sinks"
-OFTEN += "the neighbouring expert", "a wrong RoPE base"
+OFTEN = "a window off by one", "no sinks", "the neighbouring expert", "a wrong RoPE base"
 
 
 @pytest.mark.parametrize("mutation", slow_but(MUTATIONS, *OFTEN))

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.waiting_queue import POLICIES, WaitingQueue
 from asyncllm.sampling_params import SamplingParams
-from tests.hypothesis_settings import examples
+from tests.hypothesis_settings import quick_and_slow
 from tests.integrity import check_waiting_queue
 
 
@@ -197,8 +197,7 @@ class OwnersMachine(RuleBasedStateMachine):
             check_waiting_queue(self.queue, self.plain.running)
 
 
-TestOwners = OwnersMachine.TestCase
-TestOwners.settings = examples(200, stateful_step_count=40)
+TestOwners, TestManyOwners = quick_and_slow(OwnersMachine, 200)
 
 
 def test_an_owner_without_requests_is_forgotten():

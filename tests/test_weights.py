@@ -227,6 +227,7 @@ print(counts, sorted(set(sys.modules) - before))
 """
 
 
+@pytest.mark.slow
 def test_a_listing_imports_nothing(tmp_path):
     """Arithmetic on torch's meta device takes seconds of imports when it is first used."""
     paths = [tmp_path / name for name in ("Glm4", "Gemma4-experts", "Qwen3Next", "GptOss")]
