@@ -19,6 +19,7 @@ from asyncllm.outputs import Delta, Usage
 from asyncllm.runtime.mailbox import ThreadMailbox
 from tests.channels import ChannelRig, logprobs_of, run_with_switch
 from tests.hypothesis_settings import examples
+from tests.slow import slow_but
 
 
 def at_each_bytecode(make):
@@ -209,7 +210,7 @@ def ended_once(rig):
         rig.stream.__anext__().send(None)
 
 
-@pytest.mark.parametrize("num_unread", [0, 1, 2, 5])
+@pytest.mark.parametrize("num_unread", slow_but([0, 1, 2, 5], 0, 5))
 @pytest.mark.parametrize("late", ["put", "put_last", "abort", "announce_and_read"])
 @pytest.mark.parametrize("watcher_first", [False, True])
 def test_engine_declared_hung_while_its_thread_comes_back(watcher_first, late, num_unread):

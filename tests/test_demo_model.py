@@ -39,7 +39,7 @@ def generate() -> Iterator[heldout.Generate]:
         yield answer
 
 
-OFTEN = "questions over one fact", "several turns", "tool calls"
+OFTEN = "several turns", "tool calls"
 
 
 @pytest.mark.parametrize("skill", slow_but(sorted(heldout.MAKERS), *OFTEN))
@@ -52,6 +52,7 @@ def test_skill(skill: str, generate: heldout.Generate) -> None:
     assert score.rate >= heldout.LOWER_GOALS.get(skill, heldout.GOAL)
 
 
+@pytest.mark.slow
 def test_training_text_lacks_the_examination() -> None:
     seed = "leak"
     print(f"seed {seed}")

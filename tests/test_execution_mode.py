@@ -25,6 +25,7 @@ from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.ahead_on_cpu import PROMPTS, AheadOnCPU
 from tests.dummy_runner import MODEL
+from tests.slow import slow_but
 from tests.static_runner import CPU, replay_of
 
 
@@ -55,22 +56,21 @@ async def answers(engine: AsyncLLMEngine) -> list[str]:
         return list(await asyncio.gather(*(ask(prompt) for prompt in PROMPTS)))
 
 
+FIELDS = [
+    {"cuda_graphs": "auto"},
+    {"cudagraph_capture_sizes": (2, 4)},
+    {"cuda_graphs": "off"},
+    {"cuda_graphs": "decode", "async_scheduling": False},
+    {
+        "cudagraph_capture_sizes": (2,),
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 16,
+    },
+]
+
+
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"cuda_graphs": "auto"},
-        {"cudagraph_capture_sizes": (2, 4)},
-        {"cuda_graphs": "off"},
-        {"cuda_graphs": "decode", "async_scheduling": False},
-        {
-            "cudagraph_capture_sizes": (2,),
-            "enable_prefix_caching": False,
-            "max_num_batched_tokens": 16,
-        },
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", slow_but(FIELDS, FIELDS[0], FIELDS[-1]), ids=str)
 async def test_the_packaged_model_answers_the_same(expected, fields):
     ahead = AheadOnCPU()
     assert await answers(ahead.engine(**fields)) == expected

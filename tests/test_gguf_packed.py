@@ -45,6 +45,7 @@ from tests.gguf_blocks import (  # noqa: E402
     set_floats,
 )
 from tests.gguf_files import permute, write_gguf  # noqa: E402
+from tests.slow import slow_but  # noqa: E402
 
 CPU = torch.device("cpu")
 pytestmark = needs_native
@@ -200,7 +201,7 @@ LIMIT = 0.05
 """An input that lies between two integers may be rounded to either, so noise is not float32's."""
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(KINDS, "q4_k_m", "others"))
 def test_tokens_and_logprobs_equal_dequantised_weights(load_case, name):
     """Alone, in company and in chunks, with equal bits."""
     case = load_case(name)

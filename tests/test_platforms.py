@@ -66,7 +66,7 @@ def system(request, monkeypatch):
         (("chat", "--max-tokens", "4"), "\n"),
     ],
 )
-def test_every_command_runs(system, command, shown, monkeypatch, capsys):
+def test_every_command_runs(system, command, shown, monkeypatch, capsys, small_bandwidth_probe):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n"))
     assert main(command) == 0
     captured = capsys.readouterr()

@@ -165,7 +165,6 @@ BACKENDS = [
 
 OFTEN = [
     *[(name, "native") for name in (*NATIVE_CASES, "GptOss", OF_BOTH)],
-    ("qwen3", "torch"),
     ("Gemma3", "torch"),
 ]
 
