@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,35 +288,33 @@ def test_a_start_from_the_file_gives_the_same_bits(tmp_path, folder, kind):
     assert first == second == expected
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5", "GptOss", "Glm4"])
-def test_a_start_gives_the_same_bits_with_other_parameters(tmp_path, folder, family):
-    """Convolutions and rates of states; fused experts; rows that are put into another order."""
-    path = tmp_path / "model"
-    make(path, family)
+OTHER_PARAMETERS = "Qwen3_5", "GptOss", "Glm4"
+PACKED = "awq", "gptq", "gptq-v2-8", "ct-int", "ct-pack-4-zeros"
+
+
+def gguf(plain: Path, path: Path) -> Path:
+    path.mkdir()
+    write_gguf(path / "model.gguf", plain, load_file(plain / "model.safetensors"), "Q8_0")
+    return path / "model.gguf"
+
+
+SAVED: dict[str, Callable[[Path, Path], Any]] = {
+    # Convolutions and rates of states; fused experts; rows that are put into another order.
+    **{name: lambda plain, path, name=name: make(path, name) for name in OTHER_PARAMETERS},
+    "GGUF": gguf,
+    **{name: lambda plain, path, name=name: repack(plain, path, CASES[name]) for name in PACKED},
+}
+"""What saves a checkpoint, given a plain one and a path, and may return another path."""
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_other_checkpoints_give_the_same_bits(plain, tmp_path, folder, name):
+    saved = SAVED[name](plain, tmp_path / "model")
+    path = saved if isinstance(saved, Path) else tmp_path / "model"
     expected, _ = start(path, settings(folder, packed_cache="off"))
     start(path, settings(folder))
     found, state = start(path, settings(folder))
     assert state == f"read from {only_file(folder)}"
-    assert found == expected
-
-
-def test_a_gguf_file_gives_the_same_bits(plain, tmp_path, folder):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, plain, load_file(plain / "model.safetensors"), "Q8_0")
-    expected, _ = start(path, settings(folder, packed_cache="off"))
-    start(path, settings(folder))
-    found, state = start(path, settings(folder))
-    assert state == f"read from {only_file(folder)}"
-    assert found == expected
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-int", "ct-pack-4-zeros"])
-def test_a_checkpoint_that_stays_packed_gives_the_same_bits(plain, tmp_path, folder, name):
-    path = repack(plain, tmp_path / "model", CASES[name])
-    expected, _ = start(path, settings(folder, packed_cache="off"))
-    start(path, settings(folder))
-    found, state = start(path, settings(folder))
-    assert state.startswith("read from")
     assert found == expected
 
 
