@@ -226,15 +226,19 @@ def _run(groups, depth) -> None:
     _finish(one)
 
 
-def _narrow(monkeypatch) -> None:
-    """The window has a key less than its layers look at."""
+def _fewer(monkeypatch, name: str) -> None:
     make = SlidingWindowGroup.__init__
 
-    def narrow(self, *args):
+    def fewer(self, *args):
         make(self, *args)
-        self.window -= 1
+        setattr(self, name, getattr(self, name) - 1)
 
-    monkeypatch.setattr(SlidingWindowGroup, "__init__", narrow)
+    monkeypatch.setattr(SlidingWindowGroup, "__init__", fewer)
+
+
+def _narrow(monkeypatch) -> None:
+    """The window has a key less than its layers look at."""
+    _fewer(monkeypatch, "window")
 
 
 def _early(monkeypatch) -> None:
@@ -252,13 +256,7 @@ def _early(monkeypatch) -> None:
 
 def _short_hit(monkeypatch) -> None:
     """A hit needs a block less than the next query sees."""
-    make = SlidingWindowGroup.__init__
-
-    def short(self, *args):
-        make(self, *args)
-        self._num_visible_blocks -= 1
-
-    monkeypatch.setattr(SlidingWindowGroup, "__init__", short)
+    _fewer(monkeypatch, "_num_visible_blocks")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
