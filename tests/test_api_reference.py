@@ -1,4 +1,4 @@
-"""The API reference: every public name has a docstring, and a place on the documentation site."""
+"""The API reference: docstrings of public names, and the documentation site."""
 
 from __future__ import annotations
 

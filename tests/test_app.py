@@ -1,4 +1,4 @@
-"""The application around its endpoints: who may ask, bodies, limits, health, metrics, a server."""
+"""The ASGI application around its endpoints: access, bodies, limits, health, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that mean harm: what they send ends no server, and nothing that they hold grows."""
+"""Hostile clients of the application."""
 
 from __future__ import annotations
 

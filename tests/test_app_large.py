@@ -1,4 +1,4 @@
-"""Large bodies and answers of the application: bounded, and read and written off the loop."""
+"""Large request bodies and answers of the application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention backend a name means, what it refuses, and backends of other distributions."""
+"""Attention backends: names, refusals, and entry points of other distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""beam_search against transformers' beams, against every sequence there is, and its ends."""
+"""beam_search against transformers and against exhaustive search."""
 
 from __future__ import annotations
 

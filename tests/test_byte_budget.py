@@ -1,4 +1,4 @@
-"""ByteBudget: the order of its claims, and those that hold others up."""
+"""ByteBudget: the order of claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cached prefix of a prompt: what an admission then finds, without a trace of the question."""
+"""cached_prefix: equal to an admission's hit, and free of side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stream_with_callbacks: what handlers are told, by whom, and what becomes of their errors."""
+"""stream_with_callbacks: calls of handlers, and their errors."""
 
 from __future__ import annotations
 

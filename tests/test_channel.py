@@ -1,4 +1,4 @@
-"""Channel: every token once and in order, one end, and no wake lost, wherever threads switch."""
+"""Channel: order, ends and wakes under every thread switch."""
 
 from __future__ import annotations
 

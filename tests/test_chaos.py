@@ -1,4 +1,4 @@
-"""A short chaotic run of each kind, from a seed that is printed."""
+"""Short chaotic runs from a printed seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a template is given, and what it may use."""
+"""Chat templates: inputs, sandbox and limits."""
 
 from __future__ import annotations
 

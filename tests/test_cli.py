@@ -1,4 +1,4 @@
-"""The command line, run as a person runs it: between pipes, and on a terminal."""
+"""The command line, between pipes and on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of vLLM's and earlier ones: an error that has the name which takes their place."""
+"""Names of vLLM and earlier versions: errors with their replacements."""
 
 from __future__ import annotations
 

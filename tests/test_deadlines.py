@@ -1,4 +1,4 @@
-"""Deadlines: compared with a sorted list of what lives."""
+"""Deadlines against a sorted list."""
 
 from __future__ import annotations
 

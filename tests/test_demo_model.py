@@ -1,4 +1,4 @@
-"""The shipped model sits its examination: names, words, numbers and wordings it never saw."""
+"""The packaged model on held-out names, words, numbers and wordings."""
 
 from __future__ import annotations
 

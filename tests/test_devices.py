@@ -1,4 +1,4 @@
-"""Which device an engine takes, and what it says of one that it cannot use."""
+"""Choice of the device, and errors of unusable ones."""
 
 from __future__ import annotations
 

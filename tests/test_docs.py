@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, in the order of its page.
+"""Python blocks of the documentation, run in the order of the page.
 
 What a page takes for granted, an engine say, is given to it here; a ``text`` block behind a
 Python block is what it prints.

@@ -1,4 +1,4 @@
-"""Settings of a model's files and name, through every door: engine, LLM, server, commands."""
+"""Model defaults and overrides in engine, LLM, server and commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineThread: how often its step is looked at."""
+"""EngineThread: intervals of the watchdog."""
 
 from __future__ import annotations
 

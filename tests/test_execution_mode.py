@@ -1,4 +1,4 @@
-"""The whole engine as it runs on a GPU, with the CPU in its place."""
+"""Engines in the GPU execution mode, simulated on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of FAMILIES: what they read from a file, and refuse; RoPE of every kind."""
+"""Rows of FAMILIES: fields, refusals and RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what is read from them, and what is refused."""
+"""Quantised checkpoints: values and refusals."""
 
 from __future__ import annotations
 

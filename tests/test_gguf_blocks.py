@@ -1,4 +1,4 @@
-"""Blocks of GGUF that stay packed: products, gathered rows, and how much memory they take."""
+"""Packed GGUF blocks: products, gathered rows and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of GGUF files whose blocks stay packed, beside transformers on the dequantised weights."""
+"""Models on packed GGUF blocks, against transformers on dequantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: that its memory comes back, and that weights arrive on it."""
+"""Memory and weight uploads on a real GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled grammars, cached or in use, are within a bound of memory; none compiles for nobody."""
+"""Memory bounds of compiled grammars, and abandoned compiles."""
 
 from __future__ import annotations
 

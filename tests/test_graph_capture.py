@@ -1,4 +1,4 @@
-"""Captures that fail: the engine serves on, and torch is as it was."""
+"""Failed CUDA graph captures."""
 
 from __future__ import annotations
 

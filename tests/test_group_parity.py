@@ -1,4 +1,4 @@
-"""A group of engines on the packaged model: the same tokens by whichever engine."""
+"""Tokens of a group of engines on the packaged model."""
 
 from __future__ import annotations
 

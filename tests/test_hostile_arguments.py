@@ -1,4 +1,4 @@
-"""Arguments whose own methods raise: they fail their own call, and no other request."""
+"""Arguments whose methods raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers, imported by several threads at once: engines that start together, and the host."""
+"""Concurrent imports of transformers."""
 
 from __future__ import annotations
 

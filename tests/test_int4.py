@@ -1,4 +1,4 @@
-"""Weights in groups of inputs: how they are rounded, exact products, and which forms are taken."""
+"""Grouped quantised weights: rounding, exact products and accepted forms."""
 
 from __future__ import annotations
 

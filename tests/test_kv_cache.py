@@ -1,4 +1,4 @@
-"""KVCacheManager: what an admission takes and a hit counts, block by block."""
+"""KVCacheManager: admissions and hits, block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several KV groups through the scheduler: a table each, one pool, prefixes that all have."""
+"""Several KV groups through the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers into KV groups, the memory that these share, their block tables, and its size."""
+"""Grouping of layers, shared memory and block tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processing logits allocates, and what is kept for it beside the KV cache."""
+"""Memory of logits processing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batched logits processors: what they are told, what they claim, and whom they end."""
+"""Batched logits processors: updates, claims and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mailboxes: one call into a loop however many readers there are, and none lost."""
+"""Mailboxes: one call into a loop for all readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""map(): many rows, a bounded number under way, and every row's own result."""
+"""map(): many rows, a bounded number in flight."""
 
 from __future__ import annotations
 

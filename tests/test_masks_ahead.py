@@ -1,4 +1,4 @@
-"""Slow masks delay their own request: they are made ahead on a thread, and change no token."""
+"""Slow masks, made ahead on a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MCP example: its tools in a server of their own, over stdio."""
+"""The MCP example over stdio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: names, labels, buckets, values, and who may register where."""
+"""Metrics: names, labels, buckets, values and registries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runner is made of and gives back: sizes, refusals, threads, memory."""
+"""Model runners: sizes, refusals, threads, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several outputs of one request: their tokens, their one stream, and what they share."""
+"""Several outputs of one request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``SamplingParams.detokenize=False``: token ids without text, through every door."""
+"""``SamplingParams.detokenize=False``: token ids without text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A system that gives no further thread: a start that says so, and requests that end."""
+"""Systems that start no further thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers, and what the engine logs."""
+"""Observers and logging of the engine."""
 
 from __future__ import annotations
 

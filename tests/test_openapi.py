@@ -1,4 +1,4 @@
-"""The description of the application: whole, with the engine's bounds."""
+"""The OpenAPI description of the application."""
 
 from __future__ import annotations
 

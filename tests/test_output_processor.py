@@ -1,4 +1,4 @@
-"""OutputProcessor: what becomes of a token, who is woken for it, and how a request ends."""
+"""OutputProcessor: tokens, wakes and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owners of requests: nobody waits behind another's crowd, in the engine and behind a server."""
+"""Fairness between owners of requests, in the engine and behind a server."""
 
 from __future__ import annotations
 

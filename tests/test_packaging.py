@@ -1,4 +1,4 @@
-"""What goes into the source distribution and the wheel."""
+"""Contents of the source distribution and the wheel."""
 
 from __future__ import annotations
 

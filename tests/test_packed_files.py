@@ -1,4 +1,4 @@
-"""Files of packed weights: what a start writes, and what a later start makes of it."""
+"""Files of packed weights: writing, reading, damage and sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints whose integers reach the native ops as they are stored."""
+"""Quantised checkpoints on native ops without dequantising."""
 
 from __future__ import annotations
 

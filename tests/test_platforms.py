@@ -1,4 +1,4 @@
-"""Systems that lack what Linux has: everything but what is said to need it works without."""
+"""Platforms without some features of Linux."""
 
 from __future__ import annotations
 

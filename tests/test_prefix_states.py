@@ -1,4 +1,4 @@
-"""A hybrid's states behind cached prefixes: transformers' tokens from every hit."""
+"""Recurrent states behind cached prefixes, against transformers."""
 
 from __future__ import annotations
 

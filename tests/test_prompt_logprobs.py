@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: transformers' values, in any chunks and beside any requests."""
+"""Prompt log-probabilities against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``truncate_prompt_tokens``: the last tokens of a prompt that is too long, through every door."""
+"""``truncate_prompt_tokens`` in every entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public API changes only when it is meant to."""
+"""The public API against its recorded text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8 weights: their error and exact sums; for all quantisations, refusals and cost."""
+"""int8 weights: error, exact sums, refusals and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of models that think: they begin behind the thoughts, in the order of the tokens."""
+"""Grammars that begin after a model's thoughts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps as recorded programs: bit by bit what the ops compute one by one, refusals, memory."""
+"""Recorded steps: equal bits, refusals and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison with a reference: it excuses noise, and nothing beyond it."""
+"""The comparison with the reference: tolerance of noise alone."""
 
 from __future__ import annotations
 

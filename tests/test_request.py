@@ -1,4 +1,4 @@
-"""Request: its limits, what ends it, and the hashes of its blocks."""
+"""Request: limits, finish conditions and block hashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of the package import which."""
+"""Import order of the rooms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing: the choice against a plain model, and the index of what was sent against another."""
+"""Routing and its prefix index against plain models."""
 
 from __future__ import annotations
 

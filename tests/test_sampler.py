@@ -1,4 +1,4 @@
-"""The sampler against plain references in float64, and against exact probabilities."""
+"""The sampler against float64 references and exact probabilities."""
 
 from __future__ import annotations
 

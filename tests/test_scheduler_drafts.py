@@ -1,4 +1,4 @@
-"""Several tokens of one row in one step: drafts that the fake executor makes and verifies."""
+"""Several tokens of a row in one step (speculative decoding)."""
 
 from __future__ import annotations
 

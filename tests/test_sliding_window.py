@@ -1,4 +1,4 @@
-"""KV groups with a window: what they hold, what they give back, and what of it is found again."""
+"""KV groups with a window: allocation, freeing and hits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small files of a model's directory: bounded in size, and read without waiting."""
+"""Small files of a model's directory: bounded and regular."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states: where they are saved, who goes on from them, what voids them."""
+"""Snapshots of recurrent states: saves, hits and invalidation."""
 
 from __future__ import annotations
 

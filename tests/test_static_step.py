@@ -1,4 +1,4 @@
-"""The decode step on static buffers: a trace in place of the graph, a stream that runs late."""
+"""The decode step on static buffers, with traces for graphs and a late stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded steps that run ahead on a CPU: the tokens of steps run one by one, and what waits."""
+"""Recorded steps that run ahead on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backends enforce: the JSON-Schema test suite, their masks, tokens, and the model."""
+"""Grammar backends: the JSON-Schema test suite, masks and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend would find out in the middle of an output is refused before it begins."""
+"""Grammars refused before an output begins."""
 
 from __future__ import annotations
 

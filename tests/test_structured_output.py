@@ -1,4 +1,4 @@
-"""Structured output in the engine: masks, ends, compiles, and what goes wrong for one alone."""
+"""Structured output in the engine: masks, ends, compiles and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What structured_outputs and response_format accept, and what parsed() makes of an output."""
+"""structured_outputs, response_format and parsed()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""submit(): a place in a full queue for everybody who waits, in order."""
+"""submit(): waiting for a place in a full queue, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TokenStream by hand: what one read takes and waits for, and who may read."""
+"""TokenStream by hand: reads, waits and readers."""
 
 from __future__ import annotations
 

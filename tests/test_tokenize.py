@@ -1,4 +1,4 @@
-"""``tokenize`` and ``detokenize`` of the engine and of LLM, beside what requests compute."""
+"""``tokenize`` and ``detokenize`` of the engine and of LLM."""
 
 from __future__ import annotations
 

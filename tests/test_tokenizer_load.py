@@ -1,4 +1,4 @@
-"""The tokenizer is read beside the weights; what goes wrong with either is reported as before."""
+"""Tokenizers loaded beside the weights, and errors of either."""
 
 from __future__ import annotations
 

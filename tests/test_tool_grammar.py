@@ -1,4 +1,4 @@
-"""Grammars of tools: what they admit, the family's parser reads as calls that fit."""
+"""Grammars of tools, against the family's parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in a model's text, however it is cut."""
+"""Tool calls and reasoning in a model's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools and how they may be used: what chat() accepts, and what it makes of functions."""
+"""Tools of chat(): accepted forms, and schemas of functions."""
 
 from __future__ import annotations
 

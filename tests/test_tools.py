@@ -1,4 +1,4 @@
-"""chat() with tools and with models that think, through a whole engine."""
+"""chat() with tools and with thinking models, through a whole engine."""
 
 from __future__ import annotations
 

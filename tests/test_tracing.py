@@ -1,4 +1,4 @@
-"""Traces: one span for a request, where it hangs, what it says and what it does not."""
+"""Traces: one span for each request."""
 
 from __future__ import annotations
 

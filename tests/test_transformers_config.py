@@ -1,4 +1,4 @@
-"""Hostile checkpoints that transformers' own code reads: each is a ModelLoadError that names it."""
+"""Damaged checkpoints read by transformers' code: a ModelLoadError each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers' modules are refused for, and what is checked when they are loaded."""
+"""Refusals and load-time checks of transformers' modules."""
 
 from __future__ import annotations
 

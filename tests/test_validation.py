@@ -1,4 +1,4 @@
-"""Validators: plain Python values for every kind of number, and errors that can be printed."""
+"""Validators: plain values for every kind of number, printable errors."""
 
 from __future__ import annotations
 

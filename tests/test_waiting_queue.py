@@ -1,4 +1,4 @@
-"""WaitingQueue: the policy's order and turns by owner, for any operations in between."""
+"""WaitingQueue: policy order and turns by owner."""
 
 from __future__ import annotations
 

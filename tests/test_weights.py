@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be used are refused with names and numbers."""
+"""Checkpoints: reading, staging, mapping and refusals."""
 
 from __future__ import annotations
 

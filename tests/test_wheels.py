@@ -1,4 +1,4 @@
-"""The wheels of other platforms: what they hold, what they need, and that they compute the same."""
+"""Wheels of other platforms: contents, needs and equal results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch shapes, the check of the toolchain, and what importing the ops costs."""
+"""Launch shapes, the toolchain check, and import cost."""
 
 from __future__ import annotations
 
