@@ -181,7 +181,7 @@ def test_owners_in_line_take_turns(clock):
     assert told[5] == ["1 a", "2 a", "1 b", "2 b"]
 
 
-def test_a_prompt_that_is_longer_than_the_queue_waits_alone(clock):
+def test_prompt_longer_than_the_queue_waits_alone(clock):
     admission = Admission(5, 10, clock)
     admission.reserve(request("long"), 50)
     refused(admission, 1)
@@ -235,9 +235,7 @@ def test_leaving_twice_counts_once(clock):
         ([0] * 2, (100, 10), 12, 4),
     ],
 )
-def test_retry_after_counts_the_places_that_have_to_come_free(
-    clock, sizes, limits, num_tokens, surplus
-):
+def test_retry_after_counts_places_to_free(clock, sizes, limits, num_tokens, surplus):
     admission = Admission(100, 10_000, clock)
     drain(admission, 200)
     rate = 200 * 0.6931 / 5.0

@@ -173,7 +173,7 @@ def test_backends_of_a_gpu(hopper, name, backend, block_size):
         assert make_ops(GPU.device, attention).name == "triton"
 
 
-def test_a_model_tells_its_kinds_of_attention_once_each():
+def test_model_lists_attention_kinds_once_each():
     full = AttentionKind(attention_shape(MODEL))
     assert attention_kinds(MODEL) == (full,)
     layers = (False, True, True, False)
@@ -199,7 +199,7 @@ def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
     assert [layer.mixer.attention_index for layer in decoder.layers] == [0, 1, 0, 1]
 
 
-def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
+def test_one_unsupported_layer_kind_excludes_a_backend(monkeypatch):
     model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
     monkeypatch.setattr(BUILTIN_BACKENDS["torch"], "constraints", Constraints(window=False))
     with pytest.raises(InvalidRequestError, match="no sliding window, and this is 24"):

@@ -203,7 +203,7 @@ def test_a_width_of_one_is_greedy_until_the_end():
     assert found.token_ids == tokens
 
 
-def test_only_the_likeliest_end_and_those_behind_them_go_on():
+def test_only_likeliest_beams_end():
     search = BeamSearch(beam_width=2, max_tokens=9, stop_token_ids=frozenset([1, 2]))
     top = [Logprob(token, -float(rank), rank) for rank, token in enumerate([1, 5, 2, 6], 1)]
     search.advance([top])
@@ -271,7 +271,7 @@ async def gated(engine, **options):
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_a_search_that_is_cancelled_aborts_its_requests(checkpoint):
+async def test_cancelled_search_aborts_its_requests(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
         search = await gated(engine)

@@ -59,7 +59,7 @@ def test_a_claim_that_stops_waiting_leaves_no_trace(clock):
     assert (granted, budget.num_waiting) == (["held", "last"], 0)
 
 
-def test_only_a_claim_that_holds_others_up_is_too_slow(clock):
+def test_only_a_blocking_claim_is_too_slow(clock):
     budget = ByteBudget(10)
     held = budget.claim(10, lambda: None)
     assert not held.is_too_slow(0)

@@ -439,7 +439,7 @@ async def test_on_llm_error_may_await_in_cancelled_anyio_scope():
     assert isinstance(handler.error[0], asyncio.CancelledError)
 
 
-async def test_a_read_that_is_destroyed_awaits_no_handler():
+async def test_destroyed_read_awaits_no_handler():
     handler = AsyncRecorder()
     async with fake().engine() as engine:
         await engine.pause()

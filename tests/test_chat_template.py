@@ -232,7 +232,7 @@ def test_output_is_bounded() -> None:
         render(source, limits=dataclasses.replace(LIMITS, max_output=9_999))
 
 
-def test_limits_of_one_rendering_are_not_those_of_the_next() -> None:
+def test_render_limits_apply_per_rendering() -> None:
     template = ChatTemplate({"default": "{{ 'x' * n }}"}, {})
     for _ in range(3):
         with pytest.raises(TemplateLimitError):

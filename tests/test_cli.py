@@ -56,7 +56,7 @@ assert not heavy, heavy
         (">/dev/full", 1, "asyncllm: [Errno 28] No space left on device\n"),
     ],
 )
-def test_standard_streams_that_are_closed_or_full(redirected, code, says):
+def test_closed_or_full_standard_streams(redirected, code, says):
     """The command is that of a server's supervisor, or of a script on a full disk."""
     stand_in = (
         "import sys, types\n"
@@ -169,7 +169,7 @@ def test_flow_breaks_lines_between_words():
     assert " ".join(" ".join(lines).split()) == " ".join(text.split())
 
 
-def test_flow_lets_a_word_that_is_too_long_stand_alone():
+def test_flow_puts_too_long_words_on_their_own_line():
     out = io.StringIO()
     flow = WordWrapper(out, width=10)
     flow.write("an incomprehensible word")
@@ -303,7 +303,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, stdin: bytes, encoding: str = "utf-8")
 
 
 @pytest.mark.parametrize("room", [("--max-model-len", "80"), ("--kv-cache-memory", "800KiB")])
-def test_a_message_that_is_too_long_forgets_nothing(room, tmp_path, monkeypatch, capsys):
+def test_too_long_message_keeps_the_history(room, tmp_path, monkeypatch, capsys):
     """Not one that is refused when it is sent, nor one that a worker thread has to tokenise."""
     long = ["Mia has a boat. " * 40, "Mia has a boat. " * 400]
     turns = ["My name is Lena.", *long, "I am 5.", f"/save {tmp_path}/saved.json"]
@@ -336,7 +336,7 @@ def test_commands_through_a_pipe(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "bad", slow_but([b"/dance", b"/save", b"/save /no/such/folder/file"], b"/dance")
 )
-def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(bad, monkeypatch, capsys):
+def test_failed_command_in_a_pipe_sets_the_exit_code(bad, monkeypatch, capsys):
     out = pipe(monkeypatch, bad + b"\n/exit\n")
     assert main(["chat", *QUICK]) == 1
     assert out.getvalue() == b""

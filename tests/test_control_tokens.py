@@ -153,7 +153,7 @@ CHANNELS = """\
 {%- endfor %}"""
 
 
-def test_templates_that_look_for_special_tokens_in_old_turns(backend):
+def test_templates_searching_old_turns_for_special_tokens(backend):
     """As Gemma 4's leaves out thoughts, which are between special tokens."""
     kind = make(backend, CHANNELS)
     thoughts = {"role": "assistant", "content": "<s>Hm.</s>Yes.<s>Well.</s>"}
@@ -285,7 +285,7 @@ def test_special_tokens_of_letters(backend):
     assert controls(kind, ids) == ["ENDTURN"]
 
 
-def test_special_tokens_that_take_the_space_beside_them(backend):
+def test_special_tokens_consuming_adjacent_space(backend):
     """As those of Phi-3 do. A mark for one takes it as well."""
     backend = Backend.from_str(backend.to_str())
     backend.add_special_tokens(

@@ -45,7 +45,7 @@ def test_groups_expire_by_deadline_and_arrival(groups, times):
     assert len(deadlines) == 0
 
 
-def test_a_group_that_ends_while_others_expire_does_not():
+def test_group_ending_during_expiry_does_not_expire():
     deadlines = Deadlines()
     first, second = group_at(1.0, 0), group_at(1.0, 1)
     for group in (second, first):

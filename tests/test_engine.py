@@ -410,7 +410,7 @@ async def test_bad_long_text_raises_at_the_first_read():
         assert engine.stats().num_waiting == 0
 
 
-async def test_text_whose_length_alone_is_too_much_raises_at_once():
+async def test_too_long_text_raises_at_once():
     async with fake(max_model_len=100).engine() as engine:
         with pytest.raises(ContextLengthExceededError, match="at least"):
             engine.stream("1 " * 4000)

@@ -346,7 +346,7 @@ def test_no_wait_is_longer_than_an_hour():
 
 
 @pytest.mark.parametrize("late", [0.0, 100.0])
-def test_a_deadline_that_is_passed_is_not_waited_for(late):
+def test_passed_deadline_is_not_awaited(late):
     rig = Rig()
     rig.core.suspend(True)
     request = rig.submit("a", deadline=rig.now + 2.0)
@@ -430,7 +430,7 @@ def test_the_earliest_end_that_was_asked_for_counts(drains):
     assert request.num_output_tokens == 3
 
 
-def test_closing_waits_for_a_prompt_that_is_being_tokenised():
+def test_close_waits_for_tokenisation():
     rig = Rig()
     request = rig.make("a", ())
     rig.core.send(rig.core.on_close, 7.0)

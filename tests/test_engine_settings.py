@@ -131,7 +131,7 @@ async def test_a_template_of_a_model_that_is_loaded():
             engine.chat(HELLO, tools=[TOOL])
 
 
-async def test_a_template_that_is_wrong_is_told_at_the_start(tmp_path):
+async def test_wrong_template_is_reported_at_start(tmp_path):
     huge = tmp_path / "huge.jinja"
     huge.write_text("{{ 1 }}" * 30_000)
     for given, error, says in (

@@ -188,7 +188,7 @@ def test_quantised_experts_equal_linear_layers(backend, convert):
 
 
 @pytest.mark.parametrize("scheme", ["int4", "e2m1"])
-def test_schemes_that_experts_cannot_have_are_refused(ops, scheme):
+def test_unsupported_expert_schemes_are_refused(ops, scheme):
     layer = LinearWeights(**quantised(scheme, COUNT * 2 * INNER, WIDTH, (1, 8)))
     weights = replace(experts_weights(), gate_up=layer)
     with pytest.raises(ModelLoadError, match=f"'{scheme}'"):
@@ -204,7 +204,7 @@ def test_native_experts_refuse_another_scheme_by_themselves(backend):
         ops.make_experts(replace(experts_weights(), gate_up=layer), SILU)
 
 
-def test_experts_that_do_not_fit_each_other_are_refused():
+def test_mismatched_experts_are_refused():
     weights = experts_weights()
     with pytest.raises(ModelLoadError, match="have 240 and 200 rows, expected 288 and 240 for 6"):
         replace(weights, num_experts=6)

@@ -43,7 +43,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-def test_tensors_are_those_of_the_unquantised_checkpoint(plain, case, tmp_path, monkeypatch):
+def test_tensors_equal_unquantised_checkpoint(plain, case, tmp_path, monkeypatch):
     """By their names, in three dtypes, whole and in slices of a few rows."""
     expected = quantise_checkpoint(Path(shutil.copytree(plain, tmp_path / "copy")), case)
     tmp_path /= "copy"
@@ -310,7 +310,7 @@ PACK = compressed("pack-quantized", {"num_bits": 4, "strategy": "group", "group_
         (compressed("mixed-precision", {"num_bits": 8}), "format is missing, expected pack-q"),
     ],
 )  # fmt: skip
-def test_a_configuration_that_is_not_supported_is_refused(plain, tmp_path, config, words):
+def test_unsupported_configuration_is_refused(plain, tmp_path, config, words):
     repack(plain, tmp_path, CASES["awq"])
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())

@@ -88,7 +88,7 @@ def test_no_sum_overflows(isa, scheme, filling):
 
 
 @needs_native
-def test_blocks_that_are_broken_or_not_whole_are_refused():
+def test_broken_or_partial_blocks_are_refused():
     ops = NativeOps(context(1))
     assert set(BLOCK_TYPES) == set(BLOCK_SIZES)
     for scheme in SCHEMES:
@@ -119,7 +119,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("avx512", "avx2", "baseline")])
-def test_the_layout_has_the_version_that_it_was_given(isa):
+def test_layout_version_matches_packed_bytes(isa):
     """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
     new digests into LAYOUTS."""
     own, digest = context(1, isa), hashlib.blake2b(digest_size=8)

@@ -148,7 +148,7 @@ def test_batched_and_chunked_tokens_equal_transformers(load, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LARGE])
-def test_tokens_are_those_of_transformers_in_every_way(load, name, backend):
+def test_tokens_equal_transformers_in_every_way(load, name, backend):
     run_matrix(load(name), backend)
 
 
@@ -375,7 +375,7 @@ def test_parts_that_are_not_of_one_file_are_refused(split, write):
         GGUFFile(alone)
 
 
-def test_a_part_that_changes_while_it_is_read_is_noticed(split):
+def test_part_changed_while_read_is_noticed(split):
     from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 
     reader = open_checkpoint(split[0], torch.float32)

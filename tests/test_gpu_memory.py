@@ -304,7 +304,7 @@ def test_memory_share_does_not_limit_weights_with_explicit_cache(fields):
         on_gpu(gpu, check_weights, config, GPU, 21 * GIB)
 
 
-def test_a_configured_cache_that_does_not_fit_names_its_knob():
+def test_oversized_configured_cache_names_its_setting():
     gpu = SimulatedGPU(total=20 * GIB, engine=16 * GIB)
     for fields, knob in (
         ({"num_blocks": 777}, "num_blocks=777"),
@@ -332,7 +332,7 @@ def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks, laye
         size_cache(config, MODEL, *sized, **limits, available=least - 1)
 
 
-def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
+def test_configured_values_are_not_measured(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a step was run")
 
@@ -756,9 +756,7 @@ def test_a_cache_is_not_emptied_beside_an_open_pool(torch_state: Captures) -> No
     MemoryProbe().empty_cache(GPU, 0.05)
 
 
-def test_release_does_not_wait_for_a_capture_that_hangs(
-    torch_state: Captures, monkeypatch, caplog
-) -> None:
+def test_release_does_not_wait_for_hung_capture(torch_state: Captures, monkeypatch, caplog) -> None:
     monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.05)
     with capturing(torch_state):
         release(GPU)

@@ -114,7 +114,7 @@ def test_requests_spread_and_have_the_tokens_of_any_engine(run):
     run(main)
 
 
-async def test_the_seeds_of_a_group_are_those_of_an_engine():
+async def test_group_seeds_equal_engine_seeds():
     async def seeds(engine):
         async with engine:
             streams = [engine.stream([i], max_tokens=1) for i in range(12)]
@@ -423,7 +423,7 @@ async def finish(stream):
 # --- death ------------------------------------------------------------------------------
 
 
-async def test_a_dead_engine_is_told_of_and_left_alone():
+async def test_dead_engine_is_reported_and_skipped():
     rig, watcher = fake_group(3), Watcher()
     async with rig.engine() as group:
         group.add_observer(watcher)
@@ -663,7 +663,7 @@ async def test_the_engine_that_stands_for_all_may_go():
         assert await group.detokenize([1, 2]) == "1 2 "
 
 
-async def test_an_engine_that_is_paused_by_itself_gets_nothing():
+async def test_separately_paused_engine_gets_no_requests():
     async with fake_group(2).engine() as group:
         await group.engines[0].pause()
         for i in range(6):
@@ -680,7 +680,7 @@ async def test_an_engine_that_is_paused_by_itself_gets_nothing():
         assert not any(stats.is_paused for stats in group.stats().engines.values())
 
 
-async def test_an_engine_closed_by_itself_gets_nothing():
+async def test_separately_closed_engine_gets_no_requests():
     async with fake_group(2).engine() as group:
         await group.engines[1].aclose()
         for i in range(4):
@@ -1059,7 +1059,7 @@ async def all_free_of_each(group):
 
 
 BREAKAGES = {
-    a_dead_engine_is_chosen_again: test_a_dead_engine_is_told_of_and_left_alone,
+    a_dead_engine_is_chosen_again: test_dead_engine_is_reported_and_skipped,
     a_retry_answers_twice: test_request_with_a_token_is_not_resent,
     a_place_is_reserved_twice: test_a_group_is_full_when_all_its_engines_are,
     ids_are_unique_in_one_engine_only: test_an_id_is_unique_in_the_group,
@@ -1080,14 +1080,14 @@ async def test_a_broken_group_is_noticed(breakage, monkeypatch):
         await asyncio.wait_for(test(), 2)
 
 
-async def test_a_request_that_no_engine_can_ever_take_is_invalid():
+async def test_request_too_large_for_every_engine_is_invalid():
     async with fake_group(2).engine(max_queued_requests=4) as group:
         with pytest.raises(InvalidRequestError, match="at most max_queued_requests=4") as caught:
             group.stream([1], n=5, max_tokens=1)
         assert caught.value.param == "n"
 
 
-async def test_abort_finds_a_stream_that_waits_to_be_sent_again():
+async def test_abort_finds_stream_waiting_to_be_resent():
     rig = fake_group(2)
     async with rig.engine(retries=1) as group:
         for engine in group.engines.values():

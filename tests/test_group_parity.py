@@ -44,7 +44,7 @@ async def test_tokens_are_equal_on_any_engine_and_batch():
         assert group.stats().num_finished == 3 * len(TEXTS) * len(WAYS)
 
 
-async def test_a_chat_and_beams_are_those_of_an_engine():
+async def test_group_chat_and_beams_equal_an_engines():
     messages = [{"role": "user", "content": "Tell me a story about Mia."}]
     async with EngineGroup([AsyncLLMEngine(**SETTINGS) for _ in range(2)]) as group:
         engine = group.engines[0]

@@ -158,7 +158,7 @@ def test_no_sum_overflows(isa, scheme):
 
 @needs_native
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_tied_embedding_is_that_of_the_rounded_head(bits):
+def test_tied_embedding_equals_quantised_head(bits):
     weights = bundle(90, 102, 32, bits, zeros=True, scales=torch.float16, seed=6)
     embedding, head = NativeOps(context(1)).tied_embedding(weights, torch.float32)
     ids = torch.tensor([89, 0, 31, 31])

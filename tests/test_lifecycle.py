@@ -103,7 +103,7 @@ CALLERS = {
     [(stage, kind) for kind in (MemoryError, SystemExit) for stage in STAGES]
     + [(stage, MemoryError) for stage in CALLERS],
 )
-def test_a_start_that_fails_says_so_and_can_be_tried_again(stage, kind, monkeypatch):
+def test_failed_start_is_reported_and_can_be_retried(stage, kind, monkeypatch):
     rig = fake()
     failure = kind("on purpose")
 
@@ -314,7 +314,7 @@ def test_the_death_of_an_engine(run, caplog):
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-async def test_a_device_error_that_cannot_be_printed_ends_all(how):
+async def test_unprintable_device_error_ends_all(how):
     rig = fake(gate=0)
     odd = rig.executor.faults[2] = UNPRINTABLE[how]()
     engine = rig.engine()
@@ -409,7 +409,7 @@ def test_closing_loop_with_tasks_ends_engine(new_loop, at_work):
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_a_loop_that_outlives_the_engine_keeps_nothing_of_it():
+async def test_surviving_loop_keeps_nothing_of_the_engine():
     async with fake().engine() as engine:
         thread = weakref.ref(thread_of(engine))
     del engine
@@ -527,7 +527,7 @@ async def test_a_device_that_fails_to_close_is_reported(kind, dies, caplog):
     assert isinstance(record.exc_info[1], kind)
 
 
-async def test_a_device_that_dies_and_then_hangs_died_of_the_first(caplog):
+async def test_dead_then_hung_device_reports_the_first_error(caplog):
     rig = fake()
     lost, gate = RuntimeError("device lost"), threading.Event()
     rig.executor.faults[2] = lost

@@ -338,7 +338,7 @@ def test_the_death_of_the_engine_reaches_every_thread(make):
         llm.generate([1])
 
 
-def test_a_step_that_hangs_is_noticed_by_the_waiting_thread(make, caplog):
+def test_waiting_thread_notices_hung_step(make, caplog):
     rig = fake(gate=0)
     llm = make(rig, step_timeout=0.1)
     with pytest.raises(EngineDeadError, match="asyncllm-engine"):

@@ -476,7 +476,7 @@ async def test_progress_counts_failures_and_its_error_is_logged(caplog):
             assert error.__name__ in caplog.text
 
 
-async def test_a_row_that_something_else_aborts_is_an_error():
+async def test_externally_aborted_row_is_an_error():
     rig = fake(step_time=0.01)
     async with rig.engine() as engine:
         results = aiter(engine.map([[1]], max_tokens=200))

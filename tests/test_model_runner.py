@@ -36,7 +36,7 @@ def test_defaults_on_a_cpu():
     assert info.num_blocks == 2 * 64 * 8 + 1
 
 
-def test_num_blocks_counts_usable_ones_and_bounds_the_context():
+def test_num_blocks_counts_usable_blocks_and_bounds_context():
     info = make(num_blocks=5, block_size=16).info
     assert info.num_blocks == 6
     assert info.max_model_len == 80
@@ -65,7 +65,7 @@ def test_too_small_a_cache_is_refused_with_the_numbers(fields, words):
 
 
 @pytest.mark.parametrize("fields", [{"kv_cache_memory": "999TiB"}, {"num_blocks": 2**31 - 2}])
-def test_a_cache_that_no_machine_has_is_refused_with_its_size(fields):
+def test_impossible_cache_size_is_refused_with_its_size(fields):
     with pytest.raises(KVCacheTooSmallError, match=r"a KV cache of \d{13,} bytes cannot") as caught:
         make(block_size=2**16, **fields)
     assert "kv_cache_memory or num_blocks" in str(caught.value)

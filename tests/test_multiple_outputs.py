@@ -179,7 +179,7 @@ async def test_outputs_recompute_prompt_without_prefix_cache():
     assert [list(o.token_ids) for o in completion.outputs] == expected(rig, params, 2)
 
 
-async def test_cached_tokens_are_those_of_earlier_requests():
+async def test_cached_tokens_count_earlier_requests():
     async with seeded().engine() as engine:
         await engine.generate(PROMPT, max_tokens=1)
         completion = await engine.generate(PROMPT, n=4, max_tokens=3)

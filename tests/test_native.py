@@ -345,7 +345,7 @@ def test_incompatible_library_is_not_used(tmp_path):
             Library(library)
 
 
-def test_an_instruction_set_that_is_not_there_is_refused():
+def test_missing_instruction_set_is_refused():
     with pytest.raises(NativeUnavailableError, match="mmx with 2 threads"):
         context(2, "mmx")
 

@@ -81,7 +81,7 @@ def test_non_finite_inputs_spoil_only_their_scale(name, isa):
     assert torch.equal(found.values[elements], expected.values[elements])
 
 
-def test_rows_that_are_not_contiguous_are_rounded_too():
+def test_non_contiguous_rows_are_quantised():
     values = awkward(24, 128, torch.bfloat16, 6)
     ops = NativeOps(context(2))
     for view in (values[::2], values[:, 32:96], values.t()):

@@ -239,7 +239,7 @@ def test_unsampleable_logits_are_refused():
         ops.sample(logits, sampling, DrawRows(lines + 1, lines, lines.clone()), lines.clone())
 
 
-def test_a_greedy_row_that_needs_the_host_gets_its_logits():
+def test_greedy_host_row_gets_its_logits():
     runner = make(MODEL, attention_backend="native")
     plain = outputs_of(runner, [1, 2, 3], 4, GREEDY)
 

@@ -220,7 +220,7 @@ async def test_removed_observer_sees_ends_of_known_requests():
     assert [name for name, *_ in seen.finished] == ["known"]
 
 
-async def test_an_end_that_overtakes_the_announcement_waits_for_it():
+async def test_early_end_waits_for_the_announcement():
     order = []
 
     class Slow:
@@ -330,7 +330,7 @@ async def test_a_death_is_logged_once_with_its_cause(caplog):
     assert "device lost" in str(record.exc_info[1])
 
 
-async def test_nothing_is_printed_unless_the_application_listens():
+async def test_logs_are_silent_without_handlers():
     code = """
 import asyncio
 from tests.fakes import fake

@@ -162,7 +162,7 @@ QUANTISED = [
 
 
 @pytest.mark.parametrize(("scheme", "rows", "columns", "block"), QUANTISED)
-def test_weights_of_a_scheme_that_an_op_set_lacks_are_refused(ops, scheme, rows, columns, block):
+def test_weights_of_unsupported_schemes_are_refused(ops, scheme, rows, columns, block):
     weights = LinearWeights(**quantised(scheme, rows, columns, block))
     assert weights.shape == (rows, columns)
     accepted = "'plain', or 'int8' and 'int4'" if ops.name == "native" else "'plain' only"

@@ -209,7 +209,7 @@ def test_early_member_end_has_its_own_delta():
 # --- wakes ------------------------------------------------------------------------------
 
 
-def test_a_reader_is_woken_once_for_all_that_it_has_not_read():
+def test_reader_is_woken_once_for_all_unread():
     rig = Rig()
     mailbox, others = Mailbox(), Mailbox()
     groups = [rig.group(name=str(i)) for i in range(4)]
@@ -388,7 +388,7 @@ def test_an_error_ends_the_whole_group(own):
     assert group.notifier.told == [(6.0, final)]
 
 
-def test_text_that_cannot_be_decoded_fails_the_request():
+def test_undecodable_text_fails_the_request():
     rig = Rig()
     group = rig.group()
     rig.deliver(group.members[0], 5)
@@ -426,7 +426,7 @@ def test_usage_is_of_all_members_from_the_earliest_on():
     assert (usage.queue_time, usage.ttft, usage.total_time) == (2.0, 5.0, 16.0)
 
 
-def test_a_partial_result_has_what_every_member_generated():
+def test_partial_result_has_output_of_every_member():
     group = Rig().group(3)
     assert make_partial(group, 20.0) is None
     first, second, third = group.members

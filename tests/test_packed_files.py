@@ -199,7 +199,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("avx512", "avx2", "baseline")])
-def test_the_layout_has_the_version_that_it_was_given(isa):
+def test_layout_version_matches_packed_bytes(isa):
     """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
     new digests into LAYOUTS."""
     own, digest = context(1, isa), hashlib.blake2b(digest_size=8)
@@ -634,7 +634,7 @@ def test_a_folder_that_vanishes_costs_the_file_alone(plain, folder, monkeypatch)
     assert state.startswith("packed at this start, and not written: [Errno 2]")
 
 
-def test_no_file_appears_before_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+def test_file_appears_after_it_is_on_disk(tmp_path, monkeypatch):
     """What a reader would see at each call that the disk gets."""
     folder, own = PackedFolder(tmp_path / "folder", 10**9), context()
     folder.make()

@@ -100,7 +100,7 @@ def test_packed_weights_equal_dequantised(plain, tmp_path, monkeypatch, name):
 
 @needs_native
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-pack-4", "ct-int"])
-def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
+def test_logits_equal_dequantised_weights(plain, tmp_path, name):
     """But for inputs that are rounded to 8 bits, or, with a scale per output channel, to 16 on some
     instruction sets."""
     model = repacked(plain, tmp_path, CASES[name])

@@ -241,7 +241,7 @@ def test_preempted_request_continues_after_known_positions() -> None:
     rig.finish_all(request)
 
 
-def test_positions_that_are_computed_twice_are_kept_once() -> None:
+def test_recomputed_positions_are_kept_once() -> None:
     """A recurrent request that pauses with a step in flight starts over, and that step counts."""
     rig = Rig(max_num_batched_tokens=12, pipeline_depth=2, has_states=True)
     request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)

@@ -155,7 +155,7 @@ def test_no_sum_overflows(isa, columns):
 
 
 @needs_native
-def test_a_tied_embedding_is_that_of_the_rounded_head():
+def test_tied_embedding_equals_quantised_head():
     generator = torch.Generator().manual_seed(4)
     weights = quantise_int8(LinearWeights(torch.randn(90, 36, generator=generator)))
     embedding, _ = NativeOps(context(1)).tied_embedding(weights, torch.float32)

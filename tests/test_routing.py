@@ -651,7 +651,7 @@ IndexMachine.TestCase.settings = examples(40, **STEPS)
 TestIndexAgainstAPlainModel = IndexMachine.TestCase
 
 
-def test_an_engine_that_joins_takes_nothing_from_the_others():
+def test_joining_engine_keeps_requests_at_cached_prefixes():
     router, candidates = Router(), engines(3)
     for _ in range(300):
         router.settle(router.choose(candidates[:2], 1000))

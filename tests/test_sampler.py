@@ -355,7 +355,7 @@ def test_any_error_of_a_processor_ends_its_own_row(error):
     assert error in (found, found.__cause__)
 
 
-def test_rules_that_cannot_be_applied_end_their_row_alone():
+def test_inapplicable_rules_end_only_their_row():
     bench = Bench(30)
     rules: list[dict[str, Any]] = [
         {"logit_bias": {30: 1.0}},

@@ -133,7 +133,7 @@ def test_blocks_of_a_paused_request_are_spare_enough():
     rig.finish_all()
 
 
-def test_a_resumed_request_grows_by_what_another_can_spare():
+def test_resumed_request_grows_by_spare_blocks():
     rig = Rig(num_blocks=5, max_model_len=16)
     request, other = rig.add(range(4), max_tokens=6), rig.add(range(20, 27), max_tokens=4)
     rig.launch()
@@ -188,7 +188,7 @@ def test_assignment_has_all_request_data():
     assert found.processors_key == -1
 
 
-def test_request_that_can_never_fit_fails_and_the_next_runs():
+def test_unschedulable_request_fails_and_next_runs():
     rig = Rig(num_blocks=4, max_model_len=100)
     big = rig.add(range(20), max_tokens=2)
     small = rig.add(range(3), max_tokens=2)
@@ -240,7 +240,7 @@ def test_paused_request_is_the_first_victim():
     rig.finish_all(paused, *others)
 
 
-def test_a_step_that_takes_blocks_away_admits_nothing():
+def test_preempting_step_admits_nothing():
     rig = Rig(num_blocks=8)
     rig.add(range(11), max_tokens=12)
     paused = rig.add(range(20, 31), max_tokens=12)

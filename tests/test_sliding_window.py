@@ -48,7 +48,7 @@ def test_a_window_has_at_least_one_key():
         KVCacheSpec((0,), 4, 0)
 
 
-def test_most_blocks_are_those_of_the_worst_place_of_a_window():
+def test_most_blocks_assume_the_worst_window_alignment():
     for block_size, window, step in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 9), (1, 2, 7)):
         spec = KVCacheSpec((0,), block_size, window)
         for num_tokens in (1, 6, 40):
@@ -86,7 +86,7 @@ def test_block_is_freed_once_wholly_before_window(block_size, window):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_hit_is_the_longest_that_all_groups_can_go_on_from(seed):
+def test_hit_is_the_longest_usable_by_all_groups(seed):
     print(f"seed {seed}")
     rng = random.Random(seed)
     groups = rng.choice(GROUPS)
@@ -121,7 +121,7 @@ def test_a_hit_is_the_longest_that_all_groups_can_go_on_from(seed):
         kv.free(other)
 
 
-def test_an_admission_takes_what_a_window_holds_at_once():
+def test_admission_takes_blocks_of_a_full_window():
     # 4 blocks for 1 + 8 tokens of a window, wherever they begin, and 25 for all 50.
     kv = manager((2, None), (3, 4), num_blocks=31)
     one = request(range(50))

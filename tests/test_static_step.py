@@ -200,7 +200,7 @@ def test_tokens_equal_the_plain_path_in_every_bucket(decoder: Decoder) -> None:
     assert captured == {GraphKey(bucket) for bucket in graphs.buckets}
 
 
-def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
+def test_host_steps_give_the_same_tokens(llama: Decoder) -> None:
     """Their graph ends at the logits; the rows beside them are drawn by another one."""
     asked, kinds = prompts(7, seed=2), KINDS[:2] + HOST_KINDS
     expected = alone(llama, asked, kinds)
@@ -335,7 +335,7 @@ def untraced(decoder: Decoder, ahead: bool, **settings: Any) -> ModelRunner:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fields", UNCHECKED[::3], ids=lambda fields: next(iter(fields)))
 @pytest.mark.parametrize("ahead", slow_but([False, True], True))
-def test_a_request_that_cannot_be_assigned_ends_alone(
+def test_unassignable_request_ends_alone(
     llama: Decoder, fields: dict[str, Any], ahead: bool
 ) -> None:
     """With a step in flight, the next one computes its row before the core was told."""
@@ -602,7 +602,7 @@ def test_a_slot_changes_hands_before_the_host_draws_its_token(llama: Decoder) ->
     assert [first.outputs, second.outputs] == expected
 
 
-def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
+def test_host_row_under_grammar_beside_failing_row(llama: Decoder) -> None:
     def refuse(output: list[int], logits: Tensor) -> Tensor:
         if len(output) == 2:
             raise KeyError("on purpose")

@@ -101,7 +101,7 @@ MODELS = {"tied": LLAMA, "untied": QWEN3, "capped": replace(QWEN3, logits_softca
 
 @pytest.mark.parametrize("asked", ALONE)
 @pytest.mark.parametrize("model", MODELS)
-def test_tokens_are_those_of_steps_run_one_by_one(model, asked):
+def test_tokens_equal_steps_run_one_by_one(model, asked):
     decoder = make_decoder(MODELS[model])
     runner = ahead(decoder)
     assert (program_of(runner).greedy is None) == (model == "capped")

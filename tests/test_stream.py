@@ -429,7 +429,7 @@ async def test_deadline_runs_during_prefill_pause_and_tokenisation():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_garbage_from_the_executor_is_fatal_and_says_so(depth):
+async def test_garbage_from_the_executor_is_fatal(depth):
     rig = fake(pipeline_depth=depth)
 
     def garbage(result):

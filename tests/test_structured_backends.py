@@ -402,7 +402,7 @@ def test_token_bytes_spell_what_the_tokenizer_decodes(kind):
             assert text == before + spelled, ids
 
 
-def test_a_token_that_cannot_be_spelled_is_never_allowed(either):
+def test_unspellable_token_is_never_allowed(either):
     vocabulary = byte_vocabulary(b"", b"abc", b"")
     grammar = compiled(backend(either[0], vocabulary), structural_tag=STRUCTURES)
     assert tokens_of(grammar.new_matcher().bitmask()) & {256, 257, 258} == {257}

@@ -268,7 +268,7 @@ async def test_more_within_an_output_end_their_own_request(schema) -> None:
         assert again.text == "a"
 
 
-def test_xgrammar_takes_what_is_past_the_others_limits() -> None:
+def test_xgrammar_compiles_past_llguidance_limits() -> None:
     from asyncllm.structured.xgrammar_backend import XGrammarBackend
 
     backend = XGrammarBackend(byte_vocabulary())

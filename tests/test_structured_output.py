@@ -354,7 +354,7 @@ class Niceness:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread")
-def test_only_the_threads_that_compile_have_a_low_priority() -> None:
+def test_only_compile_threads_have_low_priority() -> None:
     backends: Any = Niceness()
     compiler, done = GrammarCompiler(backends, 10.0), threading.Event()
     spec = parse_structured_outputs({"regex": "x"})

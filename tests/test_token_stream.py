@@ -247,7 +247,7 @@ def test_item_between_check_and_flag_is_read_at_once():
         rig.check_idle()
 
 
-def test_a_heartbeat_is_none_and_the_reads_go_on():
+def test_heartbeat_is_none_and_reads_continue():
     rig = Rig()
     stream = rig.stream.with_heartbeat(3)
     assert stream.__aiter__() is stream

@@ -22,7 +22,7 @@ async def prompt_of(stream: Any) -> list[int]:
         return list(stream.prompt_token_ids)
 
 
-async def test_tokens_are_those_of_a_request_short_and_long() -> None:
+async def test_tokens_equal_a_requests_short_and_long() -> None:
     async with fake_engine("x", max_model_len=60_000, num_blocks=4000) as engine:
         for length in (1, 3000):
             text = "Hé<|im_end|>" * length

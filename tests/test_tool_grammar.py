@@ -254,7 +254,7 @@ def test_special_tokens_replace_delimiters_of_their_name() -> None:
         ({"enum": []}, "tools: "),
     ],
 )
-async def test_a_schema_that_is_not_enforced_is_refused_by_name(schema: Any, says: str) -> None:
+async def test_unenforced_schema_is_refused_by_name(schema: Any, says: str) -> None:
     tools = [{"name": "now", "parameters": {"properties": {"x": schema}, "required": ["x"]}}]
     async with ByteRig().engine(structured_outputs_backend="llguidance") as engine:
         with refused("tools", says):
@@ -270,7 +270,7 @@ async def test_a_style_that_one_backend_has_names_it() -> None:
             await engine.chat(ASK, tools=TOOLS, tool_choice="required").result()
 
 
-async def test_outputs_that_are_complete_end_one_by_one() -> None:
+async def test_complete_outputs_end_one_by_one() -> None:
     """A grammar that can go on nowhere ends an output without a token: ``complete``, for each
     member of a group, with the last of which the group ends."""
     scripts = iter(["aaa", "b", "ab", "aaac"])

@@ -403,7 +403,7 @@ def test_a_delimiter_has_a_greatest_length() -> None:
     assert len(out) >= 1000
 
 
-def test_text_that_begins_no_delimiter_is_not_searched() -> None:
+def test_text_without_delimiter_start_is_not_searched() -> None:
     class Never:
         def search(self, *_: Any, **__: Any) -> None:
             raise AssertionError("searched")

@@ -113,7 +113,7 @@ async def test_unread_deltas_that_merge_are_the_same_calls() -> None:
     assert deltas[0].text == "ok"
 
 
-async def test_without_tools_and_with_none_text_is_as_it_was() -> None:
+async def test_text_is_unchanged_without_tools() -> None:
     async with fake_engine(ONE) as engine:
         for options in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
             stream = engine.chat(ASK, **options)

@@ -99,7 +99,7 @@ def test_weight_of_another_shape_or_kind_is_named(gemma, tmp_path, change, says)
         load(tmp_path)
 
 
-def test_a_class_with_attention_of_its_own_alone_says_so(tmp_path):
+def test_class_with_only_custom_attention_is_refused(tmp_path):
     config = transformers.GPTJConfig(vocab_size=64, rotary_dim=8, **GPT2, **ENDS)
     config.save_pretrained(tmp_path)
     path = with_fields(tmp_path, tmp_path, architectures=["GPTJForCausalLM"])

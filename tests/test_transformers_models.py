@@ -315,7 +315,7 @@ def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutation):
     check_fails(case, case.runner())
 
 
-def test_the_routing_that_mistakes_change_is_the_models_own(load_case, monkeypatch):
+def test_patched_routing_is_used_by_the_model(load_case, monkeypatch):
     case = load_case("Glm4Moe")
     _routed(lambda router, scores: scores)(monkeypatch)
     driver = Driver(case.runner())

@@ -242,7 +242,7 @@ def test_configurations_that_are_refused(tmp_path, values, message):
     assert str(caught.value) == f"{tmp_path / 'config.json'}: {message}"
 
 
-def test_auto_is_native_where_that_has_the_architecture(tmp_path):
+def test_auto_prefers_native_architectures(tmp_path):
     make(tmp_path, "Llama")
     assert isinstance(read_config(tmp_path, "auto"), ModelConfig)
     assert isinstance(read_config(tmp_path, "native"), ModelConfig)
@@ -436,7 +436,7 @@ def test_model_is_freed(tmp_path):
     assert [ref() for ref in left] == [None, None]
 
 
-def test_weights_do_not_lie_in_the_files_that_they_came_from(tmp_path):
+def test_weights_are_copied_out_of_their_files(tmp_path):
     make(tmp_path, "Gemma2")
     driver = Driver(load(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")  # reading a mapping of it would be a SIGBUS

@@ -113,7 +113,7 @@ def test_none_is_accepted_where_it_is_optional() -> None:
         assert refused(validator, [], *limits, optional=True).endswith(" or None")
 
 
-def test_booleans_are_no_numbers_and_may_be_numpys() -> None:
+def test_booleans_are_not_numbers_and_may_be_numpy() -> None:
     assert check.boolean("field", np.bool_(False)) is False
     for value in (0, 1, "yes", None, np.int64(1), torch.tensor(True)):
         refused(check.boolean, value)

@@ -34,14 +34,14 @@ def drained(queue):
     return order
 
 
-def test_push_gives_the_rank_that_victims_are_chosen_by():
+def test_push_returns_the_preemption_rank():
     one = request(3, priority=2, deadline=7.0)
     for policy, key in (("fcfs", (3,)), ("priority", (2, 3)), ("deadline", (2, 7.0, 3))):
         WaitingQueue(policy).push(one)
         assert one.sort_key == key
 
 
-def test_discarding_what_is_not_waiting_changes_nothing():
+def test_discarding_a_non_waiting_request_changes_nothing():
     queue = WaitingQueue("fcfs")
     one, other = request(0), request(1)
     queue.push(one)

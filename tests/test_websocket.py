@@ -330,7 +330,7 @@ async def test_unsupported_operations_are_refused_by_name():
             assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
 
 
-async def test_values_that_ask_for_nothing_are_accepted():
+async def test_neutral_fields_are_accepted():
     neutral = {
         "background": False,
         "conversation": None,
@@ -391,7 +391,7 @@ async def test_a_full_queue_says_when_to_come_back():
     assert int(error["error"]["headers"]["Retry-After"]) >= 1
 
 
-async def test_a_response_that_takes_too_long_fails_alone():
+async def test_too_slow_response_fails_alone():
     async with (
         served(fake(step_time=0.01).engine(), timeout=0.1) as server,
         client_of(server) as client,
@@ -485,7 +485,7 @@ async def test_pings_detect_dead_clients():
             client.connection.transport.abort()
 
 
-async def test_a_message_that_is_too_long_closes_with_1009():
+async def test_too_long_message_closes_with_1009():
     async with served(fake().engine(), max_message_size=1000) as server:
         async with client_of(server) as client, client_of(server) as other:
             await client.create("1" * 2000)
@@ -581,7 +581,7 @@ async def test_a_name_that_resolves_to_here_is_not_here():
             writer.close()
 
 
-async def test_bound_elsewhere_without_a_token_is_said_aloud(caplog):
+async def test_public_bind_without_token_is_warned(caplog):
     async with fake().engine() as engine:
         async with serve(engine, "0.0.0.0", 0):
             pass

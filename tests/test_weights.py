@@ -448,7 +448,7 @@ def staged(
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_staged_weights_are_those_that_are_copied_directly(source, dtype, chunk_bytes):
+def test_staged_weights_equal_directly_copied_ones(source, dtype, chunk_bytes):
     """Chunks that end within a row, and ones larger than any tensor."""
     expected = read(source, dtype)
     found, transfers = staged(source, dtype, chunk_bytes)
