@@ -46,6 +46,7 @@ from tests.native_library import (
     context,
     each_isa,
     link,
+    needs_native,
     run_fuzz,
 )
 from tests.step_inputs import planned
@@ -478,9 +479,8 @@ def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
         (folder / "cpu.cfs_quota_us").write_text("-1\n")
 
 
+@needs_native
 async def test_threads_end_with_the_engine():
-    if not ISAS:
-        pytest.skip("no C++ compiler to build the native ops with")
     before = len(own_threads())
     gc.disable()
     try:
@@ -501,10 +501,9 @@ def time_slice(thread: int) -> int:
     return attributes[3]
 
 
+@needs_native
 async def test_threads_that_compute_have_long_slices():
     """So that the application's thread preempts them as soon as it wakes."""
-    if not ISAS:
-        pytest.skip("no C++ compiler to build the native ops with")
     mine = time_slice(threading.get_native_id())
     if not mine:
         pytest.skip("Linux before 6.12 has the same slices for all threads")

@@ -23,7 +23,7 @@ from asyncllm.gpu.transformers_model.families import TESTED_ARCHITECTURES, is_te
 from asyncllm.gpu.transformers_model.linear import OpExperts
 from tests.driver import Driver, state_of
 from tests.families import CASES, make
-from tests.native_library import native_library
+from tests.native_library import context
 from tests.packing import CASES as FORMATS
 from tests.packing import quantise_checkpoint
 from tests.parity import (
@@ -78,8 +78,8 @@ def test_every_tested_architecture_has_a_case(load_case):
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", CASES)
 def test_matrix(load_case, name, backend):
-    if backend == "native" and native_library() is None:
-        pytest.skip("no C++ compiler to build the native ops with")
+    if backend == "native":
+        context()
     run_matrix(load_case(name), backend)
 
 
@@ -89,8 +89,7 @@ NATIVE = ["Gemma2", "GptOss", "DeepseekV3", "Mamba2", "Qwen3_5"]
 @pytest.mark.usefixtures("small_bandwidth_probe")
 @pytest.mark.parametrize("name", slow_but(NATIVE, "GptOss", "Mamba2", "Qwen3_5"))
 def test_native_ops(load_case, name):
-    if native_library() is None:
-        pytest.skip("no C++ compiler to build the native ops with")
+    context()
     case = load_case(name)
     runner = case.runner(attention_backend="native")
     assert runner.report().op_set == "native"
@@ -99,8 +98,7 @@ def test_native_ops(load_case, name):
 
 @pytest.mark.usefixtures("small_bandwidth_probe")
 def test_attention_free_linear_layers_are_quantised(load_case):
-    if native_library() is None:
-        pytest.skip("no C++ compiler to build the native ops with")
+    context()
     case, found = load_case("Mamba2"), []
     for name in (None, "int8"):
         runner = case.runner(attention_backend="native", quantization=name)

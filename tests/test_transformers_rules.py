@@ -366,10 +366,9 @@ def test_the_check_sees_a_window_off_by_one(tmp_path, monkeypatch):
 
 
 def test_rounded_weights_need_a_tested_architecture(tmp_path, monkeypatch):
-    from tests.native_library import native_library
+    from tests.native_library import context
 
-    if native_library() is None:
-        pytest.skip("no C++ compiler to build the native ops with")
+    context()
     make(tmp_path, "Gemma2")
     options = {"attention_backend": "native", "quantization": "int8"}
     driver = Driver(load(tmp_path, **options))
