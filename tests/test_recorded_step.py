@@ -287,7 +287,6 @@ def test_the_start_says_how_steps_run(caplog):
     assert "has no programs" in said[1]
 
 
-@pytest.mark.slow
 def test_a_start_loads_no_compiler():
     """torch's, which takes seconds to import; a TorchDispatchMode does so unless it is told."""
     code = """
