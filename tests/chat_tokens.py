@@ -1,4 +1,4 @@
-"""Chats as token ids, and the special tokens among those."""
+"""Chats as token ids, with their special tokens."""
 
 from __future__ import annotations
 

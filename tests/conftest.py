@@ -58,6 +58,14 @@ def one_thread():
 
 
 @pytest.fixture
+def small_bandwidth_probe(monkeypatch):
+    """Reports read 1 MiB where 256 MiB would take a quarter of a second."""
+    from asyncllm.gpu import execution_report
+
+    monkeypatch.setattr(execution_report, "PROBE_BYTES", 2**20)
+
+
+@pytest.fixture
 def own_code(tmp_path_factory, monkeypatch):
     """transformers keeps the code of checkpoints in a folder of this test, and imports it anew: it
     is one package, found where the first test of a process had it."""

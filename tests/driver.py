@@ -1,4 +1,4 @@
-"""A scheduler by hand: runs sequences through an executor, step by step."""
+"""A scheduler driven by hand: sequences through an executor, step by step."""
 
 from __future__ import annotations
 

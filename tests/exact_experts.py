@@ -1,4 +1,4 @@
-"""Experts in float64, as the definition says, and kinds of routing."""
+"""Experts in float64, and kinds of routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without a model: the fake executor under the real everything else."""
+"""Engines on the fake executor, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the GPU benchmarks run on: a clock of the CPU, and small models."""
+"""A CPU clock and small models for tests of the GPU benchmarks."""
 
 from __future__ import annotations
 

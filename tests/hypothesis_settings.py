@@ -1,4 +1,4 @@
-"""Hypothesis: its profiles, and how many examples a test of its own number runs under each."""
+"""Hypothesis profiles, and numbers of examples under each."""
 
 from __future__ import annotations
 

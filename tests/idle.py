@@ -1,4 +1,4 @@
-"""Waits for what is to come: a condition, or an engine that has nothing left to do."""
+"""Waits for a condition or for an idle engine."""
 
 from __future__ import annotations
 

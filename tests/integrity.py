@@ -1,4 +1,4 @@
-"""Checks that every block, slot and count of a scheduler is accounted for."""
+"""Checks of a scheduler's blocks, slots and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an import says where a package is not installed."""
+"""Errors of an import whose package is not installed."""
 
 from __future__ import annotations
 

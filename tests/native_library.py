@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.native.build import ISA_FLAGS, SOURCES, BuildError, build, find_compiler
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
+from tests.slow import slow_but
 
 OTHER_LIBRARY = "NATIVE_LIBRARY"
 """The environment variable that names another library to test."""
@@ -80,7 +82,20 @@ def context(num_threads: int = 1, isa: str | None = None) -> Context:
     return Context(library, num_threads, isa)
 
 
-CPU_OPS = ["cpu", *(f"native-{isa}" for isa in isas())]
+ISAS = isas()
+needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+OFTEN = {*ISAS[:1], *ISAS[-1:]}
+"""The best instruction set, which models use, and the one of every machine."""
+each_isa = pytest.mark.parametrize("isa", slow_but(ISAS, *OFTEN))
+
+
+def op_sets(*others: str) -> list[Any]:
+    """Parameters: the ``others`` and native ops by instruction set."""
+    native = [f"native-{isa}" for isa in ISAS]
+    return slow_but([*others, *native], *others, *(f"native-{isa}" for isa in OFTEN))
+
+
+CPU_OPS = op_sets("cpu")
 """The op sets whose sampling runs on a CPU, native ones on two threads."""
 
 

@@ -7,9 +7,9 @@ import torch
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from tests.native_library import context, isas
+from tests.native_library import context, op_sets
 
-BACKENDS = ["torch", *(["onednn"] if onednn_works() else []), *(f"native-{isa}" for isa in isas())]
+BACKENDS = op_sets("torch", *(["onednn"] if onednn_works() else []))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 

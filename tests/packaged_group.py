@@ -1,4 +1,4 @@
-"""Engines on the packaged model, alone or in a group, with what the promise tests ask of a fake."""
+"""Engines on the packaged model with the interface of a fake."""
 
 from __future__ import annotations
 

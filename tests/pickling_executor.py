@@ -1,4 +1,4 @@
-"""An executor that takes and gives pickles alone."""
+"""An executor that passes pickles only."""
 
 from __future__ import annotations
 

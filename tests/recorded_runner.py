@@ -23,9 +23,7 @@ from asyncllm.gpu.ops.quantise import CONVERSIONS
 from tests import static_runner
 from tests.driver import state_of
 from tests.dummy_runner import MODEL as LLAMA
-from tests.native_library import context, isas
-
-ISAS = isas()
+from tests.native_library import ISAS, context
 
 QWEN3 = replace(LLAMA, architecture="Qwen3ForCausalLM", tie_word_embeddings=False, num_layers=3)
 

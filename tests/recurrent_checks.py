@@ -1,4 +1,4 @@
-"""What the ops of layers with a state of each sequence have to satisfy, in every op set."""
+"""Checks of recurrent ops, for every op set."""
 
 from __future__ import annotations
 

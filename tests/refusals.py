@@ -1,4 +1,4 @@
-"""A request that is refused, by the name of its argument."""
+"""Checks of refused requests by the name of the argument."""
 
 from __future__ import annotations
 

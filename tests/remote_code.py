@@ -1,4 +1,4 @@
-"""A checkpoint that brings code of its own: a small decoder, right or with a mistake in it."""
+"""A checkpoint with custom code: a small decoder, right or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way to sample: some have their token on the host before the next step, some never."""
+"""Every way to sample a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of which some alone come with every run."""
+"""Parameters of which only some run every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that runs ahead and graphs that bake everything in, played on the CPU."""
+"""Run-ahead and CUDA graphs, simulated on the CPU."""
 
 from __future__ import annotations
 

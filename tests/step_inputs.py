@@ -1,4 +1,4 @@
-"""Inputs of steps, for tests of what reads them."""
+"""Inputs of steps for tests."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def fill(admission, owner, num_tokens=1):
     return groups
 
 
-def test_each_owner_has_a_share_of_a_queue_that_another_has_filled(clock):
+def test_owners_have_shares_of_a_full_queue(clock):
     admission = Admission(10, 1000, clock)
     queued = {owner: fill(admission, owner) for owner in "abc"}
     assert [len(groups) for groups in queued.values()] == [10, 5, 4]
@@ -134,7 +134,7 @@ def test_each_owner_has_a_share_of_a_queue_that_another_has_filled(clock):
     assert (admission.num_queued, admission._queued_tokens) == (10, 10)
 
 
-def test_prompt_tokens_have_shares_too_and_one_long_prompt_fits(clock):
+def test_prompt_tokens_have_shares_and_a_long_prompt_fits(clock):
     admission = Admission(100, 100, clock)
     assert len(fill(admission, "a", 20)) == 5
     assert len(fill(admission, "b", 20)) == 2
@@ -148,7 +148,7 @@ def test_many_owners_hold_twice_the_limits_together(clock):
     assert (queued[:3], sum(queued)) == ([10, 5, 4], 20)
 
 
-def test_an_owner_without_a_share_left_waits_in_line_and_others_pass_it(clock):
+def test_owner_past_its_share_waits_and_others_pass(clock):
     admission = Admission(4, 1000, clock)
     first = fill(admission, "a")
     waiting = admission.reserve_or_wait(request("late", "a"), 1, lambda: False)
@@ -181,13 +181,13 @@ def test_owners_in_line_take_turns(clock):
     assert told[5] == ["1 a", "2 a", "1 b", "2 b"]
 
 
-def test_a_prompt_that_is_longer_than_the_queue_waits_alone(clock):
+def test_prompt_longer_than_the_queue_waits_alone(clock):
     admission = Admission(5, 10, clock)
     admission.reserve(request("long"), 50)
     refused(admission, 1)
 
 
-def test_the_rate_halves_every_five_seconds_and_each_departure_adds_to_it(clock):
+def test_rate_halves_every_five_seconds(clock):
     """The exponential average at its exact values, since the tests above accept a rate that is a
     third off."""
     admission = Admission(1, 1000, clock)
@@ -235,9 +235,7 @@ def test_leaving_twice_counts_once(clock):
         ([0] * 2, (100, 10), 12, 4),
     ],
 )
-def test_retry_after_counts_the_places_that_have_to_come_free(
-    clock, sizes, limits, num_tokens, surplus
-):
+def test_retry_after_counts_places_to_free(clock, sizes, limits, num_tokens, surplus):
     admission = Admission(100, 10_000, clock)
     drain(admission, 200)
     rate = 200 * 0.6931 / 5.0
@@ -247,7 +245,7 @@ def test_retry_after_counts_the_places_that_have_to_come_free(
     assert refused(admission, num_tokens).retry_after == pytest.approx(surplus / rate)
 
 
-def test_retry_after_is_between_a_hundredth_of_a_second_and_a_minute(clock):
+def test_retry_after_has_bounds(clock):
     admission = Admission(1, 1000, clock)
     drain(admission, 1000)
     admission.reserve(request("a"), 1)
@@ -274,7 +272,7 @@ def test_a_prompt_is_corrected_only_while_it_is_queued(clock):
     assert "100 prompt tokens are queued" in str(refused(admission, 1))
 
 
-def test_an_id_that_was_aborted_is_free_and_both_requests_live_until_forgotten(clock):
+def test_aborted_id_can_be_reused_while_first_request_ends(clock):
     admission = Admission(10, 100, clock)
     first = request("a")
     admission.reserve(first, 1)

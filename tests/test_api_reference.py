@@ -1,4 +1,4 @@
-"""The API reference: every public name has a docstring, and a place on the documentation site."""
+"""The API reference: docstrings of public names, and the documentation site."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def site() -> Path:
     return SITE
 
 
+@pytest.mark.slow
 def test_the_reference_is_generated(site: Path) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
     for name in CLASSES:
@@ -51,6 +52,7 @@ def test_the_reference_is_generated(site: Path) -> None:
     assert "which a chat template renders" in page
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_and_can_be_searched(site: Path) -> None:
     found = {path.stem for path in (site / "docs").glob("*.html")}
     assert found == {path.stem for path in (ROOT / "docs").glob("*.md")}
@@ -63,6 +65,7 @@ def test_the_site_has_every_page_and_can_be_searched(site: Path) -> None:
     assert any("FakeExecutor" in json.dumps(item) for item in index["items"])
 
 
+@pytest.mark.slow
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("zensical")
     (tmp_path / "pages").mkdir()

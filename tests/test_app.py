@@ -1,4 +1,4 @@
-"""The application around its endpoints: who may ask, bodies, limits, health, metrics, a server."""
+"""The ASGI application around its endpoints: access, bodies, limits, health, metrics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.processes import python
         ("/", "; /openapi.json has all paths"),
     ],
 )
-async def test_an_unknown_path_says_what_to_ask(path, hint):
+async def test_unknown_path_error_lists_paths(path, hint):
     async with app_client(fake_engine("x")) as client:
         error = (await client.post(path, json=BODY)).json()["error"]
     assert error["message"].startswith(f"there is nothing at this path{hint}")
@@ -129,7 +129,7 @@ async def test_metrics_are_prometheus():
             assert 'zone="a"' in (await client.get("/metrics")).text
 
 
-async def test_scrapes_that_wait_share_a_rendering_and_leave_the_loop_four_fifths(monkeypatch):
+async def test_waiting_scrapes_share_a_rendering_and_leave_loop_time(monkeypatch):
     spans, render = [], EngineMetrics.render
 
     def slow_render(self):
@@ -154,7 +154,7 @@ async def test_scrapes_that_wait_share_a_rendering_and_leave_the_loop_four_fifth
         assert next_began - ended >= 4 * (ended - began) - 0.001
 
 
-async def test_an_application_starts_an_engine_that_is_new_and_no_other():
+async def test_application_starts_only_a_new_engine():
     async def live(engine):
         """States before the application's start, behind it, and behind its end."""
         incoming, sent = asyncio.Queue(), asyncio.Queue()
@@ -174,7 +174,7 @@ async def test_an_application_starts_an_engine_that_is_new_and_no_other():
         assert await live(engine) == ["running"] * 3
 
 
-async def test_it_is_mounted_in_an_application():
+async def test_app_is_mounted_in_application():
     fastapi = pytest.importorskip("fastapi")
     async with fake_engine("Hello") as engine:
         app = fastapi.FastAPI()
@@ -262,7 +262,7 @@ async def test_a_page_is_shown_to_all_and_hides_nothing():
         assert (await client.get("/health")).json()["ready"] is True
 
 
-async def test_pages_of_another_origin_are_kept_out_and_sent_no_cors_headers():
+async def test_other_origins_are_refused_without_cors_headers():
     async with app_client(fake_engine("x"), local=True) as client:
         other = await client.post(CHAT, json=BODY, headers={"origin": "https://evil.example"})
         same = await client.post(CHAT, json=BODY, headers={"origin": "http://127.0.0.1"})
@@ -392,7 +392,7 @@ async def test_connections_that_dawdle_are_closed():
             assert (await client.post(CHAT, json=BODY)).status_code == 200
 
 
-async def test_a_client_that_does_not_read_is_left_in_the_end():
+async def test_non_reading_client_is_dropped():
     engine = fake_engine("x" * 19_000, num_blocks=2000, max_model_len=20_000, step_time=0.0005)
     options = {"limits": {"send_timeout": 0.2}, "max_frame_rate": 1e9}
     async with served_app(engine, **options) as server:

@@ -149,7 +149,7 @@ async def test_tool_calls_whole_and_streamed():
     assert "tool_calls" not in none["message"]
 
 
-async def test_what_turns_out_to_be_no_call_is_text_and_no_call_was_sent():
+async def test_malformed_call_is_text_and_no_call_was_sent():
     broken = CALL.replace('"Oslo"}}', '"Oslo"')
     async with app_client(fake_engine(broken)) as client:
         whole = (await chat(client, tools=[TOOL])).json()["choices"][0]
@@ -339,7 +339,7 @@ OTHER_SHAPES = [
 ]
 
 
-async def test_the_error_for_a_field_of_another_endpoint_names_the_one_here():
+async def test_field_of_another_endpoint_names_its_counterpart():
     cases = [(path, fields, [*fields][-1], ours) for path, fields, ours in OTHER_ENDPOINTS]
     async with app_client(fake_engine("x")) as client:
         for path, fields, param, ours in [*cases, *OTHER_SHAPES]:
@@ -406,7 +406,7 @@ async def test_neutral_values_are_accepted():
     assert answer.json()["metadata"] == {"run": "7"}
 
 
-async def test_unsupported_fields_are_ignored_where_the_application_says_so(caplog):
+async def test_unsupported_fields_can_be_ignored(caplog):
     asked = {"reasoning_effort": "low", "verbosity": "low", "audio": {"voice": "x"}}
     async with app_client(fake_engine("Yes."), ignore_unsupported=True) as client:
         for _ in range(2):
@@ -469,7 +469,7 @@ async def test_sampling_fields_reach_the_engine():
     assert (sampling.logit_bias, sampling.logprobs, priority, salt) == ({7: 3.0}, 0, -2, "s")
 
 
-async def test_an_error_before_the_first_token_has_its_status_in_a_stream_too():
+async def test_stream_error_before_first_token_has_http_status():
     async with app_client(fake_engine("x", max_model_len=5000)) as client:
         for stream in (False, True):
             # So long that it is tokenised elsewhere, and fails at the first read.

@@ -69,7 +69,7 @@ async def test_usage_may_come_with_each_chunk():
     assert (final["prompt_tokens"], final["total_tokens"]) == (3, 8)
 
 
-async def test_one_prompt_that_cannot_be_served_leaves_none_running():
+async def test_unservable_prompt_of_a_batch_leaves_none_running():
     engine = fake_engine("x" * 400, max_model_len=500, step_time=0.001)
     async with app_client(engine) as client:
         refused = await complete(client, ["a", "b" * 600])
@@ -79,7 +79,7 @@ async def test_one_prompt_that_cannot_be_served_leaves_none_running():
         assert (stats.num_requests, stats.num_aborted) == (1, 1)
 
 
-async def test_scores_of_a_prompt_and_of_what_follows():
+async def test_scores_of_prompt_and_continuation():
     engine = AsyncLLMEngine(num_blocks=64)
     async with app_client(engine) as client:
         prompt = "Once upon a time"

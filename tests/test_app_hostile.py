@@ -1,4 +1,4 @@
-"""Clients that mean harm: what they send ends no server, and nothing that they hold grows."""
+"""Hostile clients of the application."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_an_invalid_chunk_after_the_answer(caplog):
             await read_to_end(reader)
 
 
-async def test_requests_of_clients_that_have_gone_are_not_submitted():
+async def test_requests_of_gone_clients_are_not_submitted():
     engine = fake_engine("Hello")
     body = json.dumps({**BODY, "stream": True})
     request = f"{HEAD}{len(body)}\r\n\r\n{body}".encode()
@@ -261,7 +261,7 @@ async def test_chunks_are_bounded_by_their_number(caplog, turns):
                 assert max(turns) <= EVENTS_PER_TURN
 
 
-async def test_requests_that_do_not_wait_have_turns(caplog):
+async def test_pipelined_requests_have_turns(caplog):
     count, began = 50, time.monotonic()
     data = (GET + b"\r\n") * count
     async with attacked(caplog) as server, connected(server, data) as (reader, _):
@@ -300,7 +300,7 @@ async def test_silent_connections_make_room(sent):
                     await stream.readuntil(b"data: ")
 
 
-async def test_silent_connections_make_room_below_the_limit_of_files(monkeypatch):
+async def test_silent_connections_are_closed_near_the_file_limit(monkeypatch):
     limit = SPARE_FILES + 12
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     async with served_app(fake_engine("x")) as server:
@@ -407,7 +407,7 @@ async def test_a_socket_behind_an_answer_that_is_read_late(caplog):
             writer.transport.abort()
 
 
-async def test_pings_whose_answers_are_not_read_pile_up_nowhere(caplog):
+async def test_unread_pongs_do_not_accumulate(caplog):
     async with attacked(caplog) as server:
         async with deaf(server, UPGRADE) as (sock, transport):
             loop, pings = asyncio.get_running_loop(), frame(FIN | PING, bytes(125)) * (1 << 15)
@@ -451,7 +451,7 @@ async def test_frames_behind_the_handshake_wait_for_its_answer(caplog):
                 await reader.readuntil(end)
 
 
-async def test_messages_that_do_not_wait_are_answered_in_turn(caplog):
+async def test_pipelined_messages_are_answered_in_turn(caplog):
     count = 40
     data = frame(FIN | TEXT, b"{}" + b" " * 100) * count
     async with attacked(caplog) as server, upgraded(server, data) as (reader, _):

@@ -1,4 +1,4 @@
-"""Large bodies and answers of the application: bounded, and read and written off the loop."""
+"""Large request bodies and answers of the application."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def threads_of(monkeypatch):
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_long_body_is_read_on_one_thread_and_a_short_one_at_once(path, monkeypatch):
+async def test_long_bodies_parse_on_a_thread_and_short_ones_inline(path, monkeypatch):
     here, found, now = threading.get_ident(), [], []
     parse = RequestBody.parse.__func__
 
@@ -89,7 +89,7 @@ async def test_a_long_body_is_read_on_one_thread_and_a_short_one_at_once(path, m
     assert here not in {thread for thread, _ in found}
 
 
-async def test_a_short_request_behind_a_long_conversation_is_checked_on_the_thread(threads_of):
+async def test_short_request_after_long_conversation_is_checked_on_thread(threads_of):
     submits, here = threads_of(ResponseRequest, "submit"), threading.get_ident()
     engine = fake_engine("x", max_model_len=40_000, num_blocks=3000)
     async with app_client(engine) as client:
@@ -170,7 +170,7 @@ async def test_a_long_response_is_written_on_the_thread(threads_of, size, kept):
     assert (here in written["threads"]) is (size == 10_000)
 
 
-async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_of):
+async def test_tokenize_refuses_too_long_text_before_work(threads_of):
     calls = threads_of(Tokenizer, "encode")
     async with app_client(fake_engine("x", max_model_len=1000)) as client:
         for body in ({"prompt": "a" * 200_000}, BODIES["/v1/chat/completions"]("a" * 200_000)):
@@ -183,7 +183,7 @@ async def test_tokenize_refuses_what_cannot_fit_before_it_is_tokenised(threads_o
     assert calls["most"] == 1
 
 
-async def test_long_texts_are_tokenised_one_at_a_time_through_either_door(threads_of):
+async def test_long_texts_are_tokenised_one_at_a_time(threads_of):
     found = threads_of(Tokenizer, "encode", "decode")
     engine = fake_engine("x", max_model_len=9000, num_blocks=2000)
     async with app_client(engine) as client:
@@ -232,7 +232,7 @@ async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
             assert (chat["threads"] == {here}) == is_here
 
 
-async def test_a_bias_beyond_the_limit_is_refused_before_its_keys_are_read():
+async def test_oversized_logit_bias_is_refused_before_reading_keys():
     bias = {f"no number {i}": 1 for i in range(MAX_BIAS + 1)}
     async with app_client(fake_engine("x")) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "logit_bias": bias})
@@ -240,7 +240,7 @@ async def test_a_bias_beyond_the_limit_is_refused_before_its_keys_are_read():
     assert "expected at most 1024 token ids" in answer.json()["error"]["message"]
 
 
-async def test_a_round_of_several_outputs_is_one_write_and_one_pause():
+async def test_deltas_of_several_outputs_are_one_write():
     """With a pause behind each delta, 240 deltas would take 24 seconds."""
     fields = {"prompt": "a", "n": 4, "temperature": 1, "max_tokens": 60, "stream": True}
     engine = fake_engine("x" * 60, step_time=0.001)

@@ -166,7 +166,7 @@ async def test_messages_of_items():
     ]
 
 
-async def test_a_stored_response_belongs_to_the_token_that_made_it():
+async def test_stored_response_belongs_to_its_token():
     rig = fake()
     one, other = {"authorization": "Bearer one"}, {"authorization": "Bearer other"}
     async with app_client(rig.engine(), token=["one", "other"]) as client:

@@ -1,4 +1,4 @@
-"""Values past every bound in each field of a request over HTTP."""
+"""Out-of-range values in each field of an HTTP request."""
 
 from __future__ import annotations
 

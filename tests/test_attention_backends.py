@@ -1,4 +1,4 @@
-"""Which attention backend a name means, what it refuses, and backends of other distributions."""
+"""Attention backends: names, refusals, and entry points of other distributions."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_auto_is_native_where_its_vectors_are(monkeypatch, isa, amx, head_dim, e
     assert named == (amx and isa != b"baseline")
 
 
-def test_without_native_ops_a_cpu_has_plain_torch_and_says_why(monkeypatch, caplog):
+def test_cpu_without_native_ops_uses_torch_and_says_why(monkeypatch, caplog):
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr(registry, "Library", no_library)
     monkeypatch.setattr(native_attention, "Library", no_library)
@@ -127,7 +127,7 @@ def test_native_ops_are_for_cpus(hopper):
         make_attention("native", GPU)
 
 
-def test_native_layers_share_one_pool_and_leave_torch_one_thread():
+def test_native_layers_share_a_pool_and_torch_has_one_thread():
     own = context()
     model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
     runner = made_runner(model, dtype="float32", num_threads=3, attention_backend="native")
@@ -173,7 +173,7 @@ def test_backends_of_a_gpu(hopper, name, backend, block_size):
         assert make_ops(GPU.device, attention).name == "triton"
 
 
-def test_a_model_tells_its_kinds_of_attention_once_each():
+def test_model_lists_attention_kinds_once_each():
     full = AttentionKind(attention_shape(MODEL))
     assert attention_kinds(MODEL) == (full,)
     layers = (False, True, True, False)
@@ -199,7 +199,7 @@ def test_each_kind_of_layer_has_its_own_attention(monkeypatch):
     assert [layer.mixer.attention_index for layer in decoder.layers] == [0, 1, 0, 1]
 
 
-def test_one_kind_of_layer_that_a_backend_lacks_is_enough(monkeypatch):
+def test_one_unsupported_layer_kind_excludes_a_backend(monkeypatch):
     model = replace(MODEL, sliding_window=24, sliding_layers=(False, True))
     monkeypatch.setattr(BUILTIN_BACKENDS["torch"], "constraints", Constraints(window=False))
     with pytest.raises(InvalidRequestError, match="no sliding window, and this is 24"):
@@ -224,6 +224,7 @@ def test_the_op_set_of_a_model_without_attention(monkeypatch, runs, caplog):
     assert type(ops_without_attention("auto", GPU.device, 1)) is TorchOps
 
 
+@pytest.mark.slow
 def test_nothing_of_another_backend_is_imported():
     code = f"""
 import sys, torch
@@ -428,7 +429,7 @@ backend = ExactBackend()
 
 
 @pytest.mark.parametrize("name", ["ExactBackend", "backend"])
-def test_an_entry_point_may_be_an_object_or_a_class_of_its_own(install, name):
+def test_entry_point_is_an_object_or_a_class(install, name):
     install(example() + APART, exact=name)
     attention, block_size = make_attention("exact", CPU)
     assert (attention.name, block_size) == ("exact", 48)

@@ -1,4 +1,4 @@
-"""ByteBudget: the order of its claims, and those that hold others up."""
+"""ByteBudget: the order of claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_a_small_claim_passes_a_large_one_that_came_a_little_before(clock):
+def test_small_claim_passes_slightly_earlier_large_one(clock):
     budget, granted = ByteBudget(4 * BYTES_PER_SECOND), []
 
     def claim(name: str, seconds: float):
@@ -59,7 +59,7 @@ def test_a_claim_that_stops_waiting_leaves_no_trace(clock):
     assert (granted, budget.num_waiting) == (["held", "last"], 0)
 
 
-def test_only_a_claim_that_holds_others_up_is_too_slow(clock):
+def test_only_a_blocking_claim_is_too_slow(clock):
     budget = ByteBudget(10)
     held = budget.claim(10, lambda: None)
     assert not held.is_too_slow(0)

@@ -1,4 +1,4 @@
-"""The cached prefix of a prompt: what an admission then finds, without a trace of the question."""
+"""cached_prefix: equal to an admission's hit, and free of side effects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PROMPTS = st.tuples(
 @pytest.mark.parametrize("kind", KINDS)
 @given(prompts=st.lists(PROMPTS, min_size=2, max_size=8), num_blocks=st.integers(23, 40))
 @examples(25)
-def test_it_is_what_an_admission_finds(kind, prompts, num_blocks):
+def test_cached_prefix_equals_admission_hit(kind, prompts, num_blocks):
     rig = Rig(num_blocks=num_blocks, max_model_len=24, **KINDS[kind])
     for prompt, salt in prompts:
         if rig.scheduler.kv.states is not None:
@@ -75,7 +75,7 @@ def test_it_is_what_an_admission_finds(kind, prompts, num_blocks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefixes_are_found_as_far_as_all_groups_and_a_state_reach(kind):
+def test_prefix_hit_needs_all_groups_and_a_state(kind):
     """And not as far as one group alone does."""
     rig = Rig(num_blocks=60, max_model_len=64, **KINDS[kind])
     rng = random.Random(0)
@@ -113,7 +113,7 @@ def test_without_a_prefix_cache_nothing_is_cached():
 # --- through the engine ------------------------------------------------------------------
 
 
-async def test_an_engine_tells_what_it_has_cached():
+async def test_engine_reports_cached_prefix():
     engine = fake_engine("an answer", block_size=4)
     with pytest.raises(EngineClosedError):
         engine.cached_prefix([1, 2, 3])

@@ -1,4 +1,4 @@
-"""stream_with_callbacks: what handlers are told, by whom, and what becomes of their errors."""
+"""stream_with_callbacks: calls of handlers, and their errors."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ async def test_a_slow_handler_leaves_the_loop_and_the_engine_alone():
     assert len(other.token_ids) == len(result.token_ids) == 20
 
 
-async def test_a_call_that_was_left_behind_ends_before_the_next_begins():
+async def test_abandoned_call_ends_before_the_next():
     entered, gate, order = threading.Event(), threading.Event(), []
 
     class Slow:
@@ -320,7 +320,7 @@ async def test_a_handler_may_refuse_the_end():
     assert handler.names == WHOLE
 
 
-async def test_a_refused_request_is_told_and_raised_at_the_first_read():
+async def test_refused_request_is_announced_and_raised_at_first_read():
     rig, handler = fake(), Recorder()
     async with rig.engine() as engine:
         stream = stream_with_callbacks(engine, "1 2", handlers=[handler], max_tokens=0)
@@ -342,7 +342,7 @@ async def test_a_refused_request_is_told_and_raised_at_the_first_read():
     ]
 
 
-async def test_a_request_that_fails_is_told_with_what_there_is():
+async def test_failed_request_is_reported_with_partial_output():
     rig, handler = fake(step_time=0.01), Recorder()
     rig.executor.row_errors["bad"] = RuntimeError("row")
     async with rig.engine() as engine:
@@ -423,7 +423,7 @@ async def test_works_under_trio():
         assert isinstance(one.error[0], trio.Cancelled)
 
 
-async def test_a_cancel_scope_of_anyio_leaves_on_llm_error_its_awaits():
+async def test_on_llm_error_may_await_in_cancelled_anyio_scope():
     """It cancels again at each of them, on asyncio too."""
 
     class Awaiting(AsyncRecorder):
@@ -439,7 +439,7 @@ async def test_a_cancel_scope_of_anyio_leaves_on_llm_error_its_awaits():
     assert isinstance(handler.error[0], asyncio.CancelledError)
 
 
-async def test_a_read_that_is_destroyed_awaits_no_handler():
+async def test_destroyed_read_awaits_no_handler():
     handler = AsyncRecorder()
     async with fake().engine() as engine:
         await engine.pause()
@@ -529,7 +529,7 @@ async def test_any_error_of_a_handler_is_logged_and_no_more(kind, event, how, ca
     assert f"Raising.{event} raised" in caplog.text
 
 
-async def test_what_handlers_raise_under_trio_is_logged_and_no_more():
+async def test_handler_errors_under_trio_are_only_logged():
     async def main():
         async with fake().engine() as engine:
             for kind in (SystemExit, asyncio.CancelledError, GeneratorExit):
@@ -544,7 +544,7 @@ async def test_what_handlers_raise_under_trio_is_logged_and_no_more():
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", [StopAsyncIteration, StopIteration])
-async def test_the_end_of_a_handlers_iteration_is_not_that_of_the_stream(kind, how):
+async def test_stop_iteration_of_a_handler_does_not_end_stream(kind, how):
     handler = Raising("on_llm_new_token", kind("own"), how, raise_error=True)
     async with fake().engine() as engine:
         with pytest.raises(RuntimeError, match=kind.__name__):

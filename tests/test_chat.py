@@ -93,7 +93,7 @@ async def test_text_in_a_message_writes_no_turn():
         "{% set x = 'ab ' * 3000 %}{{ x }}",
     ],
 )
-async def test_what_a_template_writes_decides_on_the_thread(template, encoded):
+async def test_rendered_length_decides_on_the_thread(template, encoded):
     rig = rig_with(template)
     async with rig.engine() as engine:
         stream = engine.chat(HELLO, max_tokens=2)
@@ -105,7 +105,7 @@ async def test_what_a_template_writes_decides_on_the_thread(template, encoded):
         assert list(result.token_ids) == rig.executor.reference(ids, 2)
 
 
-async def test_a_template_that_is_not_compiled_is_compiled_elsewhere():
+async def test_templates_are_compiled_off_the_loop():
     async with rig_with().engine() as engine:
         stream = engine.chat(HELLO, chat_template="ab{{ '' }}", max_tokens=1)
         assert stream.prompt_token_ids is None
@@ -146,7 +146,7 @@ async def test_prompts_that_cannot_fit_are_not_tokenised(encoded):
         assert encoded == []
 
 
-async def test_only_what_the_tokenizer_is_given_proves_a_length():
+async def test_length_bound_follows_tokenizer_input():
     """Fields that no template writes are no part of the prompt, however long they are."""
     async with rig_with(max_model_len=64, num_blocks=100).engine(max_queued_tokens=200) as engine:
         await engine.pause()

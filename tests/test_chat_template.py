@@ -1,4 +1,4 @@
-"""What a template is given, and what it may use."""
+"""Chat templates: inputs, sandbox and limits."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("source", TOO_LARGE)
-def test_no_memory_is_taken_for_what_is_too_large(source: str) -> None:
+def test_oversized_values_allocate_nothing(source: str) -> None:
     max_value = 200_000
     limits = RenderLimits(max_output=10_000, max_value=max_value, seconds=60.0)
     source = "{% set x = 'a' * 10000 %}{% set y = x * 19 %}" + source
@@ -232,7 +232,7 @@ def test_output_is_bounded() -> None:
         render(source, limits=dataclasses.replace(LIMITS, max_output=9_999))
 
 
-def test_limits_of_one_rendering_are_not_those_of_the_next() -> None:
+def test_render_limits_apply_per_rendering() -> None:
     template = ChatTemplate({"default": "{{ 'x' * n }}"}, {})
     for _ in range(3):
         with pytest.raises(TemplateLimitError):
@@ -375,7 +375,7 @@ def test_reserved_variables(name: str) -> None:
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_a_template_by_a_name_that_is_none() -> None:
+def test_unknown_template_name() -> None:
     with pytest.raises(InvalidRequestError, match="chat_template: is a list") as caught:
         TemplateInput(CHAT, {"chat_template": ["x"]})
     assert caught.value.param == "chat_template"

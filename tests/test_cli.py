@@ -1,4 +1,4 @@
-"""The command line, run as a person runs it: between pipes, and on a terminal."""
+"""The command line, between pipes and on a terminal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.text import format_rate, printable
 from asyncllm.cli.word_wrapper import WordWrapper
+from asyncllm.gpu import calibration
+from asyncllm.gpu.model_runner import ModelRunner
 from tests.processes import hear_ctrl_c, python
 from tests.slow import slow_but
 from tests.terminal import QUICK, Terminal, asyncllm
@@ -54,7 +56,7 @@ assert not heavy, heavy
         (">/dev/full", 1, "asyncllm: [Errno 28] No space left on device\n"),
     ],
 )
-def test_standard_streams_that_are_closed_or_full(redirected, code, says):
+def test_closed_or_full_standard_streams(redirected, code, says):
     """The command is that of a server's supervisor, or of a script on a full disk."""
     stand_in = (
         "import sys, types\n"
@@ -113,28 +115,22 @@ def test_a_command_line_that_cannot_be_read(arguments, capsys):
 
 
 @pytest.mark.parametrize("command", ["demo", "chat", "bench"])
-def test_a_model_that_is_not_there(command, tmp_path, capsys):
+def test_missing_model(command, tmp_path, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 1
     error = capsys.readouterr().err
     assert re.fullmatch(r"asyncllm: .*nothing: does not exist, expected .*\n", error)
 
 
-def test_an_engine_that_dies_is_one_line():
-    code = (
-        "import sys\n"
-        "from asyncllm.cli import main\n"
-        "from asyncllm.gpu.model_runner import ModelRunner\n"
-        "def launch(self, batch):\n"
-        "    raise ValueError('the device is on fire')\n"
-        "from asyncllm.gpu import calibration\n"
-        "calibration.calibrate_token_budget = lambda time_step: 64\n"
-        "calibration.min_tokens_ahead = lambda time_step, most, known: None\n"
-        "ModelRunner.launch = launch\n"
-        "sys.exit(main(['bench']))\n"
-    )
-    done = python("-c", code)
-    assert done.returncode == 1
-    assert done.stderr == "asyncllm: the engine died: ValueError: the device is on fire\n"
+def test_dead_engine_is_one_line(monkeypatch, capsys, small_bandwidth_probe):
+    def launch(self, batch):
+        raise ValueError("the device is on fire")
+
+    monkeypatch.setattr(calibration, "calibrate_token_budget", lambda time_step: 64)
+    monkeypatch.setattr(calibration, "min_tokens_ahead", lambda time_step, most, known: None)
+    monkeypatch.setattr(ModelRunner, "launch", launch)
+    assert main(["bench", *QUICK]) == 1
+    died = "asyncllm: the engine died: ValueError: the device is on fire\n"
+    assert capsys.readouterr().err == died
 
 
 def test_text_from_a_model_cannot_control_the_terminal():
@@ -152,7 +148,7 @@ def test_percentile_and_rate():
     assert (format_rate(30, 0.5), format_rate(30, 0.0)) == ("60 tok/s", "–")
 
 
-def test_flow_breaks_lines_between_words_however_the_text_is_cut():
+def test_flow_breaks_lines_between_words():
     text = "One two three four.\n\n  indented line of several words\nend"
     whole: set[str] = set()
     rng = random.Random(11)
@@ -173,7 +169,7 @@ def test_flow_breaks_lines_between_words_however_the_text_is_cut():
     assert " ".join(" ".join(lines).split()) == " ".join(text.split())
 
 
-def test_flow_lets_a_word_that_is_too_long_stand_alone():
+def test_flow_puts_too_long_words_on_their_own_line():
     out = io.StringIO()
     flow = WordWrapper(out, width=10)
     flow.write("an incomprehensible word")
@@ -238,15 +234,14 @@ def test_interrupted_demo():
         assert child.wait(60) == 130
 
 
-def test_bench_writes_what_it_prints(tmp_path):
+def test_bench_writes_printed_figures(tmp_path, capsys, small_bandwidth_probe):
     file = tmp_path / "bench.json"
-    done = asyncllm(
-        *("bench", "--concurrency", "2,1", "--prompt-len", "9", "--output-len", "20"),
-        *("--rounds", "2", "--json", str(file)),
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert is_plain(done.stdout)
-    assert "streams  tok/s" in done.stdout
+    options = ("--concurrency", "2,1", "--prompt-len", "9", "--output-len", "20", "--rounds", "2")
+    assert main(["bench", *options, "--json", str(file), *QUICK]) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    assert is_plain(done.out)
+    assert "streams  tok/s" in done.out
     result = json.loads(file.read_text(encoding="utf-8"))
     assert set(result) == {"machine", "command", "config", "execution", "rows"}
     assert result["execution"]["weight_bytes"] > 6_000_000  # 1.7 million parameters of 4 bytes
@@ -279,7 +274,7 @@ def test_bench_says_which_path_runs_and_why():
 
 
 @pytest.mark.slow
-def test_bench_of_what_does_not_fit():
+def test_bench_past_the_context_is_refused():
     done = asyncllm("bench", "--prompt-len", "500")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
@@ -289,7 +284,7 @@ def test_bench_of_what_does_not_fit():
 
 
 @pytest.mark.slow
-def test_chat_through_a_pipe_forgets_what_does_not_fit():
+def test_piped_chat_drops_messages_past_the_context():
     turns = "".join(f"Mia has {i} red hats and a boat.\n" for i in range(4))
     done = asyncllm("chat", "--max-model-len", "80", "--max-tokens", "12", stdin=turns)
     assert done.returncode == 0
@@ -308,7 +303,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, stdin: bytes, encoding: str = "utf-8")
 
 
 @pytest.mark.parametrize("room", [("--max-model-len", "80"), ("--kv-cache-memory", "800KiB")])
-def test_a_message_that_is_too_long_forgets_nothing(room, tmp_path, monkeypatch, capsys):
+def test_too_long_message_keeps_the_history(room, tmp_path, monkeypatch, capsys):
     """Not one that is refused when it is sent, nor one that a worker thread has to tokenise."""
     long = ["Mia has a boat. " * 40, "Mia has a boat. " * 400]
     turns = ["My name is Lena.", *long, "I am 5.", f"/save {tmp_path}/saved.json"]
@@ -341,7 +336,7 @@ def test_commands_through_a_pipe(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "bad", slow_but([b"/dance", b"/save", b"/save /no/such/folder/file"], b"/dance")
 )
-def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(bad, monkeypatch, capsys):
+def test_failed_command_in_a_pipe_sets_the_exit_code(bad, monkeypatch, capsys):
     out = pipe(monkeypatch, bad + b"\n/exit\n")
     assert main(["chat", *QUICK]) == 1
     assert out.getvalue() == b""
@@ -349,7 +344,7 @@ def test_a_command_that_fails_in_a_pipe_is_told_at_the_end(bad, monkeypatch, cap
 
 
 @pytest.mark.parametrize("encoding", slow_but(["ascii", "utf-8"], "ascii"))
-def test_characters_that_an_encoding_lacks(encoding, monkeypatch, capsys):
+def test_characters_that_an_encoding_lacks(encoding, monkeypatch, capsys, small_bandwidth_probe):
     out = pipe(monkeypatch, b"h\xe4\xff \\", encoding)
     assert main(["chat", "--max-tokens", "4", *QUICK]) == 0
     assert out.getvalue().endswith(b"\n")

@@ -95,7 +95,7 @@ async def test_a_second_signal_does_not_wait():
     assert "WITHOUT A TOKEN" in errors.decode()
 
 
-def test_what_is_asked_wrongly_is_told_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
+def test_invalid_options_are_refused_before_loading(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("asyncllm.cli.serve._log_to_stderr", lambda level: None)
     for arguments, told in (
         (("--port", "70000"), "port=70000"),

@@ -1,4 +1,4 @@
-"""Names of vLLM's and earlier ones: an error that has the name which takes their place."""
+"""Names of vLLM and earlier versions: errors with their replacements."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_counterpart_of_a_body_exists(body):
     assert ours - {"a message with the role system"} <= body.model_fields.keys()
 
 
-def test_other_unknown_names_are_told_what_there_is():
+def test_unknown_names_list_known_ones():
     with pytest.raises(InvalidRequestError, match=r"^best_of: no such sampling.*there are allowed"):
         SamplingParams(best_of=2)  # pyright: ignore[reportCallIssue]
     with pytest.raises(InvalidRequestError, match=r"^swap_space: no such setting.*are async_sch"):

@@ -33,7 +33,7 @@ def test_docstrings_comments_and_blank_lines_are_no_code() -> None:
     assert counts.cpp_lines('// a\n\nint a; /* b\n c */\nf("// d");  // e\n/* g */ int h;\n') == 3
 
 
-def test_a_prompts_functions_are_counted_where_they_are_entered() -> None:
+def test_prompt_functions_are_counted_once_by_part() -> None:
     parts = asyncio.run(counts.profile_prompt())
     names = {
         part: [f"{where}: {code.co_qualname}" for code, where in functions.items()]

@@ -1,4 +1,4 @@
-"""Deadlines: compared with a sorted list of what lives."""
+"""Deadlines against a sorted list."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_groups_expire_by_deadline_and_arrival(groups, times):
     assert len(deadlines) == 0
 
 
-def test_a_group_that_ends_while_others_expire_does_not():
+def test_group_ending_during_expiry_does_not_expire():
     deadlines = Deadlines()
     first, second = group_at(1.0, 0), group_at(1.0, 1)
     for group in (second, first):
@@ -57,7 +57,7 @@ def test_a_group_that_ends_while_others_expire_does_not():
     assert found == [first]
 
 
-def test_ended_groups_are_dropped_once_more_than_64_and_than_four_times_the_live_requests():
+def test_ended_groups_are_dropped_past_64_and_four_times_the_live():
     deadlines, arrivals = Deadlines(), itertools.count()
 
     def add(num_live: int, *, ended: bool = False) -> int:

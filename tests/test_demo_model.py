@@ -1,4 +1,4 @@
-"""The shipped model sits its examination: names, words, numbers and wordings it never saw."""
+"""The packaged model on held-out names, words, numbers and wordings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def generate() -> Iterator[heldout.Generate]:
         yield answer
 
 
-OFTEN = "questions over one fact", "several turns", "tool calls"
+OFTEN = "several turns", "tool calls"
 
 
 @pytest.mark.parametrize("skill", slow_but(sorted(heldout.MAKERS), *OFTEN))
@@ -52,6 +52,7 @@ def test_skill(skill: str, generate: heldout.Generate) -> None:
     assert score.rate >= heldout.LOWER_GOALS.get(skill, heldout.GOAL)
 
 
+@pytest.mark.slow
 def test_training_text_lacks_the_examination() -> None:
     seed = "leak"
     print(f"seed {seed}")
@@ -89,7 +90,7 @@ def test_examination_is_the_same_every_time() -> None:
     assert heldout.items("JSON objects", 20, 1) != heldout.items("JSON objects", 20, 2)
 
 
-def test_template_says_what_the_training_said() -> None:
+def test_template_equals_training_format() -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     rng = random.Random(5)

@@ -66,7 +66,7 @@ def test_static_steps_and_transformers_modules(load_case, name):
 
 @pytest.mark.parametrize("backend", sorted({"torch", BACKEND}))
 @pytest.mark.parametrize("name", ["Gemma3", "Granite", "Ministral3", "Olmo2"])
-def test_bfloat16_is_as_near_as_transformers_own(load_case, name, backend):
+def test_bfloat16_error_is_within_transformers_own(load_case, name, backend):
     """To float32, of the token behind a prompt: norms in float32 and multipliers round alike."""
     case = load_case(name)
     driver = Driver(case.runner(dtype="bfloat16", attention_backend=backend))

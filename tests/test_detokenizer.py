@@ -176,7 +176,7 @@ def test_equals_decoding_at_once(name: str, data: st.DataObject, skip: bool) -> 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback", "metaspace", "bpe", "wordpiece"])
 @FUZZ
 @given(data=st.data(), skip=st.booleans())
-def test_equals_what_a_prompt_leaves(name: str, data: st.DataObject, skip: bool) -> None:
+def test_equals_state_after_a_prompt(name: str, data: st.DataObject, skip: bool) -> None:
     """decode(prompt + output) minus decode(prompt), where the prompt ends in a character."""
     tokenizer = TOKENIZERS[name]()
     ids = st.one_of(random_ids(tokenizer), real_ids(tokenizer))

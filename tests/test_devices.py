@@ -1,4 +1,4 @@
-"""Which device an engine takes, and what it says of one that it cannot use."""
+"""Choice of the device, and errors of unusable ones."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_cpu_is_taken_without_a_look_at_cuda():
     ],
 )
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_cuda_that_does_not_start_is_an_error_with_torchs_reason(name, machine, words):
+def test_failed_cuda_start_has_torchs_reason(name, machine, words):
     error = refused(machine, name)
     for word in words:
         assert word in str(error)
@@ -142,7 +142,7 @@ def test_auto_warns_of_a_gpu_that_it_cannot_use(machine, words, caplog):
     assert all(word in caplog.text for word in words)
 
 
-def test_what_is_no_refusal_of_cuda_is_not_swallowed():
+def test_other_cuda_errors_are_not_swallowed():
     with pytest.raises(KeyError):
         resolve("auto", Machine(failure=KeyError("a mistake")))
 

@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, in the order of its page.
+"""Python blocks of the documentation, run in the order of the page.
 
 What a page takes for granted, an engine say, is given to it here; a ``text`` block behind a
 Python block is what it prints.
@@ -115,7 +115,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("page", PRINTED)
-async def test_a_page_that_takes_nothing_for_granted(page, capsys):
+async def test_page_runs_with_the_packaged_model(page, capsys):
     """With the packaged model; what a block defines the later ones know."""
     if page == "docs/kernels.md":
         pytest.importorskip("triton")

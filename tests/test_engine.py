@@ -263,7 +263,7 @@ async def test_bad_requests_raise_at_once_and_leave_no_trace(prompt, options, pa
         assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
 
 
-async def test_the_models_eos_tokens_count_among_the_stop_tokens_of_min_tokens():
+async def test_min_tokens_bans_model_eos_tokens():
     async with fake(eos_token_ids=(990, 991)).engine() as engine:
         given: dict[str, Any] = {"stop_token_ids": list(range(127)), "max_tokens": 1}
         says = "at most 126 token ids with min_tokens beside the model's 2 of its own"
@@ -349,7 +349,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
-async def test_text_that_does_not_decode_fails_its_request_after_what_came_before(kind):
+async def test_undecodable_text_fails_request_after_earlier_text(kind):
     rig = fake()
     tokens = rig.executor.reference([6], 5)
     rig.tokenizer.failing_tokens[tokens[3]] = kind
@@ -410,7 +410,7 @@ async def test_bad_long_text_raises_at_the_first_read():
         assert engine.stats().num_waiting == 0
 
 
-async def test_text_whose_length_alone_is_too_much_raises_at_once():
+async def test_too_long_text_raises_at_once():
     async with fake(max_model_len=100).engine() as engine:
         with pytest.raises(ContextLengthExceededError, match="at least"):
             engine.stream("1 " * 4000)

@@ -146,7 +146,7 @@ def test_one_step_at_a_time_is_launched_and_collected():
     assert rig.inbox.waits == [None]
 
 
-def test_a_pipeline_of_two_launches_the_second_before_the_first_is_collected():
+def test_depth_two_launches_second_before_collecting_first():
     rig = Rig(depth=2)
     request = rig.submit("a", max_tokens=3)
     rig.turns(1)
@@ -171,7 +171,7 @@ def test_a_step_lasts_from_its_launch_to_its_result():
     assert rig.core.stats().last_step_time == 4.0
 
 
-def test_a_request_is_taken_from_the_queue_when_its_first_step_is_launched():
+def test_request_leaves_queue_at_its_first_launch():
     rig = Rig(max_num_seqs=1)
     first, second = rig.submit("a", max_tokens=2), rig.submit("b", max_tokens=1)
     rig.now += 3.0
@@ -186,7 +186,7 @@ def test_a_request_is_taken_from_the_queue_when_its_first_step_is_launched():
     assert (usage.queue_time, usage.ttft, usage.total_time) == (7.0, 7.0, 7.0)
 
 
-def test_a_request_that_cannot_fit_ends_and_the_turn_after_runs_the_next():
+def test_request_too_large_ends_and_next_runs():
     rig = Rig(num_blocks=5, max_model_len=128)
     large, small = rig.submit("large", range(30)), rig.submit("small", max_tokens=1)
     rig.turns(2)
@@ -238,7 +238,7 @@ def test_stats_of_a_dead_engine_hold_nothing():
     assert (stats.num_blocks, stats.num_free_blocks, stats.kv_cache_usage) == (32, 32, 0.0)
 
 
-def test_stats_tell_a_router_what_is_queued_and_how_fast_it_is_computed():
+def test_stats_report_queued_tokens_and_token_rate():
     rig = Rig(depth=2, max_num_seqs=1)
     rig.device.seconds = 0.5
     assert rig.core.stats().prompt_tokens_per_second == 0.0
@@ -267,7 +267,7 @@ def test_stats_tell_a_router_what_is_queued_and_how_fast_it_is_computed():
     assert (rig.core.stats().num_queued_tokens, rig.core.stats().num_waiting) == (0, 0)
 
 
-def test_waiting_requests_are_those_that_neither_run_nor_are_paused():
+def test_waiting_requests_exclude_running_and_paused():
     rig = Rig(max_num_seqs=1)
     for name in "abc":
         rig.submit(name)
@@ -346,7 +346,7 @@ def test_no_wait_is_longer_than_an_hour():
 
 
 @pytest.mark.parametrize("late", [0.0, 100.0])
-def test_a_deadline_that_is_passed_is_not_waited_for(late):
+def test_passed_deadline_is_not_awaited(late):
     rig = Rig()
     rig.core.suspend(True)
     request = rig.submit("a", deadline=rig.now + 2.0)
@@ -359,7 +359,7 @@ def test_a_deadline_that_is_passed_is_not_waited_for(late):
     assert isinstance(end_of(request), DeadlineExceededError)
 
 
-def test_a_deadline_says_what_it_cut_short():
+def test_deadline_error_names_the_phase():
     rig = Rig()
     running = rig.submit("a", max_tokens=50, deadline=rig.now + 5.0)
     unknown = rig.make("b", (), deadline=rig.now + 5.0)
@@ -389,7 +389,7 @@ def test_a_deadline_is_watched_once_and_only_if_there_is_one():
     assert list(rig.core._deadlines.expire(rig.now + 5.0)) == [request.group]
 
 
-def test_requests_that_ended_are_not_kept_until_their_deadlines():
+def test_ended_requests_are_freed_before_their_deadlines():
     rig = Rig()
     live = rig.make("live", (), deadline=rig.now + 1e6)
     rig.core.on_watch_deadline(live.group)
@@ -403,7 +403,7 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines():
     assert isinstance(end_of(live), DeadlineExceededError)
 
 
-def test_closing_at_once_aborts_what_lives():
+def test_immediate_close_aborts_live_requests():
     rig = Rig()
     request = rig.submit("a", max_tokens=50)
     rig.turns(3)
@@ -430,7 +430,7 @@ def test_the_earliest_end_that_was_asked_for_counts(drains):
     assert request.num_output_tokens == 3
 
 
-def test_closing_waits_for_a_prompt_that_is_being_tokenised():
+def test_close_waits_for_tokenisation():
     rig = Rig()
     request = rig.make("a", ())
     rig.core.send(rig.core.on_close, 7.0)
@@ -472,7 +472,7 @@ def test_a_paused_request_alone_does_not_close_an_open_engine():
     assert rig.inbox.waits == [None, None]
 
 
-def test_a_suspended_engine_schedules_nothing_and_one_that_closes_goes_on():
+def test_suspended_engine_schedules_nothing_until_it_closes():
     rig = Rig()
     rig.core.suspend(True)
     request = rig.submit("a", max_tokens=2)
@@ -488,7 +488,7 @@ def test_a_suspended_engine_schedules_nothing_and_one_that_closes_goes_on():
     assert end_of(request) == "length"
 
 
-def test_a_suspended_engine_takes_in_what_is_in_flight():
+def test_suspended_engine_collects_steps_in_flight():
     rig = Rig(depth=2)
     rig.submit("a", max_tokens=9)
     rig.turns(1)
@@ -514,7 +514,7 @@ def test_a_call_runs_with_no_step_in_flight():
     assert rig.device.calls[-1] == "launch"
 
 
-def test_what_a_call_raises_ends_the_engine_and_every_call():
+def test_device_error_ends_engine_and_every_call():
     rig = Rig()
 
     def fails():
@@ -552,7 +552,7 @@ def test_a_failing_step_ends_everything():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_without_memory_is_retried_smaller_and_the_budget_recovers(depth):
+def test_out_of_memory_step_is_retried_smaller(depth):
     rig = Rig(depth=depth)
     rig.device.faults[0] = StepOutOfMemoryError("16 tokens")
     request = rig.submit("a", range(16), max_tokens=110)
@@ -657,7 +657,7 @@ def raised(kind, seen):
         return error
 
 
-def test_frames_of_an_error_and_of_what_led_to_it_are_cleared():
+def test_traceback_frames_of_an_error_chain_are_cleared():
     seen = []
     error, cause, context, first = (
         raised(kind, seen) for kind in (KeyError, ValueError, OSError, TypeError)

@@ -23,6 +23,7 @@ from asyncllm import (
 from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.reference import MARGIN, check_tokens, generate, score
 from tests.sampling_ways import WAYS
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
@@ -48,7 +49,9 @@ def checkpoint(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", slow_but(ARCHITECTURES, "Qwen3ForCausalLM", "LlamaForCausalLM")
+)
 async def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint, architecture):
     path, model = checkpoint(architecture)
     draw = random.Random(3)
@@ -119,7 +122,10 @@ def alone(checkpoint):
     return results
 
 
-@pytest.mark.parametrize("company", COMPANY)
+OFTEN = "one token a step", "chunks of three", "preemption, one step ahead", "no prefix cache"
+
+
+@pytest.mark.parametrize("company", slow_but(COMPANY, *OFTEN, "another block size"))
 async def test_results_do_not_depend_on_company(checkpoint, alone, company):
     path, _ = checkpoint("Qwen3ForCausalLM")
     async with AsyncLLMEngine(path, **(SETTINGS | COMPANY[company])) as engine:
@@ -213,7 +219,7 @@ async def test_settings_that_cannot_be_honoured(checkpoint, settings, error, say
         assert caught.value.param in settings
 
 
-async def test_unset_max_model_len_is_what_the_pool_holds(checkpoint):
+async def test_unset_max_model_len_is_the_pool_size(checkpoint):
     path, _ = checkpoint("Qwen3ForCausalLM")
     async with AsyncLLMEngine(path, **(SETTINGS | {"num_blocks": 5})) as engine:
         result = await engine.generate([1] * 30, max_tokens=None, ignore_eos=True)
@@ -248,8 +254,10 @@ async def test_damaged_checkpoints(checkpoint, tmp_path, damage):
     assert str(copy) in str(caught.value) or shard.name in str(caught.value)
 
 
-@pytest.mark.parametrize("company", ["one step ahead", "preemption", "chunks of seven"])
-async def test_several_outputs_are_those_of_requests_with_their_seeds(checkpoint, company):
+@pytest.mark.parametrize(
+    "company", slow_but(["one step ahead", "preemption", "chunks of seven"], "chunks of seven")
+)
+async def test_outputs_equal_single_requests_with_their_seeds(checkpoint, company):
     path, model = checkpoint("Qwen3ForCausalLM")
     draw = random.Random(5)
     prompt = [draw.randrange(VOCAB_SIZE) for _ in range(29)]

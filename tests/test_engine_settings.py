@@ -1,4 +1,4 @@
-"""Settings of a model's files and name, through every door: engine, LLM, server, commands."""
+"""Model defaults and overrides in engine, LLM, server and commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_defaults_of_the_model_are_taken_or_not(setting, temperature, top_
     assert (answer["temperature"], answer["top_p"]) == (temperature, top_p)
 
 
-def test_bad_defaults_of_a_model_are_no_error_where_they_are_ignored(tmp_path):
+def test_bad_model_defaults_are_harmless_when_ignored(tmp_path):
     path = demo_with(tmp_path / "bad", "generation_config.json", temperature=-1)
     with pytest.raises(ModelLoadError, match=r"generation_config\.json: temperature=-1"):
         LLM(path, **SMALL)
@@ -131,7 +131,7 @@ async def test_a_template_of_a_model_that_is_loaded():
             engine.chat(HELLO, tools=[TOOL])
 
 
-async def test_a_template_that_is_wrong_is_told_at_the_start(tmp_path):
+async def test_wrong_template_is_reported_at_start(tmp_path):
     huge = tmp_path / "huge.jinja"
     huge.write_text("{{ 1 }}" * 30_000)
     for given, error, says in (
@@ -233,7 +233,7 @@ def test_an_override_is_read_as_if_the_file_had_it(tmp_path, overrides, changed,
         assert replace(found, path=edited) == expected != replace(unchanged, path=edited)
 
 
-def test_nested_configurations_are_merged_and_other_objects_replaced():
+def test_nested_configurations_are_merged():
     file = ConfigFile(
         Path("/m/config.json"),
         {
@@ -294,7 +294,7 @@ def test_a_gguf_file_has_nothing_to_override(tmp_path):
 
 
 @pytest.mark.usefixtures("own_code")
-def test_a_checkpoints_own_configuration_is_overridden_where_its_code_is_trusted(tmp_path):
+def test_trusted_checkpoint_configuration_is_overridden(tmp_path):
     code = (
         "from transformers import PreTrainedConfig, Qwen3Config\n"
         "class Own(Qwen3Config):\n"

@@ -1,4 +1,4 @@
-"""EngineThread: how often its step is looked at."""
+"""EngineThread: intervals of the watchdog."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncllm.runtime.engine_thread import EngineThread
 @pytest.mark.parametrize(
     ("step_timeout", "interval"), [(120.0, 15.0), (0.08, 0.01), (0.1, 0.0125), (0.001, 0.01)]
 )
-def test_a_step_is_looked_at_eight_times_before_its_time_is_up(step_timeout, interval):
+def test_step_is_checked_eight_times_before_timeout(step_timeout, interval):
     thread = EngineThread(EngineConfig(model="m", step_timeout=step_timeout), lambda *_: None)
     assert thread.watch_interval == pytest.approx(interval)
 
@@ -28,7 +28,7 @@ def test_the_device_says_how_long_a_step_may_take(asked, expected):
     assert thread.watch_interval == pytest.approx(expected / 8)
 
 
-def test_each_look_at_the_step_is_an_interval_after_the_one_before(monkeypatch):
+def test_watchdog_checks_at_intervals(monkeypatch):
     """On a loop whose time is the test's: every sleep is as long as it says."""
     thread = EngineThread(EngineConfig(model="m", step_timeout=80.0), lambda *_: None)
     looks = []

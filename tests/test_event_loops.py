@@ -30,6 +30,7 @@ from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its na
 from tests.fakes import channel_of, fake, mailbox_of_this_loop
 from tests.idle import until
 from tests.processes import hear_ctrl_c, python
+from tests.slow import slow_but
 
 
 def free(engine):
@@ -232,7 +233,7 @@ def test_a_backend_makes_waiters_on_its_own_loop_alone(run):
     assert run(on_the_next_loop) is None
 
 
-def test_a_trio_run_has_one_thing_to_do_however_often_it_is_asked_for_its_end():
+def test_trio_run_has_one_end_callback():
     async def main():
         backend = running_backend()
         assert [backend.is_closed() for _ in range(5)] == [False] * 5
@@ -367,7 +368,7 @@ def test_fork_after_start_is_a_clear_error_in_the_child():
     assert lines[3:] == ["child 7", "True"]
 
 
-@pytest.mark.parametrize("how", ["sys.exit(0)", "pass", "raise KeyError('host')"])
+@pytest.mark.parametrize("how", slow_but(["sys.exit(0)", "pass", "raise KeyError('host')"], "pass"))
 def test_interpreter_exits_while_streams_run(how):
     began = time.monotonic()
     out = program(

@@ -27,7 +27,7 @@ def test_every_example_is_listed() -> None:
     assert names == {*EXPECTED, "ray_scale.py"}  # The integration with Ray runs the latter.
 
 
-@pytest.mark.parametrize("name", slow_but(EXPECTED, "minimal_stream.py", "cancel_in_agent_loop.py"))
+@pytest.mark.parametrize("name", slow_but(EXPECTED, "minimal_stream.py"))
 def test_example(name: str) -> None:
     told = run_example(EXAMPLES / name, "-W", "error")
     assert re.fullmatch(EXPECTED[name], told), told

@@ -1,4 +1,4 @@
-"""The whole engine as it runs on a GPU, with the CPU in its place."""
+"""Engines in the GPU execution mode, simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.ahead_on_cpu import PROMPTS, AheadOnCPU
 from tests.dummy_runner import MODEL
+from tests.slow import slow_but
 from tests.static_runner import CPU, replay_of
 
 
@@ -55,22 +56,21 @@ async def answers(engine: AsyncLLMEngine) -> list[str]:
         return list(await asyncio.gather(*(ask(prompt) for prompt in PROMPTS)))
 
 
+FIELDS = [
+    {"cuda_graphs": "auto"},
+    {"cudagraph_capture_sizes": (2, 4)},
+    {"cuda_graphs": "off"},
+    {"cuda_graphs": "decode", "async_scheduling": False},
+    {
+        "cudagraph_capture_sizes": (2,),
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 16,
+    },
+]
+
+
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"cuda_graphs": "auto"},
-        {"cudagraph_capture_sizes": (2, 4)},
-        {"cuda_graphs": "off"},
-        {"cuda_graphs": "decode", "async_scheduling": False},
-        {
-            "cudagraph_capture_sizes": (2,),
-            "enable_prefix_caching": False,
-            "max_num_batched_tokens": 16,
-        },
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", slow_but(FIELDS, FIELDS[0], FIELDS[-1]), ids=str)
 async def test_the_packaged_model_answers_the_same(expected, fields):
     ahead = AheadOnCPU()
     assert await answers(ahead.engine(**fields)) == expected
@@ -129,7 +129,7 @@ def test_limits_that_are_chosen_by_measurement(monkeypatch):
     ("graphs", "buckets", "tokens"),
     [("auto", (8, 4, 2, 1), (96, 64, 32)), ("decode", (8, 4, 2, 1), ()), ("off", (), ())],
 )
-def test_what_is_captured_before_the_first_step(graphs, buckets, tokens):
+def test_captures_before_first_step(graphs, buckets, tokens):
     config = dummy_config(cuda_graphs=graphs, max_num_batched_tokens=100)
     runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
     segments = replay_of(runner).piecewise
@@ -147,7 +147,7 @@ def test_a_cpu_is_in_step():
     assert (mode.max_num_seqs, mode.pipeline_depth) == (64, 1)
 
 
-def test_what_a_gpu_leaves_to_the_application(monkeypatch):
+def test_mode_of_a_gpu(monkeypatch):
     monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
     mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
     assert (mode.step_timeout, mode.shares_memory) == (60.0, True)

@@ -17,11 +17,11 @@ from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.exact_experts import ROUTINGS, exact_experts, randn, router_weights
-from tests.native_library import isas
+from tests.native_library import ISAS
 from tests.op_sets import BACKENDS, TOLERANCE, make, quantised
 from tests.triton.checks import check_experts, check_routing_ties, check_routing_without_numbers
 
-NATIVE = [f"native-{isa}" for isa in isas()]
+NATIVE = [f"native-{isa}" for isa in ISAS]
 SILU, CLAMPED = ActivationConfig(), ActivationConfig(limit=1.5, alpha=1.7)
 
 
@@ -125,7 +125,7 @@ def test_experts(ops, dtype, options, biased):
         check_experts(ops, "cpu", tokens=tokens, dtype=dtype, biased=biased, **options)
 
 
-def test_an_op_set_counts_what_a_token_reads(ops):
+def test_op_set_counts_bytes_per_token(ops):
     weights = experts_weights()
     expected = (weights.gate_up.values.nbytes + weights.down.values.nbytes) * 2 // COUNT
     ops.experts(weights, SILU, 2)
@@ -169,7 +169,7 @@ def test_many_tokens_are_computed_in_passes(backend):
 
 @pytest.mark.parametrize("backend", NATIVE)
 @pytest.mark.parametrize("convert", [quantise_int8, quantise_int4])
-def test_rounded_experts_are_what_linear_layers_make_of_them(backend, convert):
+def test_quantised_experts_equal_linear_layers(backend, convert):
     """Of the same codes; each token of many has its own expert's."""
     ops, plain = make(backend), experts_weights()
     weights = replace(plain, gate_up=convert(plain.gate_up), down=convert(plain.down))
@@ -188,7 +188,7 @@ def test_rounded_experts_are_what_linear_layers_make_of_them(backend, convert):
 
 
 @pytest.mark.parametrize("scheme", ["int4", "e2m1"])
-def test_schemes_that_experts_cannot_have_are_refused(ops, scheme):
+def test_unsupported_expert_schemes_are_refused(ops, scheme):
     layer = LinearWeights(**quantised(scheme, COUNT * 2 * INNER, WIDTH, (1, 8)))
     weights = replace(experts_weights(), gate_up=layer)
     with pytest.raises(ModelLoadError, match=f"'{scheme}'"):
@@ -204,7 +204,7 @@ def test_native_experts_refuse_another_scheme_by_themselves(backend):
         ops.make_experts(replace(experts_weights(), gate_up=layer), SILU)
 
 
-def test_experts_that_do_not_fit_each_other_are_refused():
+def test_mismatched_experts_are_refused():
     weights = experts_weights()
     with pytest.raises(ModelLoadError, match="have 240 and 200 rows, expected 288 and 240 for 6"):
         replace(weights, num_experts=6)
@@ -213,7 +213,7 @@ def test_experts_that_do_not_fit_each_other_are_refused():
 
 
 @pytest.mark.parametrize("backend", NATIVE[:1])
-def test_native_experts_check_what_they_read(backend):
+def test_native_experts_check_their_inputs(backend):
     experts = make(backend).experts(experts_weights(), SILU, 2)
     x, ids, factors = case(3, torch.float32)
     for bad in (-1, COUNT, 2**31 - 1):

@@ -1,4 +1,4 @@
-"""The rows of FAMILIES: what they read from a file, and refuse; RoPE of every kind."""
+"""Rows of FAMILIES: fields, refusals and RoPE."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, caplog, name, archit
     check_text_part(model, config, settings, caplog, prompt_length=40, output=OUTPUT, distinct=8)
 
 
-def test_what_a_text_part_leaves_out_is_the_familys_default(tmp_path):
+def test_missing_text_part_fields_have_family_defaults(tmp_path):
     """As in the files of Gemma 3, whose text configuration has little but what differs."""
     text: dict[str, Any] = {"model_type": "gemma3_text", "hidden_size": 64, "sliding_window": 32}
     text |= {"intermediate_size": 96, "num_hidden_layers": 7}
@@ -216,7 +216,7 @@ def test_values_that_are_refused(tmp_path, family, change, field, accepted):
 @pytest.mark.parametrize(
     "change", [{"num_local_experts": 8}, {"layer_types": ["mamba"] * 4}, {"layer_types": None}]
 )
-def test_granite_4_with_experts_or_states_is_left_to_transformers(change):
+def test_granite_4_hybrids_use_transformers(change):
     values = {**PLAIN, **EXTRA["granitemoehybrid"], "model_type": "granitemoehybrid"}
     assert has_native_decoder(ConfigFile(Path("x"), values))
     assert not has_native_decoder(ConfigFile(Path("x"), values | change))
@@ -261,7 +261,7 @@ def test_a_layer_without_rope_turns_nothing():
     assert torch.equal(table, torch.tensor([1.0] * 4 + [0.0] * 4).expand(5, 8))
 
 
-def test_a_rotation_of_a_part_is_one_of_the_whole_in_another_order():
+def test_partial_rotation_equals_reordered_full_rotation():
     assert rotary_order(8, 8, interleaved=False) is None
     orders = {(4, False): [0, 1, 4, 5, 2, 3, 6, 7], (8, True): [0, 2, 4, 6, 1, 3, 5, 7]}
     orders[4, True] = [0, 2, 4, 5, 1, 3, 6, 7]

@@ -166,13 +166,13 @@ def check_decode(attention: FlashAttention, block_size: int, window: int | None)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("version", "block_size"), VERSIONS)
-def test_a_step_is_what_plain_torch_computes(version, block_size, name, window):
+def test_step_equals_plain_torch(version, block_size, name, window):
     check(version(SHAPE), name, block_size, window)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("version", "block_size"), VERSIONS)
-def test_decode_rows_with_padding_are_what_plain_torch_computes(version, block_size, window):
+def test_padded_decode_rows_equal_plain_torch(version, block_size, window):
     check_decode(version(SHAPE), block_size, window)
 
 
@@ -241,7 +241,7 @@ def test_a_plan_cuts_the_tables_to_the_longest_row(version, block_size):
     assert plan.prefill.key_starts.tolist() == [0, *inputs.seq_lens[4:].cumsum(0).tolist()]
 
 
-def test_paged_rows_are_never_split_where_flash_attn_would_choose_to(monkeypatch):
+def test_paged_rows_are_never_split_by_flash_attn(monkeypatch):
     splits = []
 
     def varlen(*args, num_splits=0, **options):
@@ -383,7 +383,7 @@ def made_with(version: type[FlashAttention], block_size: int, monkeypatch, wrong
 
 
 @pytest.mark.parametrize(("version", "block_size"), VERSIONS[:2])
-def test_a_library_that_is_right_passes_its_check(version, block_size, monkeypatch):
+def test_right_library_passes_its_check(version, block_size, monkeypatch):
     calls = []
 
     def right(options):
@@ -421,7 +421,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_library_that_is_wrong_is_refused_with_figures(wrong, monkeypatch):
+def test_wrong_library_is_refused_with_figures(wrong, monkeypatch):
     says = (
         r"attention_backend='flash_attn_3' does not compute what plain torch does \("
         r"(decode|prefill) rows, (no window|window 19)\): a row is off by (inf|[0-9.]+) of its "

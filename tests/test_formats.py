@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what is read from them, and what is refused."""
+"""Quantised checkpoints: values and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
-def test_tensors_are_those_of_the_unquantised_checkpoint(plain, case, tmp_path, monkeypatch):
+def test_tensors_equal_unquantised_checkpoint(plain, case, tmp_path, monkeypatch):
     """By their names, in three dtypes, whole and in slices of a few rows."""
     expected = quantise_checkpoint(Path(shutil.copytree(plain, tmp_path / "copy")), case)
     tmp_path /= "copy"
@@ -91,7 +91,7 @@ DEFAULT_PARITY = ("awq", "gptq-act-order", "fp8-ragged", "ct-pack-4-zeros")
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, *DEFAULT_PARITY))
-def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(name, tmp_path):
+def test_greedy_tokens_equal_transformers_with_dequantised_weights(name, tmp_path):
     """From two shards, the query, key and value projections fused out of different ones."""
     reference, _ = make(tmp_path, CASES[name], shard="150KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -100,7 +100,7 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(na
     check_greedy(model, reference)
 
 
-def test_blocks_of_fp8_are_what_transformers_makes_of_them(plain, tmp_path):
+def test_fp8_blocks_equal_transformers(plain, tmp_path):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     repack(plain, tmp_path, CASES["fp8-block"])
@@ -143,7 +143,7 @@ def gpt_oss(path: Path, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("elements", [1, 2**20])
-def test_experts_of_mxfp4_are_what_transformers_makes_of_them(tmp_path, monkeypatch, elements):
+def test_mxfp4_experts_equal_transformers(tmp_path, monkeypatch, elements):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", elements)
@@ -175,7 +175,7 @@ def test_experts_that_do_not_fit_are_refused(tmp_path, changes, words):
     assert re.search(words, refused(tmp_path))
 
 
-def test_one_line_says_what_was_read_and_what_is_held(plain, tmp_path, caplog):
+def test_log_line_has_bytes_read_and_held(plain, tmp_path, caplog):
     repack(plain, tmp_path, CASES["ct-int"])
     with caplog.at_level(logging.INFO, logger="asyncllm"):
         for path in (tmp_path, plain):
@@ -256,7 +256,7 @@ def test_beside_the_parameters_a_slice_is_held(plain, tmp_path, monkeypatch, nam
         assert live.peak - parameters < largest / 3
 
 
-def test_every_method_that_the_configuration_names_has_a_reader():
+def test_every_configured_method_has_a_reader():
     assert {*FORMATS, "gguf"} == set(QUANT_METHODS)
 
 
@@ -310,7 +310,7 @@ PACK = compressed("pack-quantized", {"num_bits": 4, "strategy": "group", "group_
         (compressed("mixed-precision", {"num_bits": 8}), "format is missing, expected pack-q"),
     ],
 )  # fmt: skip
-def test_a_configuration_that_is_not_supported_is_refused(plain, tmp_path, config, words):
+def test_unsupported_configuration_is_refused(plain, tmp_path, config, words):
     repack(plain, tmp_path, CASES["awq"])
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())

@@ -156,7 +156,7 @@ def groups_of(model: ModelConfig, block_size: int) -> list[Any]:
     return kv_plan(model).kv_groups(attention, block_size)
 
 
-def test_layers_that_share_have_no_memory_of_their_own(tmp_path):
+def test_sharing_layers_have_no_own_memory(tmp_path):
     """24 of 42 layers have KV, in groups of the 4 full ones: with heads half as large twice as many
     tokens in a block. A sequence of 32,768 tokens takes a fifth of what all 42 would take."""
     model = read(tmp_path, E4B)
@@ -232,7 +232,7 @@ def test_a_file_of_the_hub_is_read_as_transformers_reads_it(tmp_path, values):
     assert again.layer_ropes == ours.layer_ropes
 
 
-def test_frequencies_of_a_part_are_those_of_transformers(tmp_path):
+def test_partial_frequencies_equal_transformers(tmp_path):
     model = read(tmp_path, E4B)
     theirs = as_transformers(E4B)
     rope = model.layer_ropes[-1]

@@ -125,7 +125,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", RANDOM_KINDS)
-def test_every_type_is_what_gguf_py_makes_of_it(tmp_path, monkeypatch, kind):
+def test_every_type_equals_gguf_py(tmp_path, monkeypatch, kind):
     """Also where transformers has no such code, and gguf-py is what computes it."""
     number = gguf.GGMLQuantizationType[kind]
     raw = random_blocks(kind, 6, 512, seed=3)
@@ -158,9 +158,7 @@ def test_every_type_is_what_gguf_py_makes_of_it(tmp_path, monkeypatch, kind):
         pytest.param("LlamaForCausalLM", "F16", {"attention_bias": True}, marks=pytest.mark.slow),
     ],
 )
-def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(
-    tmp_path, name, kind, settings
-):
+def test_greedy_tokens_equal_transformers_with_dequantised_weights(tmp_path, name, kind, settings):
     reference = make_checkpoint(tmp_path, name, **settings)
     path = tmp_path / "model.gguf"
     meant = write(path, tmp_path, kind)
@@ -174,7 +172,7 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(
     check_greedy(ModelConfig.from_directory(path), reference)
 
 
-def test_a_mixture_of_k_quants_computes_what_transformers_does(tmp_path):
+def test_mixed_k_quants_equal_transformers(tmp_path):
     """As Q4_K_M has them: Q6_K for the values, the down projection and the head."""
     reference = make_checkpoint(
         tmp_path, "Qwen3ForCausalLM", hidden_size=256, head_dim=64, intermediate_size=256
@@ -287,7 +285,7 @@ def test_a_sentencepiece_vocabulary(plain, tmp_path):
     }  # fmt: skip
 
 
-def test_a_way_to_split_that_is_not_known_is_refused(plain, tmp_path):
+def test_unknown_split_is_refused(plain, tmp_path):
     path = tmp_path / "x.gguf"
     write(path, plain, metadata={"tokenizer.ggml.pre": "bert-bge"})
     with pytest.raises(ModelLoadError, match=r"tokenizer\.ggml\.pre is 'bert-bge', expected"):
@@ -390,7 +388,7 @@ def test_yarn(plain, tmp_path):
         ({"general.alignment": 0}, "general.alignment is 0"),
     ],
 )
-def test_what_a_file_says_of_the_model_is_checked(plain, tmp_path, metadata, words):
+def test_model_metadata_in_file_is_checked(plain, tmp_path, metadata, words):
     path = tmp_path / "model.gguf"
     write(path, plain, metadata=metadata)
     assert words in refused(path)
@@ -416,7 +414,7 @@ def test_without_gguf_py_the_extra_is_named(plain, tmp_path, monkeypatch):
         open_checkpoint(path, torch.float32)
 
 
-def test_a_file_that_is_cut_short_while_it_is_mapped_is_not_read(plain, tmp_path):
+def test_file_truncated_while_mapped_is_not_read(plain, tmp_path):
     """A read behind its end would end the process."""
     path = tmp_path / "model.gguf"
     write(path, plain)

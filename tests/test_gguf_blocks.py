@@ -1,4 +1,4 @@
-"""Blocks of GGUF that stay packed: products, gathered rows, and how much memory they take."""
+"""Packed GGUF blocks: products, gathered rows and memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import BLOCK_TYPES, pack_new_weights
 from tests.linear_weights import rounded
-from tests.native_library import context, isas
+from tests.native_library import ISAS, context, each_isa, needs_native
 
 pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_blocks import block_weights, dequantised_blocks
 
-ISAS = isas()
 SCHEMES: list[QuantScheme] = list(BLOCK_SIZES)
-needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_products_and_rows_are_those_of_the_dequantised_weights(isa, scheme):
+def test_products_and_rows_equal_dequantised_weights(isa, scheme):
     """In every number of rows that has a tile of its own, outliers and zeros among them."""
     rows, columns = 149, 768
     weights = block_weights(scheme, rows, columns, seed=1, bias=True)
@@ -66,7 +64,7 @@ def test_instruction_sets_agree_to_the_last_bit(scheme):
         assert torch.equal(other, found[0])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("filling", [0x00, 0xFF, 0x7F, 0x80])
 def test_no_sum_overflows(isa, scheme, filling):
@@ -90,7 +88,7 @@ def test_no_sum_overflows(isa, scheme, filling):
 
 
 @needs_native
-def test_blocks_that_are_broken_or_not_whole_are_refused():
+def test_broken_or_partial_blocks_are_refused():
     ops = NativeOps(context(1))
     assert set(BLOCK_TYPES) == set(BLOCK_SIZES)
     for scheme in SCHEMES:
@@ -104,7 +102,7 @@ def test_blocks_that_are_broken_or_not_whole_are_refused():
 
 
 @needs_native
-def test_a_scale_that_is_no_number_makes_its_output_none():
+def test_nan_scale_makes_nan_output():
     """And no other output."""
     weights = block_weights("q4_k", 70, 512, seed=7)
     weights.values[3, 1] = 0x7E
@@ -121,7 +119,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("avx512", "avx2", "baseline")])
-def test_the_layout_has_the_version_that_it_was_given(isa):
+def test_layout_version_matches_packed_bytes(isa):
     """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
     new digests into LAYOUTS."""
     own, digest = context(1, isa), hashlib.blake2b(digest_size=8)
@@ -133,7 +131,7 @@ def test_the_layout_has_the_version_that_it_was_given(isa):
 
 @needs_native
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_is_held_is_the_file_and_little_more(scheme):
+def test_memory_is_the_file_and_little_more(scheme):
     """Bytes of a block, in the file and packed: the scales of 6 bits take a byte each."""
     weights = block_weights(scheme, 64, 1024, seed=8)
     packed = NativeLinear(context(1), weights).weights.num_bytes

@@ -104,7 +104,7 @@ def test_every_architecture_is_written_in_these_tests():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_has_the_configuration_and_tensors_of_its_checkpoint(write, name):
+def test_file_has_configuration_and_tensors_of_checkpoint(write, name):
     path = write(name)
     found, expected = (ModelConfig.from_directory(each) for each in (path, path.parent))
     other = (*OTHER_FIELDS, *OTHER_FIELDS_OF.get(name, ()))
@@ -139,7 +139,7 @@ def assert_close(name: str, found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-def test_tokens_are_those_of_transformers_in_company_and_in_chunks(load, name):
+def test_batched_and_chunked_tokens_equal_transformers(load, name):
     case = load(name)
     check_reference(case)
     run_everything(case, case.runner(num_blocks=600))
@@ -148,7 +148,7 @@ def test_tokens_are_those_of_transformers_in_company_and_in_chunks(load, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LARGE])
-def test_tokens_are_those_of_transformers_in_every_way(load, name, backend):
+def test_tokens_equal_transformers_in_every_way(load, name, backend):
     run_matrix(load(name), backend)
 
 
@@ -194,7 +194,7 @@ def test_a_shifted_pattern_is_seen(load, name):
         ("Phi3", "F16"),
     ],
 )
-def test_quantised_tensors_are_those_of_a_plain_file_with_the_same_values(write, name, kind):
+def test_quantised_tensors_equal_plain_file(write, name, kind):
     quantised, plain = write(name, kind), write(name, kind, dequantised=True)
     kinds = {gguf.GGMLQuantizationType(t.type).name for t in GGUFFile(quantised).tensors.values()}
     assert kinds == {kind, "F32"}
@@ -275,7 +275,7 @@ def test_layers_for_multi_token_prediction_are_left_out(write):
     assert {key.split(".")[1] for key in weights(path) if "layers" in key} == {"0", "1"}
 
 
-def test_rates_of_decay_that_are_none_are_refused(write, monkeypatch):
+def test_invalid_decay_rates_are_refused(write, monkeypatch):
     monkeypatch.setattr(np, "exp", lambda values: values)
     path = write("Qwen3_5", "F16")
     with pytest.raises(ModelLoadError, match="'ssm_a' has rates of 0 or more"):
@@ -375,7 +375,7 @@ def test_parts_that_are_not_of_one_file_are_refused(split, write):
         GGUFFile(alone)
 
 
-def test_a_part_that_changes_while_it_is_read_is_noticed(split):
+def test_part_changed_while_read_is_noticed(split):
     from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 
     reader = open_checkpoint(split[0], torch.float32)

@@ -1,4 +1,4 @@
-"""Models of GGUF files whose blocks stay packed, beside transformers on the dequantised weights."""
+"""Models on packed GGUF blocks, against transformers on dequantised weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, Sequence
 from tests.linear_weights import rounded
-from tests.native_library import context, isas
+from tests.native_library import context, needs_native
 
 gguf = pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_blocks import (  # noqa: E402
@@ -45,9 +45,10 @@ from tests.gguf_blocks import (  # noqa: E402
     set_floats,
 )
 from tests.gguf_files import permute, write_gguf  # noqa: E402
+from tests.slow import slow_but  # noqa: E402
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2,
@@ -200,8 +201,8 @@ LIMIT = 0.05
 """An input that lies between two integers may be rounded to either, so noise is not float32's."""
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_tokens_and_log_probabilities_are_those_of_the_dequantised_weights(load_case, name):
+@pytest.mark.parametrize("name", slow_but(KINDS, "q4_k_m", "others"))
+def test_tokens_and_logprobs_equal_dequantised_weights(load_case, name):
     """Alone, in company and in chunks, with equal bits."""
     case = load_case(name)
     alone = run(case.path, company=False)
@@ -275,7 +276,7 @@ def test_the_comparison_sees_a_head_that_is_not_tied(load_case, monkeypatch):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_held_is_little_more_than_the_file(load_case, name):
+def test_memory_is_little_more_than_the_file(load_case, name):
     """Nothing but vectors is dequantised."""
     case, own = load_case(name), context(1)
     held = 0
@@ -371,7 +372,7 @@ def test_experts_stay_packed(scheme):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_llama_cpp_quantises_stays_packed(tmp_path, tied):
+def test_llama_cpp_types_stay_packed(tmp_path, tied):
     """A Q4_K_M file of llama.cpp's own tool, by the interpreter that LLAMA_CPP_PYTHON names."""
     python = os.environ.get("LLAMA_CPP_PYTHON")
     if python is None:

@@ -52,7 +52,7 @@ def test_tokens_are_llama_cpps(load, name):
     assert tokenizer.encode("a") == RECORD["files"][name]["with ends"]
 
 
-def test_every_rule_has_texts_that_tell_it_from_all_others():
+def test_every_rule_has_distinguishing_texts():
     tokens = {
         rule: {str((RECORD["files"][name]["which"], RECORD["files"][name]["with ends"]))}
         for name, rule in PRE_TOKENIZERS.items()
@@ -235,7 +235,7 @@ def test_scores_that_make_no_tokenizer_are_refused(load, changes, message):
         load(values)
 
 
-def test_strings_that_are_not_utf8_and_arrays_that_are_too_large(load, tmp_path, monkeypatch):
+def test_invalid_utf8_and_oversized_arrays(load, tmp_path, monkeypatch):
     load(FILES["qwen2"])
     path = tmp_path / "x.gguf"
     whole = path.read_bytes()
@@ -263,7 +263,7 @@ def test_a_vocabulary_that_takes_long_to_read_is_refused(load, monkeypatch):
         load(values)
 
 
-def test_a_special_token_of_id_minus_one_is_none(load):
+def test_special_token_id_minus_one_means_none(load):
     names = ("padding_token_id", "eot_token_id")
     found = load(FILES["qwen2"] | dict.fromkeys(names, 2**32 - 1))
     assert found.encode("ab") == load(FILES["qwen2"]).encode("ab")

@@ -1,4 +1,4 @@
-"""What only a GPU can show: that its memory comes back, and that weights arrive on it."""
+"""Memory and weight uploads on a real GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU = torch.device("cuda", 0)
 MIB = 2**20
 
 
-def test_a_pool_counts_what_it_took_and_gives_it_back():
+def test_pool_counts_its_memory():
     probe = MemoryProbe()
     # Loads the kernel, which takes memory of CUDA's own.
     torch.ones(1, device=GPU)

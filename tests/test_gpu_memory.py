@@ -164,7 +164,7 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
         ({"taken": 50 * GIB}, 3 * GIB, 0, 11 * GIB),
     ],
 )
-def test_the_cache_gets_what_weights_step_and_graphs_leave(gpu, step, graph_reserve, left):
+def test_cache_gets_the_remaining_memory(gpu, step, graph_reserve, left):
     simulated = SimulatedGPU(**gpu)
     assert size(simulated, weights=16 * GIB, step=step, graph_reserve=graph_reserve) == left
     assert simulated.pooled == 0
@@ -222,7 +222,7 @@ def test_the_default_cache_leaves_the_application_its_half(
     assert size_cache(asked, MODEL, groups, torch.bfloat16, **limits).num_blocks == 1001
 
 
-def test_too_little_for_a_sequence_names_the_numbers_and_the_share():
+def test_cache_too_small_for_a_sequence_names_numbers_and_share():
     gpu = SimulatedGPU()
     config = EngineConfig(gpu_memory_utilization=0.25)
     with pytest.raises(KVCacheTooSmallError) as caught:
@@ -238,7 +238,7 @@ def test_too_little_for_a_sequence_names_the_numbers_and_the_share():
     assert gpu.pooled == 0
 
 
-def test_too_little_on_a_full_gpu_does_not_ask_for_a_larger_share():
+def test_full_gpu_error_does_not_suggest_larger_share():
     gpu = SimulatedGPU(others=60 * GIB)
     with pytest.raises(KVCacheTooSmallError) as caught:
         size(gpu, weights=16 * GIB, step=3 * GIB, min_bytes=2 * GIB)
@@ -254,7 +254,7 @@ def test_exactly_enough_is_enough():
         size(SimulatedGPU(), **settings, min_bytes=53 * GIB + 1)
 
 
-def test_a_step_that_does_not_fit_says_what_to_lower():
+def test_oversized_step_error_names_settings_to_lower():
     gpu = SimulatedGPU(total=20 * GIB)
     with pytest.raises(EngineError, match="the largest step does not fit") as caught:
         size(gpu, weights=16 * GIB, step=5 * GIB)
@@ -282,7 +282,7 @@ def test_an_allocator_without_pools_wants_the_size_said():
         size(SimulatedGPU(native=False), weights=0, step=0)
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_read():
+def test_oversized_weights_are_refused_unread():
     gpu = SimulatedGPU(total=20 * GIB, others=10 * GIB)
     with pytest.raises(EngineError) as caught:
         on_gpu(gpu, check_weights, EngineConfig(), GPU, 11 * GIB)
@@ -296,7 +296,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read():
 
 
 @pytest.mark.parametrize("fields", [{"num_blocks": 100}, {"kv_cache_memory": "1GiB"}])
-def test_the_share_does_not_limit_weights_beside_a_cache_of_a_size_that_was_set(fields):
+def test_memory_share_does_not_limit_weights_with_explicit_cache(fields):
     config = EngineConfig(gpu_memory_utilization=0.1, **fields)
     gpu = SimulatedGPU(total=20 * GIB)
     assert on_gpu(gpu, check_weights, config, GPU, 19 * GIB) == 20 * GIB
@@ -304,7 +304,7 @@ def test_the_share_does_not_limit_weights_beside_a_cache_of_a_size_that_was_set(
         on_gpu(gpu, check_weights, config, GPU, 21 * GIB)
 
 
-def test_a_configured_cache_that_does_not_fit_names_its_knob():
+def test_oversized_configured_cache_names_its_setting():
     gpu = SimulatedGPU(total=20 * GIB, engine=16 * GIB)
     for fields, knob in (
         ({"num_blocks": 777}, "num_blocks=777"),
@@ -332,7 +332,7 @@ def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks, laye
         size_cache(config, MODEL, *sized, **limits, available=least - 1)
 
 
-def test_nothing_is_measured_where_the_configuration_says(monkeypatch):
+def test_configured_values_are_not_measured(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a step was run")
 
@@ -432,7 +432,7 @@ def make_decoder(model=MODEL, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_largest_step_runs_prefill_mixed_and_decode_at_the_end_of_long_sequences(dtype):
+def test_largest_step_covers_prefill_mixed_and_decode(dtype):
     decoder = make_decoder(dtype=dtype)
     layers = list(decoder.layers)
     profile_run(
@@ -485,7 +485,7 @@ def test_few_layers_take_as_much_as_all_of_them():
 
 
 @pytest.mark.parametrize(("has_states", "graphs"), [(False, "decode"), (True, "auto")])
-def test_sizing_measures_the_step_that_the_scheduler_will_make(monkeypatch, has_states, graphs):
+def test_sizing_measures_the_schedulers_step(monkeypatch, has_states, graphs):
     """On a simulated GPU: the budget, the sequences and the length of the configuration, and
     a first run outside the pool. Recurrent states are there already, beside the weights."""
     states = StateCache([StateSpec((8,))], 4, torch.bfloat16, CPU) if has_states else None
@@ -551,7 +551,7 @@ def test_release_waits_and_then_empties(device, state, log, warning, caplog):
     assert warning in caplog.text
 
 
-def test_the_runner_drops_everything_before_it_gives_memory_back(monkeypatch):
+def test_runner_drops_tensors_before_releasing_memory(monkeypatch):
     """With the collector off: a cycle would keep tensors alive past the moment that counts."""
     runner = make()
     driver = Driver(runner)
@@ -756,9 +756,7 @@ def test_a_cache_is_not_emptied_beside_an_open_pool(torch_state: Captures) -> No
     MemoryProbe().empty_cache(GPU, 0.05)
 
 
-def test_release_does_not_wait_for_a_capture_that_hangs(
-    torch_state: Captures, monkeypatch, caplog
-) -> None:
+def test_release_does_not_wait_for_hung_capture(torch_state: Captures, monkeypatch, caplog) -> None:
     monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.05)
     with capturing(torch_state):
         release(GPU)

@@ -1,4 +1,4 @@
-"""Steps in two halves: the forward pass, and sampling under the masks of grammars."""
+"""Steps with grammar masks: forward pass, then sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures that fail: the engine serves on, and torch is as it was."""
+"""Failed CUDA graph captures."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_capture_that_goes_well(captures, collecting):
     assert len(captures.references) == 1
 
 
-def test_a_key_is_captured_again_at_its_third_step_and_at_its_ninth(captures, caplog):
+def test_failed_capture_is_retried_at_third_and_ninth_step(captures, caplog):
     captures.fails = EMBEDDING
     runs: list[GraphKey] = []
 
@@ -171,7 +171,7 @@ def test_captures_behind_a_failed_one_go_well(captures, fails):
 
 
 @pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
-def test_a_failed_graph_outlives_its_engine_where_torch_goes_on_asking_it(captures, fails):
+def test_failed_graph_outlives_engine_while_torch_uses_it(captures, fails):
     captures.fails = fails
     capturer = CudaGraphCapturer(DEVICE)
     assert capturer.capture(look_up) is None

@@ -114,7 +114,7 @@ def test_requests_spread_and_have_the_tokens_of_any_engine(run):
     run(main)
 
 
-async def test_the_seeds_of_a_group_are_those_of_an_engine():
+async def test_group_seeds_equal_engine_seeds():
     async def seeds(engine):
         async with engine:
             streams = [engine.stream([i], max_tokens=1) for i in range(12)]
@@ -254,7 +254,7 @@ async def full_group(size=2, waiting=6):
         yield rig, group, held, tasks, line
 
 
-async def test_those_who_wait_get_one_place_each():
+async def test_waiters_get_one_place_each():
     async with full_group() as (rig, group, held, tasks, _):
         with pytest.raises(EngineOverloadedError):
             group.stream([1])
@@ -277,7 +277,7 @@ def submission(task):
 
 
 @pytest.mark.parametrize("end", ["removed", "dead"])
-async def test_those_who_wait_get_places_at_the_engines_that_are_left(end):
+async def test_waiters_get_places_at_remaining_engines(end):
     async with full_group() as (rig, group, _, tasks, line):
         # A step that fails has freed a place before, and one that waits has got it.
         num_lost = 0 if end == "removed" else 1
@@ -308,7 +308,7 @@ async def outcome(task):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-async def test_those_who_wait_go_where_a_place_becomes_free(number):
+async def test_waiters_go_to_a_freed_place(number):
     async with full_group() as (rig, group, held, tasks, line):
         await group.engines[number].resume()
         for i, task in enumerate(tasks):
@@ -320,7 +320,7 @@ async def test_those_who_wait_go_where_a_place_becomes_free(number):
         assert {await one for one in map(finish, held)} == {"length"}
 
 
-async def test_those_who_wait_go_to_an_engine_that_is_added():
+async def test_waiters_go_to_an_added_engine():
     async with full_group() as (rig, group, held, tasks, line):
         await group.add(fake(max_num_seqs=1).engine(max_queued_requests=2))
         results = await asyncio.wait_for(asyncio.gather(*map(outcome, tasks)), 10)
@@ -353,7 +353,7 @@ async def test_owners_take_turns_in_the_line_of_a_group():
 
 
 @pytest.mark.parametrize("end", ["closed", "dead"])
-async def test_those_who_wait_are_told_when_no_engine_is_left(end):
+async def test_waiters_fail_when_no_engine_is_left(end):
     async with full_group(waiting=3) as (rig, group, _, tasks, line):
         if end == "closed":
             await group.aclose()
@@ -367,7 +367,7 @@ async def test_those_who_wait_are_told_when_no_engine_is_left(end):
         assert len(line) == 0
 
 
-async def test_a_call_that_is_cancelled_as_it_gets_its_place_gives_it_back():
+async def test_call_cancelled_at_admission_returns_its_place():
     async with full_group(waiting=1) as (_, group, held, tasks, line):
         held[0].abort()
         while len(line):  # Without a turn of the loop, which would give the call its stream.
@@ -385,7 +385,7 @@ async def test_a_call_that_is_cancelled_as_it_gets_its_place_gives_it_back():
         assert kept.value.__traceback__ is not None
 
 
-async def test_a_call_that_waits_is_no_refusal_and_a_call_at_an_engine_waits_there():
+async def test_waiting_call_is_not_counted_as_refusal():
     async with full_group(waiting=1) as (_, group, held, tasks, line):
         engine = group.engines[1]
         alone = asyncio.create_task(engine.submit([7], max_tokens=1))
@@ -402,7 +402,7 @@ async def test_a_call_that_waits_is_no_refusal_and_a_call_at_an_engine_waits_the
         assert {await one for one in map(finish, [stream, other])} == {"length"}
 
 
-async def test_an_id_that_is_taken_while_a_call_waits_is_refused_to_it():
+async def test_id_taken_while_waiting_is_refused():
     async with full_group(waiting=0) as (_, group, held, _, line):
         task = asyncio.create_task(group.submit([1], max_tokens=50, request_id="x"))
         await until(lambda: len(line) == 1)
@@ -423,7 +423,7 @@ async def finish(stream):
 # --- death ------------------------------------------------------------------------------
 
 
-async def test_a_dead_engine_is_told_of_and_left_alone():
+async def test_dead_engine_is_reported_and_skipped():
     rig, watcher = fake_group(3), Watcher()
     async with rig.engine() as group:
         group.add_observer(watcher)
@@ -472,7 +472,7 @@ def raise_of(error):
 
 
 @pytest.mark.parametrize("how", ["stream", "chat", "blocking", "map", "several"])
-async def test_what_has_no_token_is_sent_again(how):
+async def test_tokenless_requests_are_resent(how):
     rig = fake_group(2)
     async with rig.engine(retries=1, seed=3) as group:
         await group.engines[1].pause()
@@ -524,7 +524,7 @@ async def test_what_has_no_token_is_sent_again(how):
         ]
 
 
-async def test_a_request_that_has_given_a_token_is_not_sent_again():
+async def test_request_with_a_token_is_not_resent():
     rig = fake_group(2, step_time=0.001)
     async with rig.engine(retries=1) as group:
         stream = group.stream([4, 2], max_tokens=200)
@@ -540,7 +540,7 @@ async def test_a_request_that_has_given_a_token_is_not_sent_again():
         assert submitted(group)[1 - number] == 0
 
 
-async def test_what_was_aborted_or_retried_or_has_nowhere_to_go_is_not_sent_again():
+async def test_aborted_retried_or_unroutable_requests_are_not_resent():
     rig = fake_group(3)
     async with rig.engine(retries=1, max_queued_requests=1) as group:
         for engine in group.engines.values():
@@ -584,7 +584,7 @@ async def test_a_request_is_sent_again_only_so_often():
         assert sorted(states) == ["dead", "dead", "running"]
 
 
-async def test_losing_a_stream_that_may_be_sent_again_aborts_it_at_once():
+async def test_dropped_resendable_stream_is_aborted_at_once():
     async with fake_group(2, step_time=0.001).engine(retries=1) as group:
         stream = group.stream([1], max_tokens=250)
         await anext(stream)
@@ -663,7 +663,7 @@ async def test_the_engine_that_stands_for_all_may_go():
         assert await group.detokenize([1, 2]) == "1 2 "
 
 
-async def test_an_engine_that_is_paused_by_itself_gets_nothing():
+async def test_separately_paused_engine_gets_no_requests():
     async with fake_group(2).engine() as group:
         await group.engines[0].pause()
         for i in range(6):
@@ -680,7 +680,7 @@ async def test_an_engine_that_is_paused_by_itself_gets_nothing():
         assert not any(stats.is_paused for stats in group.stats().engines.values())
 
 
-async def test_an_engine_closed_by_itself_gets_nothing():
+async def test_separately_closed_engine_gets_no_requests():
     async with fake_group(2).engine() as group:
         await group.engines[1].aclose()
         for i in range(4):
@@ -745,7 +745,7 @@ async def test_a_group_of_running_engines_needs_no_start():
 # --- bad input --------------------------------------------------------------------------
 
 
-async def test_what_cannot_be_a_group_is_refused():
+async def test_invalid_groups_are_refused():
     running, closed = fake().engine(), fake().engine()
     await running.start()
     await closed.aclose()
@@ -816,7 +816,7 @@ async def test_tokenizers_of_equal_size_have_to_be_equal():
     )
 
 
-async def test_a_group_that_failed_to_start_or_was_dropped_leaves_its_engines_free():
+async def test_failed_or_dropped_group_frees_its_engines():
     rig = fake_group(2)
     group = rig.engine()
     engines = list(group.engines.values())
@@ -867,7 +867,7 @@ async def test_a_group_of_one_adds_nothing_to_a_request():
         assert group.stats().num_requests == 2
 
 
-async def test_what_cannot_be_added_or_removed_is_refused():
+async def test_invalid_add_and_remove_are_refused():
     other_group = EngineGroup([fake().engine()])
     closed = fake().engine()
     await closed.aclose()
@@ -903,7 +903,7 @@ async def test_what_cannot_be_added_or_removed_is_refused():
 # --- what takes an engine ---------------------------------------------------------------
 
 
-async def test_what_takes_an_engine_takes_a_group():
+async def test_groups_are_accepted_as_engines():
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -1059,15 +1059,15 @@ async def all_free_of_each(group):
 
 
 BREAKAGES = {
-    a_dead_engine_is_chosen_again: test_a_dead_engine_is_told_of_and_left_alone,
-    a_retry_answers_twice: test_a_request_that_has_given_a_token_is_not_sent_again,
+    a_dead_engine_is_chosen_again: test_dead_engine_is_reported_and_skipped,
+    a_retry_answers_twice: test_request_with_a_token_is_not_resent,
     a_place_is_reserved_twice: test_a_group_is_full_when_all_its_engines_are,
     ids_are_unique_in_one_engine_only: test_an_id_is_unique_in_the_group,
-    a_retry_draws_another_seed: lambda: test_what_has_no_token_is_sent_again("stream"),
+    a_retry_draws_another_seed: lambda: test_tokenless_requests_are_resent("stream"),
     the_router_forgets_to_settle: nothing_is_pending,
     free_blocks_are_ignored: test_a_prompt_goes_where_free_blocks_take_it,
     affinity_is_ignored: test_the_next_turn_goes_where_its_prefix_is,
-    those_who_wait_pass_nobody: lambda: test_those_who_wait_go_where_a_place_becomes_free(0),
+    those_who_wait_pass_nobody: lambda: test_waiters_go_to_a_freed_place(0),
 }
 
 
@@ -1080,14 +1080,14 @@ async def test_a_broken_group_is_noticed(breakage, monkeypatch):
         await asyncio.wait_for(test(), 2)
 
 
-async def test_a_request_that_no_engine_can_ever_take_is_invalid():
+async def test_request_too_large_for_every_engine_is_invalid():
     async with fake_group(2).engine(max_queued_requests=4) as group:
         with pytest.raises(InvalidRequestError, match="at most max_queued_requests=4") as caught:
             group.stream([1], n=5, max_tokens=1)
         assert caught.value.param == "n"
 
 
-async def test_abort_finds_a_stream_that_waits_to_be_sent_again():
+async def test_abort_finds_stream_waiting_to_be_resent():
     rig = fake_group(2)
     async with rig.engine(retries=1) as group:
         for engine in group.engines.values():

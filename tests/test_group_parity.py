@@ -1,4 +1,4 @@
-"""A group of engines on the packaged model: the same tokens by whichever engine."""
+"""Tokens of a group of engines on the packaged model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens(completion):
     return [output.token_ids for output in completion.outputs]
 
 
-async def test_the_same_tokens_by_whichever_engine_alone_and_in_company():
+async def test_tokens_are_equal_on_any_engine_and_batch():
     async with EngineGroup([AsyncLLMEngine(**SETTINGS) for _ in range(2)]) as group:
         alone = {
             (number, text, way): tokens(await engine.generate(text, max_tokens=12, **options))
@@ -44,7 +44,7 @@ async def test_the_same_tokens_by_whichever_engine_alone_and_in_company():
         assert group.stats().num_finished == 3 * len(TEXTS) * len(WAYS)
 
 
-async def test_a_chat_and_beams_are_those_of_an_engine():
+async def test_group_chat_and_beams_equal_an_engines():
     messages = [{"role": "user", "content": "Tell me a story about Mia."}]
     async with EngineGroup([AsyncLLMEngine(**SETTINGS) for _ in range(2)]) as group:
         engine = group.engines[0]

@@ -1,4 +1,4 @@
-"""Arguments whose own methods raise: they fail their own call, and no other request."""
+"""Arguments whose methods raise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def alone(call: Callable[[], Any], *params: str) -> None:
         assert any(param in str(told) for param in params), told
 
 
-async def test_an_argument_whose_methods_raise_fails_its_own_call() -> None:
+async def test_argument_with_raising_methods_fails_only_its_call() -> None:
     message = [{"role": "user", "content": "x"}]
     common = """request_id priority timeout max_unread on_slow cache_salt owner
     sampling_params""".split()
@@ -107,7 +107,7 @@ def test_subclasses_become_plain() -> None:
 
 @pytest.mark.parametrize("name", ["model", "tokenizer"])
 @pytest.mark.parametrize("value", ["a\ud800", "\0", "a\0b", ""])
-def test_a_path_that_is_none_is_refused_in_words_that_can_be_printed(name: str, value: str) -> None:
+def test_invalid_path_error_is_printable(name: str, value: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{name}=") as caught:
         EngineConfig().with_overrides({name: value})
     assert str(caught.value).encode()

@@ -1,4 +1,4 @@
-"""transformers, imported by several threads at once: engines that start together, and the host."""
+"""Concurrent imports of transformers."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ print(*found)
 @pytest.mark.parametrize(
     ("other", "found"), [("application", "complete"), ("another_engine", "complete complete")]
 )
-def test_a_thread_that_waits_for_an_import_finds_what_is_complete(
-    tmp_path: Path, other: str, found: str
-) -> None:
+def test_waiting_import_sees_a_complete_module(tmp_path: Path, other: str, found: str) -> None:
     (tmp_path / "transformers.py").write_text(STAND_IN)
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     ran = python("-c", PROGRAM.replace("OTHER", other), timeout=60, env=os.environ | path)

@@ -1,4 +1,4 @@
-"""The persistent batch and its index arithmetic, against a plain loop."""
+"""The persistent batch against a plain loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in groups of inputs: how they are rounded, exact products, and which forms are taken."""
+"""Grouped quantised weights: rounding, exact products and accepted forms."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, quantise_int4
 from tests.linear_weights import dequantised, rounded
-from tests.native_library import context, isas
-
-ISAS = isas()
-needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+from tests.native_library import ISAS, context, each_isa, needs_native
 
 
 def bundle(
@@ -38,7 +35,7 @@ def bundle(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_group_is_rounded_no_worse_than_to_steps_of_its_range(monkeypatch, dtype):
+def test_group_rounding_error_is_bounded(monkeypatch, dtype):
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(40, 90, generator=generator).to(dtype)
     values[3] = 0.0
@@ -100,7 +97,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form[:5])))
 def test_products_are_those_of_the_integers(isa, form):
     """In every number of rows that has a tile of its own, outliers and zeros among them."""
@@ -139,7 +136,7 @@ def test_instruction_sets_agree_to_the_last_bit(bits):
         assert torch.equal(other, found[0])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_no_sum_overflows(isa, scheme):
     """The greatest codes, zero points and inputs, all of one sign."""
@@ -161,7 +158,7 @@ def test_no_sum_overflows(isa, scheme):
 
 @needs_native
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_tied_embedding_is_that_of_the_rounded_head(bits):
+def test_tied_embedding_equals_quantised_head(bits):
     weights = bundle(90, 102, 32, bits, zeros=True, scales=torch.float16, seed=6)
     embedding, head = NativeOps(context(1)).tied_embedding(weights, torch.float32)
     ids = torch.tensor([89, 0, 31, 31])
@@ -201,7 +198,7 @@ def test_forms_that_the_kernels_lack_are_refused():
 
 
 @needs_native
-def test_what_is_held_is_the_packed_form():
+def test_only_packed_form_is_held():
     """4 bits and a scale of 16 for 32 inputs; zero points only where they are not the middle."""
     ops = NativeOps(context(1, "baseline"))
     rows, columns = 64, 256

@@ -1,4 +1,4 @@
-"""KVCacheManager: what an admission takes and a hit counts, block by block."""
+"""KVCacheManager: admissions and hits, block by block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_blocks_of_all_groups_are_counted(num_tokens, blocks):
     assert manager(sizes=(4, 2)).max_blocks_for(num_tokens) == blocks
 
 
-def test_an_admission_takes_what_is_there_and_nothing_if_it_is_too_little():
+def test_admission_takes_all_blocks_or_none():
     kv = manager(6)
     first = request(range(9))
     assert kv.admit(first, 9, ([],), 3) is False
@@ -73,7 +73,7 @@ def test_a_hit_revives_free_blocks_and_shares_held_ones():
     check_kv_cache(kv, [second, third])
 
 
-def test_hits_are_counted_once_for_each_request_and_not_without_caching():
+def test_hits_are_counted_once_per_request():
     kv = manager()
     kv.free(admitted(kv, range(8)))
     assert (kv.num_queried_tokens, kv.num_hit_tokens) == (8, 0)
@@ -146,7 +146,7 @@ def test_blocks_are_published_as_they_become_full():
     assert (twin.num_published, twin.publish_at) == (2, 4)
 
 
-def test_freeing_leaves_nothing_with_the_request_and_everything_findable():
+def test_freeing_keeps_blocks_in_prefix_cache():
     kv = manager()
     one = admitted(kv, range(9))
     kv.free(one)

@@ -1,4 +1,4 @@
-"""Several KV groups through the scheduler: a table each, one pool, prefixes that all have."""
+"""Several KV groups through the scheduler."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_hit_ends_where_a_block_of_every_group_ends(block_size, cached):
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_a_hit_is_as_long_as_the_shortest_that_a_group_has(group):
+def test_hit_is_the_shortest_of_all_groups(group):
     rig = Rig(block_size=(2, 4), num_blocks=60)
     first = rig.add(range(25), max_tokens=8)
     rig.step()
@@ -71,7 +71,7 @@ def test_groups_of_one_block_size_share_hashes_and_no_block():
     assert len({block.hash for blocks in request.blocks for block in blocks[:2]}) == 4
 
 
-def test_nothing_is_taken_unless_every_group_fits():
+def test_admission_takes_nothing_unless_every_group_fits():
     rig = Rig(block_size=(4, 2), num_blocks=10)
     running = rig.add(range(8), max_tokens=4)
     rig.step()

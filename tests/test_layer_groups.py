@@ -1,4 +1,4 @@
-"""Layers into KV groups, the memory that these share, their block tables, and its size."""
+"""Grouping of layers, shared memory and block tables."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_groups_have_as_many_layers_as_the_rarest_kind(near, full, groups):
     assert sizes({NEAR: near, FULL: full}) == groups
 
 
-def test_there_are_not_more_groups_than_a_step_prepares_cheaply():
+def test_number_of_groups_is_bounded():
     assert sizes({FULL: 1, NEAR: 15}) == [(None, 1)] + [(512, 1)] * 15
     assert len(sizes({FULL: 1, NEAR: 15})) == MAX_GROUPS
     assert sizes({FULL: 1, NEAR: 47}) == [(None, 1)] + [(512, 4)] * 11 + [(512, 3)]
 
 
-def test_a_window_as_long_as_the_context_is_none():
+def test_window_as_long_as_context_is_full_attention():
     caches = [FULL, LayerCache(64, CONTEXT), LayerCache(64, CONTEXT + 1)]
     assert group_layers(caches, CONTEXT) == [LayerGroup((0, 1, 2))]
 
@@ -73,14 +73,14 @@ def test_smaller_heads_have_more_tokens_in_a_block():
     ]
 
 
-def test_layers_whose_blocks_cannot_be_equal_stay_in_one_group(caplog):
+def test_layers_with_unequal_blocks_stay_in_one_group(caplog):
     assert group_layers([LayerCache(96, None), NEAR], CONTEXT) == [LayerGroup((0, 1))]
     assert "a token's KV has 64 or 96 numbers in a layer" in caplog.text
     # Without a window there is nothing to give back.
     assert group_layers([LayerCache(128, None), FULL], CONTEXT) == [LayerGroup((0, 1))]
 
 
-def test_an_incomplete_group_leaves_the_last_parts_of_blocks_unused():
+def test_incomplete_group_leaves_block_parts_unused():
     layout = BlockLayout((2, 4, 2, 8))
     groups = [
         KVGroup(KVCacheSpec((1, 3), 4), layout),
@@ -193,7 +193,7 @@ def sized(config, step_tokens=6, available=0):
     )
 
 
-def test_a_native_model_has_a_group_for_each_five_of_its_layers_with_a_window():
+def test_native_model_groups_window_layers_by_five():
     groups = groups_of(SLIDING)
     assert [(g.spec.layers, g.spec.window) for g in groups] == [
         ((2,), None), ((0,), 9), ((1,), 9), ((3,), 9), ((4,), 9), ((5,), 9),
@@ -201,7 +201,7 @@ def test_a_native_model_has_a_group_for_each_five_of_its_layers_with_a_window():
 
 
 @pytest.mark.parametrize("num_blocks", [6, 12, 17, 24, 29, 30, 31, 50, 74, 75, 76])
-def test_the_longest_sequence_is_what_all_groups_hold_at_once(num_blocks):
+def test_longest_sequence_fits_all_groups(num_blocks):
     groups, found = groups_of(SLIDING), sized(EngineConfig(num_blocks=num_blocks)).max_model_len
     assert blocks_per_seq(groups, found, 6) <= num_blocks
     assert found == 200 or blocks_per_seq(groups, found + 1, 6) > num_blocks
@@ -214,7 +214,7 @@ def test_a_larger_step_takes_more_of_a_window():
     assert sized(EngineConfig(num_blocks=50 + 5 * 7), 15).max_model_len == 200
 
 
-def test_a_cache_too_small_says_what_each_group_needs():
+def test_too_small_cache_error_has_need_per_group():
     with pytest.raises(KVCacheTooSmallError) as caught:
         sized(EngineConfig(num_blocks=74, max_model_len=200))
     message = str(caught.value)

@@ -103,7 +103,7 @@ CALLERS = {
     [(stage, kind) for kind in (MemoryError, SystemExit) for stage in STAGES]
     + [(stage, MemoryError) for stage in CALLERS],
 )
-def test_a_start_that_fails_says_so_and_can_be_tried_again(stage, kind, monkeypatch):
+def test_failed_start_is_reported_and_can_be_retried(stage, kind, monkeypatch):
     rig = fake()
     failure = kind("on purpose")
 
@@ -314,7 +314,7 @@ def test_the_death_of_an_engine(run, caplog):
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-async def test_a_device_error_that_cannot_be_printed_ends_all(how):
+async def test_unprintable_device_error_ends_all(how):
     rig = fake(gate=0)
     odd = rig.executor.faults[2] = UNPRINTABLE[how]()
     engine = rig.engine()
@@ -330,7 +330,7 @@ async def test_a_device_error_that_cannot_be_printed_ends_all(how):
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-async def test_a_start_that_fails_with_what_cannot_be_printed(how):
+async def test_unprintable_start_error(how):
     rig = fake()
     rig.load_error = UNPRINTABLE[how]()
     engine = rig.engine()
@@ -341,7 +341,7 @@ async def test_a_start_that_fails_with_what_cannot_be_printed(how):
 
 
 @pytest.mark.parametrize("how", UNPRINTABLE)
-async def test_an_error_of_a_row_that_cannot_be_printed_ends_that_request(how):
+async def test_unprintable_row_error_ends_only_that_request(how):
     rig = fake()
     odd = rig.executor.row_errors["bad"] = UNPRINTABLE[how]()
     async with rig.engine() as engine:
@@ -366,7 +366,7 @@ async def test_an_error_of_a_row_does_not_speak_of_the_engine(kind):
         assert (type(caught.value), str(caught.value)) == (type(told), str(told))
 
 
-async def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
+async def test_tokenisation_error_does_not_name_the_engine():
     """On the worker thread, where it meets a tokenizer of the application's."""
     rig = fake(num_blocks=2000)
     own = EngineClosedError("the engine is gone")
@@ -384,7 +384,7 @@ async def test_a_text_that_cannot_be_tokenised_does_not_speak_of_the_engine():
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("at_work", [False, True])
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work):
+def test_closing_loop_with_tasks_ends_engine(new_loop, at_work):
     rig = fake(step_time=0.001)
     engine, loop = rig.engine(), new_loop()
     loop.run_until_complete(engine.start())
@@ -409,7 +409,7 @@ def test_a_loop_that_is_closed_with_its_tasks_ends_the_engine(new_loop, at_work)
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_a_loop_that_outlives_the_engine_keeps_nothing_of_it():
+async def test_surviving_loop_keeps_nothing_of_the_engine():
     async with fake().engine() as engine:
         thread = weakref.ref(thread_of(engine))
     del engine
@@ -527,7 +527,7 @@ async def test_a_device_that_fails_to_close_is_reported(kind, dies, caplog):
     assert isinstance(record.exc_info[1], kind)
 
 
-async def test_a_device_that_dies_and_then_hangs_died_of_the_first(caplog):
+async def test_dead_then_hung_device_reports_the_first_error(caplog):
     rig = fake()
     lost, gate = RuntimeError("device lost"), threading.Event()
     rig.executor.faults[2] = lost
@@ -540,7 +540,7 @@ async def test_a_device_that_dies_and_then_hangs_died_of_the_first(caplog):
     gate.set()
 
 
-def test_a_device_that_hangs_in_closing_does_not_hold_up_aclose(run):
+def test_aclose_does_not_wait_for_hung_device(run):
     rig = fake()
     gate = threading.Event()
     rig.executor.close = lambda: gate.wait(10)
@@ -595,7 +595,7 @@ def test_one_of_several_watchers_declares_the_thread_hung():
     assert engine.error.__cause__ is cause
 
 
-def test_a_thread_that_comes_back_while_it_is_declared_hung_touches_nothing():
+def test_thread_returning_after_hang_touches_nothing():
     rig, _engine, stream, core = hung_engine()
     clock = core.clock
 
@@ -654,7 +654,7 @@ def test_a_destructor_takes_no_lock():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_closing_does_not_block_the_loop_while_a_text_is_tokenised(backend):
+def test_close_during_tokenisation_does_not_block_loop(backend):
     """The text ends only if the loop goes on."""
     rig = fake(num_blocks=3001)
     opened, seen = threading.Event(), []
@@ -688,7 +688,7 @@ def test_closing_does_not_block_the_loop_while_a_text_is_tokenised(backend):
     assert seen == ["begun", True]
 
 
-def test_a_loop_may_come_while_another_looks_for_those_that_are_gone():
+def test_new_loop_during_cleanup_of_closed_loops():
     registry = MailboxRegistry()
 
     async def come():

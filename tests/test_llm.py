@@ -242,7 +242,7 @@ def test_an_engine_is_borrowed_running_and_without_settings():
         assert caught.value.param == "engine"
 
 
-def test_the_first_error_aborts_the_rest_even_while_it_is_held(make):
+def test_first_error_aborts_the_rest_at_once(make):
     rig = fake(max_num_seqs=8, gate=0)
     rig.executor.row_errors["bad"] = ValueError("not a number")
     llm = make(rig)
@@ -293,7 +293,7 @@ def test_prompts_have_to_be_a_sequence(make, prompts):
     assert caught.value.param == "messages"
 
 
-def test_a_deadline_raises_with_what_there_is(make):
+def test_deadline_error_has_partial_output(make):
     rig = fake(gate=2)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=50, timeout=0.3)
@@ -309,7 +309,7 @@ def test_a_deadline_raises_with_what_there_is(make):
     assert list(partial.token_ids) == rig.executor.reference([1], len(partial.token_ids))
 
 
-def test_closing_aborts_what_lives(make):
+def test_close_aborts_live_requests(make):
     rig = fake(step_time=0.01)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=250)
@@ -338,7 +338,7 @@ def test_the_death_of_the_engine_reaches_every_thread(make):
         llm.generate([1])
 
 
-def test_a_step_that_hangs_is_noticed_by_the_waiting_thread(make, caplog):
+def test_waiting_thread_notices_hung_step(make, caplog):
     rig = fake(gate=0)
     llm = make(rig, step_timeout=0.1)
     with pytest.raises(EngineDeadError, match="asyncllm-engine"):
@@ -367,7 +367,7 @@ def test_a_start_that_fails_raises_and_leaves_nothing(make):
         make(rig)
 
 
-def test_an_interrupt_aborts_what_it_interrupts(make, monkeypatch):
+def test_interrupt_aborts_the_interrupted_call(make, monkeypatch):
     rig = fake(gate=1)
     llm = make(rig)
     stream = llm.stream([1], max_tokens=200)

@@ -1,4 +1,4 @@
-"""What processing logits allocates, and what is kept for it beside the KV cache."""
+"""Memory of logits processing."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def make_logits(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("stages", STAGES, ids=str)
-def test_processing_takes_what_is_declared(monkeypatch, stages, dtype):
+def test_processing_takes_declared_fields(monkeypatch, stages, dtype):
     """The result, and temporaries of a sixth of the batch."""
     monkeypatch.setattr(logits_ops, "CHUNK_ELEMENTS", 8 * VOCAB)
     logits, rows = make_logits(dtype), make_rows()
@@ -114,7 +114,7 @@ def test_chunks_change_nothing(monkeypatch, stages, elements):
     assert torch.equal(tops[0].ids, tops[1].ids)
 
 
-def test_what_is_kept_beside_the_largest_step():
+def test_memory_beside_the_largest_step():
     """For all stages at once: what a graph of the sampling holds, and a mixed step beside it."""
     tables = LogitsTables(ROWS, VOCAB, CPU)
     tables.make(LOGITS_STAGES)

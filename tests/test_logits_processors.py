@@ -1,4 +1,4 @@
-"""Batched logits processors: what they are told, what they claim, and whom they end."""
+"""Batched logits processors: updates, claims and errors."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ async def test_the_same_tokens_on_every_path(decoder):
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize("bad", [{"raise_at": 3}, {"stop_at": 3}, {"update_raises": True}])
 @pytest.mark.parametrize("path", ["cpu", "late"])
-async def test_a_processor_that_raises_ends_the_requests_that_it_claimed(decoder, bad, path):
+async def test_raising_processor_ends_its_claimed_requests(decoder, bad, path):
     runner = runners(decoder, lambda: [force(), Negate(CONFIG, CPU, False)])[path]
     kept = {"keep": True}
     async with engine_of(runner) as engine:
@@ -345,7 +345,7 @@ async def test_a_processor_that_raises_ends_the_requests_that_it_claimed(decoder
             engine.stream([1], extra_args={"force": -1})
 
 
-def test_processors_are_made_from_classes_names_and_entry_points(monkeypatch):
+def test_processors_come_from_classes_names_and_entry_points(monkeypatch):
     here = Force.__module__
     config = EngineConfig(logits_processors=[Force, f"{here}:Force"], max_num_seqs=3)
     (found,) = make_processors(config, CPU)

@@ -1,4 +1,4 @@
-"""Mailboxes: one call into a loop however many readers there are, and none lost."""
+"""Mailboxes: one call into a loop for all readers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def waiting():
     return channel
 
 
-def test_one_call_into_the_loop_wakes_all_that_were_announced_before_it_ran():
+def test_one_loop_call_wakes_all_announced_readers():
     loop = Loop()
     mailbox = LoopMailbox(loop)
     channels = [waiting() for _ in range(4)]
@@ -70,7 +70,7 @@ def test_a_loop_has_other_turns_between_the_wakes_of_a_large_batch():
     assert woken == [WAKES_PER_TURN, 2 * WAKES_PER_TURN, 2 * WAKES_PER_TURN + 1]
 
 
-def test_closed_loop_is_reported_whether_or_not_a_call_is_outstanding():
+def test_closed_loop_is_reported_with_or_without_outstanding_call():
     loop = Loop()
     outstanding, idle = LoopMailbox(loop), LoopMailbox(loop)
     assert outstanding.notify([waiting()])
@@ -81,7 +81,7 @@ def test_closed_loop_is_reported_whether_or_not_a_call_is_outstanding():
     assert idle.notify([waiting()]) is False
 
 
-def test_thread_is_woken_and_calls_the_watchdog_while_it_is_not():
+def test_idle_thread_calls_watchdog_until_woken():
     looked = []
     mailbox = ThreadMailbox(0.001, lambda: looked.append(threading.get_ident()))
     channel = Channel()
@@ -94,7 +94,7 @@ def test_thread_is_woken_and_calls_the_watchdog_while_it_is_not():
     assert mailbox.is_closed() is False
 
 
-def test_a_loop_has_one_mailbox_and_closed_loops_are_forgotten():
+def test_one_mailbox_per_loop_and_closed_loops_are_dropped():
     registry = MailboxRegistry()
 
     async def look():

@@ -1,4 +1,4 @@
-"""map(): many rows, a bounded number under way, and every row's own result."""
+"""map(): many rows, a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Source:
 
 
 @pytest.mark.parametrize("kind", ["list", "iterator", "async"])
-def test_results_come_in_order_and_at_most_so_many_rows_are_under_way(run, kind):
+def test_results_are_ordered_and_rows_in_flight_bounded(run, kind):
     rig, source, most = fake(max_num_seqs=4, record=True, step_time=0.001), Source(50, kind), []
 
     async def main():
@@ -89,7 +89,7 @@ def test_results_come_in_order_and_at_most_so_many_rows_are_under_way(run, kind)
     assert max(len(batch.assignments) + batch.num_decodes for batch in rig.executor.batches) > 1
 
 
-def test_an_iterator_is_drawn_on_another_thread_and_a_list_is_not(run):
+def test_iterators_are_drawn_on_a_thread_and_lists_inline(run):
     source = Source(3)
 
     async def main():
@@ -114,7 +114,7 @@ async def test_unordered_results_do_not_wait_for_a_long_row():
             assert keys[-1] == last
 
 
-async def test_a_batch_is_larger_than_the_queue_and_leaves_others_their_turn():
+async def test_batch_larger_than_queue_leaves_others_their_turn():
     rig = fake(max_num_seqs=2)
     async with rig.engine(max_queued_requests=4) as engine:
         rows = asyncio.ensure_future(
@@ -179,7 +179,7 @@ async def test_a_device_error_of_a_row_is_its_own():
 
 
 @pytest.mark.parametrize("kind", ["iterator", "async"])
-def test_an_error_of_the_iterable_comes_after_the_rows_before_it(run, kind):
+def test_iterable_error_comes_after_earlier_rows(run, kind):
     def fail(number):
         if number == 5:
             raise OSError("the disk is gone")
@@ -351,7 +351,7 @@ def test_the_callers_generator_is_closed(run, kind, end):
     assert (closed_by[0] == "asyncllm-rows") == (kind == "iterator")
 
 
-async def test_an_error_of_closing_a_generator_is_logged_and_a_file_stays_open(caplog, tmp_path):
+async def test_generator_close_error_is_logged_and_file_stays_open(caplog, tmp_path):
     def draw():
         try:
             yield from range(100)
@@ -442,7 +442,7 @@ async def test_results_come_while_the_next_row_is_late():
             assert (await reading).key == 2
 
 
-async def test_a_second_run_leaves_out_what_the_first_has_done():
+async def test_second_run_skips_finished_rows():
     rig = fake()
     rows = [{"id": f"row {i}", "prompt": [i, 1]} for i in range(30)]
     stored, counts = {}, []
@@ -476,7 +476,7 @@ async def test_progress_counts_failures_and_its_error_is_logged(caplog):
             assert error.__name__ in caplog.text
 
 
-async def test_a_row_that_something_else_aborts_is_an_error():
+async def test_externally_aborted_row_is_an_error():
     rig = fake(step_time=0.01)
     async with rig.engine() as engine:
         results = aiter(engine.map([[1]], max_tokens=200))
@@ -528,7 +528,7 @@ def test_llm_maps_in_the_calling_thread():
         }
 
 
-def test_llm_yields_results_before_a_slow_iterable_has_its_next_row():
+def test_llm_yields_results_while_iterable_is_slow():
     with fake_llm("yes") as llm:
         times = []
 

@@ -1,4 +1,4 @@
-"""The MCP example: its tools in a server of their own, over stdio."""
+"""The MCP example over stdio."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from asyncllm import ToolCall
 from asyncllm.testing import fake_engine
 from tests.example_process import run_example
 
-mcp = pytest.importorskip("mcp")
-
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "mcp_tools"
 
 
 @pytest.mark.slow
-def test_it_runs_as_it_stands() -> None:
+def test_example_runs_as_it_stands() -> None:
+    pytest.importorskip("mcp")
     assert run_example(FOLDER / "agent.py") == (
         'What is the weather in Oslo?\n  get_weather({"city": "Oslo"}) -> snow\n'
         'It is snow in Oslo.\nWhat is 12 + 30?\n  add({"a": 12, "b": 30}) -> 42\n'
@@ -26,8 +25,9 @@ def test_it_runs_as_it_stands() -> None:
     )
 
 
-async def test_what_goes_wrong_with_a_tool_goes_to_the_model() -> None:
+async def test_tool_errors_go_to_the_model() -> None:
     """The server's own process answers, over stdio; the model is a script."""
+    mcp = pytest.importorskip("mcp")
     example = runpy.run_path(str(FOLDER / "agent.py"))
     prompts: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Metrics: names, labels, buckets, values, and who may register where."""
+"""Metrics: names, labels, buckets, values and registries."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_requests_are_counted_by_how_they_end():
     assert got["asyncllm:request_params_max_tokens_sum",] == 5 + 90 + 200
 
 
-async def test_a_finished_request_is_in_the_metrics_when_its_reader_sees_the_end():
+async def test_metrics_have_finished_request_before_reader_sees_end():
     async with fake().engine() as engine:
         metrics = EngineMetrics(engine)
         for i in range(1, 50):
@@ -152,7 +152,7 @@ async def test_histograms_hold_the_times_of_the_usage():
     assert (tokens["50.0"], tokens["100.0"], tokens["200.0"]) == (0, 1, 1)
 
 
-async def test_the_time_to_the_first_token_is_there_before_the_request_ends():
+async def test_time_to_first_token_is_available_before_end():
     async with fake(step_time=0.001).engine() as engine:
         metrics = EngineMetrics(engine)
         stream = engine.stream([1], max_tokens=200)

@@ -1,4 +1,4 @@
-"""ModelConfig.from_directory, against transformers' own reading of the same files."""
+"""ModelConfig.from_directory against transformers' configuration."""
 
 from __future__ import annotations
 

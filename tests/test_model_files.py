@@ -1,4 +1,4 @@
-"""Finding a model's files, with a stand-in for the hub on 127.0.0.1."""
+"""Lookup and download of a model's files, on a stand-in for the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runner is made of and gives back: sizes, refusals, threads, memory."""
+"""Model runners: sizes, refusals, threads, memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_defaults_on_a_cpu():
     assert info.num_blocks == 2 * 64 * 8 + 1
 
 
-def test_num_blocks_counts_usable_ones_and_bounds_the_context():
+def test_num_blocks_counts_usable_blocks_and_bounds_context():
     info = make(num_blocks=5, block_size=16).info
     assert info.num_blocks == 6
     assert info.max_model_len == 80
@@ -65,7 +65,7 @@ def test_too_small_a_cache_is_refused_with_the_numbers(fields, words):
 
 
 @pytest.mark.parametrize("fields", [{"kv_cache_memory": "999TiB"}, {"num_blocks": 2**31 - 2}])
-def test_a_cache_that_no_machine_has_is_refused_with_its_size(fields):
+def test_impossible_cache_size_is_refused_with_its_size(fields):
     with pytest.raises(KVCacheTooSmallError, match=r"a KV cache of \d{13,} bytes cannot") as caught:
         make(block_size=2**16, **fields)
     assert "kv_cache_memory or num_blocks" in str(caught.value)
@@ -93,7 +93,7 @@ def test_an_unused_cache_takes_no_memory():
     assert resident() - before < 2**28
 
 
-def test_dtype_follows_the_checkpoint_the_processor_and_the_size(monkeypatch):
+def test_default_dtype(monkeypatch):
     cpu = torch.device("cpu")
     half = replace(LARGE, dtype="bfloat16")
     for able, native, model, expected in (
@@ -247,7 +247,7 @@ def test_one_bad_row_leaves_the_others():
 @pytest.mark.parametrize(
     ("per_token", "expected"), [(1e-5, 2048), (2e-4, 992), (1e-3, 192), (0.1, 64)]
 )
-def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
+def test_token_budget_takes_a_fifth_of_a_second(per_token, expected):
     sizes = []
 
     def time_step(count: int) -> float:
@@ -260,7 +260,7 @@ def test_the_budget_is_what_takes_a_fifth_of_a_second(per_token, expected):
     assert sum(1e-4 + per_token * size for size in sizes) < max(0.3, 96 * per_token)
 
 
-def test_on_a_gpu_the_budget_is_what_takes_50_ms():
+def test_gpu_token_budget_takes_50_ms():
     sizes, first = [], set()
 
     def time_step(count: int) -> float:
@@ -305,9 +305,7 @@ def test_torch_has_one_thread_while_native_threads_pack(backend, quantization, t
     ("fixed", "per_token", "sizes"),
     [(0.12, 1e-3, [1, 8]), (0.05, 2e-3, [1, 8, 32]), (0.0, 1e-3, [1, 8, 32, 64, 128])],
 )
-def test_a_slow_model_is_not_timed_with_more_tokens_than_it_takes_to_know_its_budget(
-    fixed, per_token, sizes
-):
+def test_slow_model_is_timed_with_few_tokens(fixed, per_token, sizes):
     timed = []
 
     def time_step(count: int) -> float:
@@ -321,7 +319,7 @@ def test_a_slow_model_is_not_timed_with_more_tokens_than_it_takes_to_know_its_bu
     assert budget == max(64, int(max(32, sizes[-1]) * 0.2 / seconds) // 32 * 32)
 
 
-def test_a_step_that_was_timed_for_the_budget_is_not_run_again_for_the_depth():
+def test_step_timed_for_budget_is_reused_for_depth():
     times = iter([0.004, 0.004, 0.004])
     assert min_tokens_ahead(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
     assert next(times, None) is None
@@ -340,7 +338,7 @@ def test_a_step_that_was_timed_for_the_budget_is_not_run_again_for_the_depth():
         ([0.5, 0.011], None, [1, 8]),
     ],
 )
-def test_a_second_step_is_in_flight_where_a_full_one_takes_ten_milliseconds(seconds, found, calls):
+def test_depth_is_two_where_full_step_takes_ten_milliseconds(seconds, found, calls):
     sizes: list[int] = []
     times = iter(seconds)
 
@@ -364,6 +362,6 @@ def test_the_budget_is_measured_on_a_short_context():
     assert 64 <= runner.info.max_num_batched_tokens <= 2048
 
 
-def test_no_memory_is_taken_for_more_tokens_than_a_step_can_have():
+def test_buffers_hold_no_more_tokens_than_a_step():
     runner = make(max_num_batched_tokens=2**31 - 1, max_model_len=20, max_num_seqs=2)
     assert runner.info.max_num_batched_tokens == 40

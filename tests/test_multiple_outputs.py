@@ -1,4 +1,4 @@
-"""Several outputs of one request: their tokens, their one stream, and what they share."""
+"""Several outputs of one request."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_the_prompt_is_computed_once(length, again, budget, depth):
         assert len(batches[0]) == 6, "all outputs begin in the first step"
 
 
-async def test_without_a_prefix_cache_each_output_computes_the_prompt():
+async def test_outputs_recompute_prompt_without_prefix_cache():
     rig = seeded(record=True)
     async with rig.engine(enable_prefix_caching=False) as engine:
         completion = await engine.generate(PROMPT, n=3, seed=1, max_tokens=2)
@@ -179,7 +179,7 @@ async def test_without_a_prefix_cache_each_output_computes_the_prompt():
     assert [list(o.token_ids) for o in completion.outputs] == expected(rig, params, 2)
 
 
-async def test_cached_tokens_are_those_of_earlier_requests():
+async def test_cached_tokens_count_earlier_requests():
     async with seeded().engine() as engine:
         await engine.generate(PROMPT, max_tokens=1)
         completion = await engine.generate(PROMPT, n=4, max_tokens=3)

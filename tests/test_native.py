@@ -38,19 +38,20 @@ from asyncllm.native.build import (
 )
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 from tests.native_library import (
+    ISAS,
     OTHER_LIBRARY,
     build_emulated,
     check_forked_child,
     compiler,
     context,
-    isas,
+    each_isa,
     link,
+    needs_native,
     run_fuzz,
 )
 from tests.step_inputs import planned
 from tests.triton.paged import AttentionCase, attend, make_batch
 
-ISAS = isas()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -111,7 +112,7 @@ def steps(draw):
     )
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @settings(max_examples=30)
 @given(step=steps())
 def test_attention_is_that_of_a_plain_model(isa, step):
@@ -132,7 +133,7 @@ def test_attention_is_that_of_a_plain_model(isa, step):
     torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
@@ -158,7 +159,7 @@ def test_a_token_attends_alike_in_any_chunk_and_company(isa, dtype, window):
         assert torch.equal(decodes[row], whole[int(sequences.firsts[row]) + end - 1])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_a_row_of_a_linear_layer_is_its_own(isa, dtype, convert):
@@ -229,7 +230,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
     assert torch.equal(linear(x), x)
 
 
-def test_attention_over_what_is_no_cache_is_refused():
+def test_attention_over_invalid_cache_is_refused():
     shape = AttentionShape(4, 2, 8, 1.0)
     attention = NativeAttention(context(2), shape, torch.float32)
     sequences = Sequences([5, 9], shape, torch.float32, 4, seed=1)
@@ -255,7 +256,7 @@ def test_attention_over_what_is_no_cache_is_refused():
             run(cache=cache)
 
 
-def test_what_no_op_takes_is_refused():
+def test_inputs_without_an_op_are_refused():
     ops = NativeOps(context(2))
     rope = ops.rope_and_cache(AttentionShape(4, 2, 8, 1.0), None, None, 1e-6)
     table, cache = torch.randn(10, 8), torch.zeros(2, 3, 4, 2, 8)
@@ -303,7 +304,7 @@ def test_strided_rows_are_copied_or_read_where_they_are():
     assert not library.pack(handle, at, 3, 2, 15, 15, None, None), "8 bits and no scales"
 
 
-def test_not_a_number_stays_one():
+def test_nan_stays_nan():
     """A broken model is noticed by its logits."""
     shape = AttentionShape(2, 1, 16, 0.25)
     for isa in ISAS:
@@ -326,7 +327,7 @@ def test_not_a_number_stays_one():
         assert found.isnan().all(1).tolist() == [False, True], isa
 
 
-def test_a_library_that_does_not_fit_is_not_used(tmp_path):
+def test_incompatible_library_is_not_used(tmp_path):
     missing = tmp_path / "missing.so"
     with pytest.raises(NativeUnavailableError, match="have not been compiled"):
         Library(missing)
@@ -345,12 +346,12 @@ def test_a_library_that_does_not_fit_is_not_used(tmp_path):
             Library(library)
 
 
-def test_an_instruction_set_that_is_not_there_is_refused():
+def test_missing_instruction_set_is_refused():
     with pytest.raises(NativeUnavailableError, match="mmx with 2 threads"):
         context(2, "mmx")
 
 
-def test_a_compiler_that_fails_says_what_it_said(tmp_path, monkeypatch):
+def test_compiler_failure_has_its_output(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(BuildError, match=r"no C\+\+ compiler: expected no-such-compiler"):
         find_compiler()
@@ -391,6 +392,7 @@ def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str])
     return program
 
 
+@pytest.mark.slow
 def test_a_few_rounds_of_the_fuzz(tmp_path):
     """On the library that is there, so that the fuzz keeps up with its interface."""
     link(tmp_path / "fuzz", LIBRARY, compiler(), ["-O0"])
@@ -477,9 +479,8 @@ def test_threads_by_affinity_and_quota(tmp_path, monkeypatch):
         (folder / "cpu.cfs_quota_us").write_text("-1\n")
 
 
+@needs_native
 async def test_threads_end_with_the_engine():
-    if not ISAS:
-        pytest.skip("no C++ compiler to build the native ops with")
     before = len(own_threads())
     gc.disable()
     try:
@@ -500,10 +501,9 @@ def time_slice(thread: int) -> int:
     return attributes[3]
 
 
+@needs_native
 async def test_threads_that_compute_have_long_slices():
     """So that the application's thread preempts them as soon as it wakes."""
-    if not ISAS:
-        pytest.skip("no C++ compiler to build the native ops with")
     mine = time_slice(threading.get_native_id())
     if not mine:
         pytest.skip("Linux before 6.12 has the same slices for all threads")
@@ -516,7 +516,7 @@ async def test_threads_that_compute_have_long_slices():
         assert time_slice(threading.get_native_id()) == mine
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_memory_is_read_whole(isa):
     ops = NativeOps(context(2, isa))
     generator = torch.Generator().manual_seed(0)
@@ -529,7 +529,7 @@ def test_memory_is_read_whole(isa):
             ops.sum_words(wrong)
 
 
-def test_what_a_step_reads():
+def test_bytes_read_by_a_step():
     weights, ops = LinearWeights(torch.zeros(16, 8)), NativeOps(context(1, "baseline"))
     ops.linear(weights)
     ops.linear(quantise_int8(weights))

@@ -10,12 +10,10 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS
-from tests.native_library import context, isas
-
-ISAS = isas()
+from tests.native_library import context, each_isa, needs_native
 
 pytestmark = [
-    pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with"),
+    needs_native,
     pytest.mark.usefixtures("one_thread"),
 ]
 
@@ -54,7 +52,7 @@ def assert_same(found: LinearWeights, expected: LinearWeights) -> None:
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_has_the_bits_of_the_reference(name, isa, dtype):
     ops, reference = NativeOps(context(2, isa)), CONVERSIONS[name]
@@ -67,8 +65,8 @@ def test_rounding_has_the_bits_of_the_reference(name, isa, dtype):
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-@pytest.mark.parametrize("isa", ISAS)
-def test_numbers_that_are_not_finite_spoil_their_own_scale(name, isa):
+@each_isa
+def test_non_finite_inputs_spoil_only_their_scale(name, isa):
     values = awkward(12, 96, torch.float32, 5)
     values[3, 40], values[4, 40], values[5, 95], values[6, 3] = torch.nan, torch.inf, -torch.inf, 1
     spoilt = LinearWeights(values)
@@ -83,7 +81,7 @@ def test_numbers_that_are_not_finite_spoil_their_own_scale(name, isa):
     assert torch.equal(found.values[elements], expected.values[elements])
 
 
-def test_rows_that_are_not_contiguous_are_rounded_too():
+def test_non_contiguous_rows_are_quantised():
     values = awkward(24, 128, torch.bfloat16, 6)
     ops = NativeOps(context(2))
     for view in (values[::2], values[:, 32:96], values.t()):

@@ -18,15 +18,14 @@ from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, outputs_of
 from tests.dummy_runner import LARGE, MODEL, make
-from tests.native_library import context, isas
+from tests.native_library import ISAS, context, each_isa, needs_native
 from tests.sampling_bench import Bench
 from tests.step_inputs import draw_scalars
 from tests.triton.checks import sampling_rows
 
-ISAS = isas()
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 
 Scalars = dict[str, torch.Tensor]
@@ -46,7 +45,7 @@ def draw(ops: NativeOps, logits: torch.Tensor, sampling: Scalars, lines: torch.T
     return out
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_is_its_rows_own_on_any_threads(isa, dtype):
     rows, vocab_size = 40, 50_000
@@ -70,7 +69,7 @@ def test_a_token_is_its_rows_own_on_any_threads(isa, dtype):
     assert torch.equal(draw(alone, turned, sampling, lines), found)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("convert", [lambda weights: weights, quantise_int8, quantise_int4])
 def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
@@ -90,8 +89,8 @@ def test_the_head_finds_the_first_of_its_largest_outputs(isa, dtype, convert):
     assert torch.equal(found[[2, 4, 7]], linear(x)[[2, 4, 7]].argmax(-1))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_head_whose_outputs_are_no_numbers_has_no_token(isa):
+@each_isa
+def test_nan_head_outputs_have_no_token(isa):
     weight, ops = torch.eye(40), NativeOps(context(2, isa))
     bias = torch.zeros(40)
     for value, expected in ((torch.inf, -1), (torch.nan, -1), (-torch.inf, 0)):
@@ -126,7 +125,7 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
     assert asked[6:] == [1, 1]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_processed_logits_have_the_bits_of_torch(isa, dtype):
     vocab_size, rows = 1003, 24
@@ -162,7 +161,7 @@ def test_processed_logits_have_the_bits_of_torch(isa, dtype):
         assert torch.equal(*(bench.runner.memory.tables.counts for bench in benches))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab_size", "counts"), [(70, [0, 1, 70]), (20_000, [5, 79, 400])])
 def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):
@@ -191,7 +190,7 @@ def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):
             assert not out.values[-1].any()
 
 
-def test_what_cannot_be_processed_is_refused():
+def test_unprocessable_rows_are_refused():
     bench = Bench(40, 4, ops="native-" + ISAS[0])
     bench.enter(0, [1], [2], temperature=0.0, presence_penalty=0.5, logit_bias={3: 1.0})
     bench.sample(torch.zeros(1, 40), [0])
@@ -220,7 +219,7 @@ def test_what_cannot_be_processed_is_refused():
         ops.top_logprobs(logits, torch.tensor([1, 2]), out)
 
 
-def test_what_cannot_be_sampled_from_is_refused():
+def test_unsampleable_logits_are_refused():
     ops, sampling = NativeOps(context(1)), parameters(4, 5)
     lines, logits = torch.arange(4), torch.zeros(4, 9)
     for given, changes, words in (
@@ -240,7 +239,7 @@ def test_what_cannot_be_sampled_from_is_refused():
         ops.sample(logits, sampling, DrawRows(lines + 1, lines, lines.clone()), lines.clone())
 
 
-def test_a_greedy_row_that_needs_the_host_gets_its_logits():
+def test_greedy_host_row_gets_its_logits():
     runner = make(MODEL, attention_backend="native")
     plain = outputs_of(runner, [1, 2, 3], 4, GREEDY)
 

@@ -1,4 +1,4 @@
-"""``SamplingParams.detokenize=False``: token ids without text, through every door."""
+"""``SamplingParams.detokenize=False``: token ids without text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_tokens_come_without_text() -> None:
         assert [(one.text, one.token_ids) for one in done] == [("", TOKENS)] * 2
 
 
-async def test_what_a_deadline_leaves_has_no_text_either() -> None:
+async def test_partial_output_at_deadline_has_no_text() -> None:
     async with fake_engine("x" * 1000, step_time=0.01) as engine:
         with pytest.raises(DeadlineExceededError) as caught:
             await engine.generate("x", detokenize=False, timeout=0.2)
@@ -68,7 +68,7 @@ async def test_what_a_deadline_leaves_has_no_text_either() -> None:
         assert caught.value.partial.text.startswith("xx")
 
 
-async def test_what_needs_text_is_refused() -> None:
+async def test_text_options_are_refused_without_tokenizer() -> None:
     with refused("detokenize", "stop strings"):
         SamplingParams(detokenize=False, stop="x")
     form = {"type": "json_object"}

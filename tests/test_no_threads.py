@@ -1,4 +1,4 @@
-"""A system that gives no further thread: a start that says so, and requests that end."""
+"""Systems that start no further thread."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_interrupted_start_leaves_no_engine(monkeypatch):
     loaded.set()  # the thread ends: the fixture of all tests waits for that
 
 
-def test_tokenizer_is_read_behind_the_weights_without_a_thread():
+def test_tokenizer_is_read_after_weights_without_thread():
     with no_thread("asyncllm-tokenizer-load"):
         loaded = load()
     try:
@@ -147,7 +147,7 @@ def test_a_grammar_takes_the_thread_of_another():
         thread.join(10)
 
 
-def test_grammars_behind_one_past_its_time_fail_without_a_thread(one_compile):
+def test_grammars_behind_a_timed_out_compile_fail(one_compile):
     backends = SlowBackends()
     compiler = GrammarCompiler(backends, 0.05)  # pyright: ignore[reportArgumentType]
     slow = submit(compiler, "slow")

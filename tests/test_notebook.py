@@ -42,6 +42,7 @@ def run(notebook):
     ]
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     example = nbformat.read(EXAMPLE, as_version=4)
     outputs = run(example)

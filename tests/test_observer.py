@@ -1,4 +1,4 @@
-"""Observers, and what the engine logs."""
+"""Observers and logging of the engine."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_the_death_of_the_engine_is_the_end_of_each():
     assert [type(error) for *_, error in seen.finished] == [EngineDeadError] * 3
 
 
-async def test_what_is_refused_is_counted_and_not_announced():
+async def test_refusals_are_counted_and_not_announced():
     seen = Recorder()
     async with fake().engine(max_queued_requests=2, max_queued_tokens=10) as engine:
         engine.add_observer(seen)
@@ -140,7 +140,7 @@ class Silent:
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
-async def test_what_an_observer_raises_on_the_engine_thread_kills_nothing(kind):
+async def test_observer_error_on_engine_thread_kills_nothing(kind):
     class Failing(Silent):
         def on_first_token(self, *told):
             raise kind
@@ -164,7 +164,7 @@ async def test_what_an_observer_raises_on_the_engine_thread_kills_nothing(kind):
 @pytest.mark.parametrize(
     "kind", [ValueError, SystemExit, GeneratorExit, asyncio.CancelledError, StopIteration]
 )
-async def test_what_an_observer_raises_in_the_callers_thread_reaches_no_request(kind, caplog):
+async def test_observer_error_in_caller_thread_reaches_no_request(kind, caplog):
     class Failing:
         def on_submit(self, *told):
             raise kind("on purpose")
@@ -185,7 +185,7 @@ class Interrupting(Silent):
         raise KeyboardInterrupt
 
 
-async def test_an_observer_interrupts_the_caller_on_the_main_thread_alone():
+async def test_observer_interrupts_caller_only_on_main_thread():
     rig = fake()
     async with rig.engine() as engine:
         engine.add_observer(Interrupting())
@@ -194,7 +194,7 @@ async def test_an_observer_interrupts_the_caller_on_the_main_thread_alone():
     assert list(result.token_ids) == rig.executor.reference([1], 4)
 
 
-async def test_an_interrupt_during_on_submit_is_the_callers_and_leaves_no_request():
+async def test_interrupt_in_on_submit_reaches_caller_and_leaves_no_request():
     async with fake().engine() as engine:
         interrupting = Interrupting()
         engine.add_observer(interrupting)
@@ -204,7 +204,7 @@ async def test_an_interrupt_during_on_submit_is_the_callers_and_leaves_no_reques
         await asyncio.wait_for(engine.aclose(drain=None), 10)
 
 
-async def test_a_removed_observer_hears_the_end_of_what_it_knows():
+async def test_removed_observer_sees_ends_of_known_requests():
     seen = Recorder()
     async with fake().engine() as engine:
         engine.remove_observer(seen)
@@ -220,7 +220,7 @@ async def test_a_removed_observer_hears_the_end_of_what_it_knows():
     assert [name for name, *_ in seen.finished] == ["known"]
 
 
-async def test_an_end_that_overtakes_the_announcement_waits_for_it():
+async def test_early_end_waits_for_the_announcement():
     order = []
 
     class Slow:
@@ -251,7 +251,7 @@ class FirstTokens(Recorder):
         self.order.append(("finish", request.request_id))
 
 
-async def test_the_first_token_is_observed_once_before_it_can_be_read():
+async def test_first_token_is_observed_once_before_read():
     rig = fake(num_blocks=20, max_model_len=60)
     rig.executor.row_errors["bad"] = ValueError("no")
     seen = FirstTokens()
@@ -278,7 +278,7 @@ async def test_the_first_token_is_observed_once_before_it_can_be_read():
             ]
 
 
-async def test_a_first_token_before_the_submission_is_announced_is_observed_before_the_end():
+async def test_first_token_before_submission_is_observed_before_end():
     order = []
 
     class Slow:
@@ -330,7 +330,7 @@ async def test_a_death_is_logged_once_with_its_cause(caplog):
     assert "device lost" in str(record.exc_info[1])
 
 
-async def test_nothing_is_printed_unless_the_application_listens():
+async def test_logs_are_silent_without_handlers():
     code = """
 import asyncio
 from tests.fakes import fake

@@ -1,4 +1,4 @@
-"""The description of the application: whole, with the engine's bounds."""
+"""The OpenAPI description of the application."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def references(value: Any) -> Iterator[str]:
             yield from references(one)
 
 
-def test_every_reference_leads_to_a_schema_and_each_schema_is_referred_to() -> None:
+def test_schema_references_are_complete_and_used() -> None:
     found = set(references(DOCUMENT))
     assert found == {f"#/components/schemas/{name}" for name in SCHEMAS}
 

@@ -92,7 +92,7 @@ def test_row_buckets_are_few_and_near():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_what_has_a_cache_of_shapes_sees_buckets_alone(dtype, monkeypatch):
+def test_shape_caching_ops_see_only_buckets(dtype, monkeypatch):
     """oneDNN keeps every shape that it has met, so no linear layer that calls it may see a
     number of rows as it comes."""
     seen: set[int] = set()
@@ -162,7 +162,7 @@ QUANTISED = [
 
 
 @pytest.mark.parametrize(("scheme", "rows", "columns", "block"), QUANTISED)
-def test_weights_of_a_scheme_that_an_op_set_lacks_are_refused(ops, scheme, rows, columns, block):
+def test_weights_of_unsupported_schemes_are_refused(ops, scheme, rows, columns, block):
     weights = LinearWeights(**quantised(scheme, rows, columns, block))
     assert weights.shape == (rows, columns)
     accepted = "'plain', or 'int8' and 'int4'" if ops.name == "native" else "'plain' only"

@@ -1,4 +1,4 @@
-"""OutputProcessor: what becomes of a token, who is woken for it, and how a request ends."""
+"""OutputProcessor: tokens, wakes and ends."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_last_token_comes_with_the_end(reason, token_id, include, last, held
 
 
 @pytest.mark.parametrize("reason", [None, "length", "stop"])
-def test_a_stop_string_ends_the_request_in_the_middle_of_a_token(reason):
+def test_stop_string_inside_a_token_ends_request(reason):
     rig = Rig()
     group = rig.group(include_stop_str_in_output=True)
     (request,) = group.members
@@ -186,7 +186,7 @@ def test_a_stop_string_ends_the_request_in_the_middle_of_a_token(reason):
     assert (request.status, request.finish_reason) == (Status.FINISHED, "stop")
 
 
-def test_a_member_that_ends_before_the_others_says_so_in_a_delta_of_its_own():
+def test_early_member_end_has_its_own_delta():
     rig = Rig()
     group = rig.group(2)
     first, second = group.members
@@ -209,7 +209,7 @@ def test_a_member_that_ends_before_the_others_says_so_in_a_delta_of_its_own():
 # --- wakes ------------------------------------------------------------------------------
 
 
-def test_a_reader_is_woken_once_for_all_that_it_has_not_read():
+def test_reader_is_woken_once_for_all_unread():
     rig = Rig()
     mailbox, others = Mailbox(), Mailbox()
     groups = [rig.group(name=str(i)) for i in range(4)]
@@ -226,7 +226,7 @@ def test_a_reader_is_woken_once_for_all_that_it_has_not_read():
     assert (len(mailbox.notified), len(others.notified)) == (1, 1)
 
 
-def test_a_reader_that_does_not_wait_is_not_woken():
+def test_non_waiting_reader_is_not_woken():
     rig = Rig()
     group = rig.group()
     group.channel.mailbox = mailbox = Mailbox()
@@ -267,7 +267,7 @@ def test_streams_of_a_closed_loop_are_aborted(waiting):
     assert end_of(there) is None
 
 
-def test_a_dead_engine_wakes_all_that_it_has_to_and_forgets_none():
+def test_dead_engine_wakes_every_waiter():
     rig = Rig()
     groups = [rig.group(name=str(i)) for i in range(3)]
     mailbox, closed = Mailbox(), Mailbox(closed=True)
@@ -283,7 +283,7 @@ def test_a_dead_engine_wakes_all_that_it_has_to_and_forgets_none():
 # --- slow readers -----------------------------------------------------------------------
 
 
-def test_a_reader_that_falls_behind_pauses_its_group_once_and_resumes_it():
+def test_slow_reader_pauses_and_resumes_group_once():
     rig = Rig()
     group = rig.group(2, max_unread=2, on_slow="pause")
     first, second = group.members
@@ -303,7 +303,7 @@ def test_a_reader_that_falls_behind_pauses_its_group_once_and_resumes_it():
     rig.processor.release(RequestGroup("without a channel"))
 
 
-def test_a_reader_that_catches_up_meanwhile_is_not_left_paused():
+def test_reader_that_catches_up_is_resumed():
     rig = Rig()
     group = rig.group(max_unread=2, on_slow="pause")
     (request,) = group.members
@@ -324,7 +324,7 @@ def test_a_reader_that_catches_up_meanwhile_is_not_left_paused():
 # --- ends -------------------------------------------------------------------------------
 
 
-def test_an_abort_gives_what_was_held_back_and_is_counted_once():
+def test_abort_releases_held_text_and_counts_once():
     rig = Rig()
     group = rig.group()
     rig.deliver(group.members[0], 99)
@@ -388,7 +388,7 @@ def test_an_error_ends_the_whole_group(own):
     assert group.notifier.told == [(6.0, final)]
 
 
-def test_text_that_cannot_be_decoded_fails_the_request():
+def test_undecodable_text_fails_the_request():
     rig = Rig()
     group = rig.group()
     rig.deliver(group.members[0], 5)
@@ -398,7 +398,7 @@ def test_text_that_cannot_be_decoded_fails_the_request():
     assert len(group.channel.items) == 1
 
 
-def test_an_error_of_a_member_that_was_to_be_aborted_holds_nothing_back():
+def test_error_of_aborted_member_holds_nothing_back():
     rig = Rig()
     group = rig.group()
     rig.deliver(group.members[0], 99)
@@ -426,7 +426,7 @@ def test_usage_is_of_all_members_from_the_earliest_on():
     assert (usage.queue_time, usage.ttft, usage.total_time) == (2.0, 5.0, 16.0)
 
 
-def test_a_partial_result_has_what_every_member_generated():
+def test_partial_result_has_output_of_every_member():
     group = Rig().group(3)
     assert make_partial(group, 20.0) is None
     first, second, third = group.members

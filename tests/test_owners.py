@@ -1,4 +1,4 @@
-"""Owners of requests: nobody waits behind another's crowd, in the engine and behind a server."""
+"""Fairness between owners of requests, in the engine and behind a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Owners:
         self.ended.append(request.owner)
 
 
-async def test_a_crowd_of_one_owner_does_not_keep_another_waiting():
+async def test_one_owners_crowd_does_not_delay_another():
     rig = fake(max_num_seqs=4, num_blocks=257, record=True)
     async with rig.engine() as engine:
         await engine.pause()
@@ -42,7 +42,7 @@ async def test_a_crowd_of_one_owner_does_not_keep_another_waiting():
     assert entered(rig) == [1, 2, 3, 1, 2, 1, 2, *[1] * 37]
 
 
-async def test_a_queue_that_one_owner_has_filled_takes_another():
+async def test_queue_filled_by_one_owner_takes_another():
     async with fake(max_num_seqs=1).engine(max_queued_requests=4) as engine:
         await engine.pause()
         crowd = [engine.stream([1], max_tokens=2, owner="a") for _ in range(4)]
@@ -68,7 +68,7 @@ async def test_each_output_counts():
     assert entered(rig)[:8] == [1, 2, 1, 2, 1, 2, 1, 2]
 
 
-async def test_nothing_that_runs_is_preempted_for_an_owner():
+async def test_owners_preempt_no_running_request():
     rig = fake(max_num_seqs=2, step_time=0.001)
     async with rig.engine() as engine:
         first = [engine.stream([1], max_tokens=60, owner="a") for _ in range(2)]
@@ -98,7 +98,7 @@ async def test_every_way_to_ask_takes_an_owner():
 
 
 @pytest.mark.parametrize("owner", ["", "x" * 257, 7, "\ud800", b"x"])
-async def test_an_owner_that_is_no_short_text_is_refused(owner):
+async def test_non_text_or_long_owner_is_refused(owner):
     async with fake_engine("x") as engine:
         with refused("owner", r"^owner="):
             engine.stream("x", owner=owner)
@@ -128,7 +128,7 @@ async def test_every_endpoint_asks_for_its_bearer():
     assert seen.submitted == [digest("one")] * 4 + [digest("two")] * 4
 
 
-async def test_a_websocket_asks_for_its_bearer_and_no_bearer_is_the_owner_none():
+async def test_websocket_without_bearer_has_no_owner():
     for options, headers, owner in (
         ({"token": "one"}, bearer("one"), digest("one")),
         ({}, bearer("any"), None),

@@ -1,4 +1,4 @@
-"""What goes into the source distribution and the wheel."""
+"""Contents of the source distribution and the wheel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncllm.native.build import ISA_FLAGS, LIBRARY, BuildError
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_source_distribution_takes_whole_folders_of_the_root() -> None:
+def test_source_distribution_takes_whole_root_folders() -> None:
     """A pattern without a leading slash matches in any folder, as in a .gitignore."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
@@ -44,7 +44,7 @@ def hooks(monkeypatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "hatch_build.py"))
 
 
-def test_a_wheel_holds_the_native_ops_where_they_could_be_compiled(hooks, monkeypatch) -> None:
+def test_wheel_holds_native_ops_where_compiled(hooks, monkeypatch) -> None:
     """Without a compiler it is a wheel for any platform."""
     said: list[str] = []
     module = SimpleNamespace(BuildError=BuildError, LIBRARY=LIBRARY, build=lambda: ["baseline"])
@@ -75,7 +75,7 @@ def test_a_wheel_holds_the_native_ops_where_they_could_be_compiled(hooks, monkey
     assert "custom" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
 
 
-def test_a_wheel_for_another_platform_holds_the_library_made_for_it(hooks, monkeypatch) -> None:
+def test_cross_platform_wheel_holds_its_library(hooks, monkeypatch) -> None:
     hook = hooks["NativeOpsHook"]()
     data: dict[str, Any] = {"force_include": {}, "pure_python": True}
     monkeypatch.setenv("ASYNCLLM_WHEEL_PLATFORM", "any")

@@ -1,4 +1,4 @@
-"""Files of packed weights: what a start writes, and what a later start makes of it."""
+"""Files of packed weights: writing, reading, damage and sharing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,17 @@ from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.driver import Driver
 from tests.families import make
 from tests.gguf_files import write_gguf
-from tests.native_library import context, isas
+from tests.native_library import ISAS, context, each_isa, needs_native
 from tests.packing import CASES, repack
 
-pytestmark = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 ME = {os.geteuid()} if hasattr(os, "geteuid") else set()
 PROMPTS = [3], list(range(40)), [7] * 9
 
 
 @pytest.fixture(autouse=True)
-def _small_models_have_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_models_have_files(monkeypatch: pytest.MonkeyPatch, small_bandwidth_probe: None) -> None:
     monkeypatch.setattr(packed_store, "is_small_model", lambda model: False)
 
 
@@ -153,7 +154,7 @@ def write(
     return path
 
 
-@pytest.mark.parametrize("isa", isas())
+@each_isa
 def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     own = context(2, isa)
     found, recorded = {}, []
@@ -197,8 +198,8 @@ LAYOUTS = {
 """Digests of the packed bytes of ``forms``."""
 
 
-@pytest.mark.parametrize("isa", [isa for isa in isas() if isa in ("avx512", "avx2", "baseline")])
-def test_the_layout_has_the_version_that_it_was_given(isa):
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa in ("avx512", "avx2", "baseline")])
+def test_layout_version_matches_packed_bytes(isa):
     """Fails if packed bytes change and ``LAYOUT`` in kernels.h does not: then raise it, and put the
     new digests into LAYOUTS."""
     own, digest = context(1, isa), hashlib.blake2b(digest_size=8)
@@ -287,35 +288,33 @@ def test_a_start_from_the_file_gives_the_same_bits(tmp_path, folder, kind):
     assert first == second == expected
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5", "GptOss", "Glm4"])
-def test_a_start_gives_the_same_bits_with_other_parameters(tmp_path, folder, family):
-    """Convolutions and rates of states; fused experts; rows that are put into another order."""
-    path = tmp_path / "model"
-    make(path, family)
+OTHER_PARAMETERS = "Qwen3_5", "GptOss", "Glm4"
+PACKED = "awq", "gptq", "gptq-v2-8", "ct-int", "ct-pack-4-zeros"
+
+
+def gguf(plain: Path, path: Path) -> Path:
+    path.mkdir()
+    write_gguf(path / "model.gguf", plain, load_file(plain / "model.safetensors"), "Q8_0")
+    return path / "model.gguf"
+
+
+SAVED: dict[str, Callable[[Path, Path], Any]] = {
+    # Convolutions and rates of states; fused experts; rows that are put into another order.
+    **{name: lambda plain, path, name=name: make(path, name) for name in OTHER_PARAMETERS},
+    "GGUF": gguf,
+    **{name: lambda plain, path, name=name: repack(plain, path, CASES[name]) for name in PACKED},
+}
+"""What saves a checkpoint, given a plain one and a path, and may return another path."""
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_other_checkpoints_give_the_same_bits(plain, tmp_path, folder, name):
+    saved = SAVED[name](plain, tmp_path / "model")
+    path = saved if isinstance(saved, Path) else tmp_path / "model"
     expected, _ = start(path, settings(folder, packed_cache="off"))
     start(path, settings(folder))
     found, state = start(path, settings(folder))
     assert state == f"read from {only_file(folder)}"
-    assert found == expected
-
-
-def test_a_gguf_file_gives_the_same_bits(plain, tmp_path, folder):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, plain, load_file(plain / "model.safetensors"), "Q8_0")
-    expected, _ = start(path, settings(folder, packed_cache="off"))
-    start(path, settings(folder))
-    found, state = start(path, settings(folder))
-    assert state == f"read from {only_file(folder)}"
-    assert found == expected
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-int", "ct-pack-4-zeros"])
-def test_a_checkpoint_that_stays_packed_gives_the_same_bits(plain, tmp_path, folder, name):
-    path = repack(plain, tmp_path / "model", CASES[name])
-    expected, _ = start(path, settings(folder, packed_cache="off"))
-    start(path, settings(folder))
-    found, state = start(path, settings(folder))
-    assert state.startswith("read from")
     assert found == expected
 
 
@@ -421,9 +420,9 @@ def store_of(path: Path, folder: Path, own: Context, **others: Any) -> PackedSto
 
 
 def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatch):
-    own = context(1, isas()[0])
+    own = context(1, ISAS[0])
     names = {store_of(plain, folder, own).path.name}
-    assert names == {store_of(plain, folder, context(2, isas()[0])).path.name}
+    assert names == {store_of(plain, folder, context(2, ISAS[0])).path.name}
 
     def add(**others: Any) -> None:
         name = store_of(plain, folder, own, **others).path.name
@@ -440,8 +439,8 @@ def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(packed_store, name, "another")
             add()
-    if len(isas()) > 1:
-        assert store_of(plain, folder, context(1, isas()[1])).path.name not in names
+    if len(ISAS) > 1:
+        assert store_of(plain, folder, context(1, ISAS[1])).path.name not in names
 
 
 def test_a_name_tells_checkpoints_apart(model, folder, tmp_path):
@@ -469,7 +468,7 @@ def test_a_name_tells_checkpoints_apart(model, folder, tmp_path):
     assert len(set(names)) == len(names)
 
 
-def test_what_changes_no_weight_changes_no_name(model, folder):
+def test_packed_name_depends_on_weights_alone(model, folder):
     own = context()
     name = store_of(model, folder, own).path.name
     (model / "generation_config.json").write_text('{"temperature": 0.3, "eos_token_id": 9}')
@@ -495,7 +494,7 @@ def test_the_hubs_own_hash_is_an_identity(model, tmp_path):
     assert WeightsIdentity.of(model) != found
 
 
-def test_a_checkpoint_replaced_while_it_is_read_is_not_written(model, folder, monkeypatch):
+def test_checkpoint_replaced_while_read_is_not_written(model, folder, monkeypatch):
     original = PackedStore._record
 
     def replaced(self: PackedStore, weights: Any) -> Any:
@@ -576,7 +575,7 @@ def test_another_models_file_is_a_miss(plain, folder, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["mode", "user", "link", "fifo", "folder"])
-def test_what_another_user_could_have_written_is_not_read(tmp_path, kind):
+def test_files_writable_by_other_users_are_not_read(tmp_path, kind):
     own = context()
     path = write(tmp_path / "file", own, [("norm", torch.ones(3))])
     PackedFile(path, ME)
@@ -635,7 +634,7 @@ def test_a_folder_that_vanishes_costs_the_file_alone(plain, folder, monkeypatch)
     assert state.startswith("packed at this start, and not written: [Errno 2]")
 
 
-def test_no_file_appears_before_all_of_it_is_on_the_disk(tmp_path, monkeypatch):
+def test_file_appears_after_it_is_on_disk(tmp_path, monkeypatch):
     """What a reader would see at each call that the disk gets."""
     folder, own = PackedFolder(tmp_path / "folder", 10**9), context()
     folder.make()
@@ -859,7 +858,7 @@ def test_a_packed_image_is_found_by_the_content(model, folder, tmp_path, capsys,
     assert "was made of other weights than the model's" in caplog.text
 
 
-def test_pack_says_what_it_cannot_write(model, monkeypatch, capsys):
+def test_pack_reports_unwritable_weights(model, monkeypatch, capsys):
     def full(*_: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -888,14 +887,14 @@ def test_an_engine_says_where_its_weights_come_from(model, folder):
     assert first[1] == f"read from {only_file(folder)}"
 
 
-def test_a_checkpoint_that_is_gone_is_an_error_of_the_checkpoint(model, folder):
+def test_missing_checkpoint_is_a_checkpoint_error(model, folder):
     config = ModelConfig.from_directory(model)
     (model / "model.safetensors").unlink()
     with pytest.raises(EngineError, match=r"model\.safetensors"):
         build_model_runner(settings(folder), config)
 
 
-def test_a_folder_that_cannot_be_searched_costs_the_file_alone(model, folder, monkeypatch):
+def test_unsearchable_folder_costs_only_the_file(model, folder, monkeypatch):
     exists = Path.exists
 
     def refused(path: Path) -> bool:
@@ -941,7 +940,7 @@ def test_a_wait_for_the_lock_ends_when_it_is_asked_to(folder):
     assert len(looks) == 3
 
 
-def test_what_is_no_file_does_not_stop_the_others(folder):
+def test_non_files_do_not_stop_the_others(folder):
     shared = PackedFolder(folder, 1000)
     shared.make()
     (folder / f"a{SUFFIX}").mkdir()

@@ -1,4 +1,4 @@
-"""Quantised checkpoints whose integers reach the native ops as they are stored."""
+"""Quantised checkpoints on native ops without dequantising."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
 from tests.linear_weights import dequantised
 from tests.live_bytes import LiveBytes
-from tests.native_library import INT8_IN_SPANS, isas
+from tests.native_library import INT8_IN_SPANS, ISAS, needs_native
 from tests.packing import CASES, GROUP4, Case, compressed, packed_tensors, repack
 
 CPU = torch.device("cpu")
-needs_native = pytest.mark.skipif(not isas(), reason="no C++ compiler to build the native ops with")
 
 PACKED = {
     "awq": ("int4", (1, 32)),
@@ -77,7 +76,7 @@ def layers(names: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monkeypatch, name):
+def test_packed_weights_equal_dequantised(plain, tmp_path, monkeypatch, name):
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
     model = repacked(plain, tmp_path, CASES[name])
     expected, found = unpacked(loaded(model)), loaded(model, accepts_form=takes)
@@ -101,7 +100,7 @@ def test_packed_weights_are_what_is_otherwise_dequantised(plain, tmp_path, monke
 
 @needs_native
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-v2-8", "ct-pack-4", "ct-int"])
-def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
+def test_logits_equal_dequantised_weights(plain, tmp_path, name):
     """But for inputs that are rounded to 8 bits, or, with a scale per output channel, to 16 on some
     instruction sets."""
     model = repacked(plain, tmp_path, CASES[name])
@@ -121,7 +120,7 @@ def test_logits_are_those_of_the_dequantised_weights(plain, tmp_path, name):
         runner.close()
     expected, had = (found[key] - found[key].mean(1, keepdim=True) for key in ("torch", "native"))
     error = (had - expected).norm() / expected.norm()
-    in_16_bits = name == "ct-int" and isas()[0] not in INT8_IN_SPANS
+    in_16_bits = name == "ct-int" and ISAS[0] not in INT8_IN_SPANS
     assert 0.0 < error < (0.002 if in_16_bits else 0.03)
 
 
@@ -174,7 +173,7 @@ def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> Quantis
     )
 
 
-def test_what_cannot_stay_packed():
+def test_unpackable_weights():
     alike = packed_weights([codes(), codes(rows=16)], takes)
     assert alike is not None
     assert (alike.shape, alike.next_parts) == ((24, 64), ())
@@ -197,7 +196,7 @@ def test_what_cannot_stay_packed():
     assert packed_weights([codes()], lambda form: form.scheme == "plain") is None
 
 
-def test_one_line_says_what_stays_packed(plain, tmp_path, caplog):
+def test_log_line_names_packed_weights(plain, tmp_path, caplog):
     model = repacked(plain, tmp_path, CASES["awq"])
     with caplog.at_level(logging.INFO, logger="asyncllm"):
         held = loaded(model, accepts_form=takes)

@@ -1,4 +1,4 @@
-"""The comparison with other engines: one command, its figures, and what is missing."""
+"""The benchmark against other engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Systems that lack what Linux has: everything but what is said to need it works without."""
+"""Platforms without some features of Linux."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def system(request, monkeypatch):
         (("chat", "--max-tokens", "4"), "\n"),
     ],
 )
-def test_every_command_runs(system, command, shown, monkeypatch, capsys):
+def test_every_command_runs(system, command, shown, monkeypatch, capsys, small_bandwidth_probe):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n"))
     assert main(command) == 0
     captured = capsys.readouterr()

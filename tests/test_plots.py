@@ -1,4 +1,4 @@
-"""The plots of the README are what the figures say."""
+"""Plots of the README against their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hybrid's states behind cached prefixes: transformers' tokens from every hit."""
+"""Recurrent states behind cached prefixes, against transformers."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_states_are_copied_between_slots_and_snapshots():
         assert tensor.flatten(1)[:, -1].tolist() == [0, 0, 2, 3, 2, 0]
 
 
-def test_a_step_that_copies_states_is_not_run_ahead_of_the_host():
+def test_step_with_state_copies_does_not_run_ahead():
     """The native library's thread would run the next step before the host has saved them."""
     queue = StepQueue.__new__(StepQueue)
     queue.min_tokens = 1
@@ -307,7 +307,7 @@ def test_snapshots_by_memory(monkeypatch, device):
         chosen(device, free, **settings, enable_prefix_caching=True)
 
 
-def test_the_share_of_a_gpu_that_the_engine_may_use_bounds_them():
+def test_gpu_memory_share_bounds_snapshots():
     # 60,000 of 100,000 may be used, and 50,000 are: 5,000 are the requests', 5,000 are left.
     assert chosen("cuda", 50_000, 100_000, gpu_memory_utilization=0.6) == 0
     assert chosen("cuda", 63_000, 100_000, gpu_memory_utilization=0.6) == 2

@@ -425,7 +425,7 @@ def loaded_by(statement: str) -> set[str]:
     return HEAVY & set(out.stdout.split())
 
 
-def test_import_is_cheap_and_the_check_sees_an_import_that_is_not():
+def test_import_is_cheap_and_check_detects_heavy_import():
     assert loaded_by("import asyncllm; asyncllm.SamplingParams()") == set()
     assert "langchain_core" not in loaded_by("import asyncllm.callbacks")
     # Not at the first use of anyio, which is start() on the application's loop.

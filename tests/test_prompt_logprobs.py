@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: transformers' values, in any chunks and beside any requests."""
+"""Prompt log-probabilities against transformers."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_device_that_runs_ahead_gives_the_same(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_logits_that_are_not_finite_end_their_own_request(
+def test_non_finite_logits_end_only_their_request(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """Only the positions of the prompt are; what the request is sampled from is sound."""
@@ -227,7 +227,7 @@ def test_the_prefix_cache_is_written_and_not_read() -> None:
     rig.expect(first, again, plain)
 
 
-def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
+def test_preempted_request_continues_after_known_positions() -> None:
     """What has come is not asked for again, and its blocks may be read."""
     rig = Rig(max_num_batched_tokens=12)
     request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
@@ -241,7 +241,7 @@ def test_a_preempted_request_goes_on_behind_what_it_has() -> None:
     rig.finish_all(request)
 
 
-def test_positions_that_are_computed_twice_are_kept_once() -> None:
+def test_recomputed_positions_are_kept_once() -> None:
     """A recurrent request that pauses with a step in flight starts over, and that step counts."""
     rig = Rig(max_num_batched_tokens=12, pipeline_depth=2, has_states=True)
     request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
@@ -256,7 +256,7 @@ def test_positions_that_are_computed_twice_are_kept_once() -> None:
     rig.finish_all(request)
 
 
-def test_results_without_what_was_asked_for_are_noticed() -> None:
+def test_incomplete_results_are_detected() -> None:
     rig = Rig()
     rig.add(range(3), prompt_logprobs=0)
     step = rig.launch()

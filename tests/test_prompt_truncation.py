@@ -1,4 +1,4 @@
-"""``truncate_prompt_tokens``: the last tokens of a prompt that is too long, through every door."""
+"""``truncate_prompt_tokens`` in every entry point."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_conversations_outputs_and_handlers() -> None:
             assert (len(done.prompt_token_ids), done.text) == (12, "x")
 
 
-async def test_long_texts_are_cut_on_the_thread_and_no_estimate_refuses_them() -> None:
+async def test_long_texts_are_truncated_on_thread_without_estimate() -> None:
     async with fake_engine("xy", max_model_len=50, max_queued_tokens=20) as engine:
         text = "0123456789" * 2000
         with pytest.raises(ContextLengthExceededError, match="at least"):

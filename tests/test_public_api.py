@@ -1,4 +1,4 @@
-"""The public API changes only when it is meant to."""
+"""The public API against its recorded text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from tests.public_api import lines
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 
 
-def test_names_and_signatures_are_those_of_the_snapshot():
+def test_names_and_signatures_equal_the_snapshot():
     # Meant to change? Write it anew: python -m tests.public_api > tests/public_api.txt
     assert "\n".join(lines()) + "\n" == SNAPSHOT.read_text(encoding="utf-8")

@@ -110,7 +110,7 @@ def test_a_split_file_needs_all_its_parts():
         choose_gguf([parts[0], parts[2]], "Q8_0", "x")
 
 
-def test_a_file_is_named_by_its_path_where_its_quantisation_is_not_enough():
+def test_file_path_resolves_ambiguous_quantisation():
     names = ["a/M-Q4_K_M.gguf", "b/M-Q4_K_M.gguf", "BF16/M-Q8_0.gguf", "M-mmproj-F16.gguf"]
     with pytest.raises(ModelLoadError, match=r"behind the colon: a/M-Q4_K_M\.gguf, b/M-Q4_K_M"):
         choose_gguf(names, "Q4_K_M", "x")
@@ -186,7 +186,7 @@ def test_a_cut_download_resumes(resolve, hub, monkeypatch):
     assert f"RANGE {2**19}" in hub.requests
 
 
-def test_a_file_that_is_shorter_than_the_hub_says_is_not_kept(resolve, hub, tmp_path):
+def test_short_download_is_discarded(resolve, hub, tmp_path):
     hub.missing_bytes = 7
     with pytest.raises(ModelLoadError, match=r"org/toy-GGUF'.*download failed.*Consistency"):
         resolve("org/toy-GGUF:Q4_K_M")

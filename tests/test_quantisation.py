@@ -1,4 +1,4 @@
-"""int8 weights: their error and exact sums; for all quantisations, refusals and cost."""
+"""int8 weights: error, exact sums, refusals and cost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS, quantise_int8
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from benchmarks.quality import REFERENCE, logit_error, perplexity, teacher_forced_logits, texts
-from tests.native_library import INT8_IN_SPANS, context, isas
+from tests.native_library import INT8_IN_SPANS, ISAS, context, each_isa, needs_native
 
-ISAS = isas()
 PLAIN = ModelConfig.from_directory(resolve_model(None))
-
-needs_native = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
 
 
 def dequantised(weights: LinearWeights) -> torch.Tensor:
@@ -31,7 +28,7 @@ def dequantised(weights: LinearWeights) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_element_is_the_nearest_multiple_of_its_channels_scale(monkeypatch, dtype):
+def test_elements_round_to_nearest_multiple_of_scale(monkeypatch, dtype):
     monkeypatch.setattr(quantise, "CHUNK", 1000)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(40, 300, generator=generator).to(dtype)
@@ -47,7 +44,7 @@ def test_every_element_is_the_nearest_multiple_of_its_channels_scale(monkeypatch
     assert weights.bias is not None
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(48, 41), (300, 640)])
 def test_linear_layers_compute_with_the_rounded_weights(isa, dtype, shape):
@@ -123,7 +120,7 @@ def test_an_outlier_harms_its_own_span_alone(isa):
     assert torch.equal(linear(x), expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_a_huge_input_overflows_no_earlier_than_the_output(isa):
     weights = quantise_int8(LinearWeights(torch.full((3, 70), 0.5)))
     x = torch.zeros(2, 70)
@@ -146,7 +143,7 @@ def test_instruction_sets_agree_to_the_last_bit():
             assert torch.equal(other, alike[0])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("columns", [1, 515, 16384, 140_001])
 def test_no_sum_overflows(isa, columns):
     weights = quantise_int8(LinearWeights(torch.ones(3, columns)))
@@ -158,7 +155,7 @@ def test_no_sum_overflows(isa, columns):
 
 
 @needs_native
-def test_a_tied_embedding_is_that_of_the_rounded_head():
+def test_tied_embedding_equals_quantised_head():
     generator = torch.Generator().manual_seed(4)
     weights = quantise_int8(LinearWeights(torch.randn(90, 36, generator=generator)))
     embedding, _ = NativeOps(context(1)).tied_embedding(weights, torch.float32)

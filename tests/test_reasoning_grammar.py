@@ -1,4 +1,4 @@
-"""Grammars of models that think: they begin behind the thoughts, in the order of the tokens."""
+"""Grammars that begin after a model's thoughts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_grammar_that_begins_as_the_delimiter_does(backend: Any) -> None:
     assert thinks.take(ord("c")) == "stop"
 
 
-def test_a_delimiter_that_is_not_completed_is_no_answer(backend: Any) -> None:
+def test_incomplete_delimiter_is_dropped(backend: Any) -> None:
     follower = Follower(backend, "ab")
     follower.take(ord("<"))
     with pytest.raises(Exception, match="token 97 does not follow the grammar"):
@@ -150,7 +150,7 @@ async def test_the_engine_holds_the_answer_and_not_the_thoughts(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_what_follows_the_thoughts_is_a_call(depth: int) -> None:
+async def test_call_after_thoughts(depth: int) -> None:
     scripts = iter([f"<think>{ONE}</think>{ONE}", "<think>a</think>No.", "No."])
     async with thinking_engine(lambda _: next(scripts), depth=depth) as engine:
         stream = engine.chat(ASK, tools=TOOLS, tool_choice="required", n=3, max_tokens=300)
@@ -179,7 +179,7 @@ async def test_harmonys_thoughts_end_before_a_call_as_well(restart: str) -> None
     assert [values(output.tool_calls) for output in outputs] == [[("add", '{"a":1,"b":2}')]] * 2
 
 
-async def test_thoughts_whose_end_no_token_tells_are_refused() -> None:
+async def test_thoughts_without_end_token_are_refused() -> None:
     options = {"chat_template_kwargs": {"enable_thinking": True}}
     async with thinking_engine("Hm.</think>{}", marks=("<x>",)) as engine:
         with refused("structured_outputs", "no token for their end, '</think>'"):

@@ -1,4 +1,4 @@
-"""Steps as recorded programs: bit by bit what the ops compute one by one, refusals, memory."""
+"""Recorded steps: equal bits, refusals and memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver, outputs_of, state_of
 from tests.dummy_runner import MODEL as LLAMA
 from tests.dummy_runner import make
-from tests.native_library import check_forked_child
+from tests.native_library import check_forked_child, each_isa, needs_native
 from tests.recorded_runner import (
-    ISAS,
     PROMPTS,
     QWEN3,
     make_decoder,
@@ -45,7 +44,7 @@ from tests.recorded_runner import (
 )
 from tests.static_runner import in_groups
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 MODELS = {
     "tied": LLAMA,
@@ -106,12 +105,12 @@ def check_equal(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("quantised", [None, *CONVERSIONS])
-def test_a_program_computes_what_its_ops_do(model, quantised):
+def test_program_equals_its_ops(model, quantised):
     check_equal(make_decoder(MODELS[model], quantised=quantised), (0, 1, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_in_every_dtype_on_every_instruction_set(dtype, isa):
     for quantised, model in (*((q, "windows") for q in (None, *CONVERSIONS)), (None, "tied")):
         check_equal(make_decoder(MODELS[model], dtype, isa=isa, quantised=quantised), (7,))
@@ -246,7 +245,7 @@ def test_a_model_with_another_op_runs_as_before():
 @pytest.mark.parametrize(
     "what", ["torch", "contiguous", "rows", "read", "mask", "attention", "foreign", "native"]
 )
-def test_what_a_program_cannot_hold_is_found(what):
+def test_unrecordable_ops_are_detected(what):
     decoder = make_decoder(QWEN3)
     layer: Any = decoder.layers[1]
     mlp, foreign = layer.mlp, torch.zeros(11, 32)
@@ -306,7 +305,7 @@ print(sorted({"torch._dynamo", "sympy", "transformers"} & set(sys.modules)))
 @pytest.mark.parametrize(
     ("text", "said"), [("always madvise [never]\n", 1), ("always [madvise] never\n", 0), (None, 0)]
 )
-def test_huge_pages_that_are_off_are_told_of(text, said, tmp_path, caplog):
+def test_disabled_huge_pages_are_reported(text, said, tmp_path, caplog):
     setting = tmp_path / "enabled"
     if text is not None:
         setting.write_text(text)

@@ -101,7 +101,7 @@ def test_mistakes_are_seen(lfm2, monkeypatch, mistake):
         run_twice(lfm2, lfm2.runner())
 
 
-def test_a_state_that_is_no_number_stays_its_own(lfm2):
+def test_nan_state_stays_in_its_slot(lfm2):
     """It may come of a request that fails; the next one in its slot starts from zeros."""
     runner = lfm2.runner()
     for tensor in state_of(runner).cache.states.tensors:

@@ -1,4 +1,4 @@
-"""The comparison with a reference: it excuses noise, and nothing beyond it."""
+"""The comparison with the reference: tolerance of noise alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tokens_part_at_ties_alone():
         check_tokens([0, 1], EXPECTED)
 
 
-def test_a_tie_is_one_however_many_outputs_part_at_it():
+def test_tie_counts_once_for_all_outputs():
     tally = Tally()
     for _ in range(2):
         compare(outputs([0, 2, 0]), EXPECTED, tally)

@@ -1,4 +1,4 @@
-"""What has to agree when a version is cut."""
+"""Consistency of version numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request: its limits, what ends it, and the hashes of its blocks."""
+"""Request: limits, finish conditions and block hashes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_total_is_limited_by_the_request_and_by_the_context(max_tokens, max_mode
         ([9, 8, 7, 6, 5], "length", None),
     ],
 )
-def test_what_ends_a_request(output, reason, stop_reason):
+def test_finish_conditions(output, reason, stop_reason):
     one = request(max_tokens=4, min_tokens=2, stop_token_ids=(60,), eos=(50, 51))
     assert one.stop_token_ids == {50, 51, 60}
     one.token_ids += output

@@ -1,4 +1,4 @@
-"""Which parts of the package import which."""
+"""Import order of the rooms."""
 
 from __future__ import annotations
 
@@ -148,13 +148,13 @@ def test_a_room_imports_nothing_from_above_it(room: str, banned: str) -> None:
                 )
 
 
-def test_no_room_imports_one_above_it() -> None:
+def test_imports_point_down() -> None:
     graph = package_graph()
     assert "asyncllm.validation" in graph["asyncllm.config"]
     assert arrows_up(graph) == []
 
 
-def test_no_module_imports_one_that_imports_it() -> None:
+def test_imports_have_no_circles() -> None:
     check_circles(package_graph())
 
 
@@ -177,7 +177,7 @@ def test_no_test_module_imports_another() -> None:
         "if TYPE_CHECKING:\n    from asyncllm.engine import AsyncLLMEngine",
     ],
 )
-def test_an_arrow_up_and_a_circle_are_found_however_it_is_imported(imported: str) -> None:
+def test_upward_and_circular_imports_are_detected(imported: str) -> None:
     sources = {
         "asyncllm": "",
         "asyncllm.engine": "from asyncllm.core.request import Request",

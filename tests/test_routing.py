@@ -1,4 +1,4 @@
-"""Routing: the choice against a plain model, and the index of what was sent against another."""
+"""Routing and its prefix index against plain models."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_prefix_weighs_as_much_as_computing_it(busy, idle, cached, chosen):
     assert Router().choose(candidates, 1000).key == chosen
 
 
-def test_a_candidate_without_blocks_for_the_prompt_has_to_be_worth_the_wait():
+def test_candidate_without_free_blocks_must_be_worth_the_wait():
     candidates = engines(2)
     candidates[0].missing_tokens = 300
     assert keys_of(Router(), candidates, 1, 1000) == [1]
@@ -216,7 +216,7 @@ def test_a_burst_spreads_although_the_statistics_are_old():
     assert all(load.num_uncached == load.num_requests == 0 for load in router._loads.values())
 
 
-def test_requests_that_the_statistics_count_already_are_not_counted_twice():
+def test_requests_in_statistics_are_not_counted_twice():
     router, (one,) = Router(), engines(1)
     first = router.choose([one], 100)
     one.stats = replace(one.stats, num_queued_tokens=100, num_running=0)
@@ -291,7 +291,7 @@ def test_a_request_without_a_token_proves_nothing():
     assert router.choose(candidates, 200).cached_tokens == 100
 
 
-def test_what_was_sent_to_a_forgotten_engine_is_forgotten():
+def test_removed_engine_leaves_the_index():
     router, candidates = Router(), engines(1)
     lost = router.choose(candidates, 700)
     router.forget(0)
@@ -436,7 +436,8 @@ TestRouterAgainstAPlainModel = RouterMachine.TestCase
 # --- many replicas on virtual time -------------------------------------------------------
 
 
-def test_simulated_conversations_find_what_an_all_knowing_router_finds():
+@pytest.mark.slow
+def test_simulated_conversations_hit_as_with_an_oracle_router():
     """The benchmark's replicas, and few of them; their time is virtual, so figures are exact."""
     names = ("round robin", "load alone", "routed", "all-knowing")
     done = {name: Simulation(name, 12, 40, 12) for name in names}
@@ -478,7 +479,7 @@ def test_salts_have_no_hash_in_common(hash_it):
     assert index.find(hash_it("b"), 0.0) == index.find(hash_it(None), 0.0) == {}
 
 
-def test_a_text_has_a_hash_for_each_whole_piece_of_its_beginning():
+def test_text_has_a_hash_per_whole_prefix_piece():
     text = "ab" * TEXT_PIECE
     assert text_hashes("a" * (TEXT_PIECE - 1)) == []
     assert len(text_hashes(text)) == 2
@@ -492,7 +493,7 @@ def test_a_text_has_a_hash_for_each_whole_piece_of_its_beginning():
 # --- the index of what was sent ----------------------------------------------------------
 
 
-def test_the_index_knows_how_much_of_a_prompt_each_engine_was_sent():
+def test_index_has_prompt_overlap_per_engine():
     index = PrefixIndex(100)
     tokens = list(range(40))
     index.add("a", block_hashes(tokens, 4), 0.0)
@@ -506,7 +507,7 @@ def test_the_index_knows_how_much_of_a_prompt_each_engine_was_sent():
     assert index.find(block_hashes(tokens, 4), 0.0) == {"b": 5}
 
 
-def test_the_least_recently_sent_is_evicted_tails_before_heads():
+def test_eviction_is_lru_and_tails_first():
     index = PrefixIndex(6)
     first, second = block_hashes(range(4), 1), block_hashes(range(10, 14), 1)
     index.add("a", first, 0.0)
@@ -521,7 +522,7 @@ def test_the_least_recently_sent_is_evicted_tails_before_heads():
     assert len(index._holders) == 6
 
 
-def test_what_is_old_is_forgotten():
+def test_old_entries_expire():
     index = PrefixIndex(100, max_age=10.0)
     hashes = block_hashes(range(4), 1)
     index.add("a", hashes, 0.0)
@@ -533,7 +534,7 @@ def test_what_is_old_is_forgotten():
     assert len(index._holders) == 1
 
 
-def test_what_turned_out_to_be_missing_was_evicted_with_all_that_was_older():
+def test_missing_prefix_means_older_ones_were_evicted():
     index = PrefixIndex(100)
     hashes = [block_hashes(range(10 * i, 10 * i + 3), 1) for i in range(4)]
     for one in hashes[:3]:
@@ -549,7 +550,7 @@ def test_what_turned_out_to_be_missing_was_evicted_with_all_that_was_older():
     assert index.find(hashes[0], 0.0) == {"b": 3}
 
 
-def test_what_is_still_being_computed_was_not_evicted():
+def test_prefix_being_computed_is_not_evicted():
     index = PrefixIndex(100)
     old, hashes = block_hashes(range(50, 53), 1), block_hashes(range(3), 1)
     index.correct(index.add("a", old, 0.0), 0)
@@ -650,7 +651,7 @@ IndexMachine.TestCase.settings = examples(40, **STEPS)
 TestIndexAgainstAPlainModel = IndexMachine.TestCase
 
 
-def test_an_engine_that_joins_takes_nothing_from_the_others():
+def test_joining_engine_keeps_requests_at_cached_prefixes():
     router, candidates = Router(), engines(3)
     for _ in range(300):
         router.settle(router.choose(candidates[:2], 1000))

@@ -1,4 +1,4 @@
-"""The sampler against plain references in float64, and against exact probabilities."""
+"""The sampler against float64 references and exact probabilities."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_neighbouring_seeds_share_nothing():
     min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_the_cpu_draws_what_the_plain_function_draws(
+def test_cpu_sampling_equals_plain_function(
     ops, seed, vocab_size, scale, top_k, top_p, min_p, dtype
 ):
     """Nuclei of all widths, and in bfloat16 ties where the cut is."""
@@ -175,7 +175,7 @@ GREEDY = [
 GREEDY += [{"temperature": tiny} for tiny in (1e-300, 1e-6, 1e-4)]
 
 
-def test_greedy_and_tiny_temperatures_take_the_likeliest_token():
+def test_tiny_temperatures_are_greedy():
     logits = torch.randn(len(GREEDY), 300, generator=torch.Generator().manual_seed(2)) * 50
     bench = Bench(300)
     for req_index, fields in enumerate(GREEDY):
@@ -355,7 +355,7 @@ def test_any_error_of_a_processor_ends_its_own_row(error):
     assert error in (found, found.__cause__)
 
 
-def test_rules_that_cannot_be_applied_end_their_row_alone():
+def test_inapplicable_rules_end_only_their_row():
     bench = Bench(30)
     rules: list[dict[str, Any]] = [
         {"logit_bias": {30: 1.0}},
@@ -373,7 +373,7 @@ def test_rules_that_cannot_be_applied_end_their_row_alone():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fields", UNCHECKED, ids=lambda fields: next(iter(fields)))
-def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
+def test_failed_assignment_leaves_slot_neutral(fields):
     bench = Bench(30)
     bench.enter(0, [1, 2], [], temperature=0.0, repetition_penalty=2.0, logit_bias={4: 5.0})
     params = unchecked(**fields)
@@ -389,7 +389,7 @@ def test_what_cannot_be_assigned_leaves_its_slot_neutral(fields):
 
 @pytest.mark.parametrize("ops", CPU_OPS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_no_numbers_end_their_row_alone(ops, temperature):
+def test_nan_logits_end_only_their_row(ops, temperature):
     bench = Bench(30, ops=ops)
     for req_index in range(5):
         bench.enter(req_index, [1], [], temperature=temperature, seed=req_index, top_p=0.9)
@@ -435,7 +435,7 @@ def test_logprobs_are_those_of_the_raw_logits(ops, dtype):
     assert output.token_ids[0] == 50
 
 
-def test_a_processor_that_takes_the_memory_away_ends_its_own_row():
+def test_processor_out_of_memory_ends_only_its_row():
     """torch itself would read past its end."""
 
     def processor(output, logits):

@@ -1,4 +1,4 @@
-"""Sampling against transformers' logits processors: equal logits, and draws that follow them."""
+"""Sampling against transformers' logits processors."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_decodes_come_first_in_the_batch():
     rig.collect()
 
 
-def test_prefix_hit_skips_computed_blocks_and_leaves_one_token():
+def test_prefix_hit_leaves_at_least_one_token():
     rig = Rig()
     first = rig.add(range(8), max_tokens=1)
     assert rig.step() == {"r0": 8}
@@ -133,7 +133,7 @@ def test_blocks_of_a_paused_request_are_spare_enough():
     rig.finish_all()
 
 
-def test_a_resumed_request_grows_by_what_another_can_spare():
+def test_resumed_request_grows_by_spare_blocks():
     rig = Rig(num_blocks=5, max_model_len=16)
     request, other = rig.add(range(4), max_tokens=6), rig.add(range(20, 27), max_tokens=4)
     rig.launch()
@@ -148,7 +148,7 @@ def test_a_resumed_request_grows_by_what_another_can_spare():
     rig.expect(request, other)
 
 
-def test_priority_decides_who_is_preempted():
+def test_priority_orders_preemption():
     rig = Rig(policy="priority", num_blocks=7, max_model_len=24)
     low = rig.add(range(8), max_tokens=12, priority=5)
     high = rig.add(range(20, 28), max_tokens=12, priority=1)
@@ -161,7 +161,7 @@ def test_priority_decides_who_is_preempted():
 @pytest.mark.parametrize(
     ("policy", "expected"), [("priority", [3, 1, 2, 0]), ("deadline", [3, 2, 1, 0])]
 )
-def test_policies_decide_who_is_next(policy, expected):
+def test_policy_orders_admission(policy, expected):
     rig = Rig(policy=policy, max_num_seqs=1)
     ranks = ((0, math.inf), (-1, 9.0), (-1, 3.0), (-2, 99.0))
     requests = [rig.add([i], 1, priority=p, deadline=d) for i, (p, d) in enumerate(ranks)]
@@ -172,7 +172,7 @@ def test_policies_decide_who_is_next(policy, expected):
     assert finished == expected
 
 
-def test_an_assignment_has_what_the_device_is_not_told_again():
+def test_assignment_has_all_request_data():
     rig = Rig()
     rig.add(range(2))
     request = rig.add(range(20, 26), eos=(7, 8))
@@ -188,7 +188,7 @@ def test_an_assignment_has_what_the_device_is_not_told_again():
     assert found.processors_key == -1
 
 
-def test_request_that_can_never_fit_fails_and_the_next_runs():
+def test_unschedulable_request_fails_and_next_runs():
     rig = Rig(num_blocks=4, max_model_len=100)
     big = rig.add(range(20), max_tokens=2)
     small = rig.add(range(3), max_tokens=2)
@@ -240,7 +240,7 @@ def test_paused_request_is_the_first_victim():
     rig.finish_all(paused, *others)
 
 
-def test_a_step_that_takes_blocks_away_admits_nothing():
+def test_preempting_step_admits_nothing():
     rig = Rig(num_blocks=8)
     rig.add(range(11), max_tokens=12)
     paused = rig.add(range(20, 31), max_tokens=12)
@@ -293,7 +293,7 @@ def test_at_depth_one_the_host_makes_no_difference():
     assert shapes[0] == shapes[1]
 
 
-def test_rollback_withdraws_what_the_failed_steps_published():
+def test_rollback_withdraws_published_hashes():
     rig = Rig(pipeline_depth=2)
     requests = [rig.add(range(9), max_tokens=4), rig.add(range(50, 55), max_tokens=4)]
     rig.launch()
@@ -345,7 +345,7 @@ def test_garbage_from_the_device_is_noticed(fields, says):
         rig.scheduler.update(step, result)
 
 
-def test_what_a_failed_request_computed_is_no_prefix_of_others():
+def test_failed_request_publishes_no_prefix():
     """Its KV may hold NaN, at positions before the token that made it too."""
     rig = Rig()
     size, shared = rig.info.block_size, list(range(1, 40))

@@ -1,4 +1,4 @@
-"""Several tokens of one row in one step: drafts that the fake executor makes and verifies."""
+"""Several tokens of a row in one step (speculative decoding)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_blocks_are_reserved_for_every_draft():
     rig.expect(request)
 
 
-def test_a_request_that_the_caller_ends_gets_no_later_token_of_the_row():
+def test_request_ended_by_caller_drops_later_row_tokens():
     rig = Rig(max_tokens_per_row=4)
     request = rig.add(PROMPT, max_tokens=40)
     while True:

@@ -1,4 +1,4 @@
-"""KV groups with a window: what they hold, what they give back, and what of it is found again."""
+"""KV groups with a window: allocation, freeing and hits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_window_has_at_least_one_key():
         KVCacheSpec((0,), 4, 0)
 
 
-def test_most_blocks_are_those_of_the_worst_place_of_a_window():
+def test_most_blocks_assume_the_worst_window_alignment():
     for block_size, window, step in itertools.product((1, 2, 3, 4, 8), (1, 2, 5, 9), (1, 2, 7)):
         spec = KVCacheSpec((0,), block_size, window)
         for num_tokens in (1, 6, 40):
@@ -64,7 +64,7 @@ def test_most_blocks_are_those_of_the_worst_place_of_a_window():
 
 
 @pytest.mark.parametrize(("block_size", "window"), [(4, 1), (4, 2), (4, 5), (4, 6), (3, 7), (1, 2)])
-def test_a_block_is_given_back_once_all_of_it_lies_before_the_window(block_size, window):
+def test_block_is_freed_once_wholly_before_window(block_size, window):
     kv = manager((block_size, window), step_tokens=40)
     one = request(range(40))
     assert kv.admit(one, 40, ([],))
@@ -86,7 +86,7 @@ def test_a_block_is_given_back_once_all_of_it_lies_before_the_window(block_size,
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_hit_is_the_longest_that_all_groups_can_go_on_from(seed):
+def test_hit_is_the_longest_usable_by_all_groups(seed):
     print(f"seed {seed}")
     rng = random.Random(seed)
     groups = rng.choice(GROUPS)
@@ -121,7 +121,7 @@ def test_a_hit_is_the_longest_that_all_groups_can_go_on_from(seed):
         kv.free(other)
 
 
-def test_an_admission_takes_what_a_window_holds_at_once():
+def test_admission_takes_blocks_of_a_full_window():
     # 4 blocks for 1 + 8 tokens of a window, wherever they begin, and 25 for all 50.
     kv = manager((2, None), (3, 4), num_blocks=31)
     one = request(range(50))
@@ -138,7 +138,7 @@ def test_an_admission_takes_what_a_window_holds_at_once():
         check_kv_cache(kv, [one])
 
 
-def test_a_prompt_that_is_admitted_never_preempts_another_to_go_on():
+def test_admitted_prompt_never_preempts_others():
     one = rig((4, None), (4, 10), num_blocks=61, max_model_len=120, max_num_batched_tokens=12)
     requests = [one.add(range(100 * i, 100 * i + 60), max_tokens=3) for i in range(4)]
     while one.scheduler.has_work():
@@ -170,7 +170,7 @@ def most_blocks(window: int | None, num_tokens: int, **changes) -> tuple[int, in
     return max(held), held[-1]
 
 
-def test_five_of_six_layers_with_a_window_take_a_quarter_of_the_memory():
+def test_window_layers_take_a_quarter_of_the_memory():
     """Gemma 3's layers, five with a window of 1024 to one without, at 32k tokens. A block has the
     same bytes in either engine: 64 tokens in a sixth of the layers."""
     changes = dict(max_num_batched_tokens=2048)
@@ -182,7 +182,7 @@ def test_five_of_six_layers_with_a_window_take_a_quarter_of_the_memory():
     assert 5 * last < full[0]
 
 
-def test_a_request_that_waits_gives_back_what_it_no_longer_sees():
+def test_waiting_request_frees_blocks_out_of_window():
     """It paused in the middle of its prompt; what it takes up again fits where it just fitted."""
     one = rig((2, 5), num_blocks=9, max_model_len=60, max_num_batched_tokens=8)
     first = one.add(range(40), max_tokens=4)
@@ -226,15 +226,19 @@ def _run(groups, depth) -> None:
     _finish(one)
 
 
-def _narrow(monkeypatch) -> None:
-    """The window has a key less than its layers look at."""
+def _fewer(monkeypatch, name: str) -> None:
     make = SlidingWindowGroup.__init__
 
-    def narrow(self, *args):
+    def fewer(self, *args):
         make(self, *args)
-        self.window -= 1
+        setattr(self, name, getattr(self, name) - 1)
 
-    monkeypatch.setattr(SlidingWindowGroup, "__init__", narrow)
+    monkeypatch.setattr(SlidingWindowGroup, "__init__", fewer)
+
+
+def _narrow(monkeypatch) -> None:
+    """The window has a key less than its layers look at."""
+    _fewer(monkeypatch, "window")
 
 
 def _early(monkeypatch) -> None:
@@ -252,13 +256,7 @@ def _early(monkeypatch) -> None:
 
 def _short_hit(monkeypatch) -> None:
     """A hit needs a block less than the next query sees."""
-    make = SlidingWindowGroup.__init__
-
-    def short(self, *args):
-        make(self, *args)
-        self._num_visible_blocks -= 1
-
-    monkeypatch.setattr(SlidingWindowGroup, "__init__", short)
+    _fewer(monkeypatch, "_num_visible_blocks")
 
 
 @pytest.mark.parametrize("depth", [1, 2])

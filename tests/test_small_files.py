@@ -1,4 +1,4 @@
-"""The small files of a model's directory: bounded in size, and read without waiting."""
+"""Small files of a model's directory: bounded and regular."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,20 +34,14 @@ def directory(tmp_path: Path, name: str) -> Path:
     return path / name
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs and devices")
+@pytest.mark.parametrize(
+    "make", [lambda file: os.mkfifo(file), lambda file: file.symlink_to("/dev/zero")]
+)
 @pytest.mark.parametrize("name", READERS)
-def test_a_fifo_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_fifos_and_links_to_devices_are_refused(tmp_path: Path, name: str, make: Any) -> None:
     file = directory(tmp_path, name)
-    os.mkfifo(file)
-    with pytest.raises(ModelLoadError, match=f"{name}: is no regular file"):
-        READERS[name](file.parent)
-
-
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs devices")
-@pytest.mark.parametrize("name", READERS)
-def test_a_link_to_a_device_is_refused(tmp_path: Path, name: str) -> None:
-    file = directory(tmp_path, name)
-    file.symlink_to("/dev/zero")
+    make(file)
     with pytest.raises(ModelLoadError, match=f"{name}: is no regular file"):
         READERS[name](file.parent)
 

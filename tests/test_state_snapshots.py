@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states: where they are saved, who goes on from them, what voids them."""
+"""Snapshots of recurrent states: saves, hits and invalidation."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_burst_with_a_shared_prefix_computes_it_twice():
     rig.finish_all(*requests)
 
 
-def test_those_that_wait_for_a_state_do_not_cost_a_step_their_number(monkeypatch):
+def test_requests_waiting_for_state_cost_a_step_nothing(monkeypatch):
     rig, asked = StateRig(num_blocks=60, max_num_seqs=4), []
     requests = [rig.add([*range(8), 50 + i], max_tokens=1) for i in range(40)]
     is_saving = StateSnapshots.is_saving
@@ -198,7 +198,7 @@ def test_a_paused_request_goes_on_from_its_newest_state():
     rig.finish_all(first)
 
 
-def test_a_request_that_is_paused_again_and_again_computes_a_block_anew():
+def test_repeated_pauses_recompute_at_most_a_block():
     """As with a reader that takes one token at a time: not all of its output so far."""
     rig = StateRig(max_num_seqs=1, num_blocks=40)
     first, counts = rig.add(range(6), max_tokens=40), []

@@ -1,4 +1,4 @@
-"""The decode step on static buffers: a trace in place of the graph, a stream that runs late."""
+"""The decode step on static buffers, with traces for graphs and a late stream."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_tokens_equal_the_plain_path_in_every_bucket(decoder: Decoder) -> None:
     assert captured == {GraphKey(bucket) for bucket in graphs.buckets}
 
 
-def test_steps_that_need_the_host_give_the_same_tokens(llama: Decoder) -> None:
+def test_host_steps_give_the_same_tokens(llama: Decoder) -> None:
     """Their graph ends at the logits; the rows beside them are drawn by another one."""
     asked, kinds = prompts(7, seed=2), KINDS[:2] + HOST_KINDS
     expected = alone(llama, asked, kinds)
@@ -309,7 +309,7 @@ def test_many_new_blocks_at_once(llama: Decoder) -> None:
     assert second.outputs == one(llama, prompt, 9, GREEDY)
 
 
-def test_a_row_whose_logits_are_not_numbers_ends_alone(llama: Decoder) -> None:
+def test_row_with_nan_logits_ends_alone(llama: Decoder) -> None:
     runner = traced(llama)
     driver = Driver(runner)
     good, bad = driver.add([1, 2, 3], 6, GREEDY), driver.add([4, 5, 6], 6, GREEDY)
@@ -335,7 +335,7 @@ def untraced(decoder: Decoder, ahead: bool, **settings: Any) -> ModelRunner:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fields", UNCHECKED[::3], ids=lambda fields: next(iter(fields)))
 @pytest.mark.parametrize("ahead", slow_but([False, True], True))
-def test_a_request_that_cannot_be_assigned_ends_alone(
+def test_unassignable_request_ends_alone(
     llama: Decoder, fields: dict[str, Any], ahead: bool
 ) -> None:
     """With a step in flight, the next one computes its row before the core was told."""
@@ -360,7 +360,7 @@ def test_a_request_that_cannot_be_assigned_ends_alone(
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.AcceleratorError),
     ],
 )
-def test_what_the_device_raises_in_an_assignment_is_no_requests_own(
+def test_device_error_in_assignment_is_not_one_requests(
     llama: Decoder, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
     def fail(*_: object) -> None:
@@ -397,7 +397,7 @@ def tensors_of(value: object, seen: set[int] | None = None) -> list[Tensor]:
     return [t for name in names for t in tensors_of(getattr(value, name, None), seen)]
 
 
-def test_a_trace_touches_nothing_but_what_stays_where_it_is(decoder: Decoder) -> None:
+def test_traced_tensors_are_persistent(decoder: Decoder) -> None:
     capturer = TraceRecorder()
     runner = make_runner(
         decoder, capturer=capturer, stream=LateStream(), sizes=(2, 10), max_num_seqs=10,
@@ -521,7 +521,7 @@ def test_the_plain_step_state(block_size: int) -> None:
     check_step_state(TorchOps().decode_inputs, "cpu", block_size)
 
 
-def test_every_host_buffer_sees_every_change_of_the_sampling_parameters() -> None:
+def test_host_buffers_see_every_sampling_parameter_change() -> None:
     """Three buffers take turns, of which each change finds other ones behind."""
     state = SamplingState(2, 100, 4)
     limits = StepLimits(2, 2, 1, table_rows=3)
@@ -602,7 +602,7 @@ def test_a_slot_changes_hands_before_the_host_draws_its_token(llama: Decoder) ->
     assert [first.outputs, second.outputs] == expected
 
 
-def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
+def test_host_row_under_grammar_beside_failing_row(llama: Decoder) -> None:
     def refuse(output: list[int], logits: Tensor) -> Tensor:
         if len(output) == 2:
             raise KeyError("on purpose")
@@ -629,7 +629,7 @@ def test_a_host_row_under_a_grammar_and_one_that_fails(llama: Decoder) -> None:
     assert found[0] == found[1]
 
 
-def test_what_fails_at_its_start_is_raised_when_it_is_collected(llama: Decoder) -> None:
+def test_launch_error_is_raised_at_collect(llama: Decoder) -> None:
     runner = make_runner(llama, capturer=GraphCapturer(), stream=LateStream())
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
@@ -720,12 +720,17 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def expected(llama: Decoder) -> list[list[int]]:
+    asked = prompts(13)
+    return alone(llama, asked[:8]) + alone(llama, asked[8:])
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_comparison_sees_mistakes(
-    llama: Decoder, monkeypatch: pytest.MonkeyPatch, mistake: str
+    llama: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
     asked = prompts(13)
-    expected = alone(llama, asked[:8]) + alone(llama, asked[8:])
     monkeypatch.setattr(*MISTAKES[mistake])
     runner = traced(llama, sizes=(8,))
     try:

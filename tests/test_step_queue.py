@@ -1,4 +1,4 @@
-"""Recorded steps that run ahead on a CPU: the tokens of steps run one by one, and what waits."""
+"""Recorded steps that run ahead on a CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, outputs_of, packed, state_of
 from tests.dummy_runner import MODEL as LLAMA
-from tests.native_library import check_forked_child
+from tests.native_library import check_forked_child, needs_native
 from tests.recorded_runner import (
-    ISAS,
     PROMPTS,
     QWEN3,
     make_decoder,
@@ -29,7 +28,7 @@ from tests.recorded_runner import (
     program_of,
 )
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no C++ compiler to build the native ops with")
+pytestmark = needs_native
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 DRAWN = SamplingParams(temperature=0.9, seed=5)
@@ -102,7 +101,7 @@ MODELS = {"tied": LLAMA, "untied": QWEN3, "capped": replace(QWEN3, logits_softca
 
 @pytest.mark.parametrize("asked", ALONE)
 @pytest.mark.parametrize("model", MODELS)
-def test_tokens_are_those_of_steps_run_one_by_one(model, asked):
+def test_tokens_equal_steps_run_one_by_one(model, asked):
     decoder = make_decoder(MODELS[model])
     runner = ahead(decoder)
     assert (program_of(runner).greedy is None) == (model == "capped")
@@ -113,7 +112,7 @@ def test_tokens_are_those_of_steps_run_one_by_one(model, asked):
 
 
 @pytest.mark.parametrize("asks", HOST)
-def test_a_row_that_needs_more_than_the_draw_is_sampled_with_the_host(asks):
+def test_rows_with_host_work_are_sampled_by_the_host(asks):
     decoder = make_decoder(QWEN3)
     asked = [DRAWN, GREEDY, HOST[asks], replace(DRAWN, seed=8)]
     runner = ahead(decoder)
@@ -150,7 +149,7 @@ def test_a_step_begins_where_the_one_before_ends():
     assert outputs_of(make_runner(state_of(runner).model), PROMPTS[0], 2, GREEDY) == found
 
 
-def test_an_index_that_passes_to_another_waits_for_the_step_in_flight():
+def test_reused_index_waits_for_step_in_flight():
     runner = ahead(make_decoder(QWEN3))
     driver = Driver(runner)
     first, other = driver.add(PROMPTS[0], 9, DRAWN), driver.add(PROMPTS[2], 9, GREEDY)
@@ -202,7 +201,7 @@ def test_short_steps_wait_for_the_host():
     assert not any(begun for num_tokens, begun in started if num_tokens < 3)
 
 
-def test_the_forward_pass_of_a_masked_step_runs_while_its_masks_are_made():
+def test_forward_pass_overlaps_mask_making():
     decoder = make_decoder(QWEN3)
     allowed = [range(4 * n, 4 * n + 40) for n in range(9)]
 
@@ -252,7 +251,7 @@ def test_a_row_without_numbers_fails_alone():
     assert len(good.outputs) == 6
 
 
-def test_what_fails_in_a_step_is_raised_where_it_is_collected():
+def test_step_error_is_raised_at_collect():
     runner, driver, seq = in_flight(PROMPTS[0])
     driver.collect()
     # The step in flight reads the same table.
@@ -276,7 +275,7 @@ def test_no_memory_for_the_thread_is_told_as_such(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["discard", "close"])
-def test_what_is_in_flight_is_waited_for(end):
+def test_steps_in_flight_are_awaited(end):
     runner, _, _ = in_flight(PROMPTS[2])
     queue = queue_of(runner)
     getattr(runner, end)()

@@ -206,7 +206,7 @@ async def test_cancellation_at_any_await_point(seed):
                 assert got == rig.executor.reference([i], 40)
 
 
-async def test_abort_of_a_queued_request_means_it_is_never_prefilled():
+async def test_aborted_queued_request_is_never_prefilled():
     rig = fake(max_num_seqs=1, step_time=0.002, record=True)
     async with engine_of(rig) as engine:
         running = engine.stream([1], max_tokens=20)
@@ -329,7 +329,7 @@ async def test_output_merges_behind_a_stalled_loop():
             assert deltas[i][-1].finish_reason == "length"
 
 
-async def test_pause_holds_a_request_back_and_it_goes_on_where_it_was():
+async def test_paused_request_continues_where_it_was():
     rig = fake(max_num_seqs=1)
     async with engine_of(rig) as engine:
         stream = engine.stream([2], max_tokens=100, max_unread=10, on_slow="pause")
@@ -366,7 +366,7 @@ async def test_stalled_readers_do_not_hold_up_a_live_one():
 
 
 @pytest.mark.parametrize("drain", slow_but([None, 60.0], 60.0))
-async def test_paused_stream_without_a_reader_does_not_hold_up_a_drain(drain):
+async def test_drain_does_not_wait_for_unread_paused_stream(drain):
     engine = fake().engine()
     await engine.start()
     stream = engine.stream([2], max_tokens=100, max_unread=4, on_slow="pause")
@@ -391,7 +391,7 @@ async def test_deadline_in_the_queue_refuses_without_a_prefill():
     assert entered(rig) == [1]
 
 
-async def test_deadline_in_decode_carries_what_was_generated():
+async def test_deadline_in_decode_has_partial_output():
     rig = fake(step_time=0.002)
     async with engine_of(rig) as engine:
         stream = engine.stream([1], timeout=0.03, max_tokens=200)
@@ -405,7 +405,7 @@ async def test_deadline_in_decode_carries_what_was_generated():
         assert 0 < len(got) < 200
 
 
-async def test_deadline_runs_on_in_a_prefill_and_while_paused_and_while_tokenised():
+async def test_deadline_runs_during_prefill_pause_and_tokenisation():
     rig = fake(num_blocks=3001, max_num_batched_tokens=2, step_time=0.002)
     async with engine_of(rig) as engine:
         with pytest.raises(DeadlineExceededError, match="running") as caught:
@@ -429,7 +429,7 @@ async def test_deadline_runs_on_in_a_prefill_and_while_paused_and_while_tokenise
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_garbage_from_the_executor_is_fatal_and_says_so(depth):
+async def test_garbage_from_the_executor_is_fatal(depth):
     rig = fake(pipeline_depth=depth)
 
     def garbage(result):
@@ -458,7 +458,7 @@ async def test_step_out_of_memory_is_retried_smaller(depth):
     assert {0, 5}.isdisjoint(rig.executor.faults)
 
 
-async def test_aborted_stream_whose_id_was_taken_over_ends_when_the_engine_dies():
+async def test_aborted_stream_with_reused_id_ends_with_engine():
     rig = fake(num_blocks=3001)
     rig.tokenizer.gate = threading.Event()
     async with rig.engine() as engine:
@@ -490,7 +490,7 @@ async def test_hung_step_is_noticed_and_named():
     rig.executor.gate.release(100)
 
 
-async def test_device_that_hangs_after_running_out_of_memory_is_noticed(monkeypatch):
+async def test_hang_after_out_of_memory_is_noticed(monkeypatch):
     rig = fake()
     gate = threading.Event()
     monkeypatch.setattr(rig.executor, "discard", lambda: gate.wait(30))

@@ -1,4 +1,4 @@
-"""What the backends enforce: the JSON-Schema test suite, their masks, tokens, and the model."""
+"""Grammar backends: the JSON-Schema test suite, masks and tokens."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ $dynamicRef nullable minlength x-guidance""".split()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case[0])[:60])
-def test_a_backend_admits_what_a_schema_does(either, case):
+def test_backend_admits_what_schema_admits(either, case):
     schema, valid, invalid = case
     grammar = compiled(either[1], json=schema)
     for value in valid:
@@ -138,17 +138,17 @@ def test_a_backend_admits_what_a_schema_does(either, case):
 
 
 @pytest.mark.parametrize("case", ONLY_LLGUIDANCE, ids=lambda case: json.dumps(case[0])[:60])
-def test_what_xgrammar_would_ignore_or_get_wrong_is_llguidances(either, case):
+def test_schemas_xgrammar_mishandles_go_to_llguidance(either, case):
     if either[0] == "xgrammar":
         with pytest.raises(GrammarError, match="not enforced"):
             compiled(either[1], json=case[0])
     else:
-        test_a_backend_admits_what_a_schema_does(either, case)
+        test_backend_admits_what_schema_admits(either, case)
 
 
 @pytest.mark.parametrize("keyword", NEITHER)
 @pytest.mark.parametrize("where", ["top", "within"])
-def test_what_neither_enforces_is_refused_by_name(either, keyword, where):
+def test_schemas_unenforceable_by_both_are_refused_by_name(either, keyword, where):
     schema: dict[str, Any] = {"type": "object", keyword: {}}
     if where == "within":
         schema = {"type": "array", "items": schema}
@@ -402,13 +402,13 @@ def test_token_bytes_spell_what_the_tokenizer_decodes(kind):
             assert text == before + spelled, ids
 
 
-def test_a_token_that_cannot_be_spelled_is_never_allowed(either):
+def test_unspellable_token_is_never_allowed(either):
     vocabulary = byte_vocabulary(b"", b"abc", b"")
     grammar = compiled(backend(either[0], vocabulary), structural_tag=STRUCTURES)
     assert tokens_of(grammar.new_matcher().bitmask()) & {256, 257, 258} == {257}
 
 
-def test_a_vocabulary_that_cannot_spell_the_grammar_is_told(either):
+def test_vocabulary_that_cannot_spell_grammar_is_reported(either):
     letters = Vocabulary([b"a", b"b", b""], {}, lambda text: [])
     with pytest.raises(GrammarError, match="admits nothing"):
         compiled(backend(either[0], letters), choice=["yes"])
@@ -444,18 +444,18 @@ def check_outputs(llm: LLM, seeds: range, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_packaged_model_writes_what_schemas_admit(ahead):
+def test_packaged_model_follows_schemas(ahead):
     with LLM(async_scheduling=ahead) as llm:
         check_outputs(llm, range(8), 100)
 
 
 @pytest.mark.slow
-def test_the_packaged_model_writes_what_some_hundred_schemas_admit():
+def test_packaged_model_follows_hundreds_of_schemas():
     with LLM(max_num_seqs=32) as llm:
         check_outputs(llm, range(100, 400), 100)
 
 
-def test_logit_bias_chooses_among_what_the_grammar_allows():
+def test_logit_bias_applies_within_the_grammar():
     with LLM() as llm:
         tokenizer = llm.engine.tokenizer
         [token_id] = tokenizer.encode("b", add_special_tokens=False)[-1:]

@@ -1,4 +1,4 @@
-"""What a backend would find out in the middle of an output is refused before it begins."""
+"""Grammars refused before an output begins."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ DATES = {"type": "object", "properties": {f"b{i}": {"format": "date"} for i in r
     ],
     ids=str,
 )
-def test_what_would_be_merged_for_hours_is_refused_at_once(llguidance, schema) -> None:
+def test_endless_schema_merges_are_refused(llguidance, schema) -> None:
     with pytest.raises(GrammarError, match=r"multipleOf has|patterns and formats apply to one"):
         compiled(llguidance, json=schema)
 
@@ -95,7 +95,7 @@ def test_what_would_be_merged_for_hours_is_refused_at_once(llguidance, schema) -
     ],
     ids=str,
 )
-def test_what_applies_to_different_values_is_not_counted_together(schema) -> None:
+def test_constraints_on_different_values_are_counted_apart(schema) -> None:
     refuse_large_merges(schema)
 
 
@@ -146,7 +146,7 @@ def deep(count: int) -> dict[str, Any]:
     ids=["patterns", "allOf", "enum", "anyOf", "merged patterns", "objects", "references",
          "properties", "merged properties", "properties of alternatives", "types"],
 )  # fmt: skip
-def test_what_takes_seconds_to_compile_is_refused(llguidance, schema, most, message) -> None:
+def test_schemas_slow_to_compile_are_refused(llguidance, schema, most, message) -> None:
     refuse_large_merges(json.loads(json.dumps(schema(most))))
     with pytest.raises(GrammarError, match=message):
         compiled(llguidance, json=schema(most + 1))
@@ -268,7 +268,7 @@ async def test_more_within_an_output_end_their_own_request(schema) -> None:
         assert again.text == "a"
 
 
-def test_xgrammar_takes_what_is_past_the_others_limits() -> None:
+def test_xgrammar_compiles_past_llguidance_limits() -> None:
     from asyncllm.structured.xgrammar_backend import XGrammarBackend
 
     backend = XGrammarBackend(byte_vocabulary())
@@ -300,7 +300,7 @@ def test_xgrammar_refuses_schemas_that_take_long_to_compile(schema, work) -> Non
         compiled(backend, structural_tag=tags(schema, with_properties(20)))
 
 
-def test_a_schema_past_the_limits_of_llguidance_is_refused_without_xgrammar() -> None:
+def test_schema_past_llguidance_limits_is_refused_without_xgrammar() -> None:
     backends = Backends("auto", byte_vocabulary)
     with pytest.raises(GrammarError, match="max is 1000") as caught:
         backends.compile(StructuredOutputs("json", json.dumps(with_properties(251))), lambda: None)
@@ -498,7 +498,7 @@ async def test_its_request_fails_alone_and_by_name() -> None:
 
 
 @given(st.lists(st.text("ab|(\\é", min_size=1, max_size=6), min_size=1, max_size=12, unique=True))
-def test_an_expression_of_choices_matches_them_and_nothing_else(choices: list[str]) -> None:
+def test_choice_expression_matches_exactly_its_choices(choices: list[str]) -> None:
     spelled = re.sub(
         r"\\x\{(\w+)\}", lambda m: f"\\x{int(m[1], 16):02x}", _choices_regex(sorted(choices))
     )
@@ -507,7 +507,7 @@ def test_an_expression_of_choices_matches_them_and_nothing_else(choices: list[st
         assert bool(found.fullmatch(text)) == (text in choices)
 
 
-def test_what_choices_begin_with_is_written_once(llguidance) -> None:
+def test_common_prefix_of_choices_is_written_once(llguidance) -> None:
     shared = "the same beginning of " * 40
     choices = [f"{shared}{i}" for i in range(120)]
     assert len(_choices_regex(sorted(choices))) < 2 * len(_choices_regex([shared])) + 2000
@@ -576,14 +576,14 @@ WITH_AN_END: list[Any] = [
 
 
 @pytest.mark.parametrize(("schema", "pointer"), ENDLESS, ids=lambda one: str(one)[:60])
-def test_a_reference_whose_values_never_end_is_refused_by_name(llguidance, schema, pointer) -> None:
+def test_endless_reference_is_refused_by_name(llguidance, schema, pointer) -> None:
     says = re.escape(f"the $ref '{pointer}") + ".*' leads to values that never end"
     with pytest.raises(GrammarError, match=says):
         compiled(llguidance, json=schema)
 
 
 @pytest.mark.parametrize("schema", WITH_AN_END, ids=lambda one: str(one)[:60])
-def test_a_reference_with_an_end_is_none_such(schema) -> None:
+def test_finite_recursion_is_accepted(schema) -> None:
     refuse_infinite_references(schema)
 
 
@@ -620,7 +620,7 @@ def chained(count: int, link) -> dict:
         ),
     ],
 )
-def test_long_chains_are_refused_before_a_library_follows_them(kind, value):
+def test_long_schema_chains_are_refused_early(kind, value):
     """One of these ended the process: llguidance follows them on its stack."""
     with pytest.raises(InvalidRequestError, match="at most 512 references and rules"):
         parse_structured_outputs({kind: value})

@@ -1,4 +1,4 @@
-"""Structured output in the engine: masks, ends, compiles, and what goes wrong for one alone."""
+"""Structured output in the engine: masks, ends, compiles and errors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_rows_without_a_grammar_are_not_masked():
 # --- ends ----------------------------------------------------------------------------------
 
 
-async def test_it_ends_with_the_last_token_of_its_grammar_or_with_a_stop_token():
+async def test_request_ends_with_grammar_or_stop_token():
     async with ByteRig().engine() as engine:
         whole = await engine.generate("x", structured_outputs={"choice": ["yes"]}, max_tokens=9)
         assert (whole.token_ids, whole.finish_reason) == (tuple(b"yes"), "stop")
@@ -139,7 +139,7 @@ async def test_stop_tokens_come_only_where_the_grammar_may_end():
         assert (await engine.generate("x", max_tokens=50, **asked)).finish_reason == "length"
 
 
-async def test_an_eos_token_that_the_grammar_names_ends_it_or_is_a_part_of_it():
+async def test_eos_token_named_by_grammar():
     grammar = {"grammar": 'start: "ab" <|im_end|>'}
     within = {"grammar": 'start: "a" <|im_end|> "b"'}
     both = {"grammar": 'start: "a" (<|im_end|> "b")?'}
@@ -161,7 +161,7 @@ async def test_an_eos_token_that_the_grammar_names_ends_it_or_is_a_part_of_it():
         assert found.token_ids[-1] == TURN_END
 
 
-async def test_min_tokens_keeps_stop_tokens_back_but_not_the_end_of_the_grammar():
+async def test_min_tokens_bans_stop_tokens_but_not_grammar_end():
     async with ByteRig().engine() as engine:
         asked = {"min_tokens": 40, "max_tokens": 90}
         found = await engine.generate("x", structured_outputs={"regex": "[a-e]+"}, **asked)
@@ -189,7 +189,7 @@ async def test_allowed_tokens_and_the_grammar_both_count():
             assert (found.text, found.finish_reason) == ("ab", "stop")
 
 
-async def test_nothing_that_may_follow_is_an_error_of_that_request():
+async def test_empty_mask_is_an_error_of_its_request():
     rig = ByteRig(depth=2)
     async with rig.engine() as engine:
         asked = {"structured_outputs": {"regex": "ab[0-9]"}, "allowed_token_ids": list(b"ab")}
@@ -250,7 +250,7 @@ async def test_a_matcher_that_fails_ends_its_own_request(where, depth, monkeypat
         assert engine.stats().num_failed == 1
 
 
-async def test_aborted_requests_leave_the_others_masks_in_their_rows():
+async def test_aborts_keep_masks_in_their_rows():
     rig = ByteRig(depth=2)
     async with rig.engine() as engine:
         streams = [
@@ -322,7 +322,7 @@ class Timed:
         return Grammar(lambda: None)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_thread_rests_between_compiles_until_the_compiler_is_closed() -> None:
+def test_compiler_thread_idles_until_close() -> None:
     backends: Any = Timed()
     compiler, done = GrammarCompiler(backends, 10.0), threading.Semaphore(0)
     for i in range(4):
@@ -354,7 +354,7 @@ class Niceness:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread")
-def test_only_the_threads_that_compile_have_a_low_priority() -> None:
+def test_only_compile_threads_have_low_priority() -> None:
     backends: Any = Niceness()
     compiler, done = GrammarCompiler(backends, 10.0), threading.Event()
     spec = parse_structured_outputs({"regex": "x"})
@@ -393,21 +393,21 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_the_exit_of_the_interpreter_waits_for_compiles_that_have_begun(closed: bool) -> None:
+def test_interpreter_exit_waits_for_running_compiles(closed: bool) -> None:
     """A library that returns from a compile after that may abort the process."""
     ran = python("-c", AT_EXIT.format(seconds=0.5, timeout=30, closed=closed), timeout=60)
     assert (ran.returncode, ran.stderr) == (7, "")
     assert sorted(re.findall("compiled [abc]", ran.stdout)) == ["compiled a", "compiled b"]
 
 
-def test_the_exit_of_the_interpreter_waits_no_longer_than_a_compile_may_take() -> None:
+def test_interpreter_exit_waits_at_most_the_compile_limit() -> None:
     began = time.monotonic()
     ran = python("-c", AT_EXIT.format(seconds=600, timeout=0.2, closed=False), timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (7, "", "")
     assert time.monotonic() - began < 30
 
 
-async def test_a_compile_past_its_time_fails_its_requests_and_is_kept(slow):
+async def test_timed_out_compile_fails_requests_and_is_kept(slow):
     async with ByteRig().engine(grammar_timeout=0.2) as engine:
         held = [engine.stream("x", structured_outputs={"regex": "slow"}) for _ in range(2)]
         raised = []
@@ -453,7 +453,7 @@ async def test_three_threads_at_most_compile(slow):
         slow.gate.set()
 
 
-async def test_a_request_that_waits_for_its_grammar_can_be_aborted_and_expires(slow):
+async def test_request_waiting_for_grammar_can_abort_or_expire(slow):
     async with ByteRig().engine() as engine:
         aborted = engine.stream("x", structured_outputs={"regex": "slow"})
         aborted.abort()

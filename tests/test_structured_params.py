@@ -1,4 +1,4 @@
-"""What structured_outputs and response_format accept, and what parsed() makes of an output."""
+"""structured_outputs, response_format and parsed()."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ def done(text: str, reason: Any = "stop") -> Completion:
 
 
 @pytest.mark.parametrize("kind", ["x", "list[nowhere]", 7, print, "int("])
-def test_what_is_no_type_is_refused(kind):
+def test_non_types_are_refused(kind):
     output = CompletionOutput(0, "1", (), "stop")
     with refused("type", r"^type=.* a type that Pydantic knows"):
         output.parsed(kind)
 
 
-def test_parsed_reads_json_and_raises_with_the_text_of_what_is_none():
+def test_parsed_reads_json_or_raises_with_its_text():
     assert done('{"a": [1, null]}').parsed() == {"a": [1, None]}
     assert done("[1, 2]").parsed(tuple[int, int]) == (1, 2)
     with pytest.raises(InvalidOutputError, match=r"was cut off \(length\) after 8 char") as caught:

@@ -1,4 +1,4 @@
-"""submit(): a place in a full queue for everybody who waits, in order."""
+"""submit(): waiting for a place in a full queue, in order."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def test_places_go_to_those_in_line_in_their_order():
         assert full.engine.stats().num_rejected == 1
 
 
-async def test_those_in_line_come_before_stream():
+async def test_waiting_line_comes_before_stream():
     async with Full(max_queued_tokens=20) as full:
         large = await full.submit([5] * 20, max_tokens=1)
         full.held.pop().abort()
@@ -165,7 +165,7 @@ async def test_cancelled_when_its_place_is_there_already():
         assert entered(full.rig) == [1, 8]
 
 
-async def test_a_stream_that_is_dropped_unread_gives_its_place_back():
+async def test_dropped_unread_stream_frees_its_place():
     async with Full() as full:
         task = await full.submit([7])
         full.held[0].abort()
@@ -203,7 +203,7 @@ async def test_death_tells_those_in_line():
             assert isinstance(caught.value.__cause__, OSError)
 
 
-async def test_a_paused_engine_lets_them_wait_and_their_time_begins_with_the_place():
+async def test_paused_engine_starts_deadline_with_the_place():
     async with Full() as full:
         task = await full.submit([7], max_tokens=2, timeout=0.25)
         await asyncio.sleep(0.3)
@@ -214,7 +214,7 @@ async def test_a_paused_engine_lets_them_wait_and_their_time_begins_with_the_pla
         assert done.usage.total_time < 0.25
 
 
-async def test_what_cannot_be_served_is_told_before_it_waits():
+async def test_unservable_requests_are_refused_before_waiting():
     async with Full() as full:
         for prompt, options, error in (
             ([], {}, InvalidRequestError),
@@ -245,7 +245,7 @@ async def test_messages_and_long_texts_wait_too():
         assert (await (await long).result()).prompt_token_ids == (5,) * 100
 
 
-async def test_a_loop_that_was_closed_holds_up_nobody():
+async def test_closed_loop_delays_nobody():
     async with Full() as full:
 
         def abandoned():

@@ -41,7 +41,7 @@ def test_every_snippet_of_the_page_is_a_test() -> None:
     assert len(snippets()) == PAGE.count("def test_") == 12
 
 
-def test_it_needs_no_torch() -> None:
+def test_testing_needs_no_torch() -> None:
     source = (
         "import sys\n"
         "from asyncllm.testing import fake_llm\n"

@@ -134,7 +134,7 @@ def test_a_missing_tensor_of_the_text_part(tmp_path):
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
-def test_a_text_model_that_is_said_to_be_a_part(tmp_path, model_impl):
+def test_text_model_declared_as_part(tmp_path, model_impl):
     from safetensors.torch import save_file
 
     make_multimodal(tmp_path, "Qwen3_5")

@@ -22,7 +22,7 @@ def make(count: int) -> TokenLogprobs:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_row_has_the_sampled_token_and_as_many_others_as_were_asked_for(count):
+def test_row_has_sampled_token_and_requested_alternatives(count):
     entry = make(count)
     assert entry._num_top == count
     assert (entry.token_id, entry.logprob) == (9, -3.5)
@@ -42,7 +42,7 @@ def test_packed_and_given_ones_are_equal():
     assert pickle.loads(pickle.dumps(make(2))) == WHOLE
 
 
-def test_rows_that_are_not_read_are_one_object_for_the_garbage_collector():
+def test_unread_rows_are_one_gc_object():
     entry = make(2)
     assert not any(map(gc.is_tracked, gc.get_referents(entry)[:1]))
     (token_id, logprob), others = entry._rows()

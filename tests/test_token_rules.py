@@ -22,7 +22,7 @@ WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6
 
 
 @given(output=TOKENS, words=WORDS, allowed=st.none() | st.sets(st.integers(0, 39), min_size=1))
-def test_they_exclude_what_the_lists_name(
+def test_lists_exclude_their_names(
     output: list[int], words: list[list[int]], allowed: set[int] | None
 ) -> None:
     rules = TokenRules.create(None if allowed is None else sorted(allowed), words, 40)
@@ -118,7 +118,7 @@ async def test_long_lists_are_prepared_on_another_thread_and_once(monkeypatch):
             await engine.generate("x", bad_words=[*words, "  "], max_tokens=1)
 
 
-async def test_a_long_list_reaches_every_output_before_its_first_step():
+async def test_long_token_list_is_applied_before_first_step():
     words = [f"none of these {i}" for i in range(100)] + [chr(i) for i in range(33, 127)]
     async with ByteRig().engine() as engine:
         for prompt in ("x", [65, 66]):

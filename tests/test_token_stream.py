@@ -1,4 +1,4 @@
-"""TokenStream by hand: what one read takes and waits for, and who may read."""
+"""TokenStream by hand: reads, waits and readers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def resumed(reading):
 # --- what a read takes ------------------------------------------------------------------
 
 
-def test_a_read_takes_what_there_is_and_the_last_comes_with_the_end():
+def test_read_merges_unread_tokens_and_last_has_the_end():
     rig = Rig(logprobs=0)
     rig.put(5, 6)
     assert rig.read() == Delta("5 6 ", (5, 6), logprobs=(logprobs_of(5), logprobs_of(6)))
@@ -146,7 +146,7 @@ def test_a_read_takes_what_there_is_and_the_last_comes_with_the_end():
 
 
 @pytest.mark.parametrize("unread", range(1, 9))
-def test_an_end_comes_with_its_token_unless_that_is_one_too_many(unread):
+def test_end_comes_with_its_token_unless_excess(unread):
     rig = Rig(max_unread=4)
     rig.put(*range(10, 10 + unread))
     rig.end(last=Delta("9 ", (9,)))
@@ -163,7 +163,7 @@ def test_an_end_comes_with_its_token_unless_that_is_one_too_many(unread):
     assert rig.channel.num_unread == 0
 
 
-def test_an_end_without_a_token_comes_with_what_is_unread_or_alone():
+def test_tokenless_end_merges_into_unread_delta_or_stands_alone():
     for unread, text in ((1, "5 held"), (0, "held")):
         rig = Rig()
         rig.put(*[5] * unread)
@@ -173,7 +173,7 @@ def test_an_end_without_a_token_comes_with_what_is_unread_or_alone():
         assert rig.stream.completion().outputs[0].logprobs is None
 
 
-def test_an_exception_comes_after_what_there_was_and_stays():
+def test_exception_comes_after_unread_deltas_and_repeats():
     rig = Rig()
     rig.put(5)
     error = RequestError("failed")
@@ -233,7 +233,7 @@ def test_a_read_waits_until_it_is_woken_with_something_there():
     rig.check_idle()
 
 
-def test_what_comes_between_the_look_and_the_flag_is_read_at_once():
+def test_item_between_check_and_flag_is_read_at_once():
     for ending in (False, True):
         rig = Rig()
         make_waiter = rig.loop.make_waiter
@@ -247,7 +247,7 @@ def test_what_comes_between_the_look_and_the_flag_is_read_at_once():
         rig.check_idle()
 
 
-def test_a_heartbeat_is_none_and_the_reads_go_on():
+def test_heartbeat_is_none_and_reads_continue():
     rig = Rig()
     stream = rig.stream.with_heartbeat(3)
     assert stream.__aiter__() is stream
@@ -295,7 +295,7 @@ def test_a_read_that_is_cancelled_aborts_and_says_so(within):
     assert rig.stream.finish_reason is None
 
 
-def test_a_cancelled_read_of_a_request_that_ended_by_itself_is_its_end():
+def test_cancelled_read_of_ended_request_is_its_end():
     rig = Rig()
     reading = rig.wait()
     with pytest.raises(KeyboardInterrupt):
@@ -331,7 +331,7 @@ def test_one_task_reads_at_a_time():
     assert rig.read().token_ids == (6,)
 
 
-def test_a_stream_belongs_to_the_loop_that_waited_for_it_first():
+def test_stream_belongs_to_its_first_loop():
     rig = Rig()
     reading = rig.wait()
     rig.put(5)
@@ -416,7 +416,7 @@ def test_closing_aborts_and_ends_the_iteration(way):
     assert repr(rig.stream) == "<TokenStream 'r' closed>"
 
 
-def test_a_stream_that_is_forgotten_is_abandoned_once():
+def test_forgotten_stream_is_abandoned_once():
     rig = Rig()
     group = rig.group
     del rig.stream
@@ -427,6 +427,6 @@ def test_a_stream_that_is_forgotten_is_abandoned_once():
     assert rig.abandoned == []
 
 
-def test_a_stream_whose_making_failed_has_nothing_to_abandon():
+def test_failed_stream_has_nothing_to_abandon():
     del_of = TokenStream.__new__(TokenStream).__del__
     assert del_of() is None

@@ -1,4 +1,4 @@
-"""``tokenize`` and ``detokenize`` of the engine and of LLM, beside what requests compute."""
+"""``tokenize`` and ``detokenize`` of the engine and of LLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def prompt_of(stream: Any) -> list[int]:
         return list(stream.prompt_token_ids)
 
 
-async def test_tokens_are_those_of_a_request_short_and_long() -> None:
+async def test_tokens_equal_a_requests_short_and_long() -> None:
     async with fake_engine("x", max_model_len=60_000, num_blocks=4000) as engine:
         for length in (1, 3000):
             text = "Hé<|im_end|>" * length
@@ -65,7 +65,7 @@ async def test_text_of_tokens_short_and_long() -> None:
         assert await engine.detokenize([72, 257] * 9000, skip_special_tokens=True) == "H" * 9000
 
 
-async def test_only_what_takes_long_leaves_the_loops_thread(
+async def test_only_long_work_leaves_the_loop_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[Any] = []
@@ -105,7 +105,7 @@ async def test_only_what_takes_long_leaves_the_loops_thread(
         (HELLO, {"tools": 5}, "tools"),
     ],
 )
-async def test_what_cannot_be_tokenised_is_named(prompt: Any, options: Any, param: str) -> None:
+async def test_untokenisable_input_is_named(prompt: Any, options: Any, param: str) -> None:
     async with fake_engine("x") as engine:
         with refused(param):
             await engine.tokenize(prompt, **options)
@@ -115,7 +115,7 @@ async def test_what_cannot_be_tokenised_is_named(prompt: Any, options: Any, para
 
 
 @pytest.mark.parametrize("token_ids", [[-1], [2**32], "ab", [1.5], range(2**19 + 1)])
-async def test_what_are_no_tokens_is_named(token_ids: Any) -> None:
+async def test_invalid_tokens_are_named(token_ids: Any) -> None:
     async with fake_engine("x") as engine:
         with refused("token_ids"):
             await engine.detokenize(token_ids)

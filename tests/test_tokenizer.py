@@ -164,7 +164,7 @@ def test_special_tokens(make: Callable[..., Path]) -> None:
     assert tokenizer.vocab_size == tokenizer.backend.get_vocab_size()
 
 
-def test_special_tokens_map_is_read_where_the_config_says_nothing(
+def test_special_tokens_map_is_the_fallback(
     make: Callable[..., Path],
 ) -> None:
     path = make(bos_token=None)
@@ -309,9 +309,7 @@ def test_a_panic_of_the_library_names_the_file(make: Callable[..., Path]) -> Non
     assert not isinstance(caught.value.__cause__, Exception)
 
 
-def test_what_fails_behind_the_file_names_the_folder(
-    make: Callable[..., Path], monkeypatch
-) -> None:
+def test_folder_errors_name_the_folder(make: Callable[..., Path], monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such piece")
 
@@ -321,7 +319,7 @@ def test_what_fails_behind_the_file_names_the_folder(
         load(path)
 
 
-def test_characters_that_a_model_does_not_know_fail_their_text_alone() -> None:
+def test_unknown_characters_fail_only_their_text() -> None:
     backend = Backend(models.WordLevel({"known": 0, "<|end|>": 1}, unk_token="none"))
     backend.add_special_tokens(["<|end|>"])
     tokenizer = make_kind(backend)

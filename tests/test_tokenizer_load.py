@@ -1,4 +1,4 @@
-"""The tokenizer is read beside the weights; what goes wrong with either is reported as before."""
+"""Tokenizers loaded beside the weights, and errors of either."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_loading_ends_where_the_tokenizer_is_damaged(monkeypatch):
     assert reading_thread() is None
 
 
-def test_an_executor_is_closed_where_the_tokenizer_fails_behind_it(monkeypatch):
+def test_executor_is_closed_when_tokenizer_fails(monkeypatch):
     built, may_fail = [], threading.Event()
 
     def read(path: Path, **options: Any) -> Tokenizer:
@@ -125,7 +125,7 @@ def test_weights_that_fail_leave_no_thread(monkeypatch, damaged):
     assert reading_thread() is None
 
 
-def test_a_configuration_is_refused_before_anything_is_read_beside_it(monkeypatch):
+def test_configuration_is_refused_before_other_reads(monkeypatch):
     begun = []
     monkeypatch.setattr(TokenizerLoad, "begin", lambda self: begun.append(self))
     with pytest.raises(Exception, match="quantization"):
@@ -149,7 +149,7 @@ def test_transformers_is_imported_by_one_thread(monkeypatch, tmp_path):
     assert threads[1] is not threads[0]
 
 
-def test_what_was_read_is_not_read_again():
+def test_cached_reads_are_not_repeated():
     reads = []
     text = TokenizerLoad(lambda: reads.append(1) or len(reads))
     assert text.result() == 1

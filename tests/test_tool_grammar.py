@@ -1,4 +1,4 @@
-"""Grammars of tools: what they admit, the family's parser reads as calls that fit."""
+"""Grammars of tools, against the family's parser."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def draw(grammar: Grammar, seed: int, most: int = 600) -> bytes | None:
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
-def test_what_a_grammar_admits_its_parser_reads(family: str) -> None:
+def test_parser_reads_what_its_grammar_admits(family: str) -> None:
     name = "xgrammar" if form_of(family).form.style != "json" else "llguidance"
     backend = make_backend(name, byte_vocabulary())
     seen = set()
@@ -165,7 +165,7 @@ def admits(grammar: Grammar, text: str) -> bool:
 @pytest.mark.parametrize(
     "family", [name for name in TOOL_FAMILIES if name not in ("gpt_oss", "qwen3_coder")]
 )
-def test_the_arguments_of_a_strict_tool_fit_where_the_model_may_call(family: str) -> None:
+def test_optional_strict_tool_call_has_valid_arguments(family: str) -> None:
     form = form_of(family).form
     backend = make_backend("llguidance", byte_vocabulary())
     grammar, free = compiled(use_of([{**WEATHER, "strict": True}, NOW]), family, backend)
@@ -187,7 +187,7 @@ def test_the_arguments_of_a_strict_tool_fit_where_the_model_may_call(family: str
         assert not admits(grammar, call(name, arguments))
 
 
-def test_strict_tools_that_cannot_be_held_to_a_schema_are_refused() -> None:
+def test_strict_tools_without_enforceable_schema_are_refused() -> None:
     strict, free = ([{**WEATHER, "strict": strict}] for strict in (True, False))
     with refused("tools", "strict=true with tool_choice='auto'"):
         with_tool_grammar({}, None, use_of(strict), form_of("gpt_oss"))
@@ -214,7 +214,7 @@ async def test_a_model_that_would_break_a_strict_schema_does_not() -> None:
 
 @pytest.mark.parametrize("family", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("tail", ["", " x"])
-def test_a_parser_for_one_call_takes_the_next_for_text(family: str, tail: str) -> None:
+def test_single_call_parser_reads_second_call_as_text(family: str, tail: str) -> None:
     form = form_of(family).form
     call = form.begin.replace("NAME", "now") + "{}" + form.end
     text = call + form.separator + call + tail
@@ -228,7 +228,7 @@ def test_a_parser_for_one_call_takes_the_next_for_text(family: str, tail: str) -
         assert said.strip() == text[len(call) :].strip()
 
 
-def test_special_tokens_stand_where_a_delimiter_has_their_names() -> None:
+def test_special_tokens_replace_delimiters_of_their_name() -> None:
     names = {256: "[TOOL_CALLS]", 257: "[ARGS]", 258: "<|im_end|>"}
     tokens = byte_vocabulary(b"", b"", b"").tokens
     backend = make_backend("llguidance", Vocabulary(tokens, names, lambda t: list(t.encode())))
@@ -254,7 +254,7 @@ def test_special_tokens_stand_where_a_delimiter_has_their_names() -> None:
         ({"enum": []}, "tools: "),
     ],
 )
-async def test_a_schema_that_is_not_enforced_is_refused_by_name(schema: Any, says: str) -> None:
+async def test_unenforced_schema_is_refused_by_name(schema: Any, says: str) -> None:
     tools = [{"name": "now", "parameters": {"properties": {"x": schema}, "required": ["x"]}}]
     async with ByteRig().engine(structured_outputs_backend="llguidance") as engine:
         with refused("tools", says):
@@ -270,7 +270,7 @@ async def test_a_style_that_one_backend_has_names_it() -> None:
             await engine.chat(ASK, tools=TOOLS, tool_choice="required").result()
 
 
-async def test_outputs_that_are_complete_end_one_by_one() -> None:
+async def test_complete_outputs_end_one_by_one() -> None:
     """A grammar that can go on nowhere ends an output without a token: ``complete``, for each
     member of a group, with the last of which the group ends."""
     scripts = iter(["aaa", "b", "ab", "aaac"])

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in a model's text, however it is cut."""
+"""Tool calls and reasoning in a model's text."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_calls_before_a_malformed_one_stand() -> None:
     assert parse(FORMS["mistral"], ["[TOOL_CALLS][]"])[0] == "[TOOL_CALLS][]"
 
 
-def test_a_closing_delimiter_that_is_missing_at_the_end_of_the_output() -> None:
+def test_missing_closing_delimiter_at_end_of_output() -> None:
     for end in ("", "\n", "\n</tool"):
         text = '<tool_call>{"name": "add", "arguments": {"a": 1}}' + end
         assert parse(FORMS["hermes"], text) == ("", "", [("add", {"a": 1})])
@@ -265,7 +265,7 @@ def test_a_closing_delimiter_that_is_missing_at_the_end_of_the_output() -> None:
 @pytest.mark.parametrize(
     "text", ['{"city": "Paris"}', "{ x: 1 }", "a {", '{"name": "Ida", "age": 3}', "{}", "; {"]
 )
-def test_json_that_is_no_call_is_text(text: str) -> None:
+def test_other_json_is_text(text: str) -> None:
     assert parse(FORMS["llama3_json"], text) == (text, "", [])
 
 
@@ -285,7 +285,7 @@ def test_arguments_of_a_megabyte() -> None:
     assert parse(FORMS["hermes"], pieces) == ("", "", [("add", json.loads(arguments))])
 
 
-def test_what_is_inside_thinking_is_never_a_call() -> None:
+def test_thoughts_contain_no_calls() -> None:
     form = FORMS["hermes"]
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     assert parse(form, f"<think>{call}</think>{call}") == ("", call, [("add", {})])
@@ -294,7 +294,7 @@ def test_what_is_inside_thinking_is_never_a_call() -> None:
     assert parse(form, "so </think>\n\nYes.", "<think>") == ("Yes.", "so", [])
 
 
-def test_what_the_prompt_has_written_of_the_answer() -> None:
+def test_answer_beginning_in_prompt() -> None:
     think, harmony = FORMS["hermes"], FORMS["gpt_oss"]
     assert think.answer_begins_in("<|im_start|>assistant\n<think>\n") == "<think>"
     assert think.answer_begins_in("<think>\n\n</think>\n\n") == ""
@@ -384,7 +384,7 @@ def test_the_tokenizers_own_template_comes_first() -> None:
         ({"fields": {"tool_calls": {"open_pattern": "(?<=a)b"}}}, "looks back"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused_at_the_start(change: Any, says: str) -> None:
+def test_unusable_template_is_refused_at_start(change: Any, says: str) -> None:
     with pytest.raises(ModelLoadError, match=says):
         ResponseFormats([], {**OWN, **change}, "auto", "auto")
 
@@ -403,7 +403,7 @@ def test_a_delimiter_has_a_greatest_length() -> None:
     assert len(out) >= 1000
 
 
-def test_text_that_begins_no_delimiter_is_not_searched() -> None:
+def test_text_without_delimiter_start_is_not_searched() -> None:
     class Never:
         def search(self, *_: Any, **__: Any) -> None:
             raise AssertionError("searched")

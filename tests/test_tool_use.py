@@ -1,4 +1,4 @@
-"""Tools and how they may be used: what chat() accepts, and what it makes of functions."""
+"""Tools of chat(): accepted forms, and schemas of functions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def loop() -> dict[str, Any]:
         ([ADD], "required" * 1000, "tool_choice", "expected"),
     ],
 )
-def test_what_is_wrong_is_named(tools: Any, choice: Any, param: str, says: str) -> None:
+def test_errors_name_the_argument(tools: Any, choice: Any, param: str, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as caught:
         use(tools, choice)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""chat() with tools and with models that think, through a whole engine."""
+"""chat() with tools and with thinking models, through a whole engine."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_unread_deltas_that_merge_are_the_same_calls() -> None:
     assert deltas[0].text == "ok"
 
 
-async def test_without_tools_and_with_none_text_is_as_it_was() -> None:
+async def test_text_is_unchanged_without_tools() -> None:
     async with fake_engine(ONE) as engine:
         for options in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
             stream = engine.chat(ASK, **options)
@@ -165,7 +165,7 @@ async def test_an_abort_between_two_fragments() -> None:
         assert (await engine.generate("x", max_tokens=1)).finish_reason == "length"
 
 
-async def test_what_was_held_back_comes_before_an_exception() -> None:
+async def test_held_text_comes_before_an_exception() -> None:
     answer = ["Well <tool_c", ValueError("no more")]
     async with fake_engine(answer) as engine:
         stream = engine.chat(ASK, tools=TOOLS)
@@ -223,9 +223,7 @@ async def test_a_stop_string_that_cuts_a_call() -> None:
         ),
     ],
 )
-async def test_what_cannot_be_had_with_tools_is_refused(
-    options: Any, param: str, says: str
-) -> None:
+async def test_options_that_exclude_tools_are_refused(options: Any, param: str, says: str) -> None:
     async with fake_engine(ONE) as engine:
         with refused(param, says):
             engine.chat(ASK, tools=TOOLS, **options)
@@ -269,7 +267,7 @@ def test_special_tokens_in_a_tools_result_are_text() -> None:
         assert result in tokenizer.decode([i for i in ids if i < 256])
 
 
-def test_past_arguments_are_a_dict_or_text_as_the_template_wants_them() -> None:
+def test_past_arguments_match_the_template_form() -> None:
     def rendered(arguments: Any, as_text: bool) -> Any:
         message = {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
         found = TemplateInput([message], {}, arguments_as_text=as_text)
@@ -300,7 +298,7 @@ async def test_thoughts_come_as_reasoning() -> None:
     assert completion.message["reasoning_content"] == "Hm."
 
 
-async def test_a_chat_in_a_terminal_shows_thoughts_and_a_pipe_has_the_answer(
+async def test_chat_shows_thoughts_in_terminal_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Screen(list[str]):
@@ -376,7 +374,7 @@ def test_reasoning_ends_behind_a_begin_of_its_delimiter() -> None:
     assert [reasoning.push(token) for token in (2, 2, 3, 2)] == [True, True, True, False]
 
 
-def test_delimiters_that_are_special_tokens_are_kept_in_the_text() -> None:
+def test_special_token_delimiters_stay_in_the_text() -> None:
     backend = byte_tokenizer().backend
     backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in MARKS])
     tokenizer = Tokenizer(backend, ChatTemplate({}, {}), {})

@@ -1,4 +1,4 @@
-"""Traces: one span for a request, where it hangs, what it says and what it does not."""
+"""Traces: one span for each request."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_seeds_fit_into_a_signed_attribute(trace, seed):
     assert recorded % 2**64 == used
 
 
-async def test_the_span_hangs_on_the_callers_and_has_the_requests_times(trace):
+async def test_span_has_callers_parent_and_request_times(trace):
     async with fake(step_time=0.002).engine() as engine:
         trace_engine(engine, trace.provider)
         with trace.tracer.start_as_current_span("outer") as outer:
@@ -206,7 +206,7 @@ async def test_texts_are_recorded_on_demand(trace):
     assert read(bad, "output")[0]["finish_reason"] == "error"
 
 
-async def test_closing_ends_the_spans_that_are_open_and_makes_no_more(trace):
+async def test_close_ends_open_spans(trace):
     async with fake().engine() as engine:
         with EngineTracing(engine, trace.provider) as tracing:
             await engine.pause()

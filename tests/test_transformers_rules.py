@@ -1,4 +1,4 @@
-"""What transformers' modules are refused for, and what is checked when they are loaded."""
+"""Refusals and load-time checks of transformers' modules."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_refused_by_the_rules(tmp_path, reason):
         ({"key_heads": 3}, "has 4 heads and 3 of keys; expected a multiple of them"),
     ],
 )
-def test_refused_by_what_a_layer_passes(tmp_path, monkeypatch, change, message):
+def test_refused_by_layer_arguments(tmp_path, monkeypatch, change, message):
     from asyncllm.gpu.transformers_model import build
 
     configure(tmp_path, "MistralConfig", **SLIDING)
@@ -242,7 +242,7 @@ def test_configurations_that_are_refused(tmp_path, values, message):
     assert str(caught.value) == f"{tmp_path / 'config.json'}: {message}"
 
 
-def test_auto_is_native_where_that_has_the_architecture(tmp_path):
+def test_auto_prefers_native_architectures(tmp_path):
     make(tmp_path, "Llama")
     assert isinstance(read_config(tmp_path, "auto"), ModelConfig)
     assert isinstance(read_config(tmp_path, "native"), ModelConfig)
@@ -316,7 +316,7 @@ def test_a_checkpoints_own_code(tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("own_code")
-def test_own_code_that_the_rules_do_not_see_through_fails_the_check(tmp_path):
+def test_unsupported_custom_code_fails_the_check(tmp_path):
     path = remote_code.write(tmp_path / "own_shifted", shift=True)
     with pytest.raises(ModelLoadError) as caught:
         load(path, trust_remote_code=True)
@@ -366,10 +366,9 @@ def test_the_check_sees_a_window_off_by_one(tmp_path, monkeypatch):
 
 
 def test_rounded_weights_need_a_tested_architecture(tmp_path, monkeypatch):
-    from tests.native_library import native_library
+    from tests.native_library import context
 
-    if native_library() is None:
-        pytest.skip("no C++ compiler to build the native ops with")
+    context()
     make(tmp_path, "Gemma2")
     options = {"attention_backend": "native", "quantization": "int8"}
     driver = Driver(load(tmp_path, **options))
@@ -419,7 +418,7 @@ def test_two_engines_share_nothing(tmp_path):
         compare(seq, generate(model, prompt, 12), Tally())
 
 
-def test_nothing_of_a_model_stays_behind(tmp_path):
+def test_model_is_freed(tmp_path):
     import gc
     import weakref
 
@@ -436,7 +435,7 @@ def test_nothing_of_a_model_stays_behind(tmp_path):
     assert [ref() for ref in left] == [None, None]
 
 
-def test_weights_do_not_lie_in_the_files_that_they_came_from(tmp_path):
+def test_weights_are_copied_out_of_their_files(tmp_path):
     make(tmp_path, "Gemma2")
     driver = Driver(load(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")  # reading a mapping of it would be a SIGBUS

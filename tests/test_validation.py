@@ -1,4 +1,4 @@
-"""Validators: plain Python values for every kind of number, and errors that can be printed."""
+"""Validators: plain values for every kind of number, printable errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_integers_of_every_kind_become_plain(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NO_INTEGERS)
-def test_what_is_no_integer(value: Any) -> None:
+def test_non_integers(value: Any) -> None:
     assert "expected an integer from 0 to 9" in refused(check.integer, value, 0, 9)
 
 
@@ -68,7 +68,7 @@ def test_numbers_of_every_kind_become_plain(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS)
-def test_what_is_no_number(value: Any) -> None:
+def test_non_numbers(value: Any) -> None:
     assert "expected a finite number from 0 to 1" in refused(check.number, value, 0, 1)
 
 
@@ -113,7 +113,7 @@ def test_none_is_accepted_where_it_is_optional() -> None:
         assert refused(validator, [], *limits, optional=True).endswith(" or None")
 
 
-def test_booleans_are_no_numbers_and_may_be_numpys() -> None:
+def test_booleans_are_not_numbers_and_may_be_numpy() -> None:
     assert check.boolean("field", np.bool_(False)) is False
     for value in (0, 1, "yes", None, np.int64(1), torch.tensor(True)):
         refused(check.boolean, value)
@@ -134,7 +134,7 @@ def test_sequences_of_strings_are_tuples_of_them() -> None:
     assert refused(check.strings, ["a", ""]).startswith("field=''")
 
 
-def test_strings_are_what_utf8_can_express() -> None:
+def test_strings_are_valid_utf8() -> None:
     assert check.string("field", "Zoë \U0001f600") == "Zoë \U0001f600"
     assert check.string("field", "", empty=True) == ""
     for value in ("", "\ud800", b"x", 5, None):
@@ -189,7 +189,7 @@ def test_descriptions_are_short_and_never_raise() -> None:
     assert check.describe([1, "two", {"three": 3}]) == "[1, 'two', {'three': 3}]"
 
 
-def test_a_long_dict_is_described_without_a_look_at_all_its_keys() -> None:
+def test_long_dicts_are_described_by_few_keys() -> None:
     falling = dict.fromkeys(range(10**4, 0, -1), 1)
     assert check.describe(falling).startswith("{9992: 1, 9993: 1, ")
 
@@ -201,7 +201,7 @@ def test_repeated_token_ids_are_dropped() -> None:
     params.check_limits(6, 0)
 
 
-def test_what_each_step_reads_of_stop_tokens_is_bounded() -> None:
+def test_stop_tokens_read_per_step_are_bounded() -> None:
     params = SamplingParams(stop_token_ids=range(127))
     for fields in ({"min_tokens": 1}, {"structured_outputs": {"regex": "a"}}):
         replace(params, **fields).check_limits(1000, 0, (1,))

@@ -1,4 +1,4 @@
-"""WaitingQueue: the policy's order and turns by owner, for any operations in between."""
+"""WaitingQueue: policy order and turns by owner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.waiting_queue import POLICIES, WaitingQueue
 from asyncllm.sampling_params import SamplingParams
-from tests.hypothesis_settings import examples
+from tests.hypothesis_settings import quick_and_slow
 from tests.integrity import check_waiting_queue
 
 
@@ -34,14 +34,14 @@ def drained(queue):
     return order
 
 
-def test_push_gives_the_rank_that_victims_are_chosen_by():
+def test_push_returns_the_preemption_rank():
     one = request(3, priority=2, deadline=7.0)
     for policy, key in (("fcfs", (3,)), ("priority", (2, 3)), ("deadline", (2, 7.0, 3))):
         WaitingQueue(policy).push(one)
         assert one.sort_key == key
 
 
-def test_discarding_what_is_not_waiting_changes_nothing():
+def test_discarding_a_non_waiting_request_changes_nothing():
     queue = WaitingQueue("fcfs")
     one, other = request(0), request(1)
     queue.push(one)
@@ -197,8 +197,7 @@ class OwnersMachine(RuleBasedStateMachine):
             check_waiting_queue(self.queue, self.plain.running)
 
 
-TestOwners = OwnersMachine.TestCase
-TestOwners.settings = examples(200, stateful_step_count=40)
+TestOwners, TestManyOwners = quick_and_slow(OwnersMachine, 200)
 
 
 def test_an_owner_without_requests_is_forgotten():

@@ -116,7 +116,7 @@ async def test_a_response_can_be_continued():
     assert third["usage"]["input_tokens_details"]["cached_tokens"] >= 4
 
 
-async def test_the_last_32_responses_that_are_not_stored_can_be_continued_where_they_were_made():
+async def test_last_32_unstored_responses_continue_on_their_connection():
     fields = {"max_output_tokens": 1, "store": False}
     async with served(fake().engine()) as server:
         async with client_of(server) as client:
@@ -130,7 +130,7 @@ async def test_the_last_32_responses_that_are_not_stored_can_be_continued_where_
     assert (kept["status"], kept["store"]) == ("incomplete", False)
 
 
-async def test_a_stored_response_can_be_continued_after_a_reconnect_by_who_made_it():
+async def test_stored_response_continues_after_reconnect_for_its_owner():
     rig = fake()
     async with served(rig.engine()) as server:
         async with client_of(server) as client:
@@ -226,7 +226,7 @@ async def test_many_responses_share_a_number_of_frames():
     assert "".join(texts).split() == [str(token) for token in expected]
 
 
-async def test_a_connection_that_ends_in_the_turn_of_a_request_leaves_nothing():
+async def test_connection_closed_during_its_turn_leaves_nothing():
     class Connection:
         async def __aiter__(self):
             yield json.dumps({"type": "response.create", "input": "1"})
@@ -313,7 +313,7 @@ REFUSED = {
 }
 
 
-async def test_what_cannot_be_done_is_refused_by_name():
+async def test_unsupported_operations_are_refused_by_name():
     rows = [
         ({re.split(r"[.\[]", param)[0]: value}, code, param)
         for code, params in REFUSED.items()
@@ -330,7 +330,7 @@ async def test_what_cannot_be_done_is_refused_by_name():
             assert (await client.ask(max_output_tokens=1))["status"] == "incomplete"
 
 
-async def test_values_that_ask_for_nothing_are_accepted():
+async def test_neutral_fields_are_accepted():
     neutral = {
         "background": False,
         "conversation": None,
@@ -391,7 +391,7 @@ async def test_a_full_queue_says_when_to_come_back():
     assert int(error["error"]["headers"]["Retry-After"]) >= 1
 
 
-async def test_a_response_that_takes_too_long_fails_alone():
+async def test_too_slow_response_fails_alone():
     async with (
         served(fake(step_time=0.01).engine(), timeout=0.1) as server,
         client_of(server) as client,
@@ -446,7 +446,7 @@ async def test_a_close_in_mid_answer_aborts():
         await until(lambda: not server.num_connections)
 
 
-async def test_a_client_that_does_not_read_hurts_no_other():
+async def test_non_reading_client_delays_no_other():
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     async with served(
@@ -477,7 +477,7 @@ async def test_a_client_that_does_not_read_hurts_no_other():
         await idle(server.engine)
 
 
-async def test_pings_find_out_who_is_gone():
+async def test_pings_detect_dead_clients():
     async with served(fake().engine(), ping_interval=0.05, ping_timeout=0.05) as server:
         async with client_of(server) as client:
             client.connection.transport.pause_reading()
@@ -485,7 +485,7 @@ async def test_pings_find_out_who_is_gone():
             client.connection.transport.abort()
 
 
-async def test_a_message_that_is_too_long_closes_with_1009():
+async def test_too_long_message_closes_with_1009():
     async with served(fake().engine(), max_message_size=1000) as server:
         async with client_of(server) as client, client_of(server) as other:
             await client.create("1" * 2000)
@@ -581,7 +581,7 @@ async def test_a_name_that_resolves_to_here_is_not_here():
             writer.close()
 
 
-async def test_bound_elsewhere_without_a_token_is_said_aloud(caplog):
+async def test_public_bind_without_token_is_warned(caplog):
     async with fake().engine() as engine:
         async with serve(engine, "0.0.0.0", 0):
             pass
@@ -693,7 +693,7 @@ async def test_arguments_are_checked():
         await server.aclose()
 
 
-async def test_serve_forever_raises_what_the_engine_died_of():
+async def test_serve_forever_raises_engine_death():
     rig = fake()
     lost = rig.executor.faults[2] = RuntimeError("device lost")
     async with rig.engine() as engine, serve(engine, port=0) as server:
@@ -735,7 +735,7 @@ async def test_nothing_of_ours_is_left_behind():
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/stats"])
-async def test_a_close_is_completed_behind_messages_that_nothing_reads(path):
+async def test_close_completes_behind_unread_messages(path):
     async with (
         served(fake().engine(), close_timeout=3600) as server,
         connect(f"ws://127.0.0.1:{server.port}{path}") as connection,
@@ -750,7 +750,7 @@ async def test_a_close_is_completed_behind_messages_that_nothing_reads(path):
 
 
 @pytest.mark.parametrize("closer", ["session", "server"])
-async def test_a_close_that_is_not_answered_is_waited_for_as_long_as_is_asked(closer):
+async def test_unanswered_close_waits_the_configured_time(closer):
     async with served(fake().engine(), close_timeout=0.2) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(UPGRADE.replace(b"responses", b"stats").replace(b": x", b": 127.0.0.1"))

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be used are refused with names and numbers."""
+"""Checkpoints: reading, staging, mapping and refusals."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_readers_tensors_are_checked_as_a_files_are(source):
         assert reader.closed
 
 
-def test_what_a_reader_says_of_a_file(source):
+def test_reader_metadata(source):
     tensors = load_file(source.path / "model.safetensors")
     with closing(SafetensorsReader(source.path)) as reader:
         assert reader.tensors == {
@@ -227,6 +227,7 @@ print(counts, sorted(set(sys.modules) - before))
 """
 
 
+@pytest.mark.slow
 def test_a_listing_imports_nothing(tmp_path):
     """Arithmetic on torch's meta device takes seconds of imports when it is first used."""
     paths = [tmp_path / name for name in ("Glm4", "Gemma4-experts", "Qwen3Next", "GptOss")]
@@ -359,7 +360,7 @@ def test_another_checkpoint_in_its_place_is_not_mixed_with_it(tmp_path, read):
     reader.close()
 
 
-def test_what_is_cut_short_while_it_is_mapped_is_not_read(tmp_path):
+def test_truncated_mapped_file_is_not_read(tmp_path):
     """A read behind its end would end the process."""
     shards(tmp_path, 1.0)
     reader = SafetensorsReader(tmp_path)
@@ -371,7 +372,7 @@ def test_what_is_cut_short_while_it_is_mapped_is_not_read(tmp_path):
     reader.close()
 
 
-def test_what_is_mapped_outlives_its_name(tmp_path):
+def test_mapped_weights_outlive_unlink(tmp_path):
     shards(tmp_path, 1.0)
     reader = SafetensorsReader(tmp_path)
     for file in tmp_path.glob("*.safetensors"):
@@ -382,7 +383,7 @@ def test_what_is_mapped_outlives_its_name(tmp_path):
     reader.close()
 
 
-def test_what_the_system_refuses_names_the_file(copy, monkeypatch):
+def test_os_errors_name_the_file(copy, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("unable to mmap 4 bytes")  # torch's, of an errno
 
@@ -403,7 +404,7 @@ def test_the_files_are_closed_again(copy):
     assert decoder.embedding.shape == (256, 64)
 
 
-def test_dummy_weights_are_the_same_every_time_and_leave_the_global_seed(source):
+def test_dummy_weights_are_deterministic_and_keep_global_seed(source):
     state = torch.get_rng_state()
     first = dict(dummy_weights(source, torch.float32, CPU))
     second = dict(dummy_weights(source, torch.float32, CPU))
@@ -447,7 +448,7 @@ def staged(
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_staged_weights_are_those_that_are_copied_directly(source, dtype, chunk_bytes):
+def test_staged_weights_equal_directly_copied_ones(source, dtype, chunk_bytes):
     """Chunks that end within a row, and ones larger than any tensor."""
     expected = read(source, dtype)
     found, transfers = staged(source, dtype, chunk_bytes)

@@ -1,4 +1,4 @@
-"""The wheels of other platforms: what they hold, what they need, and that they compute the same."""
+"""Wheels of other platforms: contents, needs and equal results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncllm.native.build import LIBRARY, LIBRARY_NAMES, BuildError, build
-from tests.native_library import compiler, isas, link, run_fuzz
+from tests.native_library import ISAS, compiler, link, run_fuzz
 from tools import wheels
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +60,7 @@ def test_a_system_without_native_ops_is_refused(tmp_path: Path) -> None:
 def test_a_wheel_that_suits_no_old_system_is_refused(tmp_path: Path) -> None:
     """The library of this machine's compiler and C library, in a wheel."""
     pytest.importorskip("auditwheel")
-    if isas() == [] or os.confstr("CS_GNU_LIBC_VERSION") <= "glibc 2.28":
+    if ISAS == [] or os.confstr("CS_GNU_LIBC_VERSION") <= "glibc 2.28":
         pytest.skip("no native library, or one of an old system")
     wheel = tmp_path / f"asyncllm-0-py3-none-{HERE}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -78,7 +78,7 @@ def test_the_wheels_library_has_the_bits_of_gccs(made: Path, tmp_path: Path) -> 
     library, program = tmp_path / "libops.so", tmp_path / "fuzz"
     shutil.copy(LIBRARY, library)
     link(program, library, compiler(), ["-O0"])
-    expected = {isa: run_fuzz(program, 100, ROUNDS, isa) for isa in isas()}
+    expected = {isa: run_fuzz(program, 100, ROUNDS, isa) for isa in ISAS}
     library.unlink()
     library_of(made, HERE, library)
     assert {isa: run_fuzz(program, 100, ROUNDS, isa) for isa in expected} == expected

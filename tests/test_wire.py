@@ -1,4 +1,4 @@
-"""What crosses to the executor is plain data: it survives a pickle, and the core keeps none."""
+"""Plain data across the executor seam."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ async def test_a_call_runs_in_the_callers_context():
     assert await WorkerThread("w").call(variable.get) == "the caller's"
 
 
-async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled():
+async def test_call_returns_or_raises_and_cancelled_call_never_begins():
     thread, told = WorkerThread("w"), []
     assert await thread.call(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
@@ -69,7 +69,7 @@ async def test_a_call_has_its_result_or_error_and_does_not_begin_when_cancelled(
     assert told == ["last"]
 
 
-async def test_close_drops_what_waits_and_cuts_the_rest_short():
+async def test_close_drops_waiting_and_cuts_running_compiles():
     rest = Cooldown(lambda: True)
     thread = WorkerThread("w", rest)
     go = blocked(thread)

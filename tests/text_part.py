@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint, beside what the whole model generates."""
+"""The text part of a multimodal checkpoint, with reference outputs."""
 
 from __future__ import annotations
 

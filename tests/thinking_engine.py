@@ -1,4 +1,4 @@
-"""Tools to call, and an engine whose model thinks before it calls them."""
+"""An engine whose model thinks before it calls tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions that defy those who report them."""
+"""Exceptions that cannot be printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of the WebSocket server for tests: raw events, and short words for them."""
+"""A test client of the WebSocket server."""
 
 from __future__ import annotations
 

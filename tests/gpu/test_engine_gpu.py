@@ -178,7 +178,7 @@ def test_log_probabilities_equal_the_cpus(checkpoint):
                 assert abs(x.logprob - y.logprob) < NEAR
 
 
-def test_the_packaged_model_says_what_it_says_on_the_cpu():
+def test_packaged_model_equals_cpu_output():
     prompt = "Tell me a story about Mia and a boat."
 
     async def main(device: str) -> Completion:
@@ -361,7 +361,7 @@ def test_closing_gives_the_cache_back_to_the_device(checkpoint):
         gc.enable()
 
 
-def test_a_device_that_is_not_there(checkpoint):
+def test_missing_device(checkpoint):
     with pytest.raises(EngineError, match=r"cuda:99.*CUDA devices"):
         run(checkpoint(), [], device="cuda:99")
 

@@ -1,4 +1,4 @@
-"""What every kernel has to satisfy, wherever it runs: in the interpreter or on a GPU."""
+"""Checks of every kernel, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 

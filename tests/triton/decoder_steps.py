@@ -1,4 +1,4 @@
-"""A small decoder run step by step on either backend, from a cache full of traps."""
+"""A small decoder run step by step on either backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many programs attention launches, for every batch size."""
+"""Grid sizes of attention for every batch size."""
 
 from __future__ import annotations
 

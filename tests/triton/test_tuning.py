@@ -1,4 +1,4 @@
-"""Launch shapes, the check of the toolchain, and what importing the ops costs."""
+"""Launch shapes, the toolchain check, and import cost."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def test_a_missing_compiler_or_header_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("complete")
-def test_a_cache_folder_that_cannot_be_written_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unwritable_cache_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "folder"))
     toolchain.check_triton()
     assert list((tmp_path / "new" / "folder").iterdir()) == []

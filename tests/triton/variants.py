@@ -1,4 +1,4 @@
-"""Kernel variants that are compiled for GPUs that are not there: every default, and more."""
+"""Kernel variants to compile: defaults and more."""
 
 from __future__ import annotations
 

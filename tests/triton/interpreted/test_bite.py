@@ -1,4 +1,4 @@
-"""Broken kernels have to fail the same checks: the tests bite."""
+"""Broken kernels against the same checks."""
 
 from __future__ import annotations
 
