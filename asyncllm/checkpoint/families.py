@@ -209,15 +209,11 @@ def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
     interval = config.integer("no_rope_layer_interval", 4)
     has_rope = all_but_every_nth(interval, sizes)
     if "no_rope_layers" in config:
-        named = config.values["no_rope_layers"]
-        if (
-            not isinstance(named, list)
-            or len(named) < sizes.num_layers
-            or any(each not in (0, 1) for each in named)
-        ):
-            accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
+        accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
+        flags = config.entries("no_rope_layers", accepted, (0, 1).__contains__)
+        if len(flags) < sizes.num_layers:
             raise config.invalid_field("no_rope_layers", accepted)
-        has_rope = tuple(bool(each) for each in named[: sizes.num_layers])
+        has_rope = tuple(map(bool, flags[: sizes.num_layers]))
     window = read_optional_window(config, sizes, tuple(not each for each in has_rope))
     return {**_read_llama(config, sizes), **window, **_ropes_or_none(config, sizes, has_rope)}
 

@@ -106,9 +106,9 @@ class GGUFFamily:
         fields: fields of config.json by metadata key, beside those of all architectures.
         constants: fields of config.json that the metadata lacks, or may leave out.
         required: metadata keys that a file must have.
-        expected: only supported value by metadata key; also the value where the key is missing.
-        extra_keys: further metadata keys: those that do not change the model for text, and those of
-            RoPE and of queries that only this architecture has.
+        expected: the only supported value of each metadata key; a missing key has this value too.
+        extra_keys: further metadata keys that a file may have: some are read only for this
+            architecture, others do not change the model for text.
         names: transformers' tensor names by GGUF's, in addition to ``MODULE_NAMES``.
         permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
         norms_have_one_added: whether the weights of norms are stored with 1 added.
@@ -119,10 +119,12 @@ class GGUFFamily:
         full_attention_interval: interval of full-attention layers among sliding-window layers; 0 if
             all layers have a sliding window; None if no file of the architecture has one.
         partial_rope: whether ``rope.dimension_count`` may be less than the head size.
-        hidden_scale_num_layers: layer count of the one model that scales queries by the hidden size
-            divided by the number of heads, instead of by the head size; 0 if no model does.
-        rope: RoPE parameters that the metadata lacks.
-        variant: a metadata key, and the family of the files in which this key is not 0.
+        hidden_scale_num_layers: number of layers by which the one model of the architecture is
+            recognised whose query scale comes from the hidden size divided by the number of heads,
+            instead of the head size; 0 if there is no such model.
+        rope: further RoPE parameters of YaRN, which the metadata lacks.
+        variant: pair ``(key, family)`` for an architecture name that two models share: files whose
+            metadata value of ``key`` is neither absent nor 0 are read by ``family``.
     """
 
     architecture: str
@@ -153,7 +155,10 @@ _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
     # The sections of M-RoPE do not matter: a text token has the same position in each.
-    extra_keys=("rope.dimension_sections", "nextn_predict_layers"),
+    extra_keys=(
+        *("rope.dimension_sections", "nextn_predict_layers"),
+        *("ssm.inner_size", "attention.recurrent_layers"),
+    ),
     names=_GATED_DELTA,
     norms_have_one_added=True,
     tiles_value_heads=True,

@@ -179,7 +179,7 @@ class ModelConfig:
             config, generation_config = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
         else:
             config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
-            generation_config = read_generation_config(directory, has_defaults)
+            generation_config = ConfigFile.read_if_present(directory / "generation_config.json")
         family, config, is_text_part = _resolve_family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -213,7 +213,7 @@ class ModelConfig:
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
-            generation_defaults=generation_defaults(generation_config),
+            generation_defaults=generation_defaults(generation_config, has_defaults),
             eos_token_ids=_read_eos_token_ids(config, generation_config, family, vocab_size),
             **fields,
         )
@@ -358,17 +358,12 @@ def _read_eos_token_ids(
     return tuple(dict.fromkeys(eos))
 
 
-def read_generation_config(directory: Path, has_defaults: bool) -> ConfigFile:
-    """Read generation_config.json; without sampling parameters unless ``has_defaults``."""
-    file = ConfigFile.read_if_present(directory / "generation_config.json")
-    kept = {name: file.values[name] for name in file.values if has_defaults or name not in NEUTRAL}
-    return ConfigFile(file.path, kept)
-
-
-def generation_defaults(generation_config: ConfigFile) -> dict[str, Any]:
+def generation_defaults(generation_config: ConfigFile, has_defaults: bool) -> dict[str, Any]:
+    """Read the sampling parameters of generation_config.json; none unless ``has_defaults``."""
     # Check the values at load: otherwise a request that leaves a parameter unset would fail for
     # the file's bad value.
-    values = {name: generation_config.values[name] for name in NEUTRAL if name in generation_config}
+    names = [name for name in NEUTRAL if has_defaults and name in generation_config]
+    values = {name: generation_config.values[name] for name in names}
     try:
         params = SamplingParams(**values)
     except InvalidRequestError as error:

@@ -20,7 +20,6 @@ from asyncllm.checkpoint.model_config import (
     generation_defaults,
     has_native_decoder,
     quant_method,
-    read_generation_config,
 )
 from asyncllm.errors import AsyncLLMError, ModelLoadError
 from asyncllm.validation import describe, explain
@@ -100,7 +99,7 @@ class TransformersConfig:
             importing_transformers(),
         ):
             whole = _read_config(directory, file, trust_remote_code, is_overridden=bool(overrides))
-            generation = read_generation_config(directory, has_defaults)
+            generation = ConfigFile.read_if_present(directory / "generation_config.json")
             config = copy.deepcopy(whole.get_text_config(decoder=True))
             # Take ``tie_word_embeddings`` from the whole model's configuration, which overrides the
             # text part's.
@@ -132,7 +131,7 @@ class TransformersConfig:
                 dtype=_checkpoint_dtype(file, config, whole),
                 eos_token_ids=tuple(dict.fromkeys(eos)),
                 quantization=quant_method(file),
-                generation_defaults=generation_defaults(generation),
+                generation_defaults=generation_defaults(generation, has_defaults),
                 config=config,
                 model_class=model_class,
                 is_text_part=type(config) is not type(whole),
