@@ -42,7 +42,8 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
             split = _SPLIT_NAME.fullmatch(name)
             files.setdefault(split[1] if split else name[: -len(GGUF_SUFFIX)], []).append(name)
     stems = [stem for stem in files if quantization in (None, *files[stem])]
-    stems = stems or [stem for stem in files if quantization and _has_quantization(stem, quantization)]
+    if not stems and quantization:
+        stems = [stem for stem in files if _has_quantization(stem, quantization)]
     if len(stems) != 1:
         raise ModelLoadError(_explain_choice(files, stems, quantization, where))
     parts = files[stems[0]]

@@ -60,9 +60,7 @@ class ControlTokens:
         self._normalizer_rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
         # Ordinary text may become the unknown token, so it is not a control token.
-        self._control_ids = frozenset(self._ids.values()).difference(
-            _unknown_ids(self._marking_tokenizer)
-        )
+        self._control_ids = frozenset(self._ids.values()) - unknown_ids(backend)
 
     def _add_marks(
         self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
@@ -250,12 +248,12 @@ def component_stages(part: Any) -> list[dict[str, Any]]:
     return [step for one in inner for step in component_stages(one)]
 
 
-def _unknown_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """Ids that an unknown character is encoded to; none if the tokenizer raises an error for it."""
-    try:
-        return backend.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
-    except Exception:  # ``tokenizers`` raises bare Exceptions.
-        return []
+def unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """Id of the unknown token, if the tokenizer has one."""
+    model: Any = backend.model
+    token = getattr(model, "unk_token", None)
+    unk_id = backend.token_to_id(token) if token else getattr(model, "unk_id", None)
+    return frozenset() if unk_id is None else frozenset((unk_id,))
 
 
 def _rarest_character(text: str) -> str:

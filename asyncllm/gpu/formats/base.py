@@ -229,26 +229,17 @@ def dequantise_rows(codes: QuantisedTensor, start: int, stop: int) -> Tensor:
 
 
 def _expand_grid(codes: QuantisedTensor, grid: Tensor, start: int, stop: int) -> Tensor:
-    if codes.column_groups is not None:
-        return grid[start:stop].float()[:, codes.column_groups]
-    return expand_blocks(grid, codes.block, start, stop, codes.shape[1])
-
-
-def expand_blocks(
-    grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int
-) -> Tensor:
-    """Expands rows of ``grid``, which has one entry per block, to one entry per element.
-
-    Args:
-        grid: ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
-        start, stop: range of rows of the expanded tensor.
+    """Expands ``grid``, which has one entry per block, to the elements of rows ``start`` to
+    ``stop - 1``.
 
     Returns:
-        float32 ``[stop - start, columns]``, or a shape that broadcasts to it.
+        float32 ``[stop - start, in]``, or a shape that broadcasts to it.
     """
+    if codes.column_groups is not None:
+        return grid[start:stop].float()[:, codes.column_groups]
     part = grid.float()
     if part.shape[0] > 1:
-        part = part[torch.arange(start, stop) // block[0]]
+        part = part[torch.arange(start, stop) // codes.block[0]]
     if part.shape[1] > 1:
-        part = part.repeat_interleave(block[1], dim=1)[:, :columns]
+        part = part.repeat_interleave(codes.block[1], dim=1)[:, : codes.shape[1]]
     return part

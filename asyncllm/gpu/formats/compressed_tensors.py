@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ from asyncllm.gpu.formats.base import (
     block_size,
     check_fields,
     check_groups,
+    dequantise_rows,
     group_size,
     unpack,
 )
-from asyncllm.gpu.formats.floats import scaled_rows
 
 _KNOWN_FIELDS = (
     "quant_method config_groups format quantization_status global_compression_ratio ignore "
@@ -161,10 +162,8 @@ class CompressedTensors(WeightFormat):
         block = scheme.block or tensor.shape
         block = (block[0], block[1] or columns)
         scale = scale.reshape(-1, 1 if scheme.block is None else scale.shape[1])
-        if scheme.is_float:
-            return scaled_rows(parts["weight"], scale, block)
-        offset = _zero_points(scheme, parts, scale)
-        order = _column_groups(tensor, parts, scale.shape[1])
+        zeros = _zero_points(scheme, parts, scale)
+        groups = _column_groups(tensor, parts, scale.shape[1])
 
         def rows(start: int, stop: int) -> Tensor:
             if "weight" in parts:
@@ -172,7 +171,10 @@ class CompressedTensors(WeightFormat):
             return unpack(parts["weight_packed"][start:stop], scheme.bits, 1)[:, :columns]
 
         signed = "weight" in parts
-        return QuantisedTensor(scheme.bits, tensor.shape, rows, scale, block, offset, order, signed)
+        codes = QuantisedTensor(
+            scheme.bits, tensor.shape, rows, scale, block, zeros, groups, signed
+        )
+        return partial(dequantise_rows, codes) if scheme.is_float else codes
 
     def _scheme_of(self, parts: TensorParts, suffix: str) -> Scheme:
         name = parts.stem + suffix

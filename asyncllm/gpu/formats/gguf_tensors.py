@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_config import gguf_family
 from asyncllm.checkpoint.gguf_families import EXPERT_INDEX, MODULE_NAMES, GGUFFamily
-from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
+from asyncllm.checkpoint.gguf_file import PLAIN_TYPES, GGUFFile, GGUFTensor
 from asyncllm.errors import ModelLoadError
 
 _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.(.+)")
@@ -104,8 +104,7 @@ class _TensorMapper:
                 yield prefix + name.replace(EXPERT_INDEX, str(index)), StoredTensor(expert)
         else:
             stored = self._stored(stored_name, name, entry)
-            plain = GGML_TYPES[entry.type][0] in PLAIN_TYPES
-            if len(entry.shape) == 1 and stored.row_order is not None and not plain:
+            if len(entry.shape) == 1 and stored.row_order is not None and not entry.is_plain:
                 raise ModelLoadError(
                     f"{self.path}: tensor {stored_name!r} is quantised, expected a vector of type "
                     + ", ".join(PLAIN_TYPES)

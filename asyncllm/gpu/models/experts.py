@@ -139,9 +139,9 @@ def _stacked_experts(
     modules = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
     weight = scope.parameter(f"experts.{name}", modules, width, linear=True)
     bias = scope.parameter(f"experts.{name}", modules, suffix=".bias") if config.bias else None
-    for single, suffix in ((weight, ""), (bias, "_bias")):
-        if single is not None:
+    for own, suffix in ((weight, ""), (bias, "_bias")):
+        if own is not None:
             stored = f"{scope.stored_prefix}{names.fused}.{name}_proj{suffix}"
-            fused = replace(single, parts=((stored, single.shape[0]),), layout=layout)
-            parameters.append(fused if names.experts is None else replace(single, alternative=fused))
+            fused = replace(own, parts=((stored, own.shape[0]),), layout=layout)
+            parameters.append(fused if names.experts is None else replace(own, alternative=fused))
     return scope.linear_weights(*parameters)

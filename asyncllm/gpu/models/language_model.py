@@ -32,32 +32,21 @@ class StepOutput(NamedTuple):
 
 
 class LanguageModel(Protocol):
-    """Protocol of a model that turns token ids into hidden states and logits, on a KV cache."""
+    """Protocol of a model that turns token ids into hidden states and logits, on a KV cache.
 
-    @property
-    def model(self) -> Any:
-        """The model's configuration."""
-        ...
+    Attributes:
+        model: the model's configuration.
+        ops: the op set, which also has the runner's sampling op.
+        attention: the Attention of each attention kind.
+        embedding: object with the model's dtype and device.
+        states: recurrent states of a sequence, see ``KVCache.states``; () without recurrent layers.
+    """
 
-    @property
-    def ops(self) -> Any:
-        """The model's op set, which also has the runner's sampling op."""
-        ...
-
-    @property
-    def attention(self) -> Mapping[AttentionKind, Attention]:
-        """The Attention of each attention kind."""
-        ...
-
-    @property
-    def embedding(self) -> Any:
-        """Object with the model's dtype and device."""
-        ...
-
-    @property
-    def states(self) -> Sequence[StateSpec]:
-        """Recurrent states of a sequence, see ``KVCache.states``; () without recurrent layers."""
-        ...
+    model: Any
+    ops: Any
+    attention: Mapping[AttentionKind, Attention]
+    embedding: Any
+    states: Sequence[StateSpec]
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -79,17 +80,17 @@ class Reference:
             for length in SEQUENCE_LENGTHS
         ]
         try:
-            config._experts_implementation = "eager"
-            config._attn_implementation = "eager"
+            config._experts_implementation = config._attn_implementation = "eager"
             logits = [_logits(modules, tokens, device) for tokens in sequences]
             expected = [each.log_softmax(-1) for each in logits]
             largest = max(float(each.abs().max()) for each in logits)
             noise = MIN_NOISE_ROUNDINGS * torch.finfo(torch.float32).eps * largest
-            for tokens, each in zip(sequences, expected, strict=True):
-                half = _logits(modules, tokens[: len(tokens) // 2], device).log_softmax(-1)
-                noise = max(noise, float((half - each[: len(half)]).abs().max()))
+            halves = [tokens[: len(tokens) // 2] for tokens in sequences]
+            noise = max(noise, _max_change(modules, halves, expected, device))
             if getattr(modules, "_supports_sdpa", False):
-                noise = max(noise, cls._sdpa_noise(modules, sequences, expected, device))
+                config._attn_implementation = "sdpa"
+                with suppress(ValueError):  # SDPA does not support soft caps.
+                    noise = max(noise, _max_change(modules, sequences, expected, device))
         finally:
             config._attn_implementation, config._experts_implementation = ours
         if noise > MAX_NOISE:
@@ -99,22 +100,6 @@ class Reference:
                 f'from them; expected at most {MAX_NOISE:g}, as dtype="float32" may give'
             )
         return cls(sequences, expected, noise)
-
-    @staticmethod
-    def _sdpa_noise(
-        modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
-    ) -> float:
-        """Largest difference that SDPA makes to a log-probability; 0 if it cannot run."""
-        modules.config._attn_implementation = "sdpa"
-        noise = 0.0
-        for tokens, each in zip(sequences, expected, strict=True):
-            try:
-                other = _logits(modules, tokens, device).log_softmax(-1)
-            except ValueError:
-                # SDPA does not support soft caps.
-                return 0.0
-            noise = max(noise, float((other - each).abs().max()))
-        return noise
 
     def check(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> None:
         """Compares the engine's steps with the reference.
@@ -177,3 +162,15 @@ class Reference:
 def _logits(modules: Any, tokens: Tensor, device: torch.device) -> Tensor:
     """Logits of a sequence, ``[n, vocab_size]`` float32, on the host."""
     return modules(input_ids=tokens[None].to(device), use_cache=False).logits[0].float().cpu()
+
+
+def _max_change(
+    modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
+) -> float:
+    """Largest difference of the log-probabilities of ``sequences``, whole or cut short, from
+    ``expected``."""
+    changes = [0.0]
+    for tokens, reference in zip(sequences, expected, strict=True):
+        log_probs = _logits(modules, tokens, device).log_softmax(-1)
+        changes.append(float((log_probs - reference[: len(tokens)]).abs().max()))
+    return max(changes)

@@ -43,25 +43,20 @@ class LongRope:
     @classmethod
     def find_all(cls, modules: nn.Module, config: Any) -> list[LongRope]:
         """Finds a model's long RoPEs, and turns off transformers' choice of factors per step."""
-        found = []
+        ropes = []
         for module in modules.modules():
             rope: Any = module
             kinds: Any = getattr(rope, "rope_type", None)
-            by_type: dict[Any, Any] = dict(kinds) if isinstance(kinds, Mapping) else {None: kinds}
-            for layer_type, kind in list(by_type.items()):
-                if kind != "longrope":
-                    continue
-                parameters = config.rope_parameters
-                if layer_type is not None:
-                    parameters = parameters[layer_type]
-                original = parameters["original_max_position_embeddings"]
-                found.append(cls(rope, layer_type, int(original), config))
-                if layer_type is None:
-                    rope.rope_type = "default"
-                else:
-                    by_type[layer_type] = "default"
-                    rope.rope_type = by_type
-        return found
+            by_layer_type = dict(kinds) if isinstance(kinds, Mapping) else {None: kinds}
+            for layer_type, kind in by_layer_type.items():
+                if kind == "longrope":
+                    parameters = config.rope_parameters
+                    own = parameters if layer_type is None else parameters[layer_type]
+                    original = int(own["original_max_position_embeddings"])
+                    ropes.append(cls(rope, layer_type, original, config))
+                    by_layer_type[layer_type] = "default"
+                    rope.rope_type = "default" if layer_type is None else by_layer_type
+        return ropes
 
     def choose_frequencies(self, max_positions: int) -> None:
         """Sets the frequencies for sequences of at most ``max_positions`` tokens."""
@@ -71,11 +66,10 @@ class LongRope:
         buffer = getattr(self.module, f"{prefix}inv_freq")
         # transformers only checks whether ``seq_len`` exceeds the original context.
         length = self.original_context + (1 if max_positions > self.original_context else 0)
-        options = {} if self.layer_type is None else {"layer_type": self.layer_type}
-        chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
-            self.config, buffer.device, seq_len=length, **options
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+            self.config, buffer.device, seq_len=length, layer_type=self.layer_type
         )
-        buffer.copy_(chosen)
+        buffer.copy_(frequencies)
 
 
 class TransformersDecoder:
@@ -106,9 +100,9 @@ class TransformersDecoder:
         base: str,
         step: CurrentStep,
         embedding: Tensor,
-        states: Sequence[StateSpec] = (),
+        states: Sequence[StateSpec],
     ) -> None:
-        self.states = tuple(states)
+        self.states = states
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
         self.embedding = embedding
         self.base = getattr(modules, base)

@@ -42,25 +42,21 @@ def run_experts(module: nn.Module, *tensors: Tensor) -> Tensor:
 
 
 class ProbedMask:
-    """The mask that a layer gets while it is probed; wraps transformers' mask function.
+    """Mask of a layer that is probed: keeps transformers' mask function.
 
-    Slicing it returns the mask itself: the probe checks the numbers of queries and keys on the
+    A slice of the mask is the mask itself: the probe checks the numbers of queries and keys on the
     attention call instead.
 
     Attributes:
-        function: takes indices of batch, head, query and key; returns whether the query sees the
-            key.
+        function: transformers' ``mask_function``: takes indices of batch, head, query and key, and
+            returns whether the query sees the key.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, *, mask_function: Any, **unused: Any) -> None:
+        self.function = mask_function
 
     def __getitem__(self, part: Any) -> ProbedMask:
         return self
-
-
-def probe_mask(**arguments: Any) -> ProbedMask:
-    return ProbedMask(arguments["mask_function"])
 
 
 def register_implementations() -> None:
@@ -72,7 +68,7 @@ def register_implementations() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ENGINE_NAME, attend)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, probe_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, ProbedMask)
     ALL_EXPERTS_FUNCTIONS.register(ENGINE_NAME, run_experts)
 
 

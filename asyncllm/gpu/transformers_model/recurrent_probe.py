@@ -157,15 +157,14 @@ class CacheCallRecorder:
         def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
             # Move a padding mask from the host to the meta device: the module's code then gets as
             # far as its cache, so that an error can name the module.
-            options = {key: _move_to_meta(value) for key, value in options.items()}
-            self.calls[name] = ObservedCall(args, options)
+            moved = {
+                key: value.to("meta") if isinstance(value, Tensor) else value
+                for key, value in options.items()
+            }
+            self.calls[name] = ObservedCall(args, moved)
             return args, options
 
         return keep
-
-
-def _move_to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 class _StateRecorder(CallCache):

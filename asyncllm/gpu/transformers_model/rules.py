@@ -182,11 +182,6 @@ def _describe_option(value: Any) -> str:
     return repr(value)[:60]
 
 
-def kv_shape(call: AttentionCall) -> tuple[int, int]:
-    """KV heads and head size in the cache, where the smaller of key and value is padded."""
-    return call.key_heads, max(call.key_size, call.value_size)
-
-
 def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
     """The window of an attention call, in keys, the query's own included; None for all keys.
 
