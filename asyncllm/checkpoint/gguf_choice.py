@@ -77,10 +77,10 @@ def first_names(names: list[str], count: int) -> str:
 
 def _has_quantization(stem: str, quantization: str) -> bool:
     """Whether a file's name contains exactly this quantisation: "Q4_K" is not in "Q4_K_M"."""
-    parts, wanted = _name_parts(stem), _SEPARATORS.split(quantization.lower())
-    for start in range(len(parts) - len(wanted) + 1):
-        end = start + len(wanted)
-        if parts[start:end] != wanted or (start and parts[start - 1] == "ud"):
+    parts, quantization_parts = _name_parts(stem), _SEPARATORS.split(quantization.lower())
+    for start in range(len(parts) - len(quantization_parts) + 1):
+        end = start + len(quantization_parts)
+        if parts[start:end] != quantization_parts or (start and parts[start - 1] == "ud"):
             continue
         following = parts[end] if end < len(parts) else ""
         if following not in _CONTINUATIONS and not (following.isdigit() and len(following) == 1):

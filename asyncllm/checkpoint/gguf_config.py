@@ -16,7 +16,7 @@ from asyncllm.checkpoint.gguf_vocabulary import end_token_ids
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS
 from asyncllm.errors import ModelLoadError
 
-_COPIED_FIELDS = {
+_RENAMED_KEYS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -26,7 +26,7 @@ _COPIED_FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_CHECKED_FIELDS = (
+_OTHER_KEYS = (
     "attention.key_length attention.value_length attention.causal attention.sliding_window "
     "attention.sliding_window_pattern rope.dimension_count "
     "rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
@@ -34,13 +34,13 @@ _CHECKED_FIELDS = (
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
     "rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count"
 ).split()
-_YARN_FIELDS = {
+_YARN_KEYS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
     "yarn_attn_factor": "attention_factor",
     "yarn_log_multiplier": "mscale_all_dim",
 }
-_EXPECTED = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
+_ONLY_SUPPORTED_VALUES = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
 
 LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
@@ -76,7 +76,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     }
     fields = ConfigFile(file.path, values)
     _check_fields(fields, prefix, family)
-    copied = {**_COPIED_FIELDS, **family.fields}
+    copied = {**_RENAMED_KEYS, **family.fields}
     config = {**family.constants}
     config |= {name: values[key] for key, name in copied.items() if key in values}
     config |= {
@@ -105,19 +105,19 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
 
 def _collapse_equal(name: str, value: Any) -> Any:
     """Replace a per-layer list of equal values by that value; return any other value unchanged."""
-    is_listed = name in _COPIED_FIELDS and isinstance(value, list) and len(value) > 0
+    is_listed = name in _RENAMED_KEYS and isinstance(value, list) and len(value) > 0
     return value[0] if is_listed and value.count(value[0]) == len(value) else value
 
 
 def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
     """Raise ModelLoadError for an unknown or missing key, or an unsupported value."""
-    known = (_COPIED_FIELDS, _CHECKED_FIELDS, family.fields, family.expected, family.extra_keys)
+    known = (_RENAMED_KEYS, _OTHER_KEYS, family.fields, family.expected, family.extra_keys)
     for name in fields.values:
         if not any(name in names for names in known):
             raise fields.invalid_field(
                 name, f"no such value of {prefix[:-1]}, which may change the model"
             )
-    for name, value in {**_EXPECTED, **family.expected}.items():
+    for name, value in {**_ONLY_SUPPORTED_VALUES, **family.expected}.items():
         if fields.values.get(name, value) != value:
             raise fields.invalid_field(name, f"{value}, the only one that is supported")
     for name in family.required:
@@ -235,7 +235,7 @@ def _rope_scaling(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dic
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
     if kind == "yarn":
         rope |= family.rope
-        for key, name in _YARN_FIELDS.items():
+        for key, name in _YARN_KEYS.items():
             if f"rope.scaling.{key}" in fields:
                 rope[name] = fields.number(f"rope.scaling.{key}")
         if "mscale_all_dim" in rope:

@@ -74,8 +74,8 @@ _GATED_DELTA = {
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
 
-_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_QWEN_MOE_FIELDS = _COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_EXPERT_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_MOE_FIELDS = _EXPERT_COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _QWEN_SHARED_FIELDS = _QWEN_MOE_FIELDS | {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size"
 }
@@ -148,9 +148,9 @@ class GGUFFamily:
 _LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
 _GEMMA = GGUFFamily("", names=_SANDWICH_NORMS, norms_have_one_added=True)
 _OLMO2 = GGUFFamily("Olmo2ForCausalLM", names=_POST_NORMS)
-_OWN_ROPE = ("rope.freq_base_swa",)
-_TEMPERATURE = ("attention.temperature_scale",)
-_SIGMOID = {"expert_gating_func": 2}
+_SLIDING_ROPE_KEY = ("rope.freq_base_swa",)
+_TEMPERATURE_KEY = ("attention.temperature_scale",)
+_SIGMOID_ROUTING = {"expert_gating_func": 2}
 _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
@@ -180,17 +180,17 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             replace(
                 _LLAMA,
                 architecture="MixtralForCausalLM",
-                fields=_COUNTS | {"expert_count": "num_local_experts"},
+                fields=_EXPERT_COUNTS | {"expert_count": "num_local_experts"},
                 names=_MIXTRAL_EXPERTS,
             ),
         ),
     ),
     "mistral3": replace(
         _LLAMA,
-        extra_keys=_TEMPERATURE,
+        extra_keys=_TEMPERATURE_KEY,
         variant=(
-            _TEMPERATURE[0],
-            replace(_LLAMA, architecture="Ministral3ForCausalLM", extra_keys=_TEMPERATURE),
+            _TEMPERATURE_KEY[0],
+            replace(_LLAMA, architecture="Ministral3ForCausalLM", extra_keys=_TEMPERATURE_KEY),
         ),
     ),
     "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM"),
@@ -243,7 +243,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         _GEMMA,
         architecture="Gemma3ForCausalLM",
         fields={"final_logit_softcapping": "final_logit_softcapping"},
-        extra_keys=_OWN_ROPE,
+        extra_keys=_SLIDING_ROPE_KEY,
         full_attention_interval=6,
         hidden_scale_num_layers=62,
     ),
@@ -260,14 +260,14 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             replace(
                 _OLMO2,
                 architecture="Olmo3ForCausalLM",
-                extra_keys=_OWN_ROPE,
+                extra_keys=_SLIDING_ROPE_KEY,
                 full_attention_interval=4,
             ),
         ),
     ),
     "olmoe": GGUFFamily(
         "OlmoeForCausalLM",
-        _COUNTS | {"expert_feed_forward_length": "intermediate_size"},
+        _EXPERT_COUNTS | {"expert_feed_forward_length": "intermediate_size"},
         {"norm_topk_prob": False},
         names=_EXPERTS,
     ),
@@ -284,7 +284,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Glm4MoeForCausalLM",
         _DEEPSEEK_FIELDS,
         {"num_nextn_predict_layers": 0},
-        expected=_SIGMOID,
+        expected=_SIGMOID_ROUTING,
         extra_keys=("nextn_predict_layers",),
         names=_EXPERTS | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
         partial_rope=True,
@@ -293,12 +293,12 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Dots1ForCausalLM",
         _DEEPSEEK_FIELDS,
         {"sliding_window": None, "num_nextn_predict_layers": 0},
-        expected=_SIGMOID,
+        expected=_SIGMOID_ROUTING,
         names=_EXPERTS | _SHARED_EXPERTS,
     ),
     "gpt-oss": GGUFFamily(
         "GptOssForCausalLM",
-        _COUNTS
+        _EXPERT_COUNTS
         | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
         names=_EXPERTS
         | {

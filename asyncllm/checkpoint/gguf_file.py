@@ -27,7 +27,7 @@ MAX_ARRAY_LENGTH = 2**12
 vocabulary, is replaced by its length."""
 
 MAX_STRINGS = 2**21
-"""Maximum number of strings in all arrays of a file: twice the largest tokenizer's."""
+"""Maximum number of strings in all arrays of a file: twice that of the largest tokenizer."""
 
 MAX_NUMBERS = 2**18
 """Maximum number of elements of all arrays that are kept in memory."""
@@ -178,8 +178,8 @@ class GGUFFile:
                 f"{describe(places[1])}, expected {count} and {number}, as its name says"
             )
         for key, value in metadata.items():
-            own = key.startswith("split.") or key == "general.alignment"
-            if not own and self.metadata.get(key) != value:
+            differs_by_part = key.startswith("split.") or key == "general.alignment"
+            if not differs_by_part and self.metadata.get(key) != value:
                 raise ModelLoadError(
                     f"{path}: metadata {key!r} is not that of {self.path.name}, expected the parts "
                     "of one file"

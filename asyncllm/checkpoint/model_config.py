@@ -153,7 +153,7 @@ class ModelConfig:
         path: str | os.PathLike[str],
         *,
         overrides: Mapping[str, Any] | None = None,
-        has_defaults: bool = True,
+        use_generation_defaults: bool = True,
     ) -> ModelConfig:
         """Read the configuration in a directory or a GGUF file.
 
@@ -162,7 +162,7 @@ class ModelConfig:
 
         Args:
             overrides: ``EngineConfig.hf_overrides``.
-            has_defaults: read ``generation_defaults``; False leaves them empty.
+            use_generation_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
             ModelLoadError: for a missing or damaged file; for an unsupported architecture, RoPE
@@ -213,7 +213,7 @@ class ModelConfig:
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
-            generation_defaults=generation_defaults(generation_config, has_defaults),
+            generation_defaults=generation_defaults(generation_config, use_generation_defaults),
             eos_token_ids=_read_eos_token_ids(config, generation_config, family, vocab_size),
             **fields,
         )
@@ -233,17 +233,17 @@ def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
     text, names = config.values.get("text_config"), config.values.get("architectures")
     is_text_part = isinstance(text, dict)
     if is_text_part or names is None:
-        holder = text if is_text_part else config.values
-        family = FAMILIES.get(str(holder.get("model_type")))
+        fields = text if is_text_part else config.values
+        family = FAMILIES.get(str(fields.get("model_type")))
     else:
-        named = (
+        families = (
             f for f in FAMILIES.values() if isinstance(names, list) and f.architecture in names
         )
-        family = next(named, None)
+        family = next(families, None)
     if family is None or (is_text_part and not family.text_part):
         return None
-    covered = family.is_supported is None or family.is_supported(config)
-    return (family, is_text_part) if covered else None
+    is_supported = family.is_supported is None or family.is_supported(config)
+    return (family, is_text_part) if is_supported else None
 
 
 def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
@@ -253,13 +253,13 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     Raises:
         ModelLoadError: if the decoder does not support the architecture.
     """
-    found = _find_family(config)
-    if found is None:
+    match = _find_family(config)
+    if match is None:
         if "architectures" not in config and "model_type" in config:
             config.choice("model_type", tuple(FAMILIES))
         supported = ", ".join(family.architecture for family in FAMILIES.values())
         raise config.invalid_field("architectures", f"a list with one of {supported}")
-    family, is_text_part = found
+    family, is_text_part = match
     values = dict(config.values)
     if is_text_part:
         # ``text_config`` may lack fields of ``shared`` or contradict the top-level ones, so the
@@ -358,11 +358,13 @@ def _read_eos_token_ids(
     return tuple(dict.fromkeys(eos))
 
 
-def generation_defaults(generation_config: ConfigFile, has_defaults: bool) -> dict[str, Any]:
-    """Read the sampling parameters of generation_config.json; none unless ``has_defaults``."""
+def generation_defaults(
+    generation_config: ConfigFile, use_generation_defaults: bool
+) -> dict[str, Any]:
+    """Read the sampling parameters that generation_config.json sets; none if they are not used."""
     # Check the values at load: otherwise a request that leaves a parameter unset would fail for
     # the file's bad value.
-    names = [name for name in NEUTRAL if has_defaults and name in generation_config]
+    names = [name for name in NEUTRAL if use_generation_defaults and name in generation_config]
     values = {name: generation_config.values[name] for name in names}
     try:
         params = SamplingParams(**values)

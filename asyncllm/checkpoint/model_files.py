@@ -134,10 +134,12 @@ def _resolve_location(
             names = [entry.name for entry in path.iterdir()]
         else:
             names, preferred = list_directory(path), ()
-        return _prefer_gguf(path, names, quantization, preferred)
+        return _directory_or_gguf(path, names, quantization, preferred)
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
-        what = "is a file" if path.is_file() else "does not exist"
-        raise ModelLoadError(f"{location!s}: {what}, expected a directory, a GGUF file or a hub id")
+        reason = "is a file" if path.is_file() else "does not exist"
+        raise ModelLoadError(
+            f"{location!s}: {reason}, expected a directory, a GGUF file or a hub id"
+        )
     where = f"model={location!r}"
     if quantization is None:
         directory = download(location, revision, patterns, hub)
@@ -152,7 +154,7 @@ def _resolve_location(
     return download_files(location, revision, chosen, hub)[0]
 
 
-def _prefer_gguf(
+def _directory_or_gguf(
     directory: Path, names: list[str], quantization: str | None, preferred: tuple[str, ...]
 ) -> Path:
     """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or if it

@@ -108,9 +108,9 @@ def read_layer_ropes(
     ropes: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
     for name, theta in default_thetas.items():
-        own = config.section(ROPE_PARAMETERS).section(name)
-        scaled = legacy if legacy.values and name == "full_attention" else own
-        section = ConfigFile(config.path, {**own.values, **scaled.values})
+        parameters = config.section(ROPE_PARAMETERS).section(name)
+        scaled = legacy if legacy.values and name == "full_attention" else parameters
+        section = ConfigFile(config.path, {**parameters.values, **scaled.values})
         ropes[name] = read_rope_section(section, config, theta, rotary_dim)
     return ropes
 

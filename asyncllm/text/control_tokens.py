@@ -160,10 +160,10 @@ class ControlTokens:
         for everything in (set(), set(), spelled):
             hidden |= everything
             prompt = render(partial(self._hide_tokens, hidden))
-            found = self._token_pattern.findall(prompt)
-            if found == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
+            tokens = self._token_pattern.findall(prompt)
+            if tokens == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
                 return prompt
-            hidden |= set(Counter(found) - Counter(written))
+            hidden |= set(Counter(tokens) - Counter(written))
         if refusal is not None:
             raise refusal
         return strict
@@ -249,11 +249,13 @@ def component_stages(part: Any) -> list[dict[str, Any]]:
 
 
 def unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """Id of the unknown token, if the tokenizer has one."""
-    model: Any = backend.model
-    token = getattr(model, "unk_token", None)
-    unk_id = backend.token_to_id(token) if token else getattr(model, "unk_id", None)
-    return frozenset() if unk_id is None else frozenset((unk_id,))
+    """Id of the token that an unknown character becomes, if there is one."""
+    try:
+        tokens = backend.model.tokenize("\U0010fffd")
+    except Exception:  # ``tokenizers`` raises bare Exceptions.
+        tokens = []
+    # With byte fallback, the character becomes several byte tokens.
+    return frozenset(token.id for token in tokens) if len(tokens) == 1 else frozenset()
 
 
 def _rarest_character(text: str) -> str:

@@ -129,7 +129,7 @@ class CompressedTensors(WeightFormat):
     def _make_packed(
         self, parts: TensorParts, scheme: Scheme, shape: tuple[int, int]
     ) -> PackedTensor:
-        """Checks the parts that packed and unpacked layouts share; makes the PackedTensor."""
+        """Check the parts that packed and unpacked layouts share and make the PackedTensor."""
         (rows, columns), block = shape, scheme.block
         grid = (1,)
         if block is not None:
@@ -188,7 +188,7 @@ class CompressedTensors(WeightFormat):
         return scheme
 
     def _match_scheme(self, module: str) -> Scheme | None:
-        """Finds the first scheme that names the module, else the first that targets linear
+        """Find the first scheme that names the module, else the first that targets linear
         layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
@@ -227,7 +227,7 @@ def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int
 
 
 def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
-    """Reads the Scheme of one of ``config_groups``; None if it is for activations only."""
+    """Read the Scheme of one of ``config_groups``; None if it is for activations only."""
     check_fields(group, _KNOWN_GROUP_FIELDS, "targets")
     targets = tuple(group.values.get("targets") or ())
     for target in targets:
@@ -284,8 +284,8 @@ def _describe_block(block: tuple[int, int] | None) -> str:
 
 
 def _describe_activations(group: ConfigFile) -> str:
-    found = group.section("input_activations")
-    if not found.values:
+    activations = group.section("input_activations")
+    if not activations.values:
         return ""
-    kind = found.choice("type", ("int", "float"), "int")
-    return f"{found.integer('num_bits', 8)}-bit {kind} activations"
+    kind = activations.choice("type", ("int", "float"), "int")
+    return f"{activations.integer('num_bits', 8)}-bit {kind} activations"

@@ -73,7 +73,7 @@ class GGUFReader:
             yield values if stored.transform is None else stored.transform(values)
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
-        """Returns codes and scales for Q4_0 and Q8_0, blocks for the types in ``BLOCK_SIZES``, None
+        """Return codes and scales for Q4_0 and Q8_0, blocks for the types in ``BLOCK_SIZES``, None
         for other types."""
         stored = self._stored_tensors[name]
         label, shape = stored.entry.type_name, stored.shape
@@ -105,7 +105,7 @@ class GGUFReader:
         return QuantisedTensor(bits, shape, rows, scales, (1, 32), zeros, is_signed=not is_q4)
 
     def _row_bytes(self, stored: StoredTensor) -> Callable[[int, int], np.ndarray]:
-        """Makes a function of ``(start, stop)`` that returns the bytes of these rows.
+        """Make a function of ``(start, stop)`` that returns the bytes of these rows.
 
         Rows are in transformers' order.
         """
@@ -137,7 +137,7 @@ def _is_read_by_rows(entry: GGUFTensor) -> bool:
 
 
 def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
-    """Makes a function that dequantises blocks of the types ``kinds`` to float32.
+    """Make a function that dequantises blocks of the types ``kinds`` to float32.
 
     transformers is several times as fast as gguf-py, but supports only the usual types; gguf-py
     supports all.

@@ -88,14 +88,14 @@ class _TensorMapper:
         self, stored_name: str, layer: re.Match[str] | None, entry: GGUFTensor
     ) -> Iterator[tuple[str, StoredTensor]]:
         """Yield transformers' tensors within a stored tensor, each as name and storage."""
-        prefix, own = (
+        prefix, layer_name = (
             ("", stored_name) if layer is None else (f"model.layers.{layer[1]}.", layer[2])
         )
-        module, _, leaf = own.rpartition(".")
-        name = self.names.get(own)
+        module, _, leaf = layer_name.rpartition(".")
+        name = self.names.get(layer_name)
         if name is None and module in self.names and leaf in ("weight", "bias"):
             name = f"{self.names[module]}.{leaf}"
-        if own == self.family.grouped_gates:
+        if layer_name == self.family.grouped_gates:
             yield from self._gates(f"{prefix}{_LINEAR}in_proj_", entry)
         elif name is None:
             yield stored_name, StoredTensor(entry)

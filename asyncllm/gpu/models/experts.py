@@ -58,7 +58,7 @@ class ParallelExperts:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds the experts' output for ``residual`` to the MLP's output ``x``; norms the sum.
+        """Add the experts' output for ``residual`` to the MLP's output ``x`` and norm the sum.
 
         Shapes are ``[T, H]``.
         """
@@ -68,7 +68,7 @@ class ParallelExperts:
 
 
 def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
-    """Builds a layer's experts, and its shared expert if it has one."""
+    """Build a layer's experts, and its shared expert if it has one."""
     ops, names, routing = scope.ops, config.names, config.routing
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
     rows = scope.linear_weights(
@@ -104,7 +104,7 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
 def build_parallel_experts(
     scope: Scope, config: ExpertsConfig, size: int
 ) -> tuple[PostNormBlock, ParallelExperts]:
-    """Builds an MLP of intermediate size ``size``, and the experts in parallel to it."""
+    """Build an MLP of intermediate size ``size``, and the experts in parallel to it."""
     model, experts = scope.model, build_experts(scope, config)
     router = scope.norm_weight("router.norm", "router.scale", suffix="")
     router_norm = scope.ops.rms_norm(router * model.hidden_size**-0.5, model.rms_norm_eps)

@@ -62,7 +62,7 @@ class LanguageModel(Protocol):
         ...
 
     def set_max_positions(self, count: int) -> None:
-        """Prepares the model for positions 0 to ``count - 1``; called before the first step."""
+        """Prepare the model for positions 0 to ``count - 1``; called before the first step."""
         ...
 
     def with_few_layers(self) -> LanguageModel:
@@ -70,7 +70,7 @@ class LanguageModel(Protocol):
         ...
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
-        """Runs a step, and writes its KV.
+        """Run a step, and write its KV.
 
         Padded rows of the result are undefined. While a CUDA graph is captured, or a Recorder is
         active, the method reads no tensor's values on the host.

@@ -30,7 +30,7 @@ class StackLayout:
         return (self.count, *(reversed(one) if self.transposed else one))
 
     def rows(self, slices: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the parameter's rows, a matrix at a time, from slices of the checkpoint tensor."""
+        """Yield the parameter's rows, a matrix at a time, from slices of the checkpoint tensor."""
         for part in slices:
             for one in part:
                 turned = one.transpose(0, -1) if self.transposed else one

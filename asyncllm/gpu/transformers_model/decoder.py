@@ -42,7 +42,7 @@ class LongRope:
 
     @classmethod
     def find_all(cls, modules: nn.Module, config: Any) -> list[LongRope]:
-        """Finds a model's long RoPEs, and turns off transformers' choice of factors per step."""
+        """Find a model's long RoPEs and turn off transformers' choice of factors per step."""
         ropes = []
         for module in modules.modules():
             rope: Any = module
@@ -51,15 +51,15 @@ class LongRope:
             for layer_type, kind in by_layer_type.items():
                 if kind == "longrope":
                     parameters = config.rope_parameters
-                    own = parameters if layer_type is None else parameters[layer_type]
-                    original = int(own["original_max_position_embeddings"])
+                    layer_parameters = parameters if layer_type is None else parameters[layer_type]
+                    original = int(layer_parameters["original_max_position_embeddings"])
                     ropes.append(cls(rope, layer_type, original, config))
                     by_layer_type[layer_type] = "default"
                     rope.rope_type = "default" if layer_type is None else by_layer_type
         return ropes
 
     def choose_frequencies(self, max_positions: int) -> None:
-        """Sets the frequencies for sequences of at most ``max_positions`` tokens."""
+        """Set the frequencies for sequences of at most ``max_positions`` tokens."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
@@ -115,12 +115,12 @@ class TransformersDecoder:
         return any(attention.needs_zeroed_blocks for attention in self.attention.values())
 
     def set_max_positions(self, count: int) -> None:
-        """Chooses the RoPE frequencies for sequences of at most ``count`` tokens."""
+        """Choose the RoPE frequencies for sequences of at most ``count`` tokens."""
         for rope in self.long_ropes:
             rope.choose_frequencies(count)
 
     def with_few_layers(self) -> TransformersDecoder:
-        """Returns itself: the modules always run all of their layers."""
+        """Return the decoder itself: the modules always run all of their layers."""
         return self
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:

@@ -32,12 +32,12 @@ def experts_implementation(device: torch.device) -> str:
 
 
 def attend(module: nn.Module, *tensors: Any, **options: Any) -> tuple[Tensor, None]:
-    """Computes a module's attention: ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
+    """Compute a module's attention: ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
     return module.__dict__[HANDLER_ATTRIBUTE].attend(module, *tensors, **options), None
 
 
 def run_experts(module: nn.Module, *tensors: Tensor) -> Tensor:
-    """Computes a module's experts, ``[T, H] -> [T, H]``."""
+    """Compute a module's experts, ``[T, H] -> [T, H]``."""
     return module.__dict__[HANDLER_ATTRIBUTE].experts(module, *tensors)
 
 
@@ -60,7 +60,7 @@ class ProbedMask:
 
 
 def register_implementations() -> None:
-    """Registers the engine's and the probe's functions in transformers' global tables; may be
+    """Register the engine's and the probe's functions in transformers' global tables; may be
     called repeatedly."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
