@@ -176,10 +176,25 @@ class ModelConfig:
             if overrides:
                 accepted = f"None with {directory}: a GGUF file has no config.json"
                 raise check.invalid("hf_overrides", overrides, accepted)
-            config, generation_config = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
-        else:
-            config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
-            generation_config = ConfigFile.read_if_present(directory / "generation_config.json")
+            return cls.from_gguf(GGUFFile(directory))
+        config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
+        generation_config = ConfigFile.read_if_present(directory / "generation_config.json")
+        defaults = generation_defaults(generation_config, use_generation_defaults)
+        return cls._from_config(directory, config, generation_config, defaults)
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> ModelConfig:
+        """Read the configuration of a GGUF file; errors as for ``from_directory``."""
+        return cls._from_config(file.path, gguf_config(file), ConfigFile(file.path, {}), {})
+
+    @classmethod
+    def _from_config(
+        cls,
+        path: Path,
+        config: ConfigFile,
+        generation_config: ConfigFile,
+        defaults: Mapping[str, Any],
+    ) -> ModelConfig:
         family, config, is_text_part = _resolve_family(config)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
@@ -201,7 +216,7 @@ class ModelConfig:
         elif "rope" not in fields:
             fields["rope"] = read_rope(config, rotary_dim)
         return cls(
-            path=directory,
+            path=path,
             architecture=family.architecture,
             vocab_size=vocab_size,
             num_layers=num_layers,
@@ -213,7 +228,7 @@ class ModelConfig:
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
-            generation_defaults=generation_defaults(generation_config, use_generation_defaults),
+            generation_defaults=defaults,
             eos_token_ids=_read_eos_token_ids(config, generation_config, family, vocab_size),
             **fields,
         )

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.gguf_config import gguf_config, is_quantised
+from asyncllm.checkpoint.gguf_config import is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, GGUFFile, GGUFTensor
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.reader import BlockTensor, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.gguf_tensors import StoredTensor, model_tensors
@@ -40,10 +41,9 @@ class GGUFReader:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         file = GGUFFile(path)
         self._file = file
-        config = gguf_config(file)
         self.path, self.dtype = path, dtype
         self.tensors: dict[str, TensorInfo] = {}
-        self._stored_tensors = model_tensors(file, config)
+        self._stored_tensors = model_tensors(file, ModelConfig.from_gguf(file))
         for name, stored in self._stored_tensors.items():
             entry = stored.entry
             dtype_name = entry.type_name if entry.is_plain else DTYPE_NAMES[dtype]
