@@ -138,11 +138,7 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
     layers = layers_from(config.integer("first_k_dense_replace", low=0), sizes)
     size = config.integer("moe_intermediate_size")
     shared = size * config.integer("n_shared_experts", high=MAX_EXPERTS)
-    unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
-    return {
-        "experts": ExpertsConfig(layers, routing, size, shared_size=shared),
-        "num_unused_layers": unused,
-    }
+    return {"experts": ExpertsConfig(layers, routing, size, shared_size=shared)}
 
 
 # --- readers of configurations, one for each model family ------------------------------------
@@ -232,8 +228,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     shared = size * config.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
     experts = ExpertsConfig(layers, routing, size, shared_size=shared, names=names)
-    unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
-    return {"interleaved_rope": True, "experts": experts, "num_unused_layers": unused}
+    return {"interleaved_rope": True, "experts": experts}
 
 
 def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:

@@ -224,6 +224,7 @@ class ModelConfig:
             rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=_read_dtype(config),
+            num_unused_layers=config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS),
             is_text_part=is_text_part,
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],

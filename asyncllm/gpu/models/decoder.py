@@ -47,11 +47,6 @@ class Decoder:
     layer_inputs: LayerInputs | None = None
     rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
 
-    @property
-    def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
-        return any(attention.needs_zeroed_blocks for attention in self.attention.values())
-
     def set_max_positions(self, count: int) -> None:
         """Make the RoPE tables for positions 0 to ``count - 1``."""
         dtype, device = self.embedding.dtype, self.embedding.device

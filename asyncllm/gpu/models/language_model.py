@@ -56,11 +56,6 @@ class LanguageModel(Protocol):
         """
         ...
 
-    @property
-    def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
-        ...
-
     def set_max_positions(self, count: int) -> None:
         """Prepare the model for positions 0 to ``count - 1``; called before the first step."""
         ...

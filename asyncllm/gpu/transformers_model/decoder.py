@@ -109,11 +109,6 @@ class TransformersDecoder:
         self.head = output_head(modules, base)
         self.long_ropes = LongRope.find_all(modules, model.config)
 
-    @property
-    def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
-        return any(attention.needs_zeroed_blocks for attention in self.attention.values())
-
     def set_max_positions(self, count: int) -> None:
         """Choose the RoPE frequencies for sequences of at most ``count`` tokens."""
         for rope in self.long_ropes:

@@ -48,25 +48,17 @@ def check_modules(model: TransformersConfig) -> None:
                 f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
                 _ACCEPTED_ATTENTION,
             )
-    for name, kind in rope_kinds(model.config):
+    # ``rope_parameters`` has one set of parameters, or one per layer type.
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    for name, values in {"": parameters, **parameters}.items():
+        kind = str(values.get("rope_type")) if isinstance(values, dict) else ""
         if "dynamic" in kind:
+            field = f"rope_parameters.{name}.rope_type" if name else "rope_parameters.rope_type"
             raise _unsupported_model_error(
                 model,
-                f"{name} is {kind!r}, which turns every sequence by the longest one of its batch",
+                f"{field} is {kind!r}, which turns every sequence by the longest one of its batch",
                 "a kind whose frequencies are fixed",
             )
-
-
-def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield each set of RoPE parameters: its config field, and its RoPE type. There is one set, or
-    one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sets = {"rope_parameters": parameters}
-    if any(isinstance(value, dict) for value in parameters.values()):
-        sets = {f"rope_parameters.{name}": value for name, value in parameters.items()}
-    for name, values in sets.items():
-        if isinstance(values, dict):
-            yield f"{name}.rope_type", str(values.get("rope_type", "default"))
 
 
 def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
