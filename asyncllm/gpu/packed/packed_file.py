@@ -59,8 +59,6 @@ _PREAMBLE = struct.Struct("<8sIxxxxQQQ24s")
 _DIGEST_BYTES = 24
 _MAX_HEADER_BYTES = 2**28
 _WRITE_BYTES = 2**23
-_MAX_BUFFERS = 1024
-"""Maximum number of buffers of one ``pwritev`` call on Linux (IOV_MAX)."""
 _PANEL_FIELDS = tuple(name for name, *_ in STRUCTS["PanelArgs"]._fields_)
 
 
@@ -334,18 +332,17 @@ def write_packed_file(
     writer = _Writer(fd, check)
     writer.append(memoryview(bytes(_PREAMBLE.size)))
     for name, tensor in tensors:
-        whole = tensor.contiguous() if isinstance(tensor, Tensor) else None
-        if isinstance(tensor, PanelRecorder):
-            pieces = [(each.address, each.num_bytes) for each in tensor.weights]
+        if isinstance(tensor, Tensor):
+            tensor = tensor.contiguous()
+            pieces = [(tensor.data_ptr(), tensor.nbytes)]
         else:
-            assert whole is not None
-            pieces = [(whole.data_ptr(), whole.nbytes)]
+            pieces = [(each.address, each.num_bytes) for each in tensor.weights]
         places: list[tuple[int, int]] = []
         for address, num_bytes in pieces:
             writer.append(memoryview(bytes(-writer.end % ALIGNMENT)))
             places.append((writer.end, num_bytes))
             piece = (ctypes.c_char * num_bytes).from_address(address)
-            writer.append(memoryview(piece).cast("B"), whole)
+            writer.append(memoryview(piece).cast("B"))
         entries.append(_entry(name, tensor, places))
     writer.flush()
     end = writer.end
@@ -370,7 +367,7 @@ def write_packed_file(
 
 
 class _Writer:
-    """Appends to a file in large writes: the page cache uses large pages only within one write.
+    """Appends to a file in writes of 8 MiB: the page cache uses large pages only within one write.
 
     Attributes:
         end: number of bytes appended.
@@ -378,32 +375,23 @@ class _Writer:
 
     def __init__(self, fd: int, check: Callable[[], None]) -> None:
         self._fd, self._check = fd, check
-        self._waiting: list[memoryview] = []
-        self._owners: list[object] = []
-        self.end = self._written = 0
+        self._buffer = bytearray()
+        self.end = 0
 
-    def append(self, data: memoryview, owner: object = None) -> None:
-        """Append ``data``; ``owner`` keeps its memory alive until the write."""
-        self._owners.append(owner)
+    def append(self, data: memoryview) -> None:
         while data:
-            room = _WRITE_BYTES - self.end % _WRITE_BYTES
-            self._waiting.append(data[:room])
-            self.end += len(self._waiting[-1])
-            data = data[room:]
-            if self.end % _WRITE_BYTES == 0 or len(self._waiting) == _MAX_BUFFERS:
+            part = data[: _WRITE_BYTES - len(self._buffer)]
+            self._buffer += part
+            self.end += len(part)
+            data = data[len(part) :]
+            if len(self._buffer) == _WRITE_BYTES:
                 self.flush()
 
     def flush(self) -> None:
-        while self._waiting:
-            self._check()
-            count = os.pwritev(self._fd, self._waiting, self._written)
-            self._written += count
-            while count:
-                first = self._waiting.pop(0)
-                if count < len(first):
-                    self._waiting.insert(0, first[count:])
-                count -= min(count, len(first))
-        del self._owners[:-1]  # ``append`` may still need the last owner.
+        self._check()
+        data, self._buffer = memoryview(self._buffer), bytearray()
+        while data:
+            data = data[os.pwrite(self._fd, data, self.end - len(data)) :]
 
 
 def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:
