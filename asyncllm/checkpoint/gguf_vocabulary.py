@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.errors import ModelLoadError
@@ -44,8 +46,7 @@ def read_tokens(file: GGUFFile) -> list[str]:
         )
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # llama.cpp's name.
     if len(set(tokens)) < len(tokens):
-        seen: set[str] = set()
-        duplicate = next(token for token in tokens if token in seen or seen.add(token))
+        [(duplicate, _)] = Counter(tokens).most_common(1)
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has {duplicate!r:.100} twice, expected "
             "each token once"

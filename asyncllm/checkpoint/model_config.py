@@ -191,14 +191,17 @@ class ModelConfig:
     def _from_config(
         cls,
         path: Path,
-        config: ConfigFile,
+        file: ConfigFile,
         generation_config: ConfigFile,
         defaults: Mapping[str, Any],
     ) -> ModelConfig:
-        family, config, is_text_part = _resolve_family(config)
+        family, config, is_text_part = _resolve_family(file)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-        config.integer("max_position_embeddings", high=MAX_POSITIONS)
+        context = config.integer("max_position_embeddings", high=MAX_POSITIONS)
+        eos_token_ids = read_eos_token_ids(generation_config, file, vocab_size)
+        if not eos_token_ids and "eos_token_id" not in config.values:
+            eos_token_ids = tuple(each for each in family.eos_token_ids if each < vocab_size)
         heads = _read_head_sizes(config)
         rotary_dim = _read_rotary_dim(config, family, heads["head_dim"])
         sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
@@ -220,7 +223,7 @@ class ModelConfig:
             architecture=family.architecture,
             vocab_size=vocab_size,
             num_layers=num_layers,
-            max_position_embeddings=config.integer("max_position_embeddings", high=MAX_POSITIONS),
+            max_position_embeddings=context,
             rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=_read_dtype(config),
@@ -230,7 +233,7 @@ class ModelConfig:
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
             generation_defaults=defaults,
-            eos_token_ids=_read_eos_token_ids(config, generation_config, family, vocab_size),
+            eos_token_ids=eos_token_ids,
             **fields,
         )
 
@@ -283,19 +286,8 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
-        ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
-        values = {**inner, **outer} | ({"eos_token_id": _flatten_lists(ends)} if ends else {})
+        values = {**inner, **outer}
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
-
-
-def _flatten_lists(values: list[Any]) -> list[Any]:
-    """Copy of ``values`` with nested lists flattened and nulls dropped."""
-    return [
-        entry
-        for value in values
-        for entry in (value if isinstance(value, list) else [value])
-        if entry is not None
-    ]
 
 
 def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
@@ -364,14 +356,16 @@ def _read_dtype(config: ConfigFile) -> str:
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
-def _read_eos_token_ids(
-    config: ConfigFile, generation_config: ConfigFile, family: Family, vocab_size: int
+def read_eos_token_ids(
+    generation_config: ConfigFile, file: ConfigFile, vocab_size: int
 ) -> tuple[int, ...]:
-    eos = generation_config.token_ids("eos_token_id", vocab_size)
-    eos += config.token_ids("eos_token_id", vocab_size)
-    if not eos and "eos_token_id" not in config.values:
-        eos = tuple(each for each in family.eos_token_ids if each < vocab_size)
-    return tuple(dict.fromkeys(eos))
+    """Read the end tokens of all files: those of generation_config.json come first."""
+    ids = [
+        token_id
+        for each in (generation_config, file, file.section("text_config"))
+        for token_id in each.token_ids("eos_token_id", vocab_size)
+    ]
+    return tuple(dict.fromkeys(ids))
 
 
 def generation_defaults(

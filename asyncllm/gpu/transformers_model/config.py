@@ -20,6 +20,7 @@ from asyncllm.checkpoint.model_config import (
     generation_defaults,
     has_native_decoder,
     quant_method,
+    read_eos_token_ids,
 )
 from asyncllm.errors import AsyncLLMError, ModelLoadError
 from asyncllm.validation import describe, explain
@@ -122,9 +123,6 @@ class TransformersConfig:
                 fields = ConfigFile(
                     file.path, {**fields.values, "max_position_embeddings": context}
                 )
-            eos: tuple[int, ...] = ()
-            for each in (generation, file.section("text_config"), file):
-                eos += each.token_ids("eos_token_id", vocab_size)
             return cls(
                 path=directory,
                 architecture=model_class.__name__,
@@ -133,7 +131,7 @@ class TransformersConfig:
                     "max_position_embeddings", high=MAX_POSITIONS
                 ),
                 dtype=_checkpoint_dtype(file, config, whole),
-                eos_token_ids=tuple(dict.fromkeys(eos)),
+                eos_token_ids=read_eos_token_ids(generation, file, vocab_size),
                 quantization=quant_method(file),
                 generation_defaults=generation_defaults(generation, use_generation_defaults),
                 config=config,
