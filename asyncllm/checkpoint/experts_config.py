@@ -60,7 +60,9 @@ class ActivationConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsNames:
-    """Tensor names that differ between families with experts, without ``model.layers.N.``.
+    """Tensor names of a layer with experts that families choose differently.
+
+    All are without the prefix ``model.layers.N.``.
 
     Attributes:
         router: name of the router in files with one module per expert.

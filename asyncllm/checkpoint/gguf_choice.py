@@ -23,7 +23,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> list[str]:
-    """Names of the chosen GGUF file, or of its parts in order.
+    """Choose the GGUF file of a quantisation; return its name, or those of its parts in order.
 
     Args:
         names: names of files, relative to a repository or directory; other files are ignored.

@@ -200,7 +200,7 @@ class ModelConfig:
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         context = config.integer("max_position_embeddings", high=MAX_POSITIONS)
         eos_token_ids = read_eos_token_ids(generation_config, file, vocab_size)
-        if not eos_token_ids and "eos_token_id" not in config.values:
+        if not eos_token_ids and not any("eos_token_id" in each.values for each in (file, config)):
             eos_token_ids = tuple(each for each in family.eos_token_ids if each < vocab_size)
         heads = _read_head_sizes(config)
         rotary_dim = _read_rotary_dim(config, family, heads["head_dim"])

@@ -15,18 +15,18 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s+(?!\S)|\s+"
 _LINE_ENDS_AND_SPACES = rf"\s*[\r\n]+|{_SPACES}"
-_NO_WORDS = rf"{_PUNCTUATION}|{_LINE_ENDS_AND_SPACES}"
+_PUNCTUATION_OR_SPACES = rf"{_PUNCTUATION}|{_LINE_ENDS_AND_SPACES}"
 
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
-_LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_NO_WORDS}"
-_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_NO_WORDS}"
+_LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}"
+_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}"
 
 _NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 _NOT_LOWER_OR_MARK, _NOT_UPPER_OR_MARK = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]"
 
 
 def _cased_words(lower: str, upper: str, end: str = "") -> str:
-    """Expression for words of ``upper``, then ``lower`` letters, at least one."""
+    """Regular expression of a word: letters of ``upper``, then of ``lower``, at least one."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{end}|{first}{upper}+{lower}*{end}"
 
@@ -176,14 +176,14 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
     PreTokenizer(
         (
             rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?"
-            rf"|\p{{N}}{{1,3}}|{_NO_WORDS}",
+            rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}",
         )
     ): "kimi-k2",
     PreTokenizer((r"\p{N}+", "(?=([0-9]{3})+(?![0-9]))")): "superbpe",
     PreTokenizer(
         (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINE_ENDS_AND_SPACES}",)
     ): "seed-coder",
-    PreTokenizer((rf"{_WORD}|\p{{N}}|{_NO_WORDS}",)): "ufakzeka",
+    PreTokenizer((rf"{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}",)): "ufakzeka",
     PreTokenizer(
         (
             _DIGIT_TRIPLES,
@@ -201,7 +201,8 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
         )
     ): "exaone-moe",
     PreTokenizer(
-        (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORD}|\p{{N}}+|{_NO_WORDS}"), ignore_merges=True
+        (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORD}|\p{{N}}+|{_PUNCTUATION_OR_SPACES}"),
+        ignore_merges=True,
     ): "minicpm5",
     PreTokenizer((_NEWLINE_RUNS,), add_bos=True, merges_characters=True): (
         "gemma4 granite-embed-multi-311m"

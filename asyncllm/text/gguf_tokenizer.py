@@ -106,7 +106,7 @@ def _pre_tokenizer(metadata: ConfigFile, kind: str) -> PreTokenizer:
 def _bpe_tokenizer(
     file: GGUFFile, rule: PreTokenizer, vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    """Tokenizer with the file's own merges, over bytes or, with word marks, over characters."""
+    """Make a BPE tokenizer with the file's merges, of bytes or of characters."""
     merges = dict.fromkeys(_split_merge(file, merge) for merge in file.read_array(_MERGES))
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -146,7 +146,7 @@ def _split_merge(file: GGUFFile, merge: Any) -> tuple[str, str]:
 def _sentencepiece_tokenizer(
     file: GGUFFile, metadata: ConfigFile, vocabulary: dict[str, int], added: set[str]
 ) -> tokenizers.Tokenizer:
-    """Tokenizer that merges the pair of highest score first.
+    """Make a tokenizer that merges the pair with the highest score first.
 
     Of pairs of equal score, llama.cpp merges the leftmost in the text. ``tokenizers`` ranks pairs
     in advance, so the pair with the longer left token is merged first. The results rarely differ:
@@ -208,7 +208,7 @@ def _piece_decoder(*, strip_start: bool) -> decoders.Decoder:
 
 
 def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[AddedToken]:
-    """Yield the tokens that are found in a text before its split.
+    """Yield the tokens that are recognised before a text is split into words.
 
     llama.cpp makes some control tokens of gpt-oss user-defined, so that programs can show them.
     This function keeps them control tokens, so that the text of a message cannot spell them.

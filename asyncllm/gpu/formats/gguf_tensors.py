@@ -225,8 +225,10 @@ _PER_HEAD = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
 
 
 def _module_names(model: ModelConfig) -> dict[str, str]:
-    """transformers' names by GGUF's, both without the layer's prefix: of modules, and of tensors
-    that are no module's weight or bias."""
+    """Map GGUF's names to transformers', both without the layer's prefix.
+
+    Names are of modules, or of tensors that are no module's weight or bias.
+    """
     names, mlp, experts = model.names, model.names.mlp, model.experts
     modules = {
         "token_embd": "model.embed_tokens",

@@ -41,7 +41,7 @@ class PackedSizes:
 
     Attributes:
         form_phrases: phrases that describe the weights' quantisation.
-        num_bytes, elements: bytes and number of elements of all such weights.
+        num_bytes, num_elements: bytes and number of elements of all such weights.
     """
 
     form_phrases: set[str] = field(default_factory=set)

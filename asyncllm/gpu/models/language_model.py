@@ -61,7 +61,7 @@ class LanguageModel(Protocol):
         ...
 
     def with_few_layers(self) -> LanguageModel:
-        """The same model cut to a few layers, for the memory profile run."""
+        """Make a copy with few layers for the memory profile, or return the model itself."""
         ...
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:

@@ -33,7 +33,7 @@ class LayerInputs:
     num_layers: int
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """Return ``[T, layers, P]``.
+        """Compute the per-layer embeddings of tokens, ``[T, layers, P]``.
 
         Args:
             embedded: ``[T, H]``, the input of the first layer.
@@ -45,7 +45,7 @@ class LayerInputs:
 
 @dataclass(slots=True)
 class InputLayer:
-    """A layer, followed by a residual block with its per-layer embedding as a factor.
+    """A layer, followed by a residual block that multiplies by the layer's own embedding.
 
     Attributes:
         add: op that adds the layer's output to the residual.

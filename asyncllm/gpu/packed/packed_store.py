@@ -314,7 +314,7 @@ class PackedStore:
     # --- sidecars: small JSON files that belong to a packed file ------------------------------
 
     def sidecar_name(self, kind: str, subject: Mapping[str, Any]) -> str:
-        """File name of a sidecar of ``kind`` for ``subject``, of which the name has a digest."""
+        """Name of the sidecar file of ``kind`` for ``subject``, with a digest of ``subject``."""
         return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
 
     def read_sidecar(self, name: str) -> Any:

@@ -73,7 +73,7 @@ class OpExperts:
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Compute ``[T, H] -> [T, H]``, summed in float32.
+        """Compute the experts' output, ``[T, H] -> [T, H]``, summed in float32.
 
         Each token's experts are summed in ascending order, so that the token's result does not
         depend on other tokens of the step.

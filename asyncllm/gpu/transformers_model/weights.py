@@ -112,7 +112,7 @@ def _load_tensors(
                 output_loading_info=True,
             )
     except (Exception, SystemExit) as error:
-        why = _describe_misshapen(model, tensors) or explain(error)
+        why = _describe_wrong_shape(model, tensors) or explain(error)
         raise ModelLoadError(
             f"{model.path}: transformers cannot load {model.architecture}: {why}"
         ) from error
@@ -127,7 +127,7 @@ def _load_tensors(
     return modules.eval().requires_grad_(False)
 
 
-def _describe_misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
+def _describe_wrong_shape(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
     """Describe the first tensor whose shape is not the model's; None if all shapes match.
 
     transformers only logs such shapes.
