@@ -245,7 +245,7 @@ def component_stages(part: Any) -> list[dict[str, Any]]:
     if part["type"] != "Sequence":
         return [part]
     inner = next(value for value in part.values() if isinstance(value, list))
-    return [step for one in inner for step in component_stages(one)]
+    return [step for section in inner for step in component_stages(section)]
 
 
 def unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

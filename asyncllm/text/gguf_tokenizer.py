@@ -70,15 +70,15 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     metadata = ConfigFile(path, file.metadata)
     kind = metadata.choice("tokenizer.ggml.model", ("gpt2", "llama", "gemma4"))
     vocabulary = {token: i for i, token in enumerate(read_tokens(file))}
-    rule = None if kind == "llama" else _pre_tokenizer(metadata, kind)
+    pre_tokenizer = None if kind == "llama" else _pre_tokenizer(metadata, kind)
     added = list(_added_tokens(file, vocabulary))
     try:
-        if rule is None:
+        if pre_tokenizer is None:
             backend = _sentencepiece_tokenizer(
                 file, metadata, vocabulary, {token.content for token in added}
             )
         else:
-            backend = _bpe_tokenizer(file, rule, vocabulary)
+            backend = _bpe_tokenizer(file, pre_tokenizer, vocabulary)
         backend.add_tokens(added)
     except ModelLoadError:
         raise
@@ -86,8 +86,12 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         raise ModelLoadError(
             f"{path}: no tokenizer can be made of it ({explain(error)})"
         ) from error
-    special_tokens = _named_tokens(metadata, list(vocabulary), {} if rule else _SENTENCEPIECE_IDS)
-    _add_bos_and_eos(backend, metadata, special_tokens, add_bos=rule is None or rule.add_bos)
+    special_tokens = _named_tokens(
+        metadata, list(vocabulary), {} if pre_tokenizer else _SENTENCEPIECE_IDS
+    )
+    _add_bos_and_eos(
+        backend, metadata, special_tokens, add_bos=pre_tokenizer is None or pre_tokenizer.add_bos
+    )
     return backend, special_tokens, _chat_templates(file.metadata)
 
 
@@ -104,7 +108,7 @@ def _pre_tokenizer(metadata: ConfigFile, kind: str) -> PreTokenizer:
 
 
 def _bpe_tokenizer(
-    file: GGUFFile, rule: PreTokenizer, vocabulary: dict[str, int]
+    file: GGUFFile, pre_tokenizer: PreTokenizer, vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
     """Make a BPE tokenizer with the file's merges, of bytes or of characters."""
     merges = dict.fromkeys(_split_merge(file, merge) for merge in file.read_array(_MERGES))
@@ -112,14 +116,14 @@ def _bpe_tokenizer(
         models.BPE(
             vocabulary,
             list(merges),
-            ignore_merges=rule.ignore_merges,
-            byte_fallback=rule.merges_characters,
+            ignore_merges=pre_tokenizer.ignore_merges,
+            byte_fallback=pre_tokenizer.merges_characters,
         )
     )
     splits: list[Any] = [
-        pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in rule.splits
+        pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in pre_tokenizer.splits
     ]
-    if rule.merges_characters:
+    if pre_tokenizer.merges_characters:
         backend.normalizer = normalizers.Replace(" ", _WORD_MARK)
         backend.decoder = _piece_decoder(strip_start=False)
     else:

@@ -104,10 +104,10 @@ def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
     """Number of layers of each kind; keys are the indices of the kinds' first layers."""
     with_experts = model.experts.layers if model.experts is not None else ()
     linear = model.linear_attention.layers if model.linear_attention is not None else ()
-    apart = [each for each in (with_experts, linear, model.layers) if each]
-    if not apart:
+    traits = [each for each in (with_experts, linear, model.layers) if each]
+    if not traits:
         return {0: model.num_layers}
-    kinds = list(zip(*apart, strict=True))
+    kinds = list(zip(*traits, strict=True))
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 

@@ -97,17 +97,17 @@ def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeatur
         return
     prefix = min(lists, key=len)
     layer = re.compile(rf"{re.escape(prefix)}\.(\d+)\b")
-    attending, keeping = (
+    num_attention_calls, num_recurrent_calls = (
         Counter(match and int(match[1]) for match in map(layer.match, modules))
         for modules in ([call.module for call in probe.calls], [c.module for c in probe.recurrent])
     )
-    if None in attending or None in keeping:
+    if None in num_attention_calls or None in num_recurrent_calls:
         outside = [c.module for c in (*probe.calls, *probe.recurrent) if not layer.match(c.module)]
         yield f"{outside[0]} attends or keeps a state", "calls by layers alone"
-    plain = _layers_without_attention(config)
+    without_attention = _layers_without_attention(config)
     for index in range(count):
-        calls, name = attending[index], f"{prefix}.{index}"
-        if calls > 1 or not (calls or keeping[index] or index in plain):
+        calls, name = num_attention_calls[index], f"{prefix}.{index}"
+        if calls > 1 or not (calls or num_recurrent_calls[index] or index in without_attention):
             kind = type(probe.model.get_submodule(name)).__name__
             yield (
                 f"{name} ({kind}) calls attention {calls} times through transformers' attention "
