@@ -65,11 +65,10 @@ class ExpertsNames:
     All are without the prefix ``model.layers.N.``.
 
     Attributes:
-        router: name of the router in files with one module per expert.
+        router: name of the router. In files with fused experts it may also be "mlp.gate".
         experts: module that contains one module per expert; None if files only have fused experts.
         parts: names of an expert's gate, up and down projections.
         fused: module that contains the fused ``gate_up_proj`` and ``down_proj`` of all experts.
-        fused_router: name of the router in files with fused experts.
         transposed: whether fused tensors are ``[experts, in, out]``, with gate and up interleaved.
         correction: the router's correction bias.
         shared: the shared expert.
@@ -79,7 +78,6 @@ class ExpertsNames:
     experts: str | None = "mlp.experts"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused: str = "mlp.experts"
-    fused_router: str = "mlp.gate"
     transposed: bool = False
     correction: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts"

@@ -244,7 +244,7 @@ def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
             alpha=config.number("swiglu_alpha", 1.702, **limits),
         ),
         bias=True,
-        names=ExpertsNames(router="mlp.router", fused_router="mlp.router", transposed=True),
+        names=ExpertsNames(router="mlp.router", transposed=True),
     )
     window = read_window(config, all_but_every_nth(2, sizes))
     return {"sinks": True, **read_biases(config, True), **window, "experts": experts}
@@ -400,9 +400,7 @@ def _read_gemma4_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
         parallel_to_mlp=True,
-        names=ExpertsNames(
-            router="router.proj", experts=None, fused="experts", fused_router="router.proj"
-        ),
+        names=ExpertsNames(router="router.proj", experts=None, fused="experts"),
     )
 
 

@@ -125,7 +125,7 @@ def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: in
     fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
     own, fused = (
         scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
-        for name in (names.router, names.fused_router)
+        for name in (names.router, "mlp.gate")
     )
     return replace(own, alternative=fused)
 
