@@ -92,7 +92,6 @@ class GivenLogits:
     attention: Mapping[Any, Any] = MappingProxyType({})
     states = ()
     argmax = None
-    needs_zeroed_blocks = False
 
     def __init__(self, ops: TorchOps, logits: torch.Tensor) -> None:
         self.ops, self.embedding, self._logits = ops, torch.empty(0), logits

@@ -91,7 +91,7 @@ def vocabularies(merges: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dic
     singles = sorted({c for merge in merges["characters"] for c in merge if c != " "})
     pieces = [p for p in dict.fromkeys([*singles, *characters]) if p not in ("<s>", "<unk>")]
     for name, rule in PRE_TOKENIZERS.items():
-        if not rule.spaces_are_marks:
+        if not rule.merges_characters:
             yield name, byte_level | {"pre": name}
             continue
         first = ["<pad>", "<eos>", "<bos>", "<unk>", *_BYTES]

@@ -32,7 +32,6 @@ class GivenLogits:
     attention: Mapping[Any, Any] = {}
     states = ()
     argmax = None
-    needs_zeroed_blocks = False
 
     def __init__(self, ops: Any) -> None:
         self.ops, self.embedding = ops, torch.empty(0)

@@ -62,7 +62,10 @@ def test_transformers_modules_ignore_the_defaults_too(tmp_path):
     make_checkpoint(tmp_path, "GemmaForCausalLM", eos_token_id=3)
     file = tmp_path / "generation_config.json"
     file.write_text('{"temperature": 0.25, "eos_token_id": 5}')
-    found = [TransformersConfig.from_directory(tmp_path, has_defaults=has) for has in (True, False)]
+    found = [
+        TransformersConfig.from_directory(tmp_path, use_generation_defaults=use)
+        for use in (True, False)
+    ]
     assert [each.generation_defaults for each in found] == [{"temperature": 0.25}, {}]
     assert found[0].eos_token_ids == found[1].eos_token_ids == (5, 3)
 

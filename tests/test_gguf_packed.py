@@ -386,7 +386,7 @@ def test_llama_cpp_types_stay_packed(tmp_path, tied):
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     with closing(GGUFReader(path, torch.float32)) as reader:
-        assert set(reader.types) == {"F32", "Q4_K", "Q6_K"}
+        assert reader.label == "gguf, F32, Q4_K, Q6_K"
         meant = {name: reader.tensor(name) for name in reader.tensors}
     case = case_of(path, model, meant)
     assert difference(case, run(case.path, company=True)) < LIMIT

@@ -252,7 +252,7 @@ def test_a_vocabulary_that_takes_long_to_read_is_refused(load, monkeypatch):
     tokens = ["<unk>", *("a" * length for length in range(1, 40))]
     values = FILES["llama"] | {"tokens": tokens, "scores": [0.0] * 40, "token_type": [1] * 40}
     load(values)
-    monkeypatch.setattr("asyncllm.text.gguf_tokenizer._MAX_PAIRS", 700)
+    monkeypatch.setattr("asyncllm.text.gguf_tokenizer._MAX_MERGES", 700)
     with pytest.raises(ModelLoadError, match="more than 700 pairs"):
         load(values)
     tokens[-1] = "a" * 10_000

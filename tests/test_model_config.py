@@ -153,7 +153,7 @@ def test_generation_config(tmp_path):
         "top_k": 20,
         "repetition_penalty": 1.05,
     }
-    without = ModelConfig.from_directory(tmp_path, has_defaults=False)
+    without = ModelConfig.from_directory(tmp_path, use_generation_defaults=False)
     assert (without.generation_defaults, without.eos_token_ids) == ({}, (9, 7, 5))
 
 

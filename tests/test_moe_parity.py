@@ -262,7 +262,7 @@ def fuse(path: Path, target: Path) -> None:
         tensors[f"{there}{names.fused}.gate_up_proj"] = torch.cat((gate, up), 1)
         tensors[f"{there}{names.fused}.down_proj"] = down
         router = tensors.pop(f"{there}{names.router}.weight")
-        tensors[f"{there}{names.fused_router}.weight"] = router
+        tensors[f"{there}mlp.gate.weight"] = router
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text((path / "config.json").read_text())
 

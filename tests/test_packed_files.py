@@ -619,7 +619,7 @@ def test_a_disk_that_fails_costs_the_file_alone(plain, folder, monkeypatch, wher
     if where == "folder":
         folder.write_text("no folder")
     else:
-        names = {"reserve": "posix_fallocate", "write": "pwritev", "sync": "fsync"}
+        names = {"reserve": "posix_fallocate", "write": "pwrite", "sync": "fsync"}
         monkeypatch.setattr(os, names.get(where, "rename"), full)
     found, state = start(plain, settings(folder))
     monkeypatch.undo()

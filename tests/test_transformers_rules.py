@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.gpu.transformers_model import families
-from asyncllm.gpu.transformers_model.check import Reference
+from asyncllm.gpu.transformers_model import check, families
 from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
 from asyncllm.gpu.transformers_model.probe import probe
 from tests import remote_code
@@ -334,7 +333,7 @@ def test_unsupported_custom_code_fails_the_check(tmp_path):
 @pytest.mark.usefixtures("own_code")
 def test_noise_that_would_hide_everything_is_refused(tmp_path, monkeypatch):
     path = remote_code.write(tmp_path / "own_noisy")
-    monkeypatch.setattr(Reference, "_sdpa_noise", staticmethod(lambda *_: 2.0))
+    monkeypatch.setattr(check, "_max_change", lambda *_: 2.0)
     with pytest.raises(ModelLoadError, match="vary by 2, so that others cannot be told from them"):
         load(path, trust_remote_code=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncllm import validation as check
-from asyncllm.checkpoint.small_file import read_small_file
+from asyncllm.checkpoint.small_file import read_errors, read_small_file
 from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
@@ -46,10 +46,10 @@ class ConfigFile:
         Raises:
             ModelLoadError: if it is missing, unreadable, too large or no JSON object.
         """
+        with read_errors(path):
+            content = read_small_file(path)
         try:
-            values = json.loads(read_small_file(path).decode())
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
+            values = json.loads(content.decode())
         except (ValueError, RecursionError) as error:
             raise ModelLoadError(f"{path}: is not valid JSON in UTF-8 ({error})") from error
         if not isinstance(values, dict):
@@ -145,14 +145,14 @@ class ConfigFile:
         return read(name, value, *limits, make_error=self._field_error)
 
     def _field_error(self, name: str, value: object, accepted: str) -> ModelLoadError:
-        found = "missing" if value is None else check.describe(value)
-        return ModelLoadError(f"{self.path}: {name} is {found}, expected {accepted}")
+        actual = "missing" if value is None else check.describe(value)
+        return ModelLoadError(f"{self.path}: {name} is {actual}, expected {accepted}")
 
 
 def _merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Copy of ``values`` with ``overrides`` applied as in vLLM: an object whose name ends in
     ``_config`` is merged field by field; any other value is replaced, even the RoPE parameters."""
-    found = dict(values)
+    merged = dict(values)
     for name, value in overrides.items():
         if name == "quantization_config":
             accepted = "no quantization_config, which says how the weights are stored"
@@ -160,5 +160,5 @@ def _merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) ->
         old = values.get(name)
         if name.endswith("_config") and isinstance(old, dict) and isinstance(value, dict):
             value = _merge_overrides(old, value)
-        found[name] = value
-    return found
+        merged[name] = value
+    return merged

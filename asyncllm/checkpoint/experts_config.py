@@ -60,36 +60,27 @@ class ActivationConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsNames:
-    """Tensor names of a layer with experts, without the prefix ``model.layers.N.``.
+    """Tensor names of a layer with experts that families choose differently.
+
+    All are without the prefix ``model.layers.N.``.
 
     Attributes:
-        router: name of the router in files with one module per expert.
+        router: name of the router. In files with fused experts it may also be "mlp.gate".
         experts: module that contains one module per expert; None if files only have fused experts.
         parts: names of an expert's gate, up and down projections.
         fused: module that contains the fused ``gate_up_proj`` and ``down_proj`` of all experts.
-        fused_router: name of the router in files with fused experts.
         transposed: whether fused tensors are ``[experts, in, out]``, with gate and up interleaved.
-        correction, expert_scale: the router's bias per expert and factor per expert.
-        shared, shared_gate: the shared expert and its gate.
-        router_norm, experts_input_norm, experts_output_norm, mlp_norm: norms of layers with
-            experts beside an MLP: before the router, before the experts, after the experts, after
-            the MLP.
+        correction: the router's correction bias.
+        shared: the shared expert.
     """
 
     router: str = "mlp.gate"
     experts: str | None = "mlp.experts"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused: str = "mlp.experts"
-    fused_router: str = "mlp.gate"
     transposed: bool = False
     correction: str = "mlp.gate.e_score_correction_bias"
-    expert_scale: str = "router.per_expert_scale"
     shared: str = "mlp.shared_experts"
-    shared_gate: str = "mlp.shared_expert_gate"
-    router_norm: str = "router.scale"
-    experts_input_norm: str = "pre_feedforward_layernorm_2"
-    experts_output_norm: str = "post_feedforward_layernorm_2"
-    mlp_norm: str = "post_feedforward_layernorm_1"
 
 
 @dataclass(frozen=True, slots=True)

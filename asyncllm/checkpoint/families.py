@@ -209,25 +209,22 @@ def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
     interval = config.integer("no_rope_layer_interval", 4)
     has_rope = all_but_every_nth(interval, sizes)
     if "no_rope_layers" in config:
-        named = config.values["no_rope_layers"]
-        if (
-            not isinstance(named, list)
-            or len(named) < sizes.num_layers
-            or any(each not in (0, 1) for each in named)
-        ):
-            accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
+        accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
+        flags = config.entries("no_rope_layers", accepted, (0, 1).__contains__)
+        if len(flags) < sizes.num_layers:
             raise config.invalid_field("no_rope_layers", accepted)
-        has_rope = tuple(bool(each) for each in named[: sizes.num_layers])
+        has_rope = tuple(map(bool, flags[: sizes.num_layers]))
     window = read_optional_window(config, sizes, tuple(not each for each in has_rope))
-    return {**_read_llama(config, sizes), **window, **_ropes_or_none(config, sizes, has_rope)}
+    return {**_read_llama(config, sizes), **window, **_read_optional_ropes(config, sizes, has_rope)}
 
 
-def _ropes_or_none(config: ConfigFile, sizes: Sizes, has_rope: tuple[bool, ...]) -> Fields:
+def _read_optional_ropes(config: ConfigFile, sizes: Sizes, has_rope: tuple[bool, ...]) -> Fields:
+    """Read the RoPE that some layers have; the other layers have none."""
     rope = read_rope(config, sizes.rotary_dim)
     return {"layer_ropes": tuple(rope if each else NO_ROPE for each in has_rope)}
 
 
-def _ropes_of_kinds(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
+def _ropes_by_layer(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
     """Choose each layer's RoPE: that of sliding layers or that of full-attention layers."""
     return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
 
@@ -248,7 +245,7 @@ def _read_olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
     return {
         **_read_olmo2(config, sizes),
         **window,
-        **_ropes_of_kinds(ropes, window["sliding_layers"]),
+        **_ropes_by_layer(ropes, window["sliding_layers"]),
     }
 
 
@@ -279,7 +276,7 @@ def _read_granite4(config: ConfigFile, sizes: Sizes) -> Fields:
     fields = _read_granite(config, sizes)
     fields |= {"mlp_bias": False, "intermediate_size": config.integer("shared_intermediate_size")}
     has_rope = config.choice("position_embedding_type", ("rope",), None) is not None
-    return {**fields, **_ropes_or_none(config, sizes, (has_rope,) * sizes.num_layers)}
+    return {**fields, **_read_optional_ropes(config, sizes, (has_rope,) * sizes.num_layers)}
 
 
 def _read_glm4(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -322,7 +319,7 @@ def _read_gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
         SLIDING: config.number("rope_local_base_freq", 1e4, open_low=True),
     }
     ropes = read_layer_ropes(config, sizes.rotary_dim, default_thetas)
-    layers = _ropes_of_kinds(ropes, window["sliding_layers"])
+    layers = _ropes_by_layer(ropes, window["sliding_layers"])
     return {**_read_gemma(config, sizes), "qk_norm": True, **window, **layers}
 
 

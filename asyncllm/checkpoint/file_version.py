@@ -33,6 +33,6 @@ class FileVersion:
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    check_regular(path, found)
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    check_regular(path, status)
+    return status.st_size, status.st_mtime_ns

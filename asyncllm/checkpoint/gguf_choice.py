@@ -9,9 +9,11 @@ from pathlib import Path
 from asyncllm.errors import ModelLoadError
 
 GGUF_SUFFIX = ".gguf"
-_SPLIT_SUFFIX = re.compile(r"-(\d{5})-of-(\d{5})$")
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Pattern of the name of a split file's part, in llama.cpp's form."""
+_SEPARATORS = re.compile(r"[-_./ ]+")
 _MAX_NAMES = 16
-_LONGER_NAMES = frozenset("k s m l p xs xl xxs xxl nl moe".split())
+_CONTINUATIONS = frozenset("k s m l p xs xl xxs xxl nl moe".split())
 """Parts of file names that continue a quantisation's name, as "M" in "Q4_K_M" continues "Q4_K"."""
 
 
@@ -21,7 +23,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> list[str]:
-    """Names of the chosen GGUF file, or of its parts in order.
+    """Choose the GGUF file of a quantisation; return its name, or those of its parts in order.
 
     Args:
         names: names of files, relative to a repository or directory; other files are ignored.
@@ -35,46 +37,65 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     """
     files: dict[str, list[str]] = {}
     for name in sorted(names):
-        stem = name[: -len(GGUF_SUFFIX)]
-        if name.endswith(GGUF_SUFFIX) and not _is_companion(stem):
-            files.setdefault(_SPLIT_SUFFIX.sub("", stem), []).append(name)
-    found = [stem for stem in files if quantization in (None, *files[stem])]
-    found = found or [stem for stem in files if quantization and _has_part(stem, quantization)]
-    if len(found) != 1:
-        raise ModelLoadError(_explain_choice(files, found, quantization, where))
-    return _all_parts(files[found[0]], where)
+        # Vision encoders and importance matrices are no models.
+        if name.endswith(GGUF_SUFFIX) and {"mmproj", "imatrix"}.isdisjoint(_name_parts(name)):
+            split = _SPLIT_NAME.fullmatch(name)
+            files.setdefault(split[1] if split else name[: -len(GGUF_SUFFIX)], []).append(name)
+    stems = [stem for stem in files if quantization in (None, *files[stem])]
+    if not stems and quantization:
+        stems = [stem for stem in files if _has_quantization(stem, quantization)]
+    if len(stems) != 1:
+        raise ModelLoadError(_explain_choice(files, stems, quantization, where))
+    parts = files[stems[0]]
+    expected = part_names(parts[0])
+    if len(parts) > len(expected):
+        raise ModelLoadError(f"{where}: parts of several split files: {', '.join(parts[:4])}")
+    if missing := [name.rsplit("/", 1)[-1] for name in expected if name not in parts]:
+        raise missing_parts_error(f"{where}: {parts[0]}", missing, len(expected))
+    return parts
 
 
-def _is_companion(stem: str) -> bool:
-    """Whether a file is a vision encoder or an importance matrix."""
-    return not {"mmproj", "imatrix"}.isdisjoint(_split_name(_file_name(stem)))
+def part_names(name: str) -> list[str]:
+    """Names of all parts of a split GGUF file, one of which is ``name``; else ``name`` alone."""
+    match = _SPLIT_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        return [name]
+    numbers = range(1, int(match[3]) + 1)
+    return [f"{match[1]}-{number:05}-of-{match[3]}{GGUF_SUFFIX}" for number in numbers]
 
 
-def _has_part(stem: str, quantization: str) -> bool:
+def missing_parts_error(file: str, missing: list[str], count: int) -> ModelLoadError:
+    """Make the error for a split file that lacks some of its ``count`` parts."""
+    listed = first_names(missing, 3)
+    return ModelLoadError(f"{file}: {len(missing)} of its {count} parts are missing: {listed}")
+
+
+def first_names(names: list[str], count: int) -> str:
+    """Join the first ``count`` names for an error message."""
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+
+
+def _has_quantization(stem: str, quantization: str) -> bool:
     """Whether a file's name contains exactly this quantisation: "Q4_K" is not in "Q4_K_M"."""
-    parts, wanted = _split_name(_file_name(stem)), _split_name(quantization)
-    for start in range(len(parts) - len(wanted) + 1):
-        end = start + len(wanted)
-        if parts[start:end] != wanted or (start and parts[start - 1] == "ud"):
+    parts, quantization_parts = _name_parts(stem), _SEPARATORS.split(quantization.lower())
+    for start in range(len(parts) - len(quantization_parts) + 1):
+        end = start + len(quantization_parts)
+        if parts[start:end] != quantization_parts or (start and parts[start - 1] == "ud"):
             continue
         following = parts[end] if end < len(parts) else ""
-        if following not in _LONGER_NAMES and not (following.isdigit() and len(following) == 1):
+        if following not in _CONTINUATIONS and not (following.isdigit() and len(following) == 1):
             return True
     return False
 
 
-def _file_name(stem: str) -> str:
-    return stem.rsplit("/", 1)[-1]
-
-
-def _split_name(name: str) -> list[str]:
-    return re.split(r"[-_./ ]+", name.lower())
+def _name_parts(path: str) -> list[str]:
+    return _SEPARATORS.split(path.rsplit("/", 1)[-1].lower())
 
 
 def _explain_choice(
-    files: dict[str, list[str]], found: list[str], quantization: str | None, where: str
+    files: dict[str, list[str]], stems: list[str], quantization: str | None, where: str
 ) -> str:
-    shown = [files[stem][0][-100:] for stem in found or files]
+    shown = [files[stem][0][-100:] for stem in stems or files]
     listed = ", ".join(shown[:_MAX_NAMES])
     if len(shown) > _MAX_NAMES:
         listed += f" and {len(shown) - _MAX_NAMES} more"
@@ -82,27 +103,9 @@ def _explain_choice(
         return f"{where}: has no GGUF file"
     if quantization is None:
         return f"{where}: has several GGUF files, name one of them behind a colon: {listed}"
-    if found:
+    if stems:
         return (
             f"{where}: several GGUF files are {quantization}, name one of them behind the colon: "
             f"{listed}"
         )
     return f"{where}: no GGUF file is {quantization}, expected one of: {listed}"
-
-
-def _all_parts(names: list[str], where: str) -> list[str]:
-    first = _SPLIT_SUFFIX.search(names[0][: -len(GGUF_SUFFIX)])
-    if first is None:
-        return names
-    total = int(first[2])
-    stem = _SPLIT_SUFFIX.sub("", names[0][: -len(GGUF_SUFFIX)])
-    wanted = [f"{stem}-{number:05}-of-{total:05}{GGUF_SUFFIX}" for number in range(1, total + 1)]
-    missing = [_file_name(name) for name in wanted if name not in names]
-    if len(names) > total:
-        raise ModelLoadError(f"{where}: parts of several split files: {', '.join(names[:4])}")
-    if missing:
-        listed = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        raise ModelLoadError(
-            f"{where}: {names[0]}: {len(missing)} of its {total} parts are missing: {listed}"
-        )
-    return names

@@ -11,12 +11,12 @@ from typing import Any
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_families import GGUF_FAMILIES, GGUFFamily
-from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile
+from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.gguf_vocabulary import end_token_ids
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS
 from asyncllm.errors import ModelLoadError
 
-_COPIED_FIELDS = {
+_RENAMED_KEYS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -26,7 +26,7 @@ _COPIED_FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_CHECKED_FIELDS = (
+_OTHER_KEYS = (
     "attention.key_length attention.value_length attention.causal attention.sliding_window "
     "attention.sliding_window_pattern rope.dimension_count "
     "rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
@@ -34,14 +34,13 @@ _CHECKED_FIELDS = (
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
     "rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count"
 ).split()
-_LINEAR_FIELDS = ("ssm.inner_size", "attention.recurrent_layers")
-_YARN_FIELDS = {
+_YARN_KEYS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
     "yarn_attn_factor": "attention_factor",
     "yarn_log_multiplier": "mscale_all_dim",
 }
-_EXPECTED = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
+_ONLY_SUPPORTED_VALUES = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
 
 LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
@@ -71,15 +70,15 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     family = gguf_family(file)
     prefix = f"{file.metadata['general.architecture']}."
     values = {
-        key.removeprefix(prefix): _one_of_equals(key.removeprefix(prefix), value)
+        key.removeprefix(prefix): _collapse_equal(key.removeprefix(prefix), value)
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
     fields = ConfigFile(file.path, values)
     _check_fields(fields, prefix, family)
-    copied = {**_COPIED_FIELDS, **family.fields}
+    copied = {**_RENAMED_KEYS, **family.fields}
     config = {**family.constants}
-    config |= {there: values[here] for here, there in copied.items() if here in values}
+    config |= {name: values[key] for key, name in copied.items() if key in values}
     config |= {
         "architectures": [family.architecture],
         "num_hidden_layers": _num_layers(fields),
@@ -92,36 +91,33 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         "dtype": _model_dtype(file),
         **_head_sizes(fields, family),
         **_window(fields, family, _num_layers(fields)),
-        **_rope_parameters(file, fields, family),
+        **_rope_scaling(file, fields, family),
         **(_linear_attention(fields) if "ssm.group_count" in family.fields else {}),
     }
+    if "rope.freq_base_swa" in fields:
+        # Sliding layers have their own base, and only full-attention layers are scaled.
+        theta = fields.number("rope.freq_base_swa", open_low=True)
+        config["rope_parameters"] = {"sliding_attention": {"rope_theta": theta}}
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
     return ConfigFile(file.path, config)
 
 
-def _one_of_equals(name: str, value: Any) -> Any:
-    """Return the element of a per-layer list of equal elements, and any other value as it is."""
-    is_listed = name in _COPIED_FIELDS and isinstance(value, list) and len(value) > 0
+def _collapse_equal(name: str, value: Any) -> Any:
+    """Replace a per-layer list of equal values by that value; return any other value unchanged."""
+    is_listed = name in _RENAMED_KEYS and isinstance(value, list) and len(value) > 0
     return value[0] if is_listed and value.count(value[0]) == len(value) else value
 
 
 def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
     """Raise ModelLoadError for an unknown or missing key, or an unsupported value."""
-    known = {
-        *_COPIED_FIELDS,
-        *_CHECKED_FIELDS,
-        *family.fields,
-        *family.expected,
-        *family.extra_keys,
-    }
-    known |= set(_LINEAR_FIELDS if "ssm.group_count" in family.fields else ())
+    known = (_RENAMED_KEYS, _OTHER_KEYS, family.fields, family.expected, family.extra_keys)
     for name in fields.values:
-        if name not in known:
+        if not any(name in names for names in known):
             raise fields.invalid_field(
                 name, f"no such value of {prefix[:-1]}, which may change the model"
             )
-    for name, value in {**_EXPECTED, **family.expected}.items():
+    for name, value in {**_ONLY_SUPPORTED_VALUES, **family.expected}.items():
         if fields.values.get(name, value) != value:
             raise fields.invalid_field(name, f"{value}, the only one that is supported")
     for name in family.required:
@@ -152,10 +148,16 @@ def _window(fields: ConfigFile, family: GGUFFamily, num_layers: int) -> dict[str
         raise fields.invalid_field(name, "0: which layers slide is not in the file")
     sliding = [every == 0 or (layer + 1) % every != 0 for layer in range(num_layers)]
     if pattern in fields:
-        accepted = f"a list of block_count={num_layers} booleans"
-        sliding = fields.entries(pattern, accepted, lambda one: type(one) is bool, num_layers)
-    kinds = ["sliding_attention" if each else "full_attention" for each in sliding]
+        sliding = _layer_flags(fields, pattern)
+    kinds = ["sliding_attention" if slides else "full_attention" for slides in sliding]
     return {"sliding_window": window, "layer_types": kinds}
+
+
+def _layer_flags(fields: ConfigFile, name: str) -> list[bool]:
+    """Read a list of one boolean per layer."""
+    count = fields.integer("block_count")
+    accepted = f"a list of block_count={count} booleans"
+    return fields.entries(name, accepted, lambda flag: type(flag) is bool, count)
 
 
 def _linear_attention(fields: ConfigFile) -> dict[str, Any]:
@@ -164,20 +166,16 @@ def _linear_attention(fields: ConfigFile) -> dict[str, Any]:
     size = fields.integer("ssm.inner_size")
     if size % heads:
         raise fields.invalid_field("ssm.inner_size", f"a multiple of ssm.time_step_rank={heads}")
-    name, num_layers = "attention.recurrent_layers", _num_layers(fields)
-    found: dict[str, Any] = {"linear_value_head_dim": size // heads}
-    if name in fields:
-        accepted = f"a list of block_count={fields.integer('block_count')} booleans"
-        recurrent = fields.entries(
-            name, accepted, lambda one: type(one) is bool, fields.integer("block_count")
-        )[:num_layers]
+    config: dict[str, Any] = {"linear_value_head_dim": size // heads}
+    if "attention.recurrent_layers" in fields:
+        recurrent = _layer_flags(fields, "attention.recurrent_layers")[: _num_layers(fields)]
         kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
-        found["layer_types"] = kinds
-    return found
+        config["layer_types"] = kinds
+    return config
 
 
 def is_quantised(file: GGUFFile) -> bool:
-    return any(GGML_TYPES[t.type][0] not in PLAIN_TYPES for t in file.tensors.values())
+    return not all(tensor.is_plain for tensor in file.tensors.values())
 
 
 def _head_dim(fields: ConfigFile) -> int:
@@ -194,15 +192,14 @@ def _head_sizes(fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
     rotated = fields.integer(name, size, high=size if family.partial_rope else MAX_POSITIONS)
     if rotated != size and not family.partial_rope:
         raise fields.invalid_field(name, f"{size}, as the keys have")
-    found: dict[str, Any] = {"head_dim": size, "partial_rotary_factor": 1.0}
-    if rotated != size:
-        # Round the factor up, because its product with the head size is rounded down later.
-        found["partial_rotary_factor"] = math.nextafter(rotated / size, 1.0)
+    # Round the factor up, because its product with the head size is rounded down later.
+    factor = 1.0 if rotated == size else math.nextafter(rotated / size, 1.0)
+    config: dict[str, Any] = {"head_dim": size, "partial_rotary_factor": factor}
     if family.hidden_scale_num_layers:
         wide = fields.integer("block_count") == family.hidden_scale_num_layers
         per_head = fields.integer("embedding_length") // fields.integer("attention.head_count")
-        found["query_pre_attn_scalar"] = per_head if wide else size
-    return found
+        config["query_pre_attn_scalar"] = per_head if wide else size
+    return config
 
 
 def _vocab_size(file: GGUFFile) -> int:
@@ -215,24 +212,15 @@ def _vocab_size(file: GGUFFile) -> int:
 def _model_dtype(file: GGUFFile) -> str:
     """Dtype of the model: float32 if all tensors are float32; float16 if all are float32 or
     float16; else bfloat16, as in training."""
-    kinds = {GGML_TYPES[tensor.type][0] for tensor in file.tensors.values()}
+    kinds = {tensor.type_name for tensor in file.tensors.values()}
     if kinds == {"F32"}:
         return "float32"
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
-    """Fields of config.json for RoPE. If sliding layers have a base of their own, only
-    full-attention layers are scaled."""
-    if "rope.freq_base_swa" in fields:
-        theta = fields.number("rope.freq_base_swa", open_low=True)
-        sliding = {"rope_parameters": {"sliding_attention": {"rope_theta": theta}}}
-        return sliding | _scaling_parameters(file, fields, family)
-    return _scaling_parameters(file, fields, family)
-
-
-def _scaling_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
-    """RoPE scaling. As in llama.cpp, a factor without a type means linear scaling."""
+def _rope_scaling(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
+    """Fields of config.json for RoPE scaling. As in llama.cpp, a factor without a type means linear
+    scaling."""
     implied = "linear" if "rope.scaling.factor" in fields else "none"
     kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), implied)
     original = fields.integer("rope.scaling.original_context_length", None, high=MAX_POSITIONS)
@@ -247,8 +235,9 @@ def _scaling_parameters(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) 
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
     if kind == "yarn":
         rope |= family.rope
-        found = {there: f"rope.scaling.{here}" for here, there in _YARN_FIELDS.items()}
-        rope |= {there: fields.number(key) for there, key in found.items() if key in fields}
+        for key, name in _YARN_KEYS.items():
+            if f"rope.scaling.{key}" in fields:
+                rope[name] = fields.number(f"rope.scaling.{key}")
         if "mscale_all_dim" in rope:
             rope["mscale"] = 1.0  # llama.cpp assumes an mscale of 1.
         if original is not None:
@@ -280,13 +269,13 @@ def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | N
     Raises:
         ModelLoadError: if no Llama 3 scaling has these factors.
     """
-    found, size = file.read_floats("rope_freqs.weight"), _head_dim(fields)
-    factor = max(found)
-    if factor == 1.0 == min(found):
+    stored, size = file.read_floats("rope_freqs.weight"), _head_dim(fields)
+    factor = max(stored)
+    if factor == 1.0 == min(stored):
         return None
-    if not all(0.0 < each < math.inf for each in found):
+    if not all(0.0 < each < math.inf for each in stored):
         raise ModelLoadError(
-            f"{file.path}: tensor 'rope_freqs.weight' has factors from {min(found):g} to "
+            f"{file.path}: tensor 'rope_freqs.weight' has factors from {min(stored):g} to "
             f"{factor:g}, expected finite ones above 0"
         )
     theta = fields.number("rope.freq_base", 10_000.0, open_low=True)
@@ -296,8 +285,8 @@ def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | N
         turns = original / (2.0 * math.pi * theta ** (index / size))
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         expected.append(1.0 / ((1.0 - smooth) / factor + smooth))
-    close = (math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=False))
-    if len(found) != len(expected) or not all(close):
+    close = (math.isclose(a, b, rel_tol=1e-4) for a, b in zip(stored, expected, strict=False))
+    if len(stored) != len(expected) or not all(close):
         raise ModelLoadError(
             f"{file.path}: tensor 'rope_freqs.weight' has other factors than Llama 3.1's of "
             f"factor {factor:g}, the only ones that are supported"

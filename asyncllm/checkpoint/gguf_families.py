@@ -1,8 +1,7 @@
 """GGUF_FAMILIES: the architectures of GGUF files, as data.
 
 Each row has data that a GGUF file leaves out: the class in transformers, the meaning of metadata
-keys and tensor names, and rules of llama.cpp's code, for example for the layers with a sliding
-window.
+keys, and rules of llama.cpp's code, for example for the layers with a sliding window.
 """
 
 from __future__ import annotations
@@ -11,71 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-EXPERT_INDEX = "{}"
-"""Placeholder for the expert's index in transformers' names of tensors that GGUF stacks."""
-
-MODULE_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""transformers' module names in dense models by GGUF's, both without the layer's prefix."""
-
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": f"mlp.experts.{EXPERT_INDEX}.gate_proj",
-    "ffn_up_exps": f"mlp.experts.{EXPERT_INDEX}.up_proj",
-    "ffn_down_exps": f"mlp.experts.{EXPERT_INDEX}.down_proj",
-}
-_SHARED_EXPERTS = {
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-}
-_SHARED_EXPERT = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_MIXTRAL_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": f"block_sparse_moe.experts.{EXPERT_INDEX}.w1",
-    "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT_INDEX}.w3",
-    "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT_INDEX}.w2",
-}
-_POST_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_SANDWICH_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
-_GATED_DELTA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-}
-
-_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_QWEN_MOE_FIELDS = _COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_EXPERT_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_MOE_FIELDS = _EXPERT_COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _QWEN_SHARED_FIELDS = _QWEN_MOE_FIELDS | {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size"
 }
@@ -106,23 +42,22 @@ class GGUFFamily:
         fields: fields of config.json by metadata key, beside those of all architectures.
         constants: fields of config.json that the metadata lacks, or may leave out.
         required: metadata keys that a file must have.
-        expected: only supported value by metadata key; also the value where the key is missing.
-        extra_keys: further metadata keys: those that do not change the model for text, and those of
-            RoPE and of queries that only this architecture has.
-        names: transformers' tensor names by GGUF's, in addition to ``MODULE_NAMES``.
+        expected: the only supported value of each metadata key; a missing key has this value too.
+        extra_keys: further metadata keys that a file may have: some are read only for this
+            architecture, others do not change the model for text.
         permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
-        norms_have_one_added: whether the weights of norms are stored with 1 added.
-        tiles_value_heads: whether value heads of linear attention are stored in the order
+        grouped_gates: name of the tensor with both gates of linear attention, grouped by key head.
+            "" if each gate has its own tensor; then the value heads are stored in the order
             ``[value heads per key head, key heads]``, instead of the reverse.
-        grouped_gates: tensor with both gates of linear attention, grouped by key head; "" if each
-            gate has its own tensor.
         full_attention_interval: interval of full-attention layers among sliding-window layers; 0 if
             all layers have a sliding window; None if no file of the architecture has one.
         partial_rope: whether ``rope.dimension_count`` may be less than the head size.
-        hidden_scale_num_layers: layer count of the one model that scales queries by the hidden size
-            divided by the number of heads, instead of by the head size; 0 if no model does.
-        rope: RoPE parameters that the metadata lacks.
-        variant: a metadata key, and the family of the files in which this key is not 0.
+        hidden_scale_num_layers: number of layers by which the one model of the architecture is
+            recognised whose query scale comes from the hidden size divided by the number of heads,
+            instead of the head size; 0 if there is no such model.
+        rope: further RoPE parameters of YaRN, which the metadata lacks.
+        variant: pair ``(key, family)`` for an architecture name that two models share: files whose
+            metadata value of ``key`` is neither absent nor 0 are read by ``family``.
     """
 
     architecture: str
@@ -131,10 +66,7 @@ class GGUFFamily:
     required: tuple[str, ...] = ()
     expected: Mapping[str, Any] = field(default_factory=dict)
     extra_keys: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
     permutes_heads: bool = False
-    norms_have_one_added: bool = False
-    tiles_value_heads: bool = False
     grouped_gates: str = ""
     full_attention_interval: int | None = None
     partial_rope: bool = False
@@ -144,26 +76,24 @@ class GGUFFamily:
 
 
 _LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
-_GEMMA = GGUFFamily("", names=_SANDWICH_NORMS, norms_have_one_added=True)
-_OLMO2 = GGUFFamily("Olmo2ForCausalLM", names=_POST_NORMS)
-_OWN_ROPE = ("rope.freq_base_swa",)
-_TEMPERATURE = ("attention.temperature_scale",)
-_SIGMOID = {"expert_gating_func": 2}
+_OLMO2 = GGUFFamily("Olmo2ForCausalLM")
+_SLIDING_ROPE_KEY = ("rope.freq_base_swa",)
+_TEMPERATURE_KEY = ("attention.temperature_scale",)
+_SIGMOID_ROUTING = {"expert_gating_func": 2}
 _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
     # The sections of M-RoPE do not matter: a text token has the same position in each.
-    extra_keys=("rope.dimension_sections", "nextn_predict_layers"),
-    names=_GATED_DELTA,
-    norms_have_one_added=True,
-    tiles_value_heads=True,
+    extra_keys=(
+        *("rope.dimension_sections", "nextn_predict_layers"),
+        *("ssm.inner_size", "attention.recurrent_layers"),
+    ),
     partial_rope=True,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     architecture="Qwen3_5MoeForCausalLM",
     fields=_GATED_DELTA_FIELDS | _QWEN_SHARED_FIELDS,
-    names=_GATED_DELTA | _EXPERTS | _SHARED_EXPERT,
 )
 
 GGUF_FAMILIES: dict[str, GGUFFamily] = {
@@ -175,17 +105,16 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             replace(
                 _LLAMA,
                 architecture="MixtralForCausalLM",
-                fields=_COUNTS | {"expert_count": "num_local_experts"},
-                names=_MIXTRAL_EXPERTS,
+                fields=_EXPERT_COUNTS | {"expert_count": "num_local_experts"},
             ),
         ),
     ),
     "mistral3": replace(
         _LLAMA,
-        extra_keys=_TEMPERATURE,
+        extra_keys=_TEMPERATURE_KEY,
         variant=(
-            _TEMPERATURE[0],
-            replace(_LLAMA, architecture="Ministral3ForCausalLM", extra_keys=_TEMPERATURE),
+            _TEMPERATURE_KEY[0],
+            replace(_LLAMA, architecture="Ministral3ForCausalLM", extra_keys=_TEMPERATURE_KEY),
         ),
     ),
     "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM"),
@@ -213,19 +142,15 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Qwen2MoeForCausalLM",
         _QWEN_SHARED_FIELDS,
         {"norm_topk_prob": False},
-        names=_EXPERTS | _SHARED_EXPERT,
     ),
-    "qwen3moe": GGUFFamily(
-        "Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}, names=_EXPERTS
-    ),
+    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}),
     # Qwen3-Next is stored like Qwen3.5, except that value heads are not reordered and gates are
     # grouped by key head.
-    "qwen3next": replace(_QWEN3_5_MOE, tiles_value_heads=False, grouped_gates="ssm_ba.weight"),
+    "qwen3next": replace(_QWEN3_5_MOE, grouped_gates="ssm_ba.weight"),
     "qwen35": _QWEN3_5,
     "qwen35moe": _QWEN3_5_MOE,
-    "gemma2": replace(
-        _GEMMA,
-        architecture="Gemma2ForCausalLM",
+    "gemma2": GGUFFamily(
+        "Gemma2ForCausalLM",
         fields={
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
@@ -234,17 +159,15 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         full_attention_interval=2,
         hidden_scale_num_layers=46,
     ),
-    "gemma3": replace(
-        _GEMMA,
-        architecture="Gemma3ForCausalLM",
+    "gemma3": GGUFFamily(
+        "Gemma3ForCausalLM",
         fields={"final_logit_softcapping": "final_logit_softcapping"},
-        extra_keys=_OWN_ROPE,
+        extra_keys=_SLIDING_ROPE_KEY,
         full_attention_interval=6,
         hidden_scale_num_layers=62,
     ),
     "phi3": GGUFFamily(
         "Phi3ForCausalLM",
-        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         full_attention_interval=0,
         partial_rope=True,
     ),
@@ -255,52 +178,35 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             replace(
                 _OLMO2,
                 architecture="Olmo3ForCausalLM",
-                extra_keys=_OWN_ROPE,
+                extra_keys=_SLIDING_ROPE_KEY,
                 full_attention_interval=4,
             ),
         ),
     ),
     "olmoe": GGUFFamily(
         "OlmoeForCausalLM",
-        _COUNTS | {"expert_feed_forward_length": "intermediate_size"},
+        _EXPERT_COUNTS | {"expert_feed_forward_length": "intermediate_size"},
         {"norm_topk_prob": False},
-        names=_EXPERTS,
     ),
-    "glm4": GGUFFamily(
-        "Glm4ForCausalLM",
-        names={
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            "ffn_up": "mlp.gate_up_proj",
-        },
-        partial_rope=True,
-    ),
+    "glm4": GGUFFamily("Glm4ForCausalLM", partial_rope=True),
     "glm4moe": GGUFFamily(
         "Glm4MoeForCausalLM",
         _DEEPSEEK_FIELDS,
         {"num_nextn_predict_layers": 0},
-        expected=_SIGMOID,
+        expected=_SIGMOID_ROUTING,
         extra_keys=("nextn_predict_layers",),
-        names=_EXPERTS | _SHARED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
         partial_rope=True,
     ),
     "dots1": GGUFFamily(
         "Dots1ForCausalLM",
         _DEEPSEEK_FIELDS,
         {"sliding_window": None, "num_nextn_predict_layers": 0},
-        expected=_SIGMOID,
-        names=_EXPERTS | _SHARED_EXPERTS,
+        expected=_SIGMOID_ROUTING,
     ),
     "gpt-oss": GGUFFamily(
         "GptOssForCausalLM",
-        _COUNTS
+        _EXPERT_COUNTS
         | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
-        names=_EXPERTS
-        | {
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks.weight": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-        },
         full_attention_interval=2,
         rope={"truncate": False},
     ),

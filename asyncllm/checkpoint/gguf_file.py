@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncllm.checkpoint.file_version import FileVersion
+from asyncllm.checkpoint.gguf_choice import missing_parts_error, part_names
+from asyncllm.checkpoint.small_file import read_errors
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import describe
 
@@ -26,7 +27,7 @@ MAX_ARRAY_LENGTH = 2**12
 vocabulary, is replaced by its length."""
 
 MAX_STRINGS = 2**21
-"""Maximum number of strings in all arrays of a file: twice the largest tokenizer's."""
+"""Maximum number of strings in all arrays of a file: twice that of the largest tokenizer."""
 
 MAX_NUMBERS = 2**18
 """Maximum number of elements of all arrays that are kept in memory."""
@@ -36,9 +37,6 @@ MAX_HEADER_BYTES = 2**26
 
 MAX_STRING_BYTES = 2**24
 """Maximum size in bytes of a string in the metadata; the longest are chat templates."""
-
-_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""Name of a part of a split file, in llama.cpp's form."""
 
 _SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -92,6 +90,16 @@ class GGUFTensor:
     start_offset: int
     num_bytes: int
 
+    @property
+    def type_name(self) -> str:
+        """The type's name, such as "Q4_K"."""
+        return GGML_TYPES[self.type][0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor is not quantised."""
+        return self.type_name in PLAIN_TYPES
+
 
 def gguf_parts(path: Path) -> list[Path]:
     """List all parts of a split GGUF file; else only ``path``.
@@ -99,18 +107,10 @@ def gguf_parts(path: Path) -> list[Path]:
     Raises:
         ModelLoadError: if a part is missing.
     """
-    match = _PART_NAME.fullmatch(path.name)
-    if match is None or not 1 <= int(match[2]) <= int(match[3]):
-        return [path]
-    count = int(match[3])
-    parts = [
-        path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
-        for number in range(1, count + 1)
-    ]
+    parts = [path.with_name(name) for name in part_names(path.name)]
     missing = [part.name for part in parts if not part.is_file()]
-    if missing and len(missing) < count:
-        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        raise ModelLoadError(f"{path}: {len(missing)} of its {count} parts are missing: {names}")
+    if missing and len(missing) < len(parts):
+        raise missing_parts_error(str(path), missing, len(parts))
     return parts
 
 
@@ -155,15 +155,14 @@ class GGUFFile:
 
     def _read_part(self, path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         try:
-            self.versions.append(FileVersion(path))
-            with (
-                path.open("rb") as file,
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-            ):
-                cursor = _Cursor(path, data)
-                header = _read_header(cursor)
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
+            with read_errors(path):
+                self.versions.append(FileVersion(path))
+                with (
+                    path.open("rb") as file,
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                ):
+                    cursor = _Cursor(path, data)
+                    header = _read_header(cursor)
         except ValueError as error:  # mmap raises ValueError for an empty file.
             raise ModelLoadError(f"{path}: not a GGUF file ({error})") from error
         if len(self.versions) == 1:
@@ -179,8 +178,8 @@ class GGUFFile:
                 f"{describe(places[1])}, expected {count} and {number}, as its name says"
             )
         for key, value in metadata.items():
-            own = key.startswith("split.") or key == "general.alignment"
-            if not own and self.metadata.get(key) != value:
+            differs_by_part = key.startswith("split.") or key == "general.alignment"
+            if not differs_by_part and self.metadata.get(key) != value:
                 raise ModelLoadError(
                     f"{path}: metadata {key!r} is not that of {self.path.name}, expected the parts "
                     "of one file"
@@ -198,19 +197,14 @@ class GGUFFile:
             ModelLoadError: if the file has no array ``key``, or one of its strings is not UTF-8.
         """
         if key not in self._arrays:
-            found = repr(self.metadata[key]) if key in self.metadata else "missing"
+            value = repr(self.metadata[key]) if key in self.metadata else "missing"
             raise ModelLoadError(
-                f"{self.path}: metadata {key!r} is {found:.300}, expected an array"
+                f"{self.path}: metadata {key!r} is {value:.300}, expected an array"
             )
         start, end = self._arrays[key]
-        try:
-            with self.path.open("rb") as file:
-                file.seek(start)
-                cursor = _Cursor(self.path, file.read(end - start))
-        except OSError as error:
-            raise ModelLoadError(
-                f"{self.path}: cannot be read ({error.strerror or error})"
-            ) from error
+        with read_errors(self.path), self.path.open("rb") as file:
+            file.seek(start)
+            cursor = _Cursor(self.path, file.read(end - start))
         return cursor.read_elements(key, cursor.read_number("I"), cursor.read_number("Q"))
 
     def read_floats(self, name: str) -> tuple[float, ...]:
@@ -221,10 +215,10 @@ class GGUFFile:
         """
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)
-        if GGML_TYPES[tensor.type][0] != "F32" or count > MAX_ARRAY_LENGTH:
+        if tensor.type_name != "F32" or count > MAX_ARRAY_LENGTH:
             raise ModelLoadError(
-                f"{self.path}: tensor {name!r} is {GGML_TYPES[tensor.type][0]} of shape "
-                f"{tensor.shape}, expected F32 of at most {MAX_ARRAY_LENGTH} elements"
+                f"{self.path}: tensor {name!r} is {tensor.type_name} of shape {tensor.shape}, "
+                f"expected F32 of at most {MAX_ARRAY_LENGTH} elements"
             )
         with tensor.path.open("rb") as file:
             file.seek(tensor.start_offset)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.errors import ModelLoadError
@@ -44,10 +46,9 @@ def read_tokens(file: GGUFFile) -> list[str]:
         )
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # llama.cpp's name.
     if len(set(tokens)) < len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))
+        [(duplicate, _)] = Counter(tokens).most_common(1)
         raise ModelLoadError(
-            f"{file.path}: metadata 'tokenizer.ggml.tokens' has {twice!r:.100} twice, expected "
+            f"{file.path}: metadata 'tokenizer.ggml.tokens' has {duplicate!r:.100} twice, expected "
             "each token once"
         )
     return tokens
@@ -62,9 +63,9 @@ def end_token_ids(file: GGUFFile) -> list[int]:
     metadata = ConfigFile(file.path, file.metadata)
     ids = [metadata.integer(name, low=0) for name in _NAMED_END_TOKENS if name in metadata]
     if "tokenizer.ggml.tokens" in metadata:
-        found = {token: i for i, token in enumerate(read_tokens(file)) if token in END_TOKENS}
-        ids += found.values()
+        end_tokens = {token: i for i, token in enumerate(read_tokens(file)) if token in END_TOKENS}
+        ids += end_tokens.values()
         calls, ends = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
-        if found.keys() & calls and found.keys() & ends:
-            ids = [i for i in ids if i != found.get("<|end|>")]
+        if end_tokens.keys() & calls and end_tokens.keys() & ends:
+            ids = [i for i in ids if i != end_tokens.get("<|end|>")]
     return [i for i in dict.fromkeys(ids) if i != NO_TOKEN]

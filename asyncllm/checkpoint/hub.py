@@ -79,7 +79,7 @@ def list_directory(directory: Path) -> list[str]:
 def download_files(
     model: str, revision: str | None, names: Sequence[str], hub: HubOptions
 ) -> list[Path]:
-    """Download some files of a repository; returns their paths.
+    """Download some files of a repository and return their paths.
 
     Raises:
         ModelLoadError: if a file cannot be downloaded and is not in the cache.
@@ -95,7 +95,7 @@ def download_files(
 
 
 def download(model: str, revision: str | None, patterns: tuple[str, ...], hub: HubOptions) -> Path:
-    """Download the files of a repository that match ``patterns``; returns their directory.
+    """Download the files of a repository that match ``patterns`` and return their directory.
 
     Raises:
         ModelLoadError: if the download fails, or ``announce`` is given and the disk is too full.
@@ -118,7 +118,7 @@ def download(model: str, revision: str | None, patterns: tuple[str, ...], hub: H
 
 
 def _announce(model: str, options: dict[str, Any], announce: Callable[[int], None]) -> None:
-    """Report a download's size; raises ModelLoadError if the disk has less space."""
+    """Report a download's size; raise ModelLoadError if the disk has less space."""
     from huggingface_hub import constants, errors, snapshot_download
 
     try:

@@ -22,12 +22,12 @@ def importing_transformers() -> Iterator[None]:
     imported; another thread that imports them at the same time keeps the incomplete module. An
     engine whose import hangs blocks other engines for IMPORT_SECONDS only.
     """
-    held = _IMPORT_LOCK.acquire(timeout=IMPORT_SECONDS)
+    is_locked = _IMPORT_LOCK.acquire(timeout=IMPORT_SECONDS)
     try:
         # The application may import transformers at the same time. Unlike the ``import``
         # statement, import_module looks into ``sys.modules`` again after the import.
         importlib.import_module("transformers")
         yield
     finally:
-        if held:
+        if is_locked:
             _IMPORT_LOCK.release()

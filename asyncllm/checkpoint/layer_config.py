@@ -51,28 +51,28 @@ def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> l
         ModelLoadError: for a layer that does not exist, any other field, a number of key/value
             heads that does not divide the query heads, or an odd head size.
     """
-    section, found = config.section("per_layer_config"), list(layers)
+    section, changed = config.section("per_layer_config"), list(layers)
     names = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
     for key in section.values:
-        if not key.isdecimal() or int(key) >= len(found):
+        if not key.isdecimal() or int(key) >= len(changed):
             raise config.invalid_field(
-                "per_layer_config", f"keys from 0 to {len(found) - 1}, the layers"
+                "per_layer_config", f"keys from 0 to {len(changed) - 1}, the layers"
             )
-        own = section.section(key)
-        if any(name not in names for name in own.values):
+        override = section.section(key)
+        if any(name not in names for name in override.values):
             raise section.invalid_field(key, f"an object with {' and '.join(names)} alone")
-        sizes = {field: own.integer(name) for name, field in names.items() if name in own}
-        found[int(key)] = replace(found[int(key)], **sizes)
+        sizes = {field: override.integer(name) for name, field in names.items() if name in override}
+        changed[int(key)] = replace(changed[int(key)], **sizes)
     num_heads = config.integer("num_attention_heads")
-    for index, layer in enumerate(found):
+    for index, layer in enumerate(changed):
         sizes = {"num_key_value_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
-        own = ConfigFile(config.path, sizes)
+        override = ConfigFile(config.path, sizes)
         if num_heads % layer.num_kv_heads:
             accepted = f"a divisor of num_attention_heads={num_heads}, in layer {index}"
-            raise own.invalid_field("num_key_value_heads", accepted)
+            raise override.invalid_field("num_key_value_heads", accepted)
         if layer.head_dim % 2:
-            raise own.invalid_field("head_dim", f"an even number, in layer {index}")
-    return found
+            raise override.invalid_field("head_dim", f"an even number, in layer {index}")
+    return changed
 
 
 def share_kv(
@@ -91,21 +91,19 @@ def share_kv(
             differ.
     """
     count = config.integer("num_kv_shared_layers", 0, low=0, high=len(layers) - 1)
-    first, found = len(layers) - count, list(layers)
+    first, result = len(layers) - count, list(layers)
     last = {kind: layer for layer, kind in enumerate(kinds[:first])}
     width = 2 if config.boolean("use_double_wide_mlp", False) else 1
     for index in range(first, len(layers)):
-        own, source = found[index], last.get(kinds[index])
+        layer, source = result[index], last.get(kinds[index])
         if source is None:
-            accepted = (
-                f"fewer: layer {index} is {kinds[index]!r}, and none before the first of them is"
-            )
+            accepted = f"fewer: layer {index} is {kinds[index]!r}, and no layer with its own KV is"
             raise config.invalid_field("num_kv_shared_layers", accepted)
-        heads = found[source].num_kv_heads, found[source].head_dim
-        if (own.num_kv_heads, own.head_dim) != heads:
+        heads = result[source].num_kv_heads, result[source].head_dim
+        if (layer.num_kv_heads, layer.head_dim) != heads:
             accepted = f"heads of layer {index} that are those of layer {source}, whose KV it reads"
             raise config.invalid_field("per_layer_config", accepted)
-        found[index] = replace(
-            own, kv_layer=source, intermediate_size=width * own.intermediate_size
+        result[index] = replace(
+            layer, kv_layer=source, intermediate_size=width * layer.intermediate_size
         )
-    return tuple(found)
+    return tuple(result)

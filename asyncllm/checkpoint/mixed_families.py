@@ -78,8 +78,8 @@ def _read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     def is_layer_index(layer: Any) -> bool:
         return type(layer) is int and 0 <= layer < sizes.num_layers
 
-    named = "mlp_only_layers" in config
-    dense = config.entries("mlp_only_layers", accepted, is_layer_index) if named else []
+    has_list = "mlp_only_layers" in config
+    dense = config.entries("mlp_only_layers", accepted, is_layer_index) if has_list else []
     return tuple(
         layer not in dense and (layer + 1) % step == 0 for layer in range(sizes.num_layers)
     )
@@ -94,14 +94,14 @@ def _read_groups(config: ConfigFile, routing: RoutingConfig) -> RoutingConfig:
         raise config.invalid_field(
             "n_group", f"a divisor of n_routed_experts={count}, at most half of it"
         )
-    chosen, least = config.integer("topk_group", 1), -(-top_k // (count // groups))
-    if not least <= chosen <= groups:
+    top_groups, lowest = config.integer("topk_group", 1), -(-top_k // (count // groups))
+    if not lowest <= top_groups <= groups:
         raise config.invalid_field(
             "topk_group",
-            f"{least} to n_group={groups} groups of {count // groups} experts, for "
+            f"{lowest} to n_group={groups} groups of {count // groups} experts, for "
             f"num_experts_per_tok={top_k}",
         )
-    return replace(routing, num_groups=groups, top_groups=chosen)
+    return replace(routing, num_groups=groups, top_groups=top_groups)
 
 
 def _read_gated_experts(
@@ -138,11 +138,7 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
     layers = layers_from(config.integer("first_k_dense_replace", low=0), sizes)
     size = config.integer("moe_intermediate_size")
     shared = size * config.integer("n_shared_experts", high=MAX_EXPERTS)
-    unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
-    return {
-        "experts": ExpertsConfig(layers, routing, size, shared_size=shared),
-        "num_unused_layers": unused,
-    }
+    return {"experts": ExpertsConfig(layers, routing, size, shared_size=shared)}
 
 
 # --- readers of configurations, one for each model family ------------------------------------
@@ -165,8 +161,8 @@ def _read_mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
 def _read_qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     # In Qwen2-MoE every second layer below max_window_layers has the sliding window; in dense Qwen2
     # all layers from max_window_layers on have it.
-    most = config.integer("max_window_layers", 28, low=0)
-    layers = tuple(layer % 2 == 0 and layer < most for layer in range(sizes.num_layers))
+    end = config.integer("max_window_layers", 28, low=0)
+    layers = tuple(layer % 2 == 0 and layer < end for layer in range(sizes.num_layers))
     window = read_optional_window(config, sizes, layers)
     routing = _read_routing(config, "num_experts")
     experts = _read_gated_experts(config, _read_sparse_layers(config, sizes), routing)
@@ -232,8 +228,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     shared = size * config.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
     experts = ExpertsConfig(layers, routing, size, shared_size=shared, names=names)
-    unused = config.integer("num_nextn_predict_layers", 0, low=0, high=1024)
-    return {"interleaved_rope": True, "experts": experts, "num_unused_layers": unused}
+    return {"interleaved_rope": True, "experts": experts}
 
 
 def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
@@ -249,7 +244,7 @@ def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
             alpha=config.number("swiglu_alpha", 1.702, **limits),
         ),
         bias=True,
-        names=ExpertsNames(router="mlp.router", fused_router="mlp.router", transposed=True),
+        names=ExpertsNames(router="mlp.router", transposed=True),
     )
     window = read_window(config, all_but_every_nth(2, sizes))
     return {"sinks": True, **read_biases(config, True), **window, "experts": experts}
@@ -363,29 +358,29 @@ def _read_gemma4_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> lis
     one value for all full-attention layers.
     """
     shared = config.boolean("attention_k_eq_v", False)
-    near = LayerConfig(
+    sliding = LayerConfig(
         config.integer("num_key_value_heads"),
         config.integer("head_dim"),
         config.integer("intermediate_size"),
     )
-    full = replace(near, value_is_key=shared)
+    full = replace(sliding, value_is_key=shared)
     if "per_layer_config" not in config:
-        heads = config.integer("num_global_key_value_heads", near.num_kv_heads)
+        heads = config.integer("num_global_key_value_heads", sliding.num_kv_heads)
         full = replace(
             full,
-            num_kv_heads=heads if shared else near.num_kv_heads,
+            num_kv_heads=heads if shared else sliding.num_kv_heads,
             head_dim=config.integer("global_head_dim", 512),
         )
-    return apply_head_overrides(config, [near if each else full for each in is_sliding])
+    return apply_head_overrides(config, [sliding if each else full for each in is_sliding])
 
 
 def _read_gemma4_rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
-    named = (
+    sections = (
         config.section(ROPE_PARAMETERS)
         if ROPE_PARAMETERS in config
         else ConfigFile(config.path, _GEMMA4_ROPES)
     )
-    section = named.section(kind)
+    section = sections.section(kind)
     section.choice("rope_type", ("default", "proportional"))
     theta = section.number("rope_theta", open_low=True)
     aliases: dict[str, RopeKind] = {"proportional": "proportional"}
@@ -405,9 +400,7 @@ def _read_gemma4_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
         parallel_to_mlp=True,
-        names=ExpertsNames(
-            router="router.proj", experts=None, fused="experts", fused_router="router.proj"
-        ),
+        names=ExpertsNames(router="router.proj", experts=None, fused="experts"),
     )
 
 

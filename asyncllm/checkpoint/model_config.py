@@ -153,7 +153,7 @@ class ModelConfig:
         path: str | os.PathLike[str],
         *,
         overrides: Mapping[str, Any] | None = None,
-        has_defaults: bool = True,
+        use_generation_defaults: bool = True,
     ) -> ModelConfig:
         """Read the configuration in a directory or a GGUF file.
 
@@ -162,7 +162,7 @@ class ModelConfig:
 
         Args:
             overrides: ``EngineConfig.hf_overrides``.
-            has_defaults: read ``generation_defaults``; False leaves them empty.
+            use_generation_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
             ModelLoadError: for a missing or damaged file; for an unsupported architecture, RoPE
@@ -176,14 +176,32 @@ class ModelConfig:
             if overrides:
                 accepted = f"None with {directory}: a GGUF file has no config.json"
                 raise check.invalid("hf_overrides", overrides, accepted)
-            config, generation_config = gguf_config(GGUFFile(directory)), ConfigFile(directory, {})
-        else:
-            config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
-            generation_config = read_generation_config(directory, has_defaults)
-        family, config, is_text_part = _resolve_family(config)
+            return cls.from_gguf(GGUFFile(directory))
+        config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
+        generation_config = ConfigFile.read_if_present(directory / "generation_config.json")
+        defaults = generation_defaults(generation_config, use_generation_defaults)
+        return cls._from_config(directory, config, generation_config, defaults)
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> ModelConfig:
+        """Read the configuration of a GGUF file; errors as for ``from_directory``."""
+        return cls._from_config(file.path, gguf_config(file), ConfigFile(file.path, {}), {})
+
+    @classmethod
+    def _from_config(
+        cls,
+        path: Path,
+        file: ConfigFile,
+        generation_config: ConfigFile,
+        defaults: Mapping[str, Any],
+    ) -> ModelConfig:
+        family, config, is_text_part = _resolve_family(file)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
-        config.integer("max_position_embeddings", high=MAX_POSITIONS)
+        context = config.integer("max_position_embeddings", high=MAX_POSITIONS)
+        eos_token_ids = read_eos_token_ids(generation_config, file, vocab_size)
+        if not eos_token_ids and not any("eos_token_id" in each.values for each in (file, config)):
+            eos_token_ids = tuple(each for each in family.eos_token_ids if each < vocab_size)
         heads = _read_head_sizes(config)
         rotary_dim = _read_rotary_dim(config, family, heads["head_dim"])
         sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
@@ -201,20 +219,21 @@ class ModelConfig:
         elif "rope" not in fields:
             fields["rope"] = read_rope(config, rotary_dim)
         return cls(
-            path=directory,
+            path=path,
             architecture=family.architecture,
             vocab_size=vocab_size,
             num_layers=num_layers,
-            max_position_embeddings=config.integer("max_position_embeddings", high=MAX_POSITIONS),
+            max_position_embeddings=context,
             rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=_read_dtype(config),
+            num_unused_layers=config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS),
             is_text_part=is_text_part,
             names=family.names,
             activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
             quantization=quant_method(config),
-            generation_defaults=generation_defaults(generation_config),
-            eos_token_ids=_read_eos_token_ids(config, generation_config, family, vocab_size),
+            generation_defaults=defaults,
+            eos_token_ids=eos_token_ids,
             **fields,
         )
 
@@ -233,17 +252,17 @@ def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
     text, names = config.values.get("text_config"), config.values.get("architectures")
     is_text_part = isinstance(text, dict)
     if is_text_part or names is None:
-        holder = text if is_text_part else config.values
-        family = FAMILIES.get(str(holder.get("model_type")))
+        fields = text if is_text_part else config.values
+        family = FAMILIES.get(str(fields.get("model_type")))
     else:
-        named = (
+        families = (
             f for f in FAMILIES.values() if isinstance(names, list) and f.architecture in names
         )
-        family = next(named, None)
+        family = next(families, None)
     if family is None or (is_text_part and not family.text_part):
         return None
-    covered = family.is_supported is None or family.is_supported(config)
-    return (family, is_text_part) if covered else None
+    is_supported = family.is_supported is None or family.is_supported(config)
+    return (family, is_text_part) if is_supported else None
 
 
 def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
@@ -253,13 +272,13 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
     Raises:
         ModelLoadError: if the decoder does not support the architecture.
     """
-    found = _find_family(config)
-    if found is None:
+    match = _find_family(config)
+    if match is None:
         if "architectures" not in config and "model_type" in config:
             config.choice("model_type", tuple(FAMILIES))
         supported = ", ".join(family.architecture for family in FAMILIES.values())
         raise config.invalid_field("architectures", f"a list with one of {supported}")
-    family, is_text_part = found
+    family, is_text_part = match
     values = dict(config.values)
     if is_text_part:
         # ``text_config`` may lack fields of ``shared`` or contradict the top-level ones, so the
@@ -267,19 +286,8 @@ def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
         shared = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
         outer = {name: values[name] for name in shared if values.get(name) is not None}
         inner = values["text_config"]
-        ends = [each["eos_token_id"] for each in (values, inner) if "eos_token_id" in each]
-        values = {**inner, **outer} | ({"eos_token_id": _flatten_lists(ends)} if ends else {})
+        values = {**inner, **outer}
     return family, ConfigFile(config.path, {**family.defaults, **values}), is_text_part
-
-
-def _flatten_lists(values: list[Any]) -> list[Any]:
-    """Copy of ``values`` with nested lists flattened and nulls dropped."""
-    return [
-        entry
-        for value in values
-        for entry in (value if isinstance(value, list) else [value])
-        if entry is not None
-    ]
 
 
 def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
@@ -348,27 +356,26 @@ def _read_dtype(config: ConfigFile) -> str:
     return config.choice(name, ("float32", "bfloat16", "float16"), "float32")
 
 
-def _read_eos_token_ids(
-    config: ConfigFile, generation_config: ConfigFile, family: Family, vocab_size: int
+def read_eos_token_ids(
+    generation_config: ConfigFile, file: ConfigFile, vocab_size: int
 ) -> tuple[int, ...]:
-    eos = generation_config.token_ids("eos_token_id", vocab_size)
-    eos += config.token_ids("eos_token_id", vocab_size)
-    if not eos and "eos_token_id" not in config.values:
-        eos = tuple(each for each in family.eos_token_ids if each < vocab_size)
-    return tuple(dict.fromkeys(eos))
+    """Read the end tokens of all files: those of generation_config.json come first."""
+    ids = [
+        token_id
+        for each in (generation_config, file, file.section("text_config"))
+        for token_id in each.token_ids("eos_token_id", vocab_size)
+    ]
+    return tuple(dict.fromkeys(ids))
 
 
-def read_generation_config(directory: Path, has_defaults: bool) -> ConfigFile:
-    """Read generation_config.json; without sampling parameters unless ``has_defaults``."""
-    file = ConfigFile.read_if_present(directory / "generation_config.json")
-    kept = {name: file.values[name] for name in file.values if has_defaults or name not in NEUTRAL}
-    return ConfigFile(file.path, kept)
-
-
-def generation_defaults(generation_config: ConfigFile) -> dict[str, Any]:
+def generation_defaults(
+    generation_config: ConfigFile, use_generation_defaults: bool
+) -> dict[str, Any]:
+    """Read the sampling parameters that generation_config.json sets; none if they are not used."""
     # Check the values at load: otherwise a request that leaves a parameter unset would fail for
     # the file's bad value.
-    values = {name: generation_config.values[name] for name in NEUTRAL if name in generation_config}
+    names = [name for name in NEUTRAL if use_generation_defaults and name in generation_config]
+    values = {name: generation_config.values[name] for name in names}
     try:
         params = SamplingParams(**values)
     except InvalidRequestError as error:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.resources
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf, is_gguf
+from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf, first_names, is_gguf
 from asyncllm.checkpoint.gguf_file import gguf_parts
 from asyncllm.checkpoint.hub import (
     HubOptions,
@@ -20,6 +18,7 @@ from asyncllm.checkpoint.hub import (
     list_directory,
     list_files,
 )
+from asyncllm.checkpoint.small_file import read_errors
 from asyncllm.errors import ModelLoadError
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -72,7 +71,7 @@ def resolve_model(
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
     patterns += ("*.py",) if code else ()
     preferred = (_SINGLE_FILE, _INDEX_FILE) if weights else ("config.json",)
-    with _lookup_errors(model):
+    with read_errors(model):
         if model is None:
             directory = _bundled_model()
             _refuse_revision("the model in the package", revision)
@@ -95,7 +94,7 @@ def resolve_tokenizer(
     """Find a tokenizer's directory or GGUF file; arguments and errors as for ``resolve_model``."""
     # If tokenizer.json is missing, transformers reads the tokenizer's class from config.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
-    with _lookup_errors(tokenizer):
+    with read_errors(tokenizer):
         directory = _resolve_location(tokenizer, revision, patterns, _TOKENIZER_FILES, hub)
         if is_gguf(directory):
             return directory
@@ -105,18 +104,6 @@ def resolve_tokenizer(
                 f"{_describe_contents(directory)}"
             )
         return directory
-
-
-@contextmanager
-def _lookup_errors(location: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Convert OSErrors to ModelLoadError. An unreadable folder, or a path that is too long, must
-    not be treated as a missing file."""
-    try:
-        yield
-    except OSError as error:
-        raise ModelLoadError(
-            f"{location!s:.300}: cannot be read ({error.strerror or error})"
-        ) from error
 
 
 def _resolve_location(
@@ -147,10 +134,12 @@ def _resolve_location(
             names = [entry.name for entry in path.iterdir()]
         else:
             names, preferred = list_directory(path), ()
-        return _prefer_gguf(path, names, quantization, preferred)
+        return _directory_or_gguf(path, names, quantization, preferred)
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
-        what = "is a file" if path.is_file() else "does not exist"
-        raise ModelLoadError(f"{location!s}: {what}, expected a directory, a GGUF file or a hub id")
+        reason = "is a file" if path.is_file() else "does not exist"
+        raise ModelLoadError(
+            f"{location!s}: {reason}, expected a directory, a GGUF file or a hub id"
+        )
     where = f"model={location!r}"
     if quantization is None:
         directory = download(location, revision, patterns, hub)
@@ -165,7 +154,7 @@ def _resolve_location(
     return download_files(location, revision, chosen, hub)[0]
 
 
-def _prefer_gguf(
+def _directory_or_gguf(
     directory: Path, names: list[str], quantization: str | None, preferred: tuple[str, ...]
 ) -> Path:
     """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or if it
@@ -200,9 +189,7 @@ def _bundled_model() -> Path:
 
 def _describe_contents(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
-    if not names:
-        return "the directory is empty"
-    return "found " + ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    return f"found {first_names(names, 8)}" if names else "the directory is empty"
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -226,8 +213,7 @@ def weight_files(directory: Path) -> list[Path]:
     if missing:
         raise ModelLoadError(
             f"{index}: {len(missing)} of {len(shards)} files in weight_map are missing: "
-            + ", ".join(missing[:3])
-            + (", …" if len(missing) > 3 else "")
+            f"{first_names(missing, 3)}"
         )
     if not shards:
         raise config.invalid_field("weight_map", "the file of each tensor")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,14 +105,14 @@ def read_layer_ropes(
     Returns:
         The RoPE by kind of layer.
     """
-    found: dict[str, RopeConfig] = {}
+    ropes: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
     for name, theta in default_thetas.items():
-        own = config.section(ROPE_PARAMETERS).section(name)
-        scaled = legacy if legacy.values and name == "full_attention" else own
-        section = ConfigFile(config.path, {**own.values, **scaled.values})
-        found[name] = read_rope_section(section, config, theta, rotary_dim)
-    return found
+        parameters = config.section(ROPE_PARAMETERS).section(name)
+        scaled = legacy if legacy.values and name == "full_attention" else parameters
+        section = ConfigFile(config.path, {**parameters.values, **scaled.values})
+        ropes[name] = read_rope_section(section, config, theta, rotary_dim)
+    return ropes
 
 
 def read_rope_section(
@@ -145,25 +145,23 @@ def read_rope_section(
         factor = section.number("factor", 1.0, open_low=True)
         rotated_fraction = section.number("partial_rotary_factor", 1.0, high=1.0)
         return RopeConfig(theta=theta, kind=kind, factor=factor, rotated_fraction=rotated_fraction)
-    original_context = _read_original_context(section, config)
-    read = {"llama3": _read_llama3, "yarn": _read_yarn, "longrope": _read_longrope}[kind]
-    fields = read(section, config, original_context, rotary_dim)
-    if kind == "yarn" and theta <= 1.0:
-        raise section.invalid_field("rope_theta", "a number above 1 with yarn")
+    name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
+    # As in transformers, the field of ``config`` wins.
+    holder = config if name in config else section
+    original_context = holder.integer(name, context, high=MAX_POSITIONS)
+    implied_factor = context / original_context
+    if kind == "llama3":
+        fields = _read_llama3(section)
+    elif kind == "yarn":
+        fields = _read_yarn(section, implied_factor)
+        if theta <= 1.0:
+            raise section.invalid_field("rope_theta", "a number above 1 with yarn")
+    else:
+        fields = _read_longrope(section, implied_factor, original_context, rotary_dim // 2)
     return RopeConfig(theta=theta, kind=kind, original_max_position=original_context, **fields)
 
 
-def _read_original_context(section: ConfigFile, config: ConfigFile) -> int:
-    """Read the context length of pretraining. As in transformers, the field of ``config`` wins over
-    that of ``section``."""
-    name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
-    holder = config if name in config else section
-    return holder.integer(name, context, high=MAX_POSITIONS)
-
-
-def _read_llama3(
-    section: ConfigFile, config: ConfigFile, original_context: int, rotary_dim: int
-) -> dict[str, Any]:
+def _read_llama3(section: ConfigFile) -> dict[str, Any]:
     low = section.number("low_freq_factor", open_low=True)
     high = section.number("high_freq_factor", open_low=True)
     if high <= low:
@@ -172,11 +170,8 @@ def _read_llama3(
     return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
 
 
-def _read_yarn(
-    section: ConfigFile, config: ConfigFile, original_context: int, rotary_dim: int
-) -> dict[str, Any]:
-    context = config.values["max_position_embeddings"]
-    factor = section.number("factor", context / original_context, open_low=True)
+def _read_yarn(section: ConfigFile, implied_factor: float) -> dict[str, Any]:
+    factor = section.number("factor", implied_factor, open_low=True)
     fast = section.number("beta_fast", 32.0, open_low=True)
     slow = section.number("beta_slow", 1.0, open_low=True)
     if fast < slow:
@@ -200,10 +195,9 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
 
 
 def _read_longrope(
-    section: ConfigFile, config: ConfigFile, original_context: int, rotary_dim: int
+    section: ConfigFile, implied_factor: float, original_context: int, num_pairs: int
 ) -> dict[str, Any]:
-    context = config.values["max_position_embeddings"]
-    factor = section.number("factor", context / original_context, open_low=True)
+    factor = section.number("factor", implied_factor, open_low=True)
     implied = 1.0
     if factor > 1.0:
         if original_context < 2:
@@ -213,16 +207,13 @@ def _read_longrope(
     return {
         "factor": factor,
         "attention_factor": section.number("attention_factor", implied, open_low=True),
-        "short_factors": _read_factors(section, "short_factor", rotary_dim // 2),
-        "long_factors": _read_factors(section, "long_factor", rotary_dim // 2),
+        "short_factors": _read_factors(section, "short_factor", num_pairs),
+        "long_factors": _read_factors(section, "long_factor", num_pairs),
     }
 
 
 def _read_factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
-    values = section.values.get(name)
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
-        raise section.invalid_field(
-            name, f"a list of {count} numbers, one for each rotated pair of a head"
-        )
-    each = (ConfigFile(section.path, {name: value}) for value in values)
-    return tuple(one.number(name, open_low=True) for one in each)
+    accepted = f"a list of {count} numbers, one for each rotated pair of a head"
+    factors = section.entries(name, accepted, lambda factor: True, count)
+    files = (ConfigFile(section.path, {name: factor}) for factor in factors)
+    return tuple(file.number(name, open_low=True) for file in files)

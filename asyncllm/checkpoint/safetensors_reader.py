@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
 from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
+from asyncllm.checkpoint.small_file import read_errors
 from asyncllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
 MAX_MAPPED_FILES = 2
 """Maximum number of files that stay mapped: two, because a layer may span two files."""
-
-
-@contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    """Convert operating-system errors to ModelLoadError. torch raises them as RuntimeError."""
-    try:
-        yield
-    except (OSError, RuntimeError, MemoryError) as error:
-        raise ModelLoadError(f"{path}: cannot be read ({error})") from error
 
 
 class SafetensorsReader:
@@ -53,11 +44,11 @@ class SafetensorsReader:
             raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
     def _add_tensors(self, path: Path) -> None:
-        with _read_errors(path):
+        with read_errors(path):
             version = self._file_versions[path] = FileVersion(path)
         try:
             # safe_open checks the header against the file's length.
-            with _read_errors(path):
+            with read_errors(path):
                 self._mapped_file(path)
                 with path.open("rb") as file:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -87,7 +78,7 @@ class SafetensorsReader:
         """Read a tensor, as a view of the mapped file."""
         path = self.tensors[name].file
         try:
-            with _read_errors(path):
+            with read_errors(path):
                 return self._mapped_file(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from asyncllm.errors import ModelLoadError
@@ -15,9 +17,20 @@ MAX_TOKENIZER_BYTES = 2**29
 """Maximum size in bytes of ``tokenizer.json``."""
 
 
+@contextmanager
+def read_errors(path: object) -> Iterator[None]:
+    """Convert errors of reading ``path`` to ModelLoadError. torch and safetensors raise some errors
+    of the operating system as RuntimeError."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelLoadError(f"{path!s:.300}: cannot be read ({reason})") from error
+
+
 def check_regular(path: Path, status: os.stat_result) -> None:
     """Raise ModelLoadError unless ``status`` is that of a regular file. Opening a FIFO would wait
-    for ever, and reading a device might never end."""
+    forever, and reading a device might never end."""
     if not stat.S_ISREG(status.st_mode):
         raise ModelLoadError(f"{path}: is no regular file")
 

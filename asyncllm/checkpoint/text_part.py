@@ -47,12 +47,12 @@ class TextPart:
         self._reader = reader
         self.label, self.ignored = reader.label, reader.ignored
         self._stored_names = {
-            known: name for name in reader.tensors if (known := text_name(name)) is not None
+            new_name: name for name in reader.tensors if (new_name := text_name(name)) is not None
         }
         self.tensors: Mapping[str, TensorInfo] = {
-            known: reader.tensors[name] for known, name in self._stored_names.items()
+            new_name: reader.tensors[name] for new_name, name in self._stored_names.items()
         }
-        if not any(known.startswith("model.") for known in self._stored_names):
+        if not any(new_name.startswith("model.") for new_name in self._stored_names):
             reader.close()
             places = ", ".join(sorted({str(info.file) for info in reader.tensors.values()}))
             first = min(reader.tensors)

@@ -49,12 +49,12 @@ class WeightsIdentity:
         """
         gguf = is_gguf(path)
         paths = tuple(gguf_parts(path) if gguf else weight_files(path))
-        found = [(each, each.stat()) for each in paths]
+        statuses = [(each, each.stat()) for each in paths]
         config = b"" if gguf else read_small_file(path / "config.json")
         return cls(
             paths,
-            tuple(_describe(each, status) for each, status in found),
-            tuple((each.name, status.st_size) for each, status in found),
+            tuple(_describe(each, status) for each, status in statuses),
+            tuple((each.name, status.st_size) for each, status in statuses),
             hashlib.blake2b(config, digest_size=16).hexdigest() if config else "",
         )
 

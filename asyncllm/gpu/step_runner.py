@@ -60,7 +60,7 @@ class StepRunner:
             in_process.logits_processors,
         )  # fmt: skip
         self._on_device, self._padded_tokens = on_device, padded_tokens
-        self._zeroes_blocks = model.needs_zeroed_blocks
+        self._zeroes_blocks = any(each.needs_zeroed_blocks for each in model.attention.values())
         self.memory: StepMemory
         self.replay: Replay
         self.resize(info)

@@ -98,7 +98,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         config.model_impl,
         config.trust_remote_code,
         overrides=config.hf_overrides,
-        has_defaults=config.generation_config == "auto",
+        use_generation_defaults=config.generation_config == "auto",
     )
     text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
     if not _can_read_in_parallel(tokenizer_path, model_config):

@@ -73,7 +73,7 @@ class ChatTemplate:
 
     @classmethod
     def from_setting(
-        cls, given: str | os.PathLike[str], special_tokens: Mapping[str, str]
+        cls, setting: str | os.PathLike[str], special_tokens: Mapping[str, str]
     ) -> ChatTemplate:
         """Make a ChatTemplate from ``EngineConfig.chat_template``.
 
@@ -84,10 +84,10 @@ class ChatTemplate:
             ModelLoadError: for a file that cannot be read.
             InvalidRequestError: for a template that is too long or does not compile.
         """
-        if not isinstance(given, str):
-            given = _read_text(Path(given))
-        template = cls({"default": given}, special_tokens)
-        template._compile(given)
+        if not isinstance(setting, str):
+            setting = _read_text(Path(setting))
+        template = cls({"default": setting}, special_tokens)
+        template._compile(setting)
         return template
 
     def compile(self) -> None:
@@ -210,9 +210,11 @@ def _named_templates(config: ConfigFile) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     try:
-        named = {entry["name"]: entry["template"] for entry in value}
+        templates = {entry["name"]: entry["template"] for entry in value}
     except (TypeError, KeyError):
-        named = None
-    if named is None or not all(isinstance(text, str) for pair in named.items() for text in pair):
+        templates = None
+    if templates is None or not all(
+        isinstance(text, str) for pair in templates.items() for text in pair
+    ):
         raise config.invalid_field("chat_template", "a template or a list of {name, template}")
-    return named
+    return templates

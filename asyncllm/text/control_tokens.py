@@ -60,9 +60,7 @@ class ControlTokens:
         self._normalizer_rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
         self._add_marks(backend, added)
         # Ordinary text may become the unknown token, so it is not a control token.
-        self._control_ids = frozenset(self._ids.values()).difference(
-            _unknown_ids(self._marking_tokenizer)
-        )
+        self._control_ids = frozenset(self._ids.values()) - unknown_ids(backend)
 
     def _add_marks(
         self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
@@ -162,10 +160,10 @@ class ControlTokens:
         for everything in (set(), set(), spelled):
             hidden |= everything
             prompt = render(partial(self._hide_tokens, hidden))
-            found = self._token_pattern.findall(prompt)
-            if found == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
+            tokens = self._token_pattern.findall(prompt)
+            if tokens == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
                 return prompt
-            hidden |= set(Counter(found) - Counter(written))
+            hidden |= set(Counter(tokens) - Counter(written))
         if refusal is not None:
             raise refusal
         return strict
@@ -247,15 +245,17 @@ def component_stages(part: Any) -> list[dict[str, Any]]:
     if part["type"] != "Sequence":
         return [part]
     inner = next(value for value in part.values() if isinstance(value, list))
-    return [step for one in inner for step in component_stages(one)]
+    return [step for section in inner for step in component_stages(section)]
 
 
-def _unknown_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """Ids that an unknown character is encoded to; none if the tokenizer raises an error for it."""
+def unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """Id of the token that an unknown character becomes, if there is one."""
     try:
-        return backend.encode("\U0010fffd\ufffe", add_special_tokens=False).ids
+        tokens = backend.model.tokenize("\U0010fffd")
     except Exception:  # ``tokenizers`` raises bare Exceptions.
-        return []
+        tokens = []
+    # With byte fallback, the character becomes several byte tokens.
+    return frozenset(token.id for token in tokens) if len(tokens) == 1 else frozenset()
 
 
 def _rarest_character(text: str) -> str:

@@ -41,7 +41,7 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, *, search: bool = True) -> str:
-        """Take the next piece; returns the text that can be released.
+        """Take the next piece and return the text that can be released.
 
         Args:
             search: False to ignore a stop string that ends in this piece.
@@ -119,7 +119,7 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def push(self, token_id: int, *, search: bool = True) -> str:
-        """Take the next token; returns the text that can be released now.
+        """Take the next token and return the text that can be released now.
 
         Args:
             search: False for a token that no stop string may overlap.

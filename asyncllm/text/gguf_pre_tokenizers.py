@@ -12,33 +12,33 @@ from dataclasses import dataclass
 
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"\s+(?!\S)|\s+"
-_LINES = rf"\s*[\r\n]+|{_SPACES}"
-_REST = rf"{_SIGNS}|{_LINES}"
+_LINE_ENDS_AND_SPACES = rf"\s*[\r\n]+|{_SPACES}"
+_PUNCTUATION_OR_SPACES = rf"{_PUNCTUATION}|{_LINE_ENDS_AND_SPACES}"
 
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
-_LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_REST}"
+_LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}"
+_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}"
 
 _NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 _NOT_LOWER_OR_MARK, _NOT_UPPER_OR_MARK = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]"
 
 
-def _cased(lower: str, upper: str, end: str = "") -> str:
-    """Expression for words of ``upper``, then ``lower`` letters, at least one."""
+def _cased_words(lower: str, upper: str, end: str = "") -> str:
+    """Regular expression of a word: letters of ``upper``, then of ``lower``, at least one."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{end}|{first}{upper}+{lower}*{end}"
 
 
-_SIGNS_AND_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
-_ANY_CASE = _cased(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{_CONTRACTION}?")
-_TRIPLES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-_NEWLINES = r"[^\n]+|[\n]+"
-_PUNCTUATED = (
+_PUNCTUATION_AND_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINE_ENDS_AND_SPACES}"
+_WORD_OF_ANY_CASE = _cased_words(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{_CONTRACTION}?")
+_DIGIT_TRIPLES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_NEWLINE_RUNS = r"[^\n]+|[\n]+"
+_WORD_WITH_PUNCTUATION = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 )
-_DEEPSEEK3 = rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"
+_DEEPSEEK3 = rf"{_WORD_WITH_PUNCTUATION}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINE_ENDS_AND_SPACES}"
 _HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 # ``&&\S`` leaves out U+3000, a space, as llama.cpp's range does.
 _HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff&&\\S]+"
@@ -56,25 +56,26 @@ _LETTERS_OF_ALPHABETS = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a byte-level vocabulary's text is split into words.
+    """Rules by which a BPE tokenizer splits text into words.
 
     Attributes:
         splits: regular expressions, applied in order; each splits every piece of text into its
             matches and the text between them.
-        ignore_merges: a word of the vocabulary is one token, whatever the merges say.
-        add_bos: a prompt begins with the BOS token unless the file says otherwise.
-        spaces_are_marks: characters, not bytes, are merged; a space is written as U+2581, and a
-            character that the vocabulary lacks as bytes. llama.cpp also keeps a run of newlines
-            whole if the run is a token; the merges of Gemma's vocabulary have the same result.
+        ignore_merges: whether a word of the vocabulary is one token, whatever the merges say.
+        add_bos: whether a prompt begins with the BOS token, unless the file says otherwise.
+        merges_characters: whether characters are merged, not bytes. A space is then written as
+            U+2581, and a character that the vocabulary lacks as byte tokens. llama.cpp also keeps a
+            run of newlines whole if the run is a token; the merges of Gemma's vocabulary have the
+            same result.
     """
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
-    spaces_are_marks: bool = False
+    merges_characters: bool = False
 
 
-_NAMES: dict[PreTokenizer, str] = {
+_NAMES_BY_RULE: dict[PreTokenizer, str] = {
     PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
     PreTokenizer((_GPT2,)): (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
@@ -91,7 +92,7 @@ _NAMES: dict[PreTokenizer, str] = {
     PreTokenizer((_LLAMA3,), ignore_merges=True): "glm4 glm5",
     PreTokenizer(
         (
-            rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
+            rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION}|\s*[\r\n]+|"
             + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
             + r"|\s{1}",
         )
@@ -103,35 +104,35 @@ _NAMES: dict[PreTokenizer, str] = {
     PreTokenizer(
         (
             rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINE_ENDS_AND_SPACES}",
         )
     ): "qwen35",
     PreTokenizer(
-        (_cased(_NOT_UPPER, _NOT_LOWER) + rf"|\p{{N}}|{_SIGNS_AND_SLASHES}",),
+        (_cased_words(_NOT_UPPER, _NOT_LOWER) + rf"|\p{{N}}|{_PUNCTUATION_AND_SLASHES}",),
         ignore_merges=True,
         add_bos=True,
     ): "tekken",
     PreTokenizer(
         (
-            _cased(_NOT_UPPER, _NOT_LOWER, f"{_CONTRACTION}?")
-            + rf"|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}",
+            _cased_words(_NOT_UPPER, _NOT_LOWER, f"{_CONTRACTION}?")
+            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}",
         )
     ): "gpt-4o llama4 kanana2 talkie minimax-m2",
     PreTokenizer(
         (
-            _cased(_NOT_UPPER_OR_MARK, _NOT_LOWER_OR_MARK, f"{_CONTRACTION}?")
-            + rf"|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}",
+            _cased_words(_NOT_UPPER_OR_MARK, _NOT_LOWER_OR_MARK, f"{_CONTRACTION}?")
+            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}",
         ),
         ignore_merges=True,
     ): "granite-embed-multi-97m",
     PreTokenizer(
-        (_TRIPLES, rf"{_ANY_CASE}|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}")
+        (_DIGIT_TRIPLES, rf"{_WORD_OF_ANY_CASE}|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}")
     ): "tiny_aya cohere2moe",
     PreTokenizer(
         (
             "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
             f"\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_HAN_AND_KANA}",
-            rf"{_ANY_CASE}|\p{{N}}|{_SIGNS_AND_SLASHES}",
+            rf"{_WORD_OF_ANY_CASE}|\p{{N}}|{_PUNCTUATION_AND_SLASHES}",
         ),
         ignore_merges=True,
     ): "youtu",
@@ -155,7 +156,7 @@ _NAMES: dict[PreTokenizer, str] = {
         (
             r"\p{N}{1,3}",
             _HAN_AND_KANA,
-            rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}",
+            rf"{_WORD_WITH_PUNCTUATION}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}",
             r"\p{N}",
         )
     ): "spark2_5",
@@ -175,24 +176,24 @@ _NAMES: dict[PreTokenizer, str] = {
     PreTokenizer(
         (
             rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?"
-            rf"|\p{{N}}{{1,3}}|{_REST}",
+            rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}",
         )
     ): "kimi-k2",
     PreTokenizer((r"\p{N}+", "(?=([0-9]{3})+(?![0-9]))")): "superbpe",
     PreTokenizer(
-        (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",)
+        (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINE_ENDS_AND_SPACES}",)
     ): "seed-coder",
-    PreTokenizer((rf"{_WORD}|\p{{N}}|{_REST}",)): "ufakzeka",
+    PreTokenizer((rf"{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}",)): "ufakzeka",
     PreTokenizer(
         (
-            _TRIPLES,
+            _DIGIT_TRIPLES,
             "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
             "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
             "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
             _DEEPSEEK3,
         )
     ): "afmoe",
-    PreTokenizer((_NEWLINES, _QWEN2)): "laguna",
+    PreTokenizer((_NEWLINE_RUNS, _QWEN2)): "laguna",
     PreTokenizer(
         (
             rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
@@ -200,13 +201,14 @@ _NAMES: dict[PreTokenizer, str] = {
         )
     ): "exaone-moe",
     PreTokenizer(
-        (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORD}|\p{{N}}+|{_REST}"), ignore_merges=True
+        (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORD}|\p{{N}}+|{_PUNCTUATION_OR_SPACES}"),
+        ignore_merges=True,
     ): "minicpm5",
-    PreTokenizer((_NEWLINES,), add_bos=True, spaces_are_marks=True): (
+    PreTokenizer((_NEWLINE_RUNS,), add_bos=True, merges_characters=True): (
         "gemma4 granite-embed-multi-311m"
     ),
-    PreTokenizer((_NEWLINES,), spaces_are_marks=True): "sarvam-moe",
+    PreTokenizer((_NEWLINE_RUNS,), merges_characters=True): "sarvam-moe",
 }
 
-PRE_TOKENIZERS = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+PRE_TOKENIZERS = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names.split()}
 """Pre-tokenizers by ``tokenizer.ggml.pre``. "whitespace" is left out, because it drops text."""

@@ -23,7 +23,7 @@ from asyncllm.validation import explain
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _WORD_MARK = "▁"
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN_TYPE, _CONTROL_TYPE, _USER_DEFINED_TYPE = 2, 3, 4
 
 _NAMED_TOKENS = {
     "bos": "bos_token",
@@ -49,11 +49,11 @@ _FILL_IN_TOKENS = frozenset(
 _UNSTRIPPED_TOKENS_OF_PHI3 = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
-_MAX_SQUARES = 2**26
+_MAX_SQUARED_LENGTHS = 2**26
 """Maximum sum of the squared lengths of a SentencePiece vocabulary's tokens: four times Gemma's.
 Time and memory to find the pairs that make a token grow with the square of its length."""
 
-_MAX_PAIRS = 2**20
+_MAX_MERGES = 2**20
 """Maximum number of pairs that make the tokens of a SentencePiece vocabulary: twice Gemma's."""
 
 
@@ -70,15 +70,15 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     metadata = ConfigFile(path, file.metadata)
     kind = metadata.choice("tokenizer.ggml.model", ("gpt2", "llama", "gemma4"))
     vocabulary = {token: i for i, token in enumerate(read_tokens(file))}
-    rule = None if kind == "llama" else _pre_tokenizer(metadata, kind)
+    pre_tokenizer = None if kind == "llama" else _pre_tokenizer(metadata, kind)
     added = list(_added_tokens(file, vocabulary))
     try:
-        if rule is None:
+        if pre_tokenizer is None:
             backend = _sentencepiece_tokenizer(
                 file, metadata, vocabulary, {token.content for token in added}
             )
         else:
-            backend = _bpe_tokenizer(file, rule, vocabulary)
+            backend = _bpe_tokenizer(file, pre_tokenizer, vocabulary)
         backend.add_tokens(added)
     except ModelLoadError:
         raise
@@ -86,9 +86,13 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         raise ModelLoadError(
             f"{path}: no tokenizer can be made of it ({explain(error)})"
         ) from error
-    named = _named_tokens(metadata, list(vocabulary), {} if rule else _SENTENCEPIECE_IDS)
-    _add_bos_and_eos(backend, metadata, named, add_bos=rule is None or rule.add_bos)
-    return backend, named, _chat_templates(file.metadata)
+    special_tokens = _named_tokens(
+        metadata, list(vocabulary), {} if pre_tokenizer else _SENTENCEPIECE_IDS
+    )
+    _add_bos_and_eos(
+        backend, metadata, special_tokens, add_bos=pre_tokenizer is None or pre_tokenizer.add_bos
+    )
+    return backend, special_tokens, _chat_templates(file.metadata)
 
 
 def _pre_tokenizer(metadata: ConfigFile, kind: str) -> PreTokenizer:
@@ -104,22 +108,22 @@ def _pre_tokenizer(metadata: ConfigFile, kind: str) -> PreTokenizer:
 
 
 def _bpe_tokenizer(
-    file: GGUFFile, rule: PreTokenizer, vocabulary: dict[str, int]
+    file: GGUFFile, pre_tokenizer: PreTokenizer, vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
-    """Tokenizer with the file's own merges, over bytes or, with word marks, over characters."""
+    """Make a BPE tokenizer with the file's merges, of bytes or of characters."""
     merges = dict.fromkeys(_split_merge(file, merge) for merge in file.read_array(_MERGES))
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocabulary,
             list(merges),
-            ignore_merges=rule.ignore_merges,
-            byte_fallback=rule.spaces_are_marks,
+            ignore_merges=pre_tokenizer.ignore_merges,
+            byte_fallback=pre_tokenizer.merges_characters,
         )
     )
     splits: list[Any] = [
-        pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in rule.splits
+        pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in pre_tokenizer.splits
     ]
-    if rule.spaces_are_marks:
+    if pre_tokenizer.merges_characters:
         backend.normalizer = normalizers.Replace(" ", _WORD_MARK)
         backend.decoder = _piece_decoder(strip_start=False)
     else:
@@ -146,7 +150,7 @@ def _split_merge(file: GGUFFile, merge: Any) -> tuple[str, str]:
 def _sentencepiece_tokenizer(
     file: GGUFFile, metadata: ConfigFile, vocabulary: dict[str, int], added: set[str]
 ) -> tokenizers.Tokenizer:
-    """Tokenizer that merges the pair of highest score first.
+    """Make a tokenizer that merges the pair with the highest score first.
 
     Of pairs of equal score, llama.cpp merges the leftmost in the text. ``tokenizers`` ranks pairs
     in advance, so the pair with the longer left token is merged first. The results rarely differ:
@@ -159,11 +163,12 @@ def _sentencepiece_tokenizer(
             f"{file.path}: metadata 'tokenizer.ggml.scores' has {len(scores)} values for "
             f"{len(vocabulary)} tokens, expected one each"
         )
-    if sum(len(token) ** 2 for token in vocabulary if token not in added) > _MAX_SQUARES:
+    if sum(len(token) ** 2 for token in vocabulary if token not in added) > _MAX_SQUARED_LENGTHS:
         longest = max(map(len, vocabulary))
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has tokens of up to {longest} "
-            f"characters, expected squares of their lengths that add up to {_MAX_SQUARES} at most"
+            "characters, expected squares of their lengths that add up to "
+            f"{_MAX_SQUARED_LENGTHS} at most"
         )
     cuts = (
         (-scores[i], -cut, token[:cut], token[cut:])
@@ -172,11 +177,11 @@ def _sentencepiece_tokenizer(
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     )
-    pairs = sorted(islice(cuts, _MAX_PAIRS + 1))
-    if len(pairs) > _MAX_PAIRS:
+    pairs = sorted(islice(cuts, _MAX_MERGES + 1))
+    if len(pairs) > _MAX_MERGES:
         raise ModelLoadError(
             f"{file.path}: the tokens of metadata 'tokenizer.ggml.tokens' are made by more than "
-            f"{_MAX_PAIRS} pairs of others, the most that is supported"
+            f"{_MAX_MERGES} pairs of others, the most that is supported"
         )
     unknown = metadata.integer(
         "tokenizer.ggml.unknown_token_id", 0, low=0, high=len(vocabulary) - 1
@@ -207,7 +212,7 @@ def _piece_decoder(*, strip_start: bool) -> decoders.Decoder:
 
 
 def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[AddedToken]:
-    """Yield the tokens that are found in a text before its split.
+    """Yield the tokens that are recognised before a text is split into words.
 
     llama.cpp makes some control tokens of gpt-oss user-defined, so that programs can show them.
     This function keeps them control tokens, so that the text of a message cannot spell them.
@@ -223,8 +228,10 @@ def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[Add
     strips = isinstance(name, str) and any(phi in name.lower() for phi in ("phi-3", "phi3"))
     is_jina = "jina-v2-" in str(file.metadata.get("tokenizer.ggml.pre"))
     for token, i in vocabulary.items():
-        special = types[i] in (_UNKNOWN, _CONTROL) or token in END_TOKENS | _FILL_IN_TOKENS
-        if special or types[i] == _USER_DEFINED:
+        special = (
+            types[i] in (_UNKNOWN_TYPE, _CONTROL_TYPE) or token in END_TOKENS | _FILL_IN_TOKENS
+        )
+        if special or types[i] == _USER_DEFINED_TYPE:
             yield AddedToken(
                 token,
                 special=special,
@@ -237,30 +244,34 @@ def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[Add
 def _named_tokens(
     metadata: ConfigFile, tokens: list[str], default_ids: Mapping[str, int]
 ) -> dict[str, str]:
-    named: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
     for name, label in _NAMED_TOKENS.items():
         key = f"tokenizer.ggml.{name}_token_id"
         if metadata.values.get(key, NO_TOKEN) != NO_TOKEN:
-            named[label] = tokens[metadata.integer(key, low=0, high=len(tokens) - 1)]
+            special_tokens[label] = tokens[metadata.integer(key, low=0, high=len(tokens) - 1)]
         elif default_ids.get(name, len(tokens)) < len(tokens):
-            named[label] = tokens[default_ids[name]]
-    return named
+            special_tokens[label] = tokens[default_ids[name]]
+    return special_tokens
 
 
 def _add_bos_and_eos(
-    backend: tokenizers.Tokenizer, metadata: ConfigFile, named: Mapping[str, str], *, add_bos: bool
+    backend: tokenizers.Tokenizer,
+    metadata: ConfigFile,
+    special_tokens: Mapping[str, str],
+    *,
+    add_bos: bool,
 ) -> None:
     """Add BOS and EOS tokens to prompts, as the metadata says. Where the metadata does not say, BOS
     is added if ``add_bos`` is True and the vocabulary has one, and EOS is not."""
     ends: dict[str, str] = {}
-    for name, default in (("bos", add_bos and "bos_token" in named), ("eos", False)):
+    for name, default in (("bos", add_bos and "bos_token" in special_tokens), ("eos", False)):
         key = f"tokenizer.ggml.add_{name}_token"
         if metadata.boolean(key, default):
-            if f"{name}_token" not in named:
+            if f"{name}_token" not in special_tokens:
                 raise metadata.invalid_field(
                     key, f"false: tokenizer.ggml.{name}_token_id is missing"
                 )
-            ends[name] = named[f"{name}_token"]
+            ends[name] = special_tokens[f"{name}_token"]
     if ends:
         backend.post_processor = processors.TemplateProcessing(
             single=[part for part in ("bos", "$A", "eos") if part == "$A" or part in ends],

@@ -86,7 +86,7 @@ class Meter:
             raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
 
     def charge_text(self, *values: Any) -> int:
-        """Charge the conversion of ``values`` to text; returns its estimated length.
+        """Charge the conversion of ``values`` to text and return its estimated length.
 
         A list that occurs several times within another is charged each time.
         """
@@ -104,7 +104,7 @@ class Meter:
         self.charge(size)
         return size
 
-    def charge_growth(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
+    def charge_growth(self, name: str, value: Any, arguments: tuple[Any, ...]) -> None:
         """Charge the largest possible result of a filter or method.
 
         Args:
@@ -115,21 +115,21 @@ class Meter:
         size = _size(value)
         if name not in _READING_FILTERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
-        grown = 0
+        result_size = 0
         if name in _GROWING_METHODS:
-            grown = (size + 1) * (max(map(self._argument_size, given), default=0) + 1)
+            result_size = (size + 1) * (max(map(self._argument_size, arguments), default=0) + 1)
         elif name == "replace":
-            texts = [str(one) for one in given]
+            texts = [str(argument) for argument in arguments]
             times = max(map(str(value).count, texts), default=0)
-            grown = size + times * max(map(len, texts), default=0)
+            result_size = size + times * max(map(len, texts), default=0)
         elif name in ("format", "format_map"):
             text = str(value)
             if _COMPUTED_WIDTH.search(text):
                 raise TemplateLimitError("formats with a width that it computes")
             widths = sum(map(int, re.findall(r"\d+", text)))
             fields = text.count("%") + text.count("{")
-            grown = size + widths + fields * self.charge_text(given)
-        self.charge(grown)
+            result_size = size + widths + fields * self.charge_text(arguments)
+        self.charge(result_size)
 
     def _argument_size(self, value: Any) -> int:
         if isinstance(value, int):
@@ -234,12 +234,12 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # Jinja passes some filters the context or environment before the value.
-        before = int(hasattr(function, "jinja_pass_arg"))
+        num_injected = int(hasattr(function, "jinja_pass_arg"))
 
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
-            given = (*args[before + 1 :], *kwargs.values())
-            self._meter.charge_growth(name, args[before], given)
+            arguments = (*args[num_injected + 1 :], *kwargs.values())
+            self._meter.charge_growth(name, args[num_injected], arguments)
             result = function(*args, **kwargs)
             # Compute a lazy result now, so that its size is known.
             return self._charge_result(list(result) if isinstance(result, Iterator) else result)

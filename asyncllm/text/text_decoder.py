@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
-_PRIMING_TOKENS = 6
-_PRIMING_LIMIT = 256
-_PRIMING_BYTES = 16
+_MAX_CONTEXT_TOKENS = 6  # Tokens with text that WindowDecoder takes from the end of a prompt.
+_MAX_SCANNED_TOKENS = 256  # Tokens of a prompt that WindowDecoder looks at, for some have no text.
+_MAX_RUN_BYTES = 16  # Byte tokens at the end of a prompt that ByteFallbackDecoder looks at.
 _HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 IdToToken = Callable[[int], str | None]
@@ -32,11 +32,11 @@ class TextDecoder(Protocol):
     """Incremental decoder of one output's tokens."""
 
     def push(self, token_id: int) -> str:
-        """Take the next token; returns the new text that later tokens cannot change."""
+        """Take the next token and return the new text that later tokens cannot change."""
         ...
 
     def flush(self) -> str:
-        """End the output; returns replacement characters for an unfinished character."""
+        """End the output and return replacement characters for an unfinished character."""
         ...
 
 
@@ -70,9 +70,9 @@ def byte_alphabet() -> dict[str, int]:
     """GPT-2's map from printable characters to bytes (Radford et al. 2019). A printable byte has
     its own character, the others have the code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
-    return dict(zip(characters, printable + others, strict=True))
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + i) for i in range(len(unprintable)))]
+    return dict(zip(characters, printable + unprintable, strict=True))
 
 
 class ByteLevelDecoder:
@@ -236,7 +236,7 @@ class ByteFallbackDecoder:
         return text
 
     def _replace_pending(self) -> str:
-        """Clear the pending bytes; returns a replacement character for each that is not the
+        """Clear the pending bytes and return a replacement character for each that is not the
         prompt's."""
         text = REPLACEMENT * (len(self._pending_bytes) - self._prompt_bytes)
         self._pending_bytes = b""
@@ -254,7 +254,7 @@ def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes,
         piece = table[token_id]
         if isinstance(piece, int):
             run.append(piece)
-            if len(run) < _PRIMING_BYTES:
+            if len(run) < _MAX_RUN_BYTES:
                 continue
             # Drop continuation bytes, so that the run begins with a whole character.
             while run and run[-1] & 0xC0 == 0x80:
@@ -290,8 +290,8 @@ class WindowDecoder:
     ) -> None:
         self._decode = decode
         self._skip = skip
-        tail = self._priming_tokens(prompt_token_ids)
-        while len(tail) > _PRIMING_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
+        tail = self._prompt_context(prompt_token_ids)
+        while len(tail) > _MAX_CONTEXT_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
             # A window that begins inside a character would garble the text after it.
             del tail[0]
         # The window consists of the context, whose text was already returned, and newer tokens.
@@ -300,17 +300,17 @@ class WindowDecoder:
         unfinished = tail[self._context_length :]
         self._prompt_text = decode(unfinished) if unfinished else ""
 
-    def _priming_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
+    def _prompt_context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The prompt's last tokens, up to six with text. They are needed as context, because the
         first token of a text may be decoded differently."""
         tail: list[int] = []
-        with_text = 0
+        num_with_text = 0
         for token_id in reversed(prompt_token_ids):
             if token_id in self._skip:
                 continue
             tail.append(token_id)
-            with_text += bool(self._decode([token_id]))
-            if with_text == _PRIMING_TOKENS or len(tail) == _PRIMING_LIMIT:
+            num_with_text += bool(self._decode([token_id]))
+            if num_with_text == _MAX_CONTEXT_TOKENS or len(tail) == _MAX_SCANNED_TOKENS:
                 break
         return tail[::-1]
 

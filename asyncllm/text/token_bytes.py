@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import tokenizers
 
-from asyncllm.text.control_tokens import component_stages
+from asyncllm.text.control_tokens import component_stages, unknown_ids
 from asyncllm.text.text_decoder import REPLACEMENT, PieceTable, make_table
 
 
@@ -17,7 +16,7 @@ def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) 
     A token has no bytes if it is in ``skip`` (special tokens), is outside the vocabulary, is the
     unknown token, or has text that depends on its neighbours.
     """
-    skip |= _unknown_ids(backend)
+    skip |= unknown_ids(backend)
     bytes_of = token_table(backend, skip)
     if bytes_of is not None:
         return [bytes_of(token_id) for token_id in range(size)]
@@ -34,20 +33,13 @@ def token_table(
     return None if table is None else table.__getitem__
 
 
-def _unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    model: Any = backend.model
-    token = getattr(model, "unk_token", None)
-    unk_id = backend.token_to_id(token) if token else getattr(model, "unk_id", None)
-    return frozenset() if unk_id is None else frozenset((unk_id,))
-
-
 def _decode_each(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
     """Token bytes for a decoder without a table.
 
     Each token is decoded after each of two anchor tokens. Its bytes are the text that it adds if
     that is the same after both; else they are empty.
     """
-    found: list[bytes | None] = [None] * size
+    bytes_by_id: list[bytes | None] = [None] * size
     known = [i for i in range(size) if i not in skip and backend.id_to_token(i) is not None]
     for anchor in _anchor_ids(backend, known):
         before = backend.decode([anchor], skip_special_tokens=False)
@@ -57,8 +49,8 @@ def _decode_each(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int)
         ):
             added = text[len(before) :] if text.startswith(before) else ""
             data = b"" if REPLACEMENT in added else added.encode()
-            found[token_id] = data if found[token_id] in (None, data) else b""
-    return [data or b"" for data in found]
+            bytes_by_id[token_id] = data if bytes_by_id[token_id] in (None, data) else b""
+    return [data or b"" for data in bytes_by_id]
 
 
 def _anchor_ids(backend: tokenizers.Tokenizer, known: list[int]) -> list[int]:

@@ -221,9 +221,9 @@ class Tokenizer:
                 isinstance(error, TemplateOutputError)
                 and limits.max_output < _MAX_PROMPT_CHARACTERS
             ):
-                least = self.min_num_tokens(limits.max_output + 1)
+                min_tokens = self.min_num_tokens(limits.max_output + 1)
                 raise ContextLengthExceededError(
-                    f"messages: the chat template {error}, which are at least {least} tokens, "
+                    f"messages: the chat template {error}, which are at least {min_tokens} tokens, "
                     f"expected at most {max_tokens}"
                 ) from None
             raise _limit_error(error) from None

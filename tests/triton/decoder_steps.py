@@ -129,7 +129,7 @@ def run_steps(
         decoder = make_decoder(model, there, dtype)
     groups = kv_plan(model).kv_groups(decoder.attention, BLOCK_SIZE)
     cache = KVCache(groups, 56, dtype, device)
-    if not decoder.needs_zeroed_blocks:
+    if not any(each.needs_zeroed_blocks for each in decoder.attention.values()):
         cache.tensor.fill_(torch.nan)
     random = np.random.default_rng(0)
     blocks = random.permutation(55)[:48].reshape(2, 3, 8).astype(np.int32) + 1

@@ -52,7 +52,7 @@ class WeightFormat(Protocol):
     ignored_tensor_suffixes: tuple[str, ...] = ()
 
     def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        """Finds every tensor that is stored in this format.
+        """Find every tensor that is stored in this format.
 
         Raises:
             ModelLoadError: a part is missing, or its dtype or shape contradicts the other parts
@@ -63,7 +63,7 @@ class WeightFormat(Protocol):
     def read(
         self, tensor: PackedTensor, parts: Mapping[str, Tensor]
     ) -> QuantisedTensor | RowReader:
-        """Reads a tensor: a QuantisedTensor if stored as integers, a RowReader if as floats.
+        """Read a tensor: a QuantisedTensor if stored as integers, a RowReader if as floats.
 
         Raises:
             ModelLoadError: values of the parts contradict their shapes.
@@ -86,7 +86,7 @@ class TensorParts:
     def find_all_with(
         cls, reader: CheckpointReader, suffix: str, dtypes: Collection[str] = ()
     ) -> Iterator[TensorParts]:
-        """Yields the TensorParts of each packed tensor that has a part ``suffix``.
+        """Yield the TensorParts of each packed tensor that has a part ``suffix``.
 
         Args:
             dtypes: accepted dtypes of that part; () accepts all.
@@ -102,7 +102,7 @@ class TensorParts:
         shape: tuple[int, ...] | None = None,
         dims: int | None = None,
     ) -> TensorInfo:
-        """Returns the part ``suffix``, checked for dtype and for shape or number of dimensions.
+        """Return the part ``suffix``, checked for dtype and for shape or number of dimensions.
 
         Raises:
             ModelLoadError: the part is missing, or has another dtype or shape.
@@ -126,7 +126,7 @@ class TensorParts:
         return info
 
     def find(self, suffix: str) -> TensorInfo | None:
-        """Returns the part ``suffix`` without checks; None if the checkpoint has no such tensor."""
+        """Return the part ``suffix`` without checks; None if the checkpoint has no such tensor."""
         info = self.tensors.get(self.stem + suffix)
         if info is not None:
             self.names[suffix] = self.stem + suffix
@@ -141,7 +141,7 @@ class TensorParts:
 
 
 def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -> None:
-    """Checks the names of the fields, and the types of the fields ``module_lists``.
+    """Check the names of the fields, and the types of the fields ``module_lists``.
 
     The contents of ``module_lists`` are not used: the tensors themselves show which modules are
     quantised.
@@ -161,7 +161,7 @@ def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -
 
 
 def group_size(config: ConfigFile) -> int | None:
-    """Reads ``group_size``, the number of inputs that share a scale; None (-1 in the file) means a
+    """Read ``group_size``, the number of inputs that share a scale; None (-1 in the file) means a
     whole row.
 
     Raises:
@@ -173,7 +173,7 @@ def group_size(config: ConfigFile) -> int | None:
 
 
 def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
-    """Reads the field ``name``: size of a quantisation block, as rows and columns.
+    """Read the field ``name``: size of a quantisation block, as rows and columns.
 
     Raises:
         ModelLoadError: the value is no list of two integers from 1 to 65536.
@@ -186,7 +186,7 @@ def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
 
 
 def check_groups(name: str, groups: Tensor, count: int) -> None:
-    """Checks the group index of each input, stored in tensor ``name``.
+    """Check the group index of each input, stored in tensor ``name``.
 
     Raises:
         ModelLoadError: an index is negative, or not below ``count``.
@@ -200,7 +200,7 @@ def check_groups(name: str, groups: Tensor, count: int) -> None:
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> Tensor:
-    """Unpacks unsigned integers of ``bits`` from int32 words, lowest bits first.
+    """Unpack unsigned integers of ``bits`` from int32 words, lowest bits first.
 
     Args:
         words: int32 of two dimensions.
@@ -221,7 +221,7 @@ def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> T
 
 
 def dequantise_rows(codes: QuantisedTensor, start: int, stop: int) -> Tensor:
-    """Dequantises rows ``start`` to ``stop - 1`` to float32."""
+    """Dequantise rows ``start`` to ``stop - 1`` to float32."""
     part = codes.read_rows(start, stop).float()
     if codes.zeros is not None:
         part -= _expand_grid(codes, codes.zeros, start, stop)
@@ -229,26 +229,17 @@ def dequantise_rows(codes: QuantisedTensor, start: int, stop: int) -> Tensor:
 
 
 def _expand_grid(codes: QuantisedTensor, grid: Tensor, start: int, stop: int) -> Tensor:
-    if codes.column_groups is not None:
-        return grid[start:stop].float()[:, codes.column_groups]
-    return expand_blocks(grid, codes.block, start, stop, codes.shape[1])
-
-
-def expand_blocks(
-    grid: Tensor, block: tuple[int, int], start: int, stop: int, columns: int
-) -> Tensor:
-    """Expands rows of ``grid``, which has one entry per block, to one entry per element.
-
-    Args:
-        grid: ``[ceil(rows / block[0]), ceil(columns / block[1])]``.
-        start, stop: range of rows of the expanded tensor.
+    """Expand ``grid``, which has one entry per block, to the elements of rows ``start`` to
+    ``stop - 1``.
 
     Returns:
-        float32 ``[stop - start, columns]``, or a shape that broadcasts to it.
+        float32 ``[stop - start, in]``, or a shape that broadcasts to it.
     """
+    if codes.column_groups is not None:
+        return grid[start:stop].float()[:, codes.column_groups]
     part = grid.float()
     if part.shape[0] > 1:
-        part = part[torch.arange(start, stop) // block[0]]
+        part = part[torch.arange(start, stop) // codes.block[0]]
     if part.shape[1] > 1:
-        part = part.repeat_interleave(block[1], dim=1)[:, :columns]
+        part = part.repeat_interleave(codes.block[1], dim=1)[:, : codes.shape[1]]
     return part

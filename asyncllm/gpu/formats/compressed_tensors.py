@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ from asyncllm.gpu.formats.base import (
     block_size,
     check_fields,
     check_groups,
+    dequantise_rows,
     group_size,
     unpack,
 )
-from asyncllm.gpu.formats.floats import scaled_rows
 
 _KNOWN_FIELDS = (
     "quant_method config_groups format quantization_status global_compression_ratio ignore "
@@ -128,7 +129,7 @@ class CompressedTensors(WeightFormat):
     def _make_packed(
         self, parts: TensorParts, scheme: Scheme, shape: tuple[int, int]
     ) -> PackedTensor:
-        """Checks the parts that packed and unpacked layouts share; makes the PackedTensor."""
+        """Check the parts that packed and unpacked layouts share and make the PackedTensor."""
         (rows, columns), block = shape, scheme.block
         grid = (1,)
         if block is not None:
@@ -161,10 +162,8 @@ class CompressedTensors(WeightFormat):
         block = scheme.block or tensor.shape
         block = (block[0], block[1] or columns)
         scale = scale.reshape(-1, 1 if scheme.block is None else scale.shape[1])
-        if scheme.is_float:
-            return scaled_rows(parts["weight"], scale, block)
-        offset = _zero_points(scheme, parts, scale)
-        order = _column_groups(tensor, parts, scale.shape[1])
+        zeros = _zero_points(scheme, parts, scale)
+        groups = _column_groups(tensor, parts, scale.shape[1])
 
         def rows(start: int, stop: int) -> Tensor:
             if "weight" in parts:
@@ -172,7 +171,10 @@ class CompressedTensors(WeightFormat):
             return unpack(parts["weight_packed"][start:stop], scheme.bits, 1)[:, :columns]
 
         signed = "weight" in parts
-        return QuantisedTensor(scheme.bits, tensor.shape, rows, scale, block, offset, order, signed)
+        codes = QuantisedTensor(
+            scheme.bits, tensor.shape, rows, scale, block, zeros, groups, signed
+        )
+        return partial(dequantise_rows, codes) if scheme.is_float else codes
 
     def _scheme_of(self, parts: TensorParts, suffix: str) -> Scheme:
         name = parts.stem + suffix
@@ -186,7 +188,7 @@ class CompressedTensors(WeightFormat):
         return scheme
 
     def _match_scheme(self, module: str) -> Scheme | None:
-        """Finds the first scheme that names the module, else the first that targets linear
+        """Find the first scheme that names the module, else the first that targets linear
         layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
@@ -225,7 +227,7 @@ def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int
 
 
 def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
-    """Reads the Scheme of one of ``config_groups``; None if it is for activations only."""
+    """Read the Scheme of one of ``config_groups``; None if it is for activations only."""
     check_fields(group, _KNOWN_GROUP_FIELDS, "targets")
     targets = tuple(group.values.get("targets") or ())
     for target in targets:
@@ -282,8 +284,8 @@ def _describe_block(block: tuple[int, int] | None) -> str:
 
 
 def _describe_activations(group: ConfigFile) -> str:
-    found = group.section("input_activations")
-    if not found.values:
+    activations = group.section("input_activations")
+    if not activations.values:
         return ""
-    kind = found.choice("type", ("int", "float"), "int")
-    return f"{found.integer('num_bits', 8)}-bit {kind} activations"
+    kind = activations.choice("type", ("int", "float"), "int")
+    return f"{activations.integer('num_bits', 8)}-bit {kind} activations"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.reader import CheckpointReader
+from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
@@ -17,7 +18,7 @@ from asyncllm.gpu.formats.base import (
     WeightFormat,
     block_size,
     check_fields,
-    expand_blocks,
+    dequantise_rows,
 )
 
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
@@ -86,29 +87,11 @@ class Fp8(WeightFormat):
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> RowReader:
         weight = parts["weight"]
         scale = next(parts[suffix] for suffix in _SCALE_SUFFIXES if suffix in parts)
-        return scaled_rows(weight, scale, self.block)
-
-
-def scaled_rows(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> RowReader:
-    """Makes a function that returns rows of ``weight * scale``.
-
-    Args:
-        weight: ``[out, in]``.
-        scale: one scale for the whole weight, one per row, or one per ``block``.
-    """
-    columns = weight.shape[1]
-    if block is None:
-        block = (1, columns)
-        scale = scale.reshape(-1, 1)
-
-    def rows(start: int, stop: int) -> Tensor:
-        return (
-            weight[start:stop]
-            .to(torch.float32)
-            .mul_(expand_blocks(scale, block, start, stop, columns))
-        )
-
-    return rows
+        if self.block is None:
+            scale = scale.reshape(-1, 1)
+        block = self.block or (1, weight.shape[1])
+        codes = QuantisedTensor(8, tensor.shape, lambda *rows: weight[slice(*rows)], scale, block)
+        return partial(dequantise_rows, codes)
 
 
 class Mxfp4(WeightFormat):

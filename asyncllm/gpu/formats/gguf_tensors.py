@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_config import gguf_family
-from asyncllm.checkpoint.gguf_families import EXPERT_INDEX, MODULE_NAMES, GGUFFamily
-from asyncllm.checkpoint.gguf_file import GGML_TYPES, PLAIN_TYPES, GGUFFile, GGUFTensor
+from asyncllm.checkpoint.gguf_file import PLAIN_TYPES, GGUFFile, GGUFTensor
+from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
+from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 
 _LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.(.+)")
-_LINEAR = "linear_attn."
+_EXPERT_INDEX = "{}"
+"""Placeholder for the expert's index in transformers' names of tensors that GGUF stacks."""
 
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Names of tensors that only ``gguf_config`` reads."""
@@ -45,25 +46,25 @@ class StoredTensor:
         return (rows, *self.entry.shape[1:])
 
 
-def model_tensors(file: GGUFFile, config: ConfigFile) -> dict[str, StoredTensor]:
+def model_tensors(file: GGUFFile, model: ModelConfig) -> dict[str, StoredTensor]:
     """List the tensors of a file's model by transformers' name.
 
     Experts, which GGUF stacks, are listed one by one. A tensor unknown to transformers keeps its
     stored name. Layers for multi-token prediction are left out.
 
     Args:
-        config: the configuration that ``gguf_config`` returns for the file.
+        model: the file's configuration.
 
     Raises:
         ModelLoadError: if two tensors have one name, or a shape or type is not the expected one.
     """
-    rules, num_layers = _TensorMapper(file, config), config.integer("num_hidden_layers")
+    mapper = _TensorMapper(file, model)
     tensors: dict[str, StoredTensor] = {}
     for stored_name, entry in file.tensors.items():
         layer = _LAYER_NAME.fullmatch(stored_name)
-        if stored_name in _CONFIG_TENSORS or (layer and int(layer[1]) >= num_layers):
+        if stored_name in _CONFIG_TENSORS or (layer and int(layer[1]) >= model.num_layers):
             continue
-        for name, stored in rules.apply(stored_name, layer, entry):
+        for name, stored in mapper.apply(stored_name, layer, entry):
             if name in tensors:
                 raise ModelLoadError(
                     f"{file.path}: tensor {stored_name!r} is there twice, as {name!r}"
@@ -75,37 +76,34 @@ def model_tensors(file: GGUFFile, config: ConfigFile) -> dict[str, StoredTensor]
 class _TensorMapper:
     """Mapping from the tensors of one GGUF file to those of transformers."""
 
-    def __init__(self, file: GGUFFile, config: ConfigFile) -> None:
-        self.path, self.config = file.path, config
-        self.family: GGUFFamily = gguf_family(file)
-        self.names = {**MODULE_NAMES, **self.family.names}
-        heads = config.integer("num_attention_heads")
-        kv_heads = config.integer("num_key_value_heads", heads)
-        rotated = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads}
+    def __init__(self, file: GGUFFile, model: ModelConfig) -> None:
+        self.path, self.model = file.path, model
+        self.family, self.names = gguf_family(file), _module_names(model)
+        rotated = {"self_attn.q_proj": model.num_heads, "self_attn.k_proj": model.num_kv_heads}
         self.rotated_heads = rotated if self.family.permutes_heads else {}
 
     def apply(
         self, stored_name: str, layer: re.Match[str] | None, entry: GGUFTensor
     ) -> Iterator[tuple[str, StoredTensor]]:
         """Yield transformers' tensors within a stored tensor, each as name and storage."""
-        prefix, own = (
+        prefix, layer_name = (
             ("", stored_name) if layer is None else (f"model.layers.{layer[1]}.", layer[2])
         )
-        module, _, leaf = own.rpartition(".")
-        name = self.names.get(own)
+        module, _, leaf = layer_name.rpartition(".")
+        name = self.names.get(layer_name)
         if name is None and module in self.names and leaf in ("weight", "bias"):
             name = f"{self.names[module]}.{leaf}"
-        if own == self.family.grouped_gates:
-            yield from self._gates(f"{prefix}{_LINEAR}in_proj_", entry)
+        linear = self.model.linear_attention
+        if linear is not None and layer_name == self.family.grouped_gates:
+            yield from self._gates(linear, f"{prefix}linear_attn.in_proj_", entry)
         elif name is None:
             yield stored_name, StoredTensor(entry)
-        elif EXPERT_INDEX in name:
+        elif _EXPERT_INDEX in name:
             for index, expert in enumerate(self._experts(stored_name, entry)):
-                yield prefix + name.replace(EXPERT_INDEX, str(index)), StoredTensor(expert)
+                yield prefix + name.replace(_EXPERT_INDEX, str(index)), StoredTensor(expert)
         else:
             stored = self._stored(stored_name, name, entry)
-            plain = GGML_TYPES[entry.type][0] in PLAIN_TYPES
-            if len(entry.shape) == 1 and stored.row_order is not None and not plain:
+            if len(entry.shape) == 1 and stored.row_order is not None and not entry.is_plain:
                 raise ModelLoadError(
                     f"{self.path}: tensor {stored_name!r} is quantised, expected a vector of type "
                     + ", ".join(PLAIN_TYPES)
@@ -113,8 +111,9 @@ class _TensorMapper:
             yield prefix + name, stored
 
     def _experts(self, stored_name: str, entry: GGUFTensor) -> Iterator[GGUFTensor]:
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        count = next((self.config.integer(each) for each in names if each in self.config), 0)
+        experts = self.model.experts
+        assert experts is not None
+        count = experts.routing.num_experts
         if len(entry.shape) < 2 or entry.shape[0] != count:
             raise ModelLoadError(
                 f"{self.path}: tensor {stored_name!r} has shape {entry.shape}, expected the "
@@ -125,11 +124,13 @@ class _TensorMapper:
             place = entry.start_offset + index * size
             yield replace(entry, shape=entry.shape[1:], start_offset=place, num_bytes=size)
 
-    def _gates(self, prefix: str, entry: GGUFTensor) -> Iterator[tuple[str, StoredTensor]]:
-        """Split the tensor of both gates into those of beta and decay. Its rows are grouped by key
-        head."""
-        heads = self.config.integer("linear_num_key_heads")
-        group = self.config.integer("linear_num_value_heads") // heads
+    def _gates(
+        self, linear: LinearAttentionConfig, prefix: str, entry: GGUFTensor
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """Split the tensor of both gates, whose rows are grouped by key head, into the tensors of
+        beta and decay."""
+        heads = linear.num_key_heads
+        group = linear.num_value_heads // heads
         order = self._swapped_order(f"{prefix}ba", entry.shape[0], heads, 2, group)
         for name, part in zip("ba", np.split(order, 2), strict=True):
             yield f"{prefix}{name}.weight", StoredTensor(entry, part)
@@ -141,10 +142,11 @@ class _TensorMapper:
             return StoredTensor(
                 entry, self._rope_row_order(name, entry, self.rotated_heads[module])
             )
-        if name.startswith(_LINEAR):
-            return self._linear_attention(name, entry)
-        if self.family.norms_have_one_added and name.endswith("norm.weight"):
-            return StoredTensor(entry, transform=_subtract_one)
+        if self.model.linear_attention is not None and name.startswith("linear_attn."):
+            return self._linear_attention(self.model.linear_attention, name, entry)
+        if (offset := self.model.norm_offset) and name.endswith("norm.weight"):
+            # The converter has added the offset to the weights.
+            return StoredTensor(entry, transform=lambda weights: weights.float() - offset)
         if module == "mlp.shared_expert_gate" and len(entry.shape) == 1:
             return StoredTensor(replace(entry, shape=(1, *entry.shape)))
         return StoredTensor(entry)
@@ -164,19 +166,19 @@ class _TensorMapper:
             )
         return self._swapped_order(name, rows, heads, rows // heads // 2, 2, inner=True)
 
-    def _linear_attention(self, name: str, entry: GGUFTensor) -> StoredTensor:
+    def _linear_attention(
+        self, linear: LinearAttentionConfig, name: str, entry: GGUFTensor
+    ) -> StoredTensor:
         """Storage of a tensor of a gated delta rule."""
-        leaf = name.removeprefix(_LINEAR).removesuffix(".weight")
+        leaf = name.removeprefix("linear_attn.").removesuffix(".weight")
         change = self._log_of_negative if leaf == "A_log" else None
         if leaf == "conv1d" and len(entry.shape) == 2:
             entry = replace(entry, shape=(entry.shape[0], 1, entry.shape[1]))
-        size = self.config.integer
-        heads, value_heads = size("linear_num_key_heads"), size("linear_num_value_heads")
-        if not self.family.tiles_value_heads or leaf == "norm" or heads == value_heads:
+        heads, value_heads = linear.num_key_heads, linear.num_value_heads
+        if self.family.grouped_gates or leaf == "norm" or heads == value_heads:
             return StoredTensor(entry, transform=change)
-        keys = 2 * heads * size("linear_key_head_dim")
-        first = keys if leaf in ("in_proj_qkv", "conv1d") else 0
-        width = 1 if leaf in _PER_HEAD else size("linear_value_head_dim")
+        first = 2 * linear.key_size if leaf in ("in_proj_qkv", "conv1d") else 0
+        width = 1 if leaf in _PER_HEAD else linear.value_dim
         if leaf != "out_proj":
             order = self._swapped_order(
                 name, entry.shape[0], value_heads // heads, heads, width, first=first
@@ -222,5 +224,52 @@ _PER_HEAD = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
 """Tensors of a gated delta rule with one row per value head."""
 
 
-def _subtract_one(weights: Tensor) -> Tensor:
-    return weights.float() - 1.0
+def _module_names(model: ModelConfig) -> dict[str, str]:
+    """Map GGUF's names to transformers', both without the layer's prefix.
+
+    Names are of modules, or of tensors that are no module's weight or bias.
+    """
+    names, mlp, experts = model.names, model.names.mlp, model.experts
+    modules = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "attn_norm": names.input_norm,
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_sinks.weight": "self_attn.sinks",
+        "post_attention_norm": names.mixer_norm or names.post_norm,
+        "ffn_norm": names.post_norm,
+        "post_ffw_norm": names.mlp_norm,
+        "ffn_gate": f"{mlp}.{names.gate_up[0]}",
+        "ffn_up": f"{mlp}.{names.gate_up[-1]}",
+        "ffn_down": f"{mlp}.{names.down}",
+    }
+    if experts is not None:
+        stored = experts.names
+        modules |= {
+            "ffn_gate_inp": stored.router,
+            "exp_probs_b.bias": stored.correction,
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        }
+        for kind, part in zip(("gate", "up", "down"), stored.parts, strict=True):
+            modules[f"ffn_{kind}_exps"] = f"{stored.experts}.{_EXPERT_INDEX}.{part}"
+            modules[f"ffn_{kind}_shexp"] = f"{stored.shared}.{kind}_proj"
+    if model.linear_attention is not None:
+        modules |= {
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_beta": "linear_attn.in_proj_b",
+            "ssm_alpha": "linear_attn.in_proj_a",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+            "ssm_a": "linear_attn.A_log",
+            "ssm_dt.bias": "linear_attn.dt_bias",
+        }
+    return {stored_name: name for stored_name, name in modules.items() if name is not None}

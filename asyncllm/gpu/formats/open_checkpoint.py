@@ -41,7 +41,7 @@ class PackedSizes:
 
     Attributes:
         form_phrases: phrases that describe the weights' quantisation.
-        num_bytes, elements: bytes and number of elements of all such weights.
+        num_bytes, num_elements: bytes and number of elements of all such weights.
     """
 
     form_phrases: set[str] = field(default_factory=set)
@@ -62,7 +62,7 @@ class PackedSizes:
 
 
 def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
-    """Opens the checkpoint in a directory, or a GGUF file.
+    """Open the checkpoint in a directory, or a GGUF file.
 
     Tensors have the names and shapes of an unquantised checkpoint; quantised ones are dequantised
     when they are read.
@@ -91,7 +91,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
 def log_sizes(
     path: Path, reader: CheckpointReader, dtype: torch.dtype, packed: PackedSizes | None = None
 ) -> None:
-    """Logs the form in which a quantised checkpoint's weights stay in memory, and their size.
+    """Log the form in which a quantised checkpoint's weights stay in memory, and their size.
 
     Args:
         packed: sizes of the weights that stay quantised.
@@ -99,19 +99,19 @@ def log_sizes(
     if not reader.label:
         return
     infos = reader.tensors.values()
-    held = sum(math.prod(info.shape) for info in infos) * dtype.itemsize
-    name, how = str(dtype).removeprefix("torch."), "weights (%s) are"
+    num_bytes = sum(math.prod(info.shape) for info in infos) * dtype.itemsize
+    name, form = str(dtype).removeprefix("torch."), "weights (%s) are"
     if packed is not None and packed.form_phrases:
-        held += packed.num_bytes - packed.num_elements * dtype.itemsize
+        num_bytes += packed.num_bytes - packed.num_elements * dtype.itemsize
         form_phrases = ", ".join(sorted(packed.form_phrases))
-        how = f"weights (%s) stay packed for linear layers ({form_phrases}); others are"
+        form = f"weights (%s) stay packed for linear layers ({form_phrases}); others are"
     logger.info(
-        "%s: " + how + " dequantised to %s as they are read: %.1f MiB read, %.1f MiB held%s",
+        "%s: " + form + " dequantised to %s as they are read: %.1f MiB read, %.1f MiB held%s",
         path,
         reader.label,
         name,
         sum(info.num_bytes for info in infos) / 2**20,
-        held / 2**20,
+        num_bytes / 2**20,
         f"; {reader.ignored} are not used, activations and KV cache stay in {name}"
         if reader.ignored
         else "",

@@ -42,7 +42,7 @@ _KNOWN_GPTQ_FIELDS = (
 
 
 class _PackedWords(WeightFormat):
-    """Integers in words of 32 bits, along the inputs or the outputs of ``qweight``.
+    """WeightFormat of integers in words of 32 bits, along the inputs or the outputs of ``qweight``.
 
     Beside it are ``qzeros [groups, out * bits / 32]`` and ``scales [groups, out]``. An element is
     ``(value - zero) * scale``.

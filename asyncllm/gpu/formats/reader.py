@@ -53,7 +53,7 @@ class DequantisingReader:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor: dequantised, or as a view of the mapped file if it is stored plain."""
+        """Read a tensor: dequantised, or as a view of the mapped file if it is stored plain."""
         if name not in self._packed_tensors:
             return self.source.tensor(name)
         return join_slices(self.slices(name), self._packed_tensors[name].shape, self.dtype)
@@ -63,15 +63,17 @@ class DequantisingReader:
         if packed is None:
             yield from self.source.slices(name)
             return
-        found = self._read_packed(packed)
-        rows = partial(dequantise_rows, found) if isinstance(found, QuantisedTensor) else found
+        weight = self._read_packed(packed)
+        read_rows = (
+            partial(dequantise_rows, weight) if isinstance(weight, QuantisedTensor) else weight
+        )
         for start, stop in row_ranges(packed.shape, packed.row_multiple):
-            yield rows(start, stop).to(self.dtype).contiguous()
+            yield read_rows(start, stop).to(self.dtype).contiguous()
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         packed = self._packed_tensors.get(name)
-        found = None if packed is None else self._read_packed(packed)
-        return found if isinstance(found, QuantisedTensor) else None
+        weight = None if packed is None else self._read_packed(packed)
+        return weight if isinstance(weight, QuantisedTensor) else None
 
     def _read_packed(self, packed: PackedTensor) -> QuantisedTensor | RowReader:
         parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
@@ -86,7 +88,7 @@ class DequantisingReader:
 
 
 def join_slices(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Joins consecutive slices into a tensor, holding one slice at a time."""
+    """Join consecutive slices into a tensor, holding one slice at a time."""
     result, row = torch.empty(shape, dtype=dtype), 0
     for part in slices:
         result[row : row + len(part)] = part
@@ -95,7 +97,7 @@ def join_slices(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.d
 
 
 def row_ranges(shape: tuple[int, ...], row_multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Yields ranges of about ``SLICE_ELEMENTS`` elements, from multiples of ``row_multiple``."""
+    """Yield ranges of about ``SLICE_ELEMENTS`` elements, from multiples of ``row_multiple``."""
     count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // row_multiple) * row_multiple
     for start in range(0, shape[0], count):
         yield start, min(start + count, shape[0])

@@ -48,7 +48,7 @@ class _ParameterRecorder:
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
     def make_builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
-        """Makes a builder of ``layers`` in plain torch that requests its weights from this source.
+        """Make a builder of ``layers`` in plain torch that requests its weights from this source.
 
         The layers have no attention.
         """
@@ -84,7 +84,7 @@ def is_unused(model: ModelConfig, name: str) -> bool:
 
 
 def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """Sums ``size`` over all parameters.
+    """Sum ``size`` over all parameters.
 
     Layers differ only in mixer, experts and sizes, so only one layer of each kind is built, and its
     sum is multiplied by the number of such layers.
@@ -104,10 +104,10 @@ def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
     """Number of layers of each kind; keys are the indices of the kinds' first layers."""
     with_experts = model.experts.layers if model.experts is not None else ()
     linear = model.linear_attention.layers if model.linear_attention is not None else ()
-    apart = [each for each in (with_experts, linear, model.layers) if each]
-    if not apart:
+    traits = [each for each in (with_experts, linear, model.layers) if each]
+    if not traits:
         return {0: model.num_layers}
-    kinds = list(zip(*apart, strict=True))
+    kinds = list(zip(*traits, strict=True))
     return {kinds.index(kind): count for kind, count in Counter(kinds).items()}
 
 

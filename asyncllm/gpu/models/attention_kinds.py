@@ -26,12 +26,6 @@ def attention_shape(model: ModelConfig, layer: int = 0) -> AttentionShape:
     )
 
 
-def attention_kind(model: ModelConfig, layer: int) -> AttentionKind:
-    """The kind of one layer's attention, without its KV group."""
-    slides = bool(model.sliding_layers) and model.sliding_layers[layer]
-    return AttentionKind(attention_shape(model, layer), model.sliding_window if slides else None)
-
-
 def attention_layers(model: ModelConfig) -> list[int]:
     """The layers that have attention, in the order of their KV."""
     linear = model.linear_attention
@@ -42,8 +36,11 @@ def kv_plan(model: ModelConfig) -> KVPlan:
     """Attention kinds and KV groups, in the order of ``attention_layers``."""
     layers = attention_layers(model)
     sources = [model.layer(layer).kv_layer for layer in layers]
+    slides = model.sliding_layers or (False,) * model.num_layers
+    windows = [model.sliding_window if slides[layer] else None for layer in layers]
+    shapes = [attention_shape(model, layer) for layer in layers]
     return KVPlan.of(
-        [attention_kind(model, layer) for layer in layers],
+        list(map(AttentionKind, shapes, windows)),
         [None if source is None else layers.index(source) for source in sources],
         model.max_position_embeddings,
     )

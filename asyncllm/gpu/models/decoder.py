@@ -47,18 +47,13 @@ class Decoder:
     layer_inputs: LayerInputs | None = None
     rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
 
-    @property
-    def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
-        return any(attention.needs_zeroed_blocks for attention in self.attention.values())
-
     def set_max_positions(self, count: int) -> None:
-        """Makes the RoPE tables for positions 0 to ``count - 1``."""
+        """Make the RoPE tables for positions 0 to ``count - 1``."""
         dtype, device = self.embedding.dtype, self.embedding.device
         self.rope_tables = [rope_table(*rope, count, dtype, device) for rope in self.ropes]
 
     def with_few_layers(self) -> Decoder:
-        """Makes a copy with few layers, whose steps reach the same peak memory in a fraction of the
+        """Make a copy with few layers, whose steps reach the same peak memory in a fraction of the
         time.
 
         Layers of a kind have the same shapes and run one after the other. So the first layer of
@@ -66,10 +61,10 @@ class Decoder:
         """
         layers = self.layers
         kinds = [layer.kind for layer in layers]
-        kept = {kinds.index(kind) for kind in kinds} | {min(1, len(layers) - 1)}
-        few = copy.copy(self)
-        few.layers = [layers[index] for index in sorted(kept | {len(layers) - 1})]
-        return few
+        indices = {kinds.index(kind) for kind in kinds} | {min(1, len(layers) - 1)}
+        decoder = copy.copy(self)
+        decoder.layers = [layers[index] for index in sorted(indices | {len(layers) - 1})]
+        return decoder
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
         """See ``LanguageModel.forward``."""
@@ -77,7 +72,7 @@ class Decoder:
         return self.finish(*self.body(step, context), step, context)
 
     def body(self, step: StepInputs, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        """Runs all layers but the last; returns output and residual, as a Layer does.
+        """Run all layers but the last and return output and residual, as a Layer does.
 
         All computations outside the mixers' cores depend on the step's tokens alone, and not on how
         the tokens are divided into rows.
@@ -92,7 +87,7 @@ class Decoder:
     def finish(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, context: StepContext
     ) -> StepOutput:
-        """Runs the last layer and the output head.
+        """Run the last layer and the output head.
 
         After the last layer's mixer, only the tokens in ``step.wanted`` are computed.
         """
@@ -124,7 +119,7 @@ class Decoder:
         return self.lm_head.argmax
 
     def context(self, step: StepInputs, cache: KVCache) -> StepContext:
-        """Makes the StepContext that all layers read in a step."""
+        """Make the StepContext that all layers read in a step."""
         states = cache.states.tensors if cache.states is not None and self.states else ()
         return StepContext(
             plans=[
@@ -137,7 +132,7 @@ class Decoder:
         )
 
     def token_inputs(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
-        """Makes the fields of a StepContext that depend on the step's tokens alone."""
+        """Make the fields of a StepContext that depend on the step's tokens alone."""
         if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
         positions, groups = step.positions, step.groups

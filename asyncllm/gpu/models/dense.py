@@ -47,7 +47,7 @@ def build_decoder(
     convert: Conversion | None = None,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
-    """Builds the decoder that ``model`` describes.
+    """Build the decoder that ``model`` describes.
 
     Args:
         attention: the Attention of each of ``attention_kinds``.
@@ -81,7 +81,7 @@ class _OrderedSource:
         return weights
 
     def finish(self) -> None:
-        """Exhausts the weights, which closes their files."""
+        """Exhaust the weights, which closes their files."""
         for name, _ in self._weights:
             raise RuntimeError(f"weights left over: {name}")
 
@@ -125,21 +125,21 @@ class DecoderBuilder:
         attention: Mapping[AttentionKind, Attention],
         ropes: Sequence[RopeSpec],
     ) -> Decoder:
-        """Builds the decoder with these layers."""
+        """Build the decoder with these layers."""
         model, ops, hidden = self.model, self.ops, self.model.hidden_size
         embedding, lm_head = self.embedding()
         inputs = build_layer_inputs(self.scope)
-        made = [self.layer(index) for index in layers]
+        built_layers = [self.layer(index) for index in layers]
         norm = self.final_norm()
         if lm_head is None:
             lm_head = self.head_scope.linear("lm_head", (("lm_head", model.vocab_size),), hidden)
         return Decoder(
-            model, ops, attention, ropes, embedding, made, norm, lm_head,
+            model, ops, attention, ropes, embedding, built_layers, norm, lm_head,
             logits_softcap=model.logits_softcap, states=self.states, layer_inputs=inputs,
         )  # fmt: skip
 
     def embedding(self) -> tuple[Embedding, Linear | None]:
-        """Builds the embedding, and the output head if the two are tied."""
+        """Build the embedding, and the output head if the two are tied."""
         model, ops, head, dtype = self.model, self.ops, self.head_scope, self.dtype
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
         width = model.hidden_size
@@ -176,11 +176,11 @@ class DecoderBuilder:
 
     def kind(self, index: int) -> Hashable:
         """Key that is equal for layers whose ops have the same shapes."""
-        model, own = self.model, self.attention_by_layer.get(index)
-        kind = "linear attention" if own is None else own.kind
+        model, attention = self.model, self.attention_by_layer.get(index)
+        kind = "linear attention" if attention is None else attention.kind
         sizes = (model.layer(index), index in self.shared_layers) if model.layers else ()
-        apart = (*sizes, "experts") if self.experts_of(index) else sizes
-        return (kind, *apart) if apart else kind
+        extra = (*sizes, "experts") if self.experts_of(index) else sizes
+        return (kind, *extra) if extra else kind
 
     def experts_of(self, index: int) -> ExpertsConfig | None:
         experts = self.model.experts
@@ -196,7 +196,7 @@ class DecoderBuilder:
 
     def attention(self, scope: Scope, index: int) -> AttentionMixer:
         model, shape = self.model, attention_shape(self.model, index)
-        sizes, place = model.layer(index), self.attention_by_layer[index]
+        sizes, layer_attention = model.layer(index), self.attention_by_layer[index]
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         names, gates, order = (
             model.names.qkv,
@@ -224,11 +224,11 @@ class DecoderBuilder:
         return AttentionMixer(
             qkv=qkv,
             rope_and_cache=rope,
-            attention=place.attention,
+            attention=layer_attention.attention,
             o=scope.linear("o", (("o_proj", model.hidden_size),), queries, model.output_bias),
-            attention_index=place.attention_index,
-            rope_index=place.rope_index,
-            kv_index=place.kv_index,
+            attention_index=layer_attention.attention_index,
+            rope_index=layer_attention.rope_index,
+            kv_index=layer_attention.kv_index,
             sinks=(scope.vector("sinks", model.num_heads),) if model.sinks else (),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
             shares_kv=index in self.shared_layers,
@@ -274,7 +274,7 @@ class DecoderBuilder:
     def mlp(
         self, scope: Scope, index: int
     ) -> tuple[Callable[[Tensor], Tensor], ParallelExperts | None]:
-        """Builds a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
+        """Build a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
         names, experts = self.model.names, self.experts_of(index)
         size = self.model.layer(index).intermediate_size
         if experts is not None and experts.parallel_to_mlp:
@@ -288,7 +288,7 @@ class DecoderBuilder:
         return PostNormBlock(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
 
     def final_norm(self) -> RMSNorm:
-        """Builds the final norm, whose weight includes the logits' divisor."""
+        """Build the final norm, whose weight includes the logits' divisor."""
         model, weight = self.model, self.scope.norm_weight("norm", "model.norm")
         if model.logits_divisor != 1.0:
             weight = weight / model.logits_divisor

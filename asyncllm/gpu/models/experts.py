@@ -58,7 +58,7 @@ class ParallelExperts:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Adds the experts' output for ``residual`` to the MLP's output ``x``; norms the sum.
+        """Add the experts' output for ``residual`` to the MLP's output ``x`` and norm the sum.
 
         Shapes are ``[T, H]``.
         """
@@ -68,7 +68,7 @@ class ParallelExperts:
 
 
 def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
-    """Builds a layer's experts, and its shared expert if it has one."""
+    """Build a layer's experts, and its shared expert if it has one."""
     ops, names, routing = scope.ops, config.names, config.routing
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
     rows = scope.linear_weights(
@@ -80,7 +80,7 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
         layout = None if routing.correction_rows is None else StackLayout(routing.correction_rows)
         correction = scope.vector("correction", count, names.correction, layout=layout)
     if routing.expert_scale:
-        scale = scope.vector("expert_scale", count, names.expert_scale)
+        scale = scope.vector("expert_scale", count, "router.per_expert_scale")
     gate, up, down = names.parts
     mlp = ExpertsMLP(
         ops.routing(routing, RouterWeights(rows, correction, scale)),
@@ -95,7 +95,7 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
         ),
     )
     if config.shared_gate:
-        mlp.gate = scope.linear("shared.gate", ((names.shared_gate, 1),), hidden)
+        mlp.gate = scope.linear("shared.gate", (("mlp.shared_expert_gate", 1),), hidden)
     if config.shared_size:
         mlp.shared = scope.child("shared.", f"{names.shared}.").gated_mlp(config.shared_size)
     return mlp
@@ -104,14 +104,13 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
 def build_parallel_experts(
     scope: Scope, config: ExpertsConfig, size: int
 ) -> tuple[PostNormBlock, ParallelExperts]:
-    """Builds an MLP of intermediate size ``size``, and the experts in parallel to it."""
-    model, names = scope.model, config.names
-    experts = build_experts(scope, config)
-    router = scope.norm_weight("router.norm", names.router_norm, suffix="")
+    """Build an MLP of intermediate size ``size``, and the experts in parallel to it."""
+    model, experts = scope.model, build_experts(scope, config)
+    router = scope.norm_weight("router.norm", "router.scale", suffix="")
     router_norm = scope.ops.rms_norm(router * model.hidden_size**-0.5, model.rms_norm_eps)
-    input_norm = scope.norm("experts.input_norm", names.experts_input_norm)
-    output_norm = scope.norm("experts.output_norm", names.experts_output_norm)
-    mlp_norm = scope.norm("experts.mlp_norm", names.mlp_norm)
+    input_norm = scope.norm("experts.input_norm", "pre_feedforward_layernorm_2")
+    output_norm = scope.norm("experts.output_norm", "post_feedforward_layernorm_2")
+    mlp_norm = scope.norm("experts.mlp_norm", "post_feedforward_layernorm_1")
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     sum_norm = scope.norm("mlp_norm", model.names.mlp_norm)
@@ -126,7 +125,7 @@ def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: in
     fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
     own, fused = (
         scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
-        for name in (names.router, names.fused_router)
+        for name in (names.router, "mlp.gate")
     )
     return replace(own, alternative=fused)
 
@@ -135,14 +134,14 @@ def _stacked_experts(
     scope: Scope, config: ExpertsConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
 ) -> LinearWeights:
     """Weights of one linear layer of all experts, stored separately or in a fused tensor."""
-    names, count, found = config.names, config.routing.num_experts, []
+    names, count, parameters = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.transposed, names.transposed and name == "gate_up")
-    each = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
-    weight = scope.parameter(f"experts.{name}", each, width, linear=True)
-    bias = scope.parameter(f"experts.{name}", each, suffix=".bias") if config.bias else None
-    for single, suffix in ((weight, ""), (bias, "_bias")):
-        if single is not None:
+    modules = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
+    weight = scope.parameter(f"experts.{name}", modules, width, linear=True)
+    bias = scope.parameter(f"experts.{name}", modules, suffix=".bias") if config.bias else None
+    for own, suffix in ((weight, ""), (bias, "_bias")):
+        if own is not None:
             stored = f"{scope.stored_prefix}{names.fused}.{name}_proj{suffix}"
-            fused = replace(single, parts=((stored, single.shape[0]),), layout=layout)
-            found.append(fused if names.experts is None else replace(single, alternative=fused))
-    return scope.linear_weights(*found)
+            fused = replace(own, parts=((stored, own.shape[0]),), layout=layout)
+            parameters.append(fused if names.experts is None else replace(own, alternative=fused))
+    return scope.linear_weights(*parameters)

@@ -32,32 +32,21 @@ class StepOutput(NamedTuple):
 
 
 class LanguageModel(Protocol):
-    """Protocol of a model that turns token ids into hidden states and logits, on a KV cache."""
+    """Protocol of a model that turns token ids into hidden states and logits, on a KV cache.
 
-    @property
-    def model(self) -> Any:
-        """The model's configuration."""
-        ...
+    Attributes:
+        model: the model's configuration.
+        ops: the op set, which also has the runner's sampling op.
+        attention: the Attention of each attention kind.
+        embedding: object with the model's dtype and device.
+        states: recurrent states of a sequence, see ``KVCache.states``; () without recurrent layers.
+    """
 
-    @property
-    def ops(self) -> Any:
-        """The model's op set, which also has the runner's sampling op."""
-        ...
-
-    @property
-    def attention(self) -> Mapping[AttentionKind, Attention]:
-        """The Attention of each attention kind."""
-        ...
-
-    @property
-    def embedding(self) -> Any:
-        """Object with the model's dtype and device."""
-        ...
-
-    @property
-    def states(self) -> Sequence[StateSpec]:
-        """Recurrent states of a sequence, see ``KVCache.states``; () without recurrent layers."""
-        ...
+    model: Any
+    ops: Any
+    attention: Mapping[AttentionKind, Attention]
+    embedding: Any
+    states: Sequence[StateSpec]
 
     @property
     def argmax(self) -> Callable[[Tensor], Tensor] | None:
@@ -67,21 +56,16 @@ class LanguageModel(Protocol):
         """
         ...
 
-    @property
-    def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
-        ...
-
     def set_max_positions(self, count: int) -> None:
-        """Prepares the model for positions 0 to ``count - 1``; called before the first step."""
+        """Prepare the model for positions 0 to ``count - 1``; called before the first step."""
         ...
 
     def with_few_layers(self) -> LanguageModel:
-        """The same model cut to a few layers, for the memory profile run."""
+        """Make a copy with few layers for the memory profile, or return the model itself."""
         ...
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
-        """Runs a step, and writes its KV.
+        """Run a step, and write its KV.
 
         Padded rows of the result are undefined. While a CUDA graph is captured, or a Recorder is
         active, the method reads no tensor's values on the host.

@@ -33,7 +33,7 @@ class LayerInputs:
     num_layers: int
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """Returns ``[T, layers, P]``.
+        """Compute the per-layer embeddings of tokens, ``[T, layers, P]``.
 
         Args:
             embedded: ``[T, H]``, the input of the first layer.
@@ -45,7 +45,7 @@ class LayerInputs:
 
 @dataclass(slots=True)
 class InputLayer:
-    """A layer, followed by a residual block with its per-layer embedding as a factor.
+    """A layer, followed by a residual block that multiplies by the layer's own embedding.
 
     Attributes:
         add: op that adds the layer's output to the residual.
@@ -77,7 +77,7 @@ class InputLayer:
 
 
 def build_layer_inputs(scope: Scope) -> LayerInputs | None:
-    """Builds the per-layer embeddings; None for a model without them.
+    """Build the per-layer embeddings; None for a model without them.
 
     As in Gemma 4, the table is multiplied by ``size ** 0.5``, the projection by ``hidden_size **
     -0.5``, and their sum by ``0.5 ** 0.5``. The projection's factor is folded into the norm's
@@ -98,7 +98,7 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
 
 
 def build_input_layer(scope: Scope, size: int, layer: Layer, index: int) -> InputLayer:
-    """Appends to ``layer`` the residual block with its per-layer embedding, ``[T, size]``."""
+    """Append to ``layer`` the residual block with its per-layer embedding, ``[T, size]``."""
     hidden, scope = scope.model.hidden_size, scope.child("input.", "")
     return InputLayer(
         layer,

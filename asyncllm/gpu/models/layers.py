@@ -55,7 +55,7 @@ class StepContext:
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run_core(self, core: MixerCore, width: int, *tensors: Tensor) -> Tensor:
-        """Runs a mixer's core on tensors ``[T, ...]``; returns ``[T, width]``.
+        """Run a mixer's core on tensors ``[T, ...]`` and return ``[T, width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
         """
@@ -91,7 +91,7 @@ class Layer(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """Returns output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.rows``.
+        """Return output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.rows``.
 
         Args:
             x: ``[T, H]``, the output of the previous layer.

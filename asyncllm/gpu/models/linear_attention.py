@@ -70,7 +70,7 @@ def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
 def build_linear_attention(
     scope: Scope, config: LinearAttentionConfig, first_state: int
 ) -> GatedDeltaMixer:
-    """Builds a layer's mixer, whose recurrent states begin at index ``first_state``."""
+    """Build a layer's mixer, whose recurrent states begin at index ``first_state``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
     heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
     if config.grouped_by_key_head:

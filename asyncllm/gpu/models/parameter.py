@@ -26,17 +26,17 @@ class StackLayout:
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the checkpoint tensor, for a parameter of ``shape``."""
-        one = (shape[0] // self.count, *shape[1:])
-        return (self.count, *(reversed(one) if self.transposed else one))
+        matrix = (shape[0] // self.count, *shape[1:])
+        return (self.count, *(reversed(matrix) if self.transposed else matrix))
 
     def rows(self, slices: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the parameter's rows, a matrix at a time, from slices of the checkpoint tensor."""
+        """Yield the parameter's rows, a matrix at a time, from slices of the checkpoint tensor."""
         for part in slices:
-            for one in part:
-                turned = one.transpose(0, -1) if self.transposed else one
+            for stored in part:
+                rows = stored.transpose(0, -1) if self.transposed else stored
                 if self.interleaved:
-                    turned = turned.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
-                yield turned.contiguous()
+                    rows = rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+                yield rows.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

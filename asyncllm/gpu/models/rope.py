@@ -60,12 +60,12 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
         long = max_positions > rope.original_max_position
         factors = torch.tensor(rope.long_factors if long else rope.short_factors, device="cpu")
         return 1.0 / (factors * rope.theta**exponents)
-    kept = (
+    kept_fraction = (
         _llama3_kept_fraction(rope, freqs)
         if rope.kind == "llama3"
         else _yarn_kept_fraction(rope, freqs)
     )
-    return (1 - kept) * freqs / rope.factor + kept * freqs
+    return (1 - kept_fraction) * freqs / rope.factor + kept_fraction * freqs
 
 
 def _llama3_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ def rope_table(
     frequencies = inverse_frequencies(rope, rotary_dim or head_dim, max_positions)
     angles = torch.outer(positions, frequencies)
     factor = rope.attention_factor
-    still = angles.new_zeros(max_positions, head_dim // 2 - angles.shape[1])
-    table = torch.cat((angles.cos() * factor, still + 1, angles.sin() * factor, still), -1)
+    unrotated = angles.new_zeros(max_positions, head_dim // 2 - angles.shape[1])
+    table = torch.cat((angles.cos() * factor, unrotated + 1, angles.sin() * factor, unrotated), -1)
     if rope.query_scale_beta:
         table = torch.stack((table * _query_scale(rope, positions), table), 1)
     return table.to(device, dtype)

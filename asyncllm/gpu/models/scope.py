@@ -44,7 +44,7 @@ class Scope:
     stored_prefix: str = ""
 
     def child(self, prefix: str, stored_prefix: str) -> Scope:
-        """Scope of a part within this one; extends both prefixes."""
+        """Scope of a part within this one: both prefixes are extended."""
         return replace(
             self, prefix=self.prefix + prefix, stored_prefix=self.stored_prefix + stored_prefix
         )
@@ -52,7 +52,7 @@ class Scope:
     def parameter(
         self, name: str, parts: Parts, *width: int, suffix: str = ".weight", **fields: Any
     ) -> Parameter:
-        """Describes a parameter that stacks ``parts``, with rows of shape ``width``.
+        """Describe a parameter that stacks ``parts``, with rows of shape ``width``.
 
         Args:
             suffix: end of the parameter's name, and of the parts' names.
@@ -63,7 +63,7 @@ class Scope:
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
-        """Reads a parameter that is one checkpoint tensor; ``fields`` as for ``parameter``."""
+        """Read a parameter that is one checkpoint tensor; ``fields`` as for ``parameter``."""
         return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
@@ -80,7 +80,7 @@ class Scope:
         self, name: str, parts: Parts, width: int, bias: bool = False, order: Tensor | None = None,
         *, exact: bool = False,
     ) -> Linear:  # fmt: skip
-        """Makes a linear layer that stacks ``parts``, with ``width`` columns.
+        """Make a linear layer that stacks ``parts``, with ``width`` columns.
 
         Args:
             order: order of the rows; None keeps the checkpoint's.
@@ -102,7 +102,7 @@ class Scope:
         return self.quantise_if_configured(weights) if weight.linear else weights
 
     def quantise_if_configured(self, weights: Tensor | LinearWeights) -> LinearWeights:
-        """Quantises the weights of a linear layer, if that is configured."""
+        """Quantise the weights of a linear layer, if that is configured."""
         weights = _as_linear_weights(weights)
         return weights if self.convert is None else self.convert(weights)
 
@@ -114,11 +114,11 @@ class Scope:
         return weight + model.norm_offset if model.norm_offset else weight
 
     def norm(self, name: str, stored: str) -> RMSNorm:
-        """Makes a norm without residual addition."""
+        """Make a norm without residual addition."""
         return self.ops.rms_norm(self.norm_weight(name, stored), self.model.rms_norm_eps)
 
     def residual_norm(self, name: str, stored: str | None, scale: float = 1.0) -> RMSNorm:
-        """Makes the op before a block: it adds its input to the residual and norms the sum.
+        """Make the op before a block: it adds its input to the residual and norms the sum.
 
         If ``stored`` is None, the op only adds.
         """
@@ -128,7 +128,7 @@ class Scope:
         return self.ops.rms_norm(self.norm_weight(name, stored), eps, multiplier, scale)
 
     def gated_mlp(self, size: int) -> GatedMLP:
-        """Makes the gated MLP of this scope, of intermediate size ``size``."""
+        """Make the gated MLP of this scope, of intermediate size ``size``."""
         names, hidden, bias = self.model.names, self.model.hidden_size, self.model.mlp_bias
         return GatedMLP(
             self.linear("gate_up", stack_with_rows(names.gate_up, (size, size)), hidden, bias),
@@ -143,7 +143,7 @@ class Scope:
 
 
 def stack_with_rows(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
-    """Pairs modules with their numbers of rows; a single fused module has all rows."""
+    """Pair modules with their numbers of rows; a single fused module has all rows."""
     return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
 
 
@@ -152,7 +152,7 @@ def _as_linear_weights(weights: Tensor | LinearWeights) -> LinearWeights:
 
 
 def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
-    """Reorders the rows of weights; scales and zero points have to be per row.
+    """Reorder the rows of weights; scales and zero points have to be per row.
 
     Raises:
         ModelLoadError: a row would move to weights of another form.
@@ -160,15 +160,15 @@ def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
     parts, first = [], 0
     for part in weights.parts:
         last = first + part.shape[0]
-        own = rows[first:last] - first
-        if not bool(((own >= 0) & (own < last - first)).all()):
+        part_rows = rows[first:last] - first
+        if not bool(((part_rows >= 0) & (part_rows < last - first)).all()):
             raise ModelLoadError(
                 f"rows {first} to {last - 1} of scheme {part.scheme!r} are in another order than "
                 "their neighbours of another scheme, expected one scheme"
             )
         tensors = {name: getattr(part, name) for name in ("values", "bias", "scales", "zeros")}
         ordered = {
-            name: tensor.index_select(0, own.to(tensor.device))
+            name: tensor.index_select(0, part_rows.to(tensor.device))
             for name, tensor in tensors.items()
             if tensor is not None
         }

@@ -59,8 +59,6 @@ _PREAMBLE = struct.Struct("<8sIxxxxQQQ24s")
 _DIGEST_BYTES = 24
 _MAX_HEADER_BYTES = 2**28
 _WRITE_BYTES = 2**23
-_MAX_PARTS = 1024
-"""Maximum number of buffers of one ``pwritev`` call on Linux (IOV_MAX)."""
 _PANEL_FIELDS = tuple(name for name, *_ in STRUCTS["PanelArgs"]._fields_)
 
 
@@ -152,8 +150,8 @@ class PanelRecorder:
         self.forms: list[StoredForm] = []
 
     def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
-        made = pack_new_weights(context, weights)
-        self.weights.append(made)
+        packed = pack_new_weights(context, weights)
+        self.weights.append(packed)
         values, scales, block = weights.values, weights.scales, weights.scale_block
         form = StoredForm(
             _name(values.dtype),
@@ -167,7 +165,7 @@ class PanelRecorder:
         if self.forms and _differ_only_in_rows(self.forms[-1], form):
             form = _stack_forms(self.forms.pop(), form)
         self.forms.append(form)
-        return made
+        return packed
 
 
 def _stack_forms(above: StoredForm, below: StoredForm) -> StoredForm:
@@ -178,9 +176,9 @@ def _stack_forms(above: StoredForm, below: StoredForm) -> StoredForm:
     return replace(above, shape=shape, scale_shape=scale_shape)
 
 
-def _differ_only_in_rows(one: StoredForm, other: StoredForm) -> bool:
+def _differ_only_in_rows(above: StoredForm, below: StoredForm) -> bool:
     """Whether two forms are equal except for the number of rows."""
-    return replace(one, shape=other.shape, scale_shape=other.scale_shape) == other
+    return replace(above, shape=below.shape, scale_shape=below.scale_shape) == below
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,13 +242,13 @@ class PackedFile:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
 
-    def _check(self, fd: int, found: os.stat_result, owners: Collection[int]) -> dict[str, Any]:
-        """Checks the file, except its tensors; returns the header."""
-        if not stat.S_ISREG(found.st_mode):
+    def _check(self, fd: int, status: os.stat_result, owners: Collection[int]) -> dict[str, Any]:
+        """Check all of the file but its tensors; return the header."""
+        if not stat.S_ISREG(status.st_mode):
             raise PackedFileError("is no regular file")
-        if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_uid not in owners or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PackedFileError(
-                f"belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
+                f"belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, "
                 f"expected one of {sorted(owners)}, and no other user who can write it"
             )
         magic, version, size, place, length, digest = _PREAMBLE.unpack(
@@ -258,13 +256,13 @@ class PackedFile:
         )
         if (magic, version) != (MAGIC, FORMAT):
             raise PackedFileError(f"is none of format {FORMAT}")
-        if size != found.st_size or place + length != size or length > _MAX_HEADER_BYTES:
-            raise PackedFileError(f"has {found.st_size} bytes, expected {size}")
+        if size != status.st_size or place + length != size or length > _MAX_HEADER_BYTES:
+            raise PackedFileError(f"has {status.st_size} bytes, expected {size}")
         header = os.pread(fd, length, place)
         if _digest(header) != digest:
             raise PackedFileError("its header does not have the checksum that it was written with")
         self.size, self._end = size, place
-        self.identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         return json.loads(header)
 
     def _check_places(self) -> None:
@@ -278,19 +276,19 @@ class PackedFile:
                     raise PackedFileError(f"ends within {entry.name}")
 
     def verify(self, context: Context) -> None:
-        """Computes the checksum of every tensor.
+        """Compute the checksum of every tensor.
 
         Raises:
             PackedFileError: a checksum differs from the one in the header.
         """
         places = [(entry.offset, entry.num_bytes) for entry in self.entries]
-        found = context.checksums(self.address, places)
-        for entry, checksum in zip(self.entries, found, strict=True):
+        checksums = context.checksums(self.address, places)
+        for entry, checksum in zip(self.entries, checksums, strict=True):
             if checksum != entry.checksum:
                 raise PackedFileError(f"{entry.name} does not have the checksum of its bytes")
 
     def weights(self) -> Iterator[tuple[str, Tensor | LinearWeights]]:
-        """Yields the decoder's parameters by name, in the order of the file.
+        """Yield the decoder's parameters by name, in the order of the file.
 
         Weights of linear layers are panels of this file, with their tensors on the meta device. If
         the file's key names a quantisation, they are quantised already.
@@ -317,7 +315,7 @@ def write_packed_file(
     tensors: Iterable[tuple[str, Tensor | PanelRecorder]],
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Writes a file of packed weights, and waits until the disk has it.
+    """Write a file of packed weights and wait until the disk has it.
 
     Args:
         fd: descriptor of an empty file.
@@ -334,18 +332,17 @@ def write_packed_file(
     writer = _Writer(fd, check)
     writer.append(memoryview(bytes(_PREAMBLE.size)))
     for name, tensor in tensors:
-        whole = tensor.contiguous() if isinstance(tensor, Tensor) else None
-        if isinstance(tensor, PanelRecorder):
-            pieces = [(each.address, each.num_bytes) for each in tensor.weights]
+        if isinstance(tensor, Tensor):
+            tensor = tensor.contiguous()
+            pieces = [(tensor.data_ptr(), tensor.nbytes)]
         else:
-            assert whole is not None
-            pieces = [(whole.data_ptr(), whole.nbytes)]
+            pieces = [(each.address, each.num_bytes) for each in tensor.weights]
         places: list[tuple[int, int]] = []
         for address, num_bytes in pieces:
             writer.append(memoryview(bytes(-writer.end % ALIGNMENT)))
             places.append((writer.end, num_bytes))
             piece = (ctypes.c_char * num_bytes).from_address(address)
-            writer.append(memoryview(piece).cast("B"), whole)
+            writer.append(memoryview(piece).cast("B"))
         entries.append(_entry(name, tensor, places))
     writer.flush()
     end = writer.end
@@ -370,7 +367,7 @@ def write_packed_file(
 
 
 class _Writer:
-    """Appends to a file in large writes: the page cache uses large pages only within one write.
+    """Appends to a file in writes of 8 MiB: the page cache uses large pages only within one write.
 
     Attributes:
         end: number of bytes appended.
@@ -378,32 +375,23 @@ class _Writer:
 
     def __init__(self, fd: int, check: Callable[[], None]) -> None:
         self._fd, self._check = fd, check
-        self._waiting: list[memoryview] = []
-        self._owners: list[object] = []
-        self.end = self._written = 0
+        self._buffer = bytearray()
+        self.end = 0
 
-    def append(self, data: memoryview, owner: object = None) -> None:
-        """Appends ``data``; ``owner`` keeps its memory alive until the write."""
-        self._owners.append(owner)
+    def append(self, data: memoryview) -> None:
         while data:
-            room = _WRITE_BYTES - self.end % _WRITE_BYTES
-            self._waiting.append(data[:room])
-            self.end += len(self._waiting[-1])
-            data = data[room:]
-            if self.end % _WRITE_BYTES == 0 or len(self._waiting) == _MAX_PARTS:
+            part = data[: _WRITE_BYTES - len(self._buffer)]
+            self._buffer += part
+            self.end += len(part)
+            data = data[len(part) :]
+            if len(self._buffer) == _WRITE_BYTES:
                 self.flush()
 
     def flush(self) -> None:
-        while self._waiting:
-            self._check()
-            count = os.pwritev(self._fd, self._waiting, self._written)
-            self._written += count
-            while count:
-                first = self._waiting.pop(0)
-                if count < len(first):
-                    self._waiting.insert(0, first[count:])
-                count -= min(count, len(first))
-        del self._owners[:-1]  # ``append`` may still need the last owner.
+        self._check()
+        data, self._buffer = memoryview(self._buffer), bytearray()
+        while data:
+            data = data[os.pwrite(self._fd, data, self.end - len(data)) :]
 
 
 def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:

@@ -36,19 +36,19 @@ class PackedFolder:
         self._is_locked = False
 
     def make(self) -> None:
-        """Makes the folder, for this user alone, unless it exists.
+        """Make the folder, for this user alone, unless it exists.
 
         Raises:
             PermissionError: the folder belongs to another user, or other users can write to it.
             OSError: the folder cannot be made.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = self.path.stat()
-        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        status = self.path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(
-                f"{self.path} belongs to user {found.st_uid} with mode "
-                f"{stat.S_IMODE(found.st_mode):o}, expected a folder that only user {os.geteuid()} "
-                "can write"
+                f"{self.path} belongs to user {status.st_uid} with mode "
+                f"{stat.S_IMODE(status.st_mode):o}, expected a folder that only user "
+                f"{os.geteuid()} can write"
             )
 
     @contextmanager
@@ -90,7 +90,7 @@ class PackedFolder:
             os.close(fd)
 
     def write(self, name: str, write: Callable[[int], object], num_bytes: int = 0) -> None:
-        """Writes a file so that it appears as a whole or not at all. Needs the lock.
+        """Write a file so that it appears as a whole or not at all. Needs the lock.
 
         Args:
             write: writes the file's content to a descriptor.
@@ -116,7 +116,7 @@ class PackedFolder:
             os.close(fd)
 
     def make_room(self, num_bytes: int) -> None:
-        """Evicts the least recently used files until a new one has room. Needs the lock.
+        """Evict the least recently used files until a new one has room. Needs the lock.
 
         Raises:
             OSError: the new file exceeds ``max_bytes``, or would fill the disk.
@@ -129,21 +129,21 @@ class PackedFolder:
         if self.max_bytes is not None:
             if num_bytes > self.max_bytes:
                 raise OSError(f"{num_bytes} bytes are more than packed_cache_size={self.max_bytes}")
-            held = num_bytes + sum(status.st_size for _, status in files)
+            total = num_bytes + sum(status.st_size for _, status in files)
             for path, status in sorted(files, key=lambda each: each[1].st_atime_ns):
-                if held <= self.max_bytes:
+                if total <= self.max_bytes:
                     break
                 self._remove(path)
-                held -= status.st_size
+                total -= status.st_size
         disk = os.statvfs(self.path)
-        least = int(disk.f_blocks * disk.f_frsize * MIN_FREE_SHARE)
-        if disk.f_bavail * disk.f_frsize < num_bytes + least:
+        min_free = int(disk.f_blocks * disk.f_frsize * MIN_FREE_SHARE)
+        if disk.f_bavail * disk.f_frsize < num_bytes + min_free:
             raise OSError(
                 f"{num_bytes} bytes would leave less than {MIN_FREE_SHARE:.0%} of the disk free"
             )
 
     def mark_used(self, name: str) -> None:
-        """Updates a file's time of last use, by which files are evicted."""
+        """Update a file's time of last use, by which files are evicted."""
         path = self.path / name
         with suppress(OSError):  # In a read-only folder nothing is evicted.
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
@@ -154,6 +154,6 @@ class PackedFolder:
 
 
 def _unlink(path: Path) -> None:
-    """Removes a file; an entry that cannot be removed, such as a directory, is skipped."""
+    """Remove a file; an entry that cannot be removed, such as a directory, is skipped."""
     with suppress(OSError):
         path.unlink()

@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 Weights = Iterable[tuple[str, Tensor | LinearWeights]]
 
-_CHUNK = 2**23
+_CHUNK_BYTES = 2**23
 _MAX_SIDECAR_BYTES = 2**16
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _StoppedError(Exception):
@@ -118,7 +118,7 @@ class PackedStore:
     # --- reading -----------------------------------------------------------------------
 
     def build(self, read: Callable[[], Weights], build: Callable[[Weights, bool], T]) -> T:
-        """Builds a model from its file, or from the checkpoint.
+        """Build a model from its file, or from the checkpoint.
 
         With ``packed_cache="shared"`` a missing file is written first, and the model is then built
         from the file. Other processes wait until the file is written.
@@ -130,45 +130,45 @@ class PackedStore:
         """
         if self._next_to_model:
             return build(self._record(read()), False)
-        found = self._find()
-        if found is None and self._config.packed_cache == "shared":
+        file = self._find()
+        if file is None and self._config.packed_cache == "shared":
             try:
                 self._cache.make()
                 with self._cache.lock(self._check_wanted):
-                    found = self._find()
-                    if found is None:
+                    file = self._find()
+                    if file is None:
                         build(self._record(read()), False)
                         self._write_locked()
-                        found = self._find()
+                        file = self._find()
             except OSError as error:
                 self._refuse(error)
                 self._is_refused = True
-        if found is None:
+        if file is None:
             return build(self._record(read()), False)
-        made = build(found.weights(), True)
-        self._progress(found.size, found.size)
-        return made
+        model = build(file.weights(), True)
+        self._progress(file.size, file.size)
+        return model
 
     def _find(self) -> PackedFile | None:
-        """Opens and verifies the weights' file; None if it is missing, or unusable (logged)."""
-        own = {os.geteuid()} if hasattr(os, "geteuid") else set()
-        with_model = own | {0, self._identity.paths[0].stat().st_uid}
+        """Open and verify the weights' file; None if it is missing, or unusable (logged)."""
+        own_users = {os.geteuid()} if hasattr(os, "geteuid") else set()
+        model_owners = own_users | {0, self._identity.paths[0].stat().st_uid}
         for folder, key, owners in (
-            (self._cache, self._cache_key, own),
-            (self._model_folder, self._next_to_model_key, with_model),
+            (self._cache, self._cache_key, own_users),
+            (self._model_folder, self._next_to_model_key, model_owners),
         ):
             path = folder.path / _file_name(key)
             try:
                 if not path.exists():
                     continue
-                found = PackedFile(path, owners)
-                if found.key != key:
+                file = PackedFile(path, owners)
+                if file.key != key:
                     raise PackedFileError("has the weights of another model or form")
                 # Report progress now: other threads then begin work that does not need the weights.
-                self._progress(0, found.size)
-                if folder is self._model_folder and found.content != self._content(self._context):
+                self._progress(0, file.size)
+                if folder is self._model_folder and file.content != self._content(self._context):
                     raise PackedFileError("was made of other weights than the model's")
-                self._verify(found)
+                self._verify(file)
             except (PackedFileError, OSError) as error:
                 line = f"packed weights {path}: {error}; they are packed anew"
                 if line not in self._logged_lines:  # ``build`` may look for the file twice.
@@ -177,25 +177,25 @@ class PackedStore:
                 continue
             folder.mark_used(path.name)
             self.state = f"read from {path}"
-            return found
+            return file
         return None
 
-    def _verify(self, found: PackedFile) -> None:
-        """Verifies all checksums; with ``packed_cache="shared"`` once for each file and boot."""
+    def _verify(self, file: PackedFile) -> None:
+        """Verify all checksums; with ``packed_cache="shared"`` once for each file and boot."""
         if self._config.packed_cache != "shared":
-            found.verify(self._context)
+            file.verify(self._context)
             return
         name = f"{_stem(self._cache_key)}.verified.json"
-        stamp = {"boot": _boot_id(), "file": [*found.identity]}
+        stamp = {"boot": _boot_id(), "file": [*file.identity]}
         if stamp["boot"] and self.read_sidecar(name) == stamp:
             return
-        found.verify(self._context)
+        file.verify(self._context)
         self._write_sidecar(name, stamp)
 
     # --- writing -----------------------------------------------------------------------
 
     def _record(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
-        """Yields the weights, and records them for the file."""
+        """Yield the weights and record them for the file."""
         self._recorded = []
         linear = {each.name for each in parameters(self._model) if each.linear}
         for name, value in weights:
@@ -209,7 +209,7 @@ class PackedStore:
             yield name, replace(whole, panels=recorder)
 
     def write(self) -> None:
-        """Writes the file now, unless the weights were read from a file or another process wrote
+        """Write the file now, unless the weights were read from a file or another process wrote
         it.
 
         Raises:
@@ -223,7 +223,7 @@ class PackedStore:
                 self._write_locked()
 
     def write_later(self, sidecars: Mapping[str, Any]) -> None:
-        """Writes the file and ``sidecars``, JSON files by name, on a thread of low priority."""
+        """Write the file and ``sidecars``, JSON files by name, on a thread of low priority."""
         if self._is_refused:
             self._recorded = []
         if not self._recorded and not sidecars:
@@ -253,7 +253,7 @@ class PackedStore:
         logger.warning("packed weights are not written to %s: %s", self._folder.path, error)
 
     def _write_locked(self) -> None:
-        """Writes the file. Needs the folder's lock."""
+        """Write the file. Needs the folder's lock."""
         path, recorded = self.path, self._recorded
         # Make a second context: only one thread at a time may use the engine's.
         context = Context(self._context.functions, 1, self._context.isa)
@@ -269,8 +269,10 @@ class PackedStore:
         if WeightsIdentity.of(self._model.path) != self._identity:
             raise ModelLoadError(f"{self._model.path}: was changed while it was loaded")
         num_bytes = sum(
-            one.nbytes if isinstance(one, Tensor) else sum(each.num_bytes for each in one.weights)
-            for _, one in recorded
+            tensor.nbytes
+            if isinstance(tensor, Tensor)
+            else sum(each.num_bytes for each in tensor.weights)
+            for _, tensor in recorded
         )
         self._folder.make_room(num_bytes)
 
@@ -284,7 +286,7 @@ class PackedStore:
 
     def _content(self, context: Context) -> dict[str, int]:
         """Checksum of each file of the checkpoint, by name."""
-        buffer = (ctypes.c_char * _CHUNK)()
+        buffer = (ctypes.c_char * _CHUNK_BYTES)()
         content: dict[str, int] = {}
         for path in self._identity.paths:
             digest = hashlib.blake2b(digest_size=7)
@@ -301,29 +303,29 @@ class PackedStore:
             raise _StoppedError
 
     def _check_wanted(self) -> None:
-        """Raises an exception if the caller has given up starting the engine."""
+        """Raise an exception if the caller has given up starting the engine."""
         self._check_stopped()
         self._progress(0, 1)
 
     def close(self) -> None:
-        """Stops the writing of the file; an incomplete file is removed."""
+        """Stop the writing of the file; an incomplete file is removed."""
         self._stopped.set()
 
     # --- sidecars: small JSON files that belong to a packed file ------------------------------
 
     def sidecar_name(self, kind: str, subject: Mapping[str, Any]) -> str:
-        """File name of a sidecar of ``kind`` for ``subject``, of which the name has a digest."""
+        """Name of the sidecar file of ``kind`` for ``subject``, with a digest of ``subject``."""
         return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
 
     def read_sidecar(self, name: str) -> Any:
-        """Reads a sidecar, a small JSON file; None if there is no such file."""
+        """Read a sidecar, a small JSON file; None if there is no such file."""
         for folder in (self._cache, self._model_folder):
             with suppress(OSError, ValueError, ModelLoadError):
                 return json.loads(read_small_file(folder.path / name, _MAX_SIDECAR_BYTES))
         return None
 
     def _write_sidecar(self, name: str, sidecar: Any) -> None:
-        """Writes a sidecar, unless the folder is locked or read-only: then the next start writes
+        """Write a sidecar, unless the folder is locked or read-only: then the next start writes
         it."""
         content = json.dumps(sidecar).encode()
         with suppress(OSError):
@@ -342,7 +344,7 @@ def open_store(
     *,
     next_to_model: bool = False,
 ) -> PackedStore | str:
-    """Makes an engine's store; returns the reason instead if its weights cannot have a file.
+    """Make an engine's store; return the reason if its weights cannot have a file.
 
     Args:
         next_to_model: see PackedStore.
@@ -378,9 +380,9 @@ def cache_folder(config: EngineConfig) -> Path:
     """
     if config.packed_cache_dir is not None:
         return Path(config.packed_cache_dir).expanduser()
-    found = os.environ.get("XDG_CACHE_HOME", "")
+    xdg_folder = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG convention ignores a relative path.
-    base = Path(found) if os.path.isabs(found) else Path.home() / ".cache"
+    base = Path(xdg_folder) if os.path.isabs(xdg_folder) else Path.home() / ".cache"
     return base / "asyncllm" / "packed"
 
 
@@ -403,6 +405,6 @@ def _digest(text: str) -> str:
 
 def _boot_id() -> str:
     try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
+        return _BOOT_ID_FILE.read_text(encoding="ascii").strip()
     except OSError:
         return ""

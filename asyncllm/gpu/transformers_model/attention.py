@@ -14,7 +14,6 @@ from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_rope import write_kv
 from asyncllm.gpu.transformers_model.probe import AttentionCall, Probe
-from asyncllm.gpu.transformers_model.rules import kv_shape
 
 if TYPE_CHECKING:
     from asyncllm.gpu.batch.state_rows import StateRows
@@ -48,8 +47,11 @@ def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[Attenti
     kinds = []
     for call, window in zip(probe.calls, windows, strict=True):
         assert call.scale is not None
-        heads, size = kv_shape(call)
-        shape = AttentionShape(call.heads, heads, size, call.scale, call.softcap, call.sinks)
+        # The smaller of key and value is padded to the size of the larger one.
+        size = max(call.key_size, call.value_size)
+        shape = AttentionShape(
+            call.heads, call.key_heads, size, call.scale, call.softcap, call.sinks
+        )
         kinds.append(AttentionKind(shape, window))
     return kinds
 

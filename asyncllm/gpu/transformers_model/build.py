@@ -46,13 +46,13 @@ class ModelPlan:
 
     @classmethod
     def of(cls, model: TransformersConfig) -> ModelPlan:
-        """Probes a model; raises ModelLoadError if the engine would not compute it correctly."""
+        """Probe a model; raise ModelLoadError if the engine would not compute it correctly."""
         check_modules(model)
-        found = probe(model)
-        kinds = attention_kinds(found, check_calls(model, found))
-        sources = [call.shared for call in found.calls]
-        states = [state for call in found.recurrent for state in call.states.values()]
-        return cls(found, KVPlan.of(kinds, sources, model.max_position_embeddings), states)
+        probed = probe(model)
+        kinds = attention_kinds(probed, check_calls(model, probed))
+        sources = [call.shared for call in probed.calls]
+        states = [state for call in probed.recurrent for state in call.states.values()]
+        return cls(probed, KVPlan.of(kinds, sources, model.max_position_embeddings), states)
 
 
 def build_transformers_decoder(
@@ -65,20 +65,20 @@ def build_transformers_decoder(
     dtype: torch.dtype,
     convert: Conversion | None = None,
 ) -> TransformersDecoder:
-    """Replaces parts of transformers' modules by the engine's ops; returns the decoder.
+    """Replace parts of transformers' modules by the engine's ops and return the decoder.
 
     Args:
         modules: the model with its weights. Its linear layers are replaced one by one, so that
             the weight of only one of them is held twice at a time.
         convert: quantisation of the weights of every linear layer; None for no quantisation.
     """
-    step, found = CurrentStep(), plan.probe
-    for call, kind, index in zip(found.calls, plan.kv.kinds, plan.kv.indices, strict=True):
+    step, probed = CurrentStep(), plan.probe
+    for call, kind, index in zip(probed.calls, plan.kv.kinds, plan.kv.indices, strict=True):
         handler = PagedAttention(step, kind, attention[kind], call, index)
         set_handler(modules.get_submodule(call.module), handler)
 
     place = 0
-    for call in found.recurrent:
+    for call in probed.recurrent:
         module = modules.get_submodule(call.module)
         module.__dict__["forward"] = RecurrentModule(step, module.forward, call, place)
         place += len(call.states)
@@ -90,28 +90,28 @@ def build_transformers_decoder(
     def make_head(weights: LinearWeights) -> Linear:
         return ops.linear(convert.head(weights) if convert else weights)
 
-    _replace_tied_head(modules, found, ops, owner, convert)
-    for name in found.linears:
+    _replace_tied_head(modules, probed, ops, owner, convert)
+    for name in probed.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_kinds():
-            own = make_head if linear is head else make
-            _replace_module(modules, name, _convert_linear(linear, own, owner))
+            make_linear = make_head if linear is head else make
+            _replace_module(modules, name, _convert_linear(linear, make_linear, owner))
     if experts_implementation(owner.device) == ENGINE_NAME:
-        for name in found.experts:
+        for name in probed.experts:
             module = modules.get_submodule(name)
             set_handler(module, OpExperts(module, make, owner.take_tensor))
     owner.take_all_tensors(modules)
     owner.finish()
     embedding = torch.empty(0, dtype=dtype, device=owner.device)
     return TransformersDecoder(
-        model, ops, attention, modules, found.base, step, embedding, plan.states
+        model, ops, attention, modules, probed.base, step, embedding, plan.states
     )
 
 
 def _convert_linear(
     linear: Any, make: Callable[[LinearWeights], Linear], owner: TensorOwner
 ) -> OpLinear:
-    """Makes the op set's linear layer from transformers' layer, and drops that layer's weights."""
+    """Make the op set's linear layer from transformers' layer and drop that layer's weights."""
     bias = None if linear.bias is None else owner.take_tensor(linear.bias.detach())
     values = owner.take_tensor(linear.weight.detach())
     if type(linear) is not nn.Linear:
@@ -121,14 +121,14 @@ def _convert_linear(
 
 
 def _replace_tied_head(
-    modules: Any, found: Probe, ops: TorchOps, owner: TensorOwner, convert: Conversion | None
+    modules: Any, probed: Probe, ops: TorchOps, owner: TensorOwner, convert: Conversion | None
 ) -> None:
-    """Replaces a tied output head, and its embedding too if both can read one table."""
+    """Replace a tied output head, and its embedding too if both can read one table."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
     names = {module: name for name, module in modules.named_modules()}
     if (
         type(head) is not nn.Linear
-        or names[head] not in found.linears
+        or names[head] not in probed.linears
         or not has_tied_head(modules)
     ):
         return
@@ -137,7 +137,7 @@ def _replace_tied_head(
     weights = LinearWeights(head.weight.detach(), bias, shared=True)
     dtype = weights.values.dtype
     weights = convert.head(weights) if convert else weights
-    if bias is None and (type(embedding) is nn.Embedding or found.embedding_processes_rows):
+    if bias is None and (type(embedding) is nn.Embedding or probed.embedding_processes_rows):
         table, linear = ops.tied_embedding(weights, dtype)
         look_up_in(embedding, table)
     else:

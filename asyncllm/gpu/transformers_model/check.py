@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -64,7 +65,7 @@ class Reference:
     def of(
         cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
     ) -> Reference:
-        """Computes the reference with ``modules``, before any part of them is replaced."""
+        """Compute the reference with ``modules``, before any part of them is replaced."""
         if model.max_position_embeddings < max(SEQUENCE_LENGTHS):
             raise ModelLoadError(
                 f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "
@@ -79,17 +80,17 @@ class Reference:
             for length in SEQUENCE_LENGTHS
         ]
         try:
-            config._experts_implementation = "eager"
-            config._attn_implementation = "eager"
+            config._experts_implementation = config._attn_implementation = "eager"
             logits = [_logits(modules, tokens, device) for tokens in sequences]
             expected = [each.log_softmax(-1) for each in logits]
             largest = max(float(each.abs().max()) for each in logits)
             noise = MIN_NOISE_ROUNDINGS * torch.finfo(torch.float32).eps * largest
-            for tokens, each in zip(sequences, expected, strict=True):
-                half = _logits(modules, tokens[: len(tokens) // 2], device).log_softmax(-1)
-                noise = max(noise, float((half - each[: len(half)]).abs().max()))
+            halves = [tokens[: len(tokens) // 2] for tokens in sequences]
+            noise = max(noise, _max_change(modules, halves, expected, device))
             if getattr(modules, "_supports_sdpa", False):
-                noise = max(noise, cls._sdpa_noise(modules, sequences, expected, device))
+                config._attn_implementation = "sdpa"
+                with suppress(ValueError):  # SDPA does not support soft caps.
+                    noise = max(noise, _max_change(modules, sequences, expected, device))
         finally:
             config._attn_implementation, config._experts_implementation = ours
         if noise > MAX_NOISE:
@@ -100,63 +101,49 @@ class Reference:
             )
         return cls(sequences, expected, noise)
 
-    @staticmethod
-    def _sdpa_noise(
-        modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
-    ) -> float:
-        """Largest difference that SDPA makes to a log-probability; 0 if it cannot run."""
-        modules.config._attn_implementation = "sdpa"
-        noise = 0.0
-        for tokens, each in zip(sequences, expected, strict=True):
-            try:
-                other = _logits(modules, tokens, device).log_softmax(-1)
-            except ValueError:
-                # SDPA does not support soft caps.
-                return 0.0
-            noise = max(noise, float((other - each).abs().max()))
-        return noise
-
     def check(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> None:
-        """Compares the engine's steps with the reference.
+        """Compare the engine's steps with the reference.
 
         Raises:
             ModelLoadError: log-probabilities differ by more than ``TOLERANCE`` times the noise.
         """
-        model, wrong = decoder.model, self.max_difference(decoder, groups)
+        model, difference = decoder.model, self.max_difference(decoder, groups)
         limit = TOLERANCE * self.noise
-        if not wrong <= limit:
+        if not difference <= limit:
             raise ModelLoadError(
                 f"{model.path}: {model.architecture} is not among the tested architectures, and in "
-                f"chunks and decode steps its log-probabilities differ by {wrong:.3g} from its own "
-                f"plain forward pass, whose noise is {self.noise:.3g}; expected at most "
+                f"chunks and decode steps its log-probabilities differ by {difference:.3g} from "
+                f"its own plain forward pass, whose noise is {self.noise:.3g}; expected at most "
                 f"{limit:.3g}"
             )
         logger.info(
             "%s is not among the tested architectures; in chunks and decode steps it differs by "
             "%.3g from its own plain forward pass, of at most %.3g",
-            model.architecture, wrong, limit,
+            model.architecture, difference, limit,
         )  # fmt: skip
 
     @torch.inference_mode()
     def max_difference(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> float:
         """Largest difference of a log-probability from the reference; NaN if any is NaN."""
         device, specs = decoder.embedding.device, [group.spec for group in groups]
-        free = count(1)
+        block_ids = count(1)
         blocks = [
-            tuple([next(free) for _ in range(-(-length // spec.block_size))] for spec in specs)
+            tuple([next(block_ids) for _ in range(-(-length // spec.block_size))] for spec in specs)
             for length in SEQUENCE_LENGTHS
         ]
         dtype, states = decoder.embedding.dtype, None
         if decoder.states:
             states = StateCache(decoder.states, len(SEQUENCE_LENGTHS), dtype, device)
-        cache = KVCache(groups, next(free), dtype, device, states)
+        cache = KVCache(groups, next(block_ids), dtype, device, states)
         decoder.set_max_positions(max(SEQUENCE_LENGTHS))
         batch = InputBatch(len(SEQUENCE_LENGTHS), max(SEQUENCE_LENGTHS), specs)
-        starts, wrong = [0] * len(self.sequences), 0.0
+        starts, difference = [0] * len(self.sequences), 0.0
         sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
         assignments = [
-            RequestAssignment(row, f"check-{row}", one.tolist(), len(one), blocks[row], sampling)
-            for row, one in enumerate(self.sequences)
+            RequestAssignment(
+                row, f"check-{row}", tokens.tolist(), len(tokens), blocks[row], sampling
+            )
+            for row, tokens in enumerate(self.sequences)
         ]
         batch.apply(StepBatch(step=0, assignments=assignments))
         for counts in STEP_TOKEN_COUNTS:
@@ -168,12 +155,24 @@ class Reference:
             rows = logits.log_softmax(-1).split(step.counts)
             for row, expected, start in zip(rows, self.expected, starts, strict=True):
                 part = expected[start : start + len(row)]
-                wrong = float(np.maximum(wrong, float((row - part).abs().max())))
+                difference = float(np.maximum(difference, float((row - part).abs().max())))
             starts = [start + count for start, count in zip(starts, step.counts, strict=True)]
-        return wrong
+        return difference
 
 
 @torch.inference_mode()
 def _logits(modules: Any, tokens: Tensor, device: torch.device) -> Tensor:
     """Logits of a sequence, ``[n, vocab_size]`` float32, on the host."""
     return modules(input_ids=tokens[None].to(device), use_cache=False).logits[0].float().cpu()
+
+
+def _max_change(
+    modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
+) -> float:
+    """Largest difference of the log-probabilities of ``sequences``, whole or cut short, from
+    ``expected``."""
+    changes = [0.0]
+    for tokens, reference in zip(sequences, expected, strict=True):
+        log_probs = _logits(modules, tokens, device).log_softmax(-1)
+        changes.append(float((log_probs - reference[: len(tokens)]).abs().max()))
+    return max(changes)

@@ -20,7 +20,7 @@ from asyncllm.checkpoint.model_config import (
     generation_defaults,
     has_native_decoder,
     quant_method,
-    read_generation_config,
+    read_eos_token_ids,
 )
 from asyncllm.errors import AsyncLLMError, ModelLoadError
 from asyncllm.validation import describe, explain
@@ -80,14 +80,14 @@ class TransformersConfig:
         *,
         trust_remote_code: bool = False,
         overrides: Mapping[str, Any] | None = None,
-        has_defaults: bool = True,
+        use_generation_defaults: bool = True,
     ) -> TransformersConfig:
-        """Reads a checkpoint's configuration and builds its skeleton.
+        """Read a checkpoint's configuration and build its skeleton.
 
         Args:
             trust_remote_code: run Python code that comes with the checkpoint.
             overrides: ``EngineConfig.hf_overrides``.
-            has_defaults: read ``generation_defaults``; False leaves them empty.
+            use_generation_defaults: read ``generation_defaults``; False leaves them empty.
 
         Raises:
             ModelLoadError: files are missing or damaged, transformers does not know the model,
@@ -100,7 +100,7 @@ class TransformersConfig:
             importing_transformers(),
         ):
             whole = _read_config(directory, file, trust_remote_code, is_overridden=bool(overrides))
-            generation = read_generation_config(directory, has_defaults)
+            generation = ConfigFile.read_if_present(directory / "generation_config.json")
             config = copy.deepcopy(whole.get_text_config(decoder=True))
             # Take ``tie_word_embeddings`` from the whole model's configuration, which overrides the
             # text part's.
@@ -112,27 +112,28 @@ class TransformersConfig:
             skeleton = build_skeleton(file.path, model_class, config)
             head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
             vocab_size = getattr(head, "out_features", None) or config.vocab_size
-            seen = ConfigFile(file.path, config.to_dict())
-            if seen.values.get("max_position_embeddings") is None:
+            fields = ConfigFile(file.path, config.to_dict())
+            if fields.values.get("max_position_embeddings") is None:
                 # The configuration object maps names such as GPT-2's n_positions to the usual name.
                 context = getattr(config, "max_position_embeddings", None)
                 if context is None and set(getattr(config, "layer_types", ())) == {
                     "linear_attention"
                 }:
                     context = UNLIMITED_CONTEXT
-                seen = ConfigFile(file.path, {**seen.values, "max_position_embeddings": context})
-            eos: tuple[int, ...] = ()
-            for each in (generation, file.section("text_config"), file):
-                eos += each.token_ids("eos_token_id", vocab_size)
+                fields = ConfigFile(
+                    file.path, {**fields.values, "max_position_embeddings": context}
+                )
             return cls(
                 path=directory,
                 architecture=model_class.__name__,
                 vocab_size=vocab_size,
-                max_position_embeddings=seen.integer("max_position_embeddings", high=MAX_POSITIONS),
+                max_position_embeddings=fields.integer(
+                    "max_position_embeddings", high=MAX_POSITIONS
+                ),
                 dtype=_checkpoint_dtype(file, config, whole),
-                eos_token_ids=tuple(dict.fromkeys(eos)),
+                eos_token_ids=read_eos_token_ids(generation, file, vocab_size),
                 quantization=quant_method(file),
-                generation_defaults=generation_defaults(generation),
+                generation_defaults=generation_defaults(generation, use_generation_defaults),
                 config=config,
                 model_class=model_class,
                 is_text_part=type(config) is not type(whole),
@@ -151,15 +152,15 @@ def read_config(
     trust_remote_code: bool = False,
     *,
     overrides: Mapping[str, Any] | None = None,
-    has_defaults: bool = True,
+    use_generation_defaults: bool = True,
 ) -> ModelConfig | TransformersConfig:
-    """Reads the configuration for the implementation that ``EngineConfig.model_impl`` names.
+    """Read the configuration for the implementation that ``EngineConfig.model_impl`` names.
 
     "auto" is the engine's own decoder if it has the architecture, else transformers' modules.
 
     Args:
         overrides: ``EngineConfig.hf_overrides``.
-        has_defaults: read ``generation_defaults``; False leaves them empty.
+        use_generation_defaults: read ``generation_defaults``; False leaves them empty.
 
     Raises:
         ModelLoadError: files are missing or damaged, or the implementation does not cover the
@@ -175,18 +176,20 @@ def read_config(
         file = ConfigFile.read(path / "config.json").with_overrides(overrides)
         native = has_native_decoder(file)
     if native:
-        return ModelConfig.from_directory(path, overrides=overrides, has_defaults=has_defaults)
+        return ModelConfig.from_directory(
+            path, overrides=overrides, use_generation_defaults=use_generation_defaults
+        )
     return TransformersConfig.from_directory(
         path,
         trust_remote_code=trust_remote_code,
         overrides=overrides,
-        has_defaults=has_defaults,
+        use_generation_defaults=use_generation_defaults,
     )
 
 
 @contextmanager
 def transformers_errors(path: Path, what: str) -> Iterator[None]:
-    """Raises ModelLoadError for any error that transformers or a checkpoint's code raises.
+    """Convert errors of transformers or of a checkpoint's code to ModelLoadError.
 
     The message begins with ``path`` and ``what``. SystemExit is converted too: no signal is
     delivered on the thread that loads a model, so only called code can have raised it.
@@ -200,7 +203,7 @@ def transformers_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
-    """Builds the model on the meta device, with the attention that ``config`` names.
+    """Build the model on the meta device, with the attention that ``config`` names.
 
     Raises:
         ModelLoadError: the model's code refuses the configuration.
@@ -215,7 +218,7 @@ def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
 
 
 def _check_fields(file: ConfigFile) -> None:
-    """Checks counts and data types in the file and its sections, before transformers reads them.
+    """Check counts and data types in the file and its sections, before transformers reads them.
 
     Raises:
         ModelLoadError: a count is larger than in any real model, and transformers would loop that
@@ -234,7 +237,7 @@ def _check_fields(file: ConfigFile) -> None:
 def _read_config(
     directory: Path, file: ConfigFile, trust_remote_code: bool, *, is_overridden: bool
 ) -> Any:
-    """Reads transformers' configuration of the whole checkpoint."""
+    """Read transformers' configuration of the whole checkpoint."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -268,16 +271,16 @@ def _own_class(directory: Path, file: ConfigFile, name: str, trust_remote_code: 
     """The checkpoint's own class for transformers' auto class ``name``, if its code is trusted."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    own = file.section("auto_map").values.get(name)
-    if own is None or not trust_remote_code:
+    reference = file.section("auto_map").values.get(name)
+    if reference is None or not trust_remote_code:
         return None
-    return get_class_from_dynamic_module(own, directory, local_files_only=True)
+    return get_class_from_dynamic_module(reference, directory, local_files_only=True)
 
 
 def _model_class(
     directory: Path, file: ConfigFile, whole: Any, config: Any, trust_remote_code: bool
 ) -> Any:
-    """Finds the model class that generates text.
+    """Find the model class that generates text.
 
     It is the first of these that exists: the checkpoint's own class, if its code is trusted; the
     class that ``architectures`` names; transformers' class for the type of the text configuration.
@@ -285,14 +288,14 @@ def _model_class(
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    own = _own_class(directory, file, "AutoModelForCausalLM", trust_remote_code)
-    if own is not None:
-        return own
+    own_class = _own_class(directory, file, "AutoModelForCausalLM", trust_remote_code)
+    if own_class is not None:
+        return own_class
     names = file.values.get("architectures")
     for name in names if isinstance(names, list) and type(config) is type(whole) else ():
-        found = getattr(transformers, str(name), None)
-        if str(name).endswith(("ForCausalLM", "LMHeadModel")) and found is not None:
-            return found
+        named_class = getattr(transformers, str(name), None)
+        if str(name).endswith(("ForCausalLM", "LMHeadModel")) and named_class is not None:
+            return named_class
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
@@ -304,8 +307,8 @@ def _model_class(
 
 
 def _checkpoint_dtype(file: ConfigFile, config: Any, whole: Any) -> str:
-    found = getattr(config, "dtype", None) or getattr(whole, "dtype", None)
-    if found is None:
+    dtype = getattr(config, "dtype", None) or getattr(whole, "dtype", None)
+    if dtype is None:
         return "float32"
-    name = str(found).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     return ConfigFile(file.path, {"dtype": name}).choice("dtype", _DTYPES)

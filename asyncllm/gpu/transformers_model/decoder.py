@@ -42,40 +42,34 @@ class LongRope:
 
     @classmethod
     def find_all(cls, modules: nn.Module, config: Any) -> list[LongRope]:
-        """Finds a model's long RoPEs, and turns off transformers' choice of factors per step."""
-        found = []
+        """Find a model's long RoPEs and turn off transformers' choice of factors per step."""
+        ropes = []
         for module in modules.modules():
             rope: Any = module
             kinds: Any = getattr(rope, "rope_type", None)
-            by_type: dict[Any, Any] = dict(kinds) if isinstance(kinds, Mapping) else {None: kinds}
-            for layer_type, kind in list(by_type.items()):
-                if kind != "longrope":
-                    continue
-                parameters = config.rope_parameters
-                if layer_type is not None:
-                    parameters = parameters[layer_type]
-                original = parameters["original_max_position_embeddings"]
-                found.append(cls(rope, layer_type, int(original), config))
-                if layer_type is None:
-                    rope.rope_type = "default"
-                else:
-                    by_type[layer_type] = "default"
-                    rope.rope_type = by_type
-        return found
+            by_layer_type = dict(kinds) if isinstance(kinds, Mapping) else {None: kinds}
+            for layer_type, kind in by_layer_type.items():
+                if kind == "longrope":
+                    parameters = config.rope_parameters
+                    layer_parameters = parameters if layer_type is None else parameters[layer_type]
+                    original = int(layer_parameters["original_max_position_embeddings"])
+                    ropes.append(cls(rope, layer_type, original, config))
+                    by_layer_type[layer_type] = "default"
+                    rope.rope_type = "default" if layer_type is None else by_layer_type
+        return ropes
 
     def choose_frequencies(self, max_positions: int) -> None:
-        """Sets the frequencies for sequences of at most ``max_positions`` tokens."""
+        """Set the frequencies for sequences of at most ``max_positions`` tokens."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
         buffer = getattr(self.module, f"{prefix}inv_freq")
         # transformers only checks whether ``seq_len`` exceeds the original context.
         length = self.original_context + (1 if max_positions > self.original_context else 0)
-        options = {} if self.layer_type is None else {"layer_type": self.layer_type}
-        chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
-            self.config, buffer.device, seq_len=length, **options
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+            self.config, buffer.device, seq_len=length, layer_type=self.layer_type
         )
-        buffer.copy_(chosen)
+        buffer.copy_(frequencies)
 
 
 class TransformersDecoder:
@@ -106,27 +100,22 @@ class TransformersDecoder:
         base: str,
         step: CurrentStep,
         embedding: Tensor,
-        states: Sequence[StateSpec] = (),
+        states: Sequence[StateSpec],
     ) -> None:
-        self.states = tuple(states)
+        self.states = states
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
         self.embedding = embedding
         self.base = getattr(modules, base)
         self.head = output_head(modules, base)
         self.long_ropes = LongRope.find_all(modules, model.config)
 
-    @property
-    def needs_zeroed_blocks(self) -> bool:
-        """Whether KV blocks have to be cleared for a new owner, see ``Attention``."""
-        return any(attention.needs_zeroed_blocks for attention in self.attention.values())
-
     def set_max_positions(self, count: int) -> None:
-        """Chooses the RoPE frequencies for sequences of at most ``count`` tokens."""
+        """Choose the RoPE frequencies for sequences of at most ``count`` tokens."""
         for rope in self.long_ropes:
             rope.choose_frequencies(count)
 
     def with_few_layers(self) -> TransformersDecoder:
-        """Returns itself: the modules always run all of their layers."""
+        """Return the decoder itself: the modules always run all of their layers."""
         return self
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:

@@ -27,5 +27,5 @@ TESTED_ARCHITECTURES = frozenset(
 
 def is_tested(model: TransformersConfig) -> bool:
     """Whether a model's class is transformers' own and one of TESTED_ARCHITECTURES."""
-    own = model.model_class.__module__.startswith("transformers.models.")
-    return own and model.architecture in TESTED_ARCHITECTURES
+    is_transformers_own = model.model_class.__module__.startswith("transformers.models.")
+    return is_transformers_own and model.architecture in TESTED_ARCHITECTURES

@@ -32,39 +32,35 @@ def experts_implementation(device: torch.device) -> str:
 
 
 def attend(module: nn.Module, *tensors: Any, **options: Any) -> tuple[Tensor, None]:
-    """Computes a module's attention: ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
+    """Compute a module's attention: ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
     return module.__dict__[HANDLER_ATTRIBUTE].attend(module, *tensors, **options), None
 
 
 def run_experts(module: nn.Module, *tensors: Tensor) -> Tensor:
-    """Computes a module's experts, ``[T, H] -> [T, H]``."""
+    """Compute a module's experts, ``[T, H] -> [T, H]``."""
     return module.__dict__[HANDLER_ATTRIBUTE].experts(module, *tensors)
 
 
 class ProbedMask:
-    """The mask that a layer gets while it is probed; wraps transformers' mask function.
+    """Mask of a layer that is probed: keeps transformers' mask function.
 
-    Slicing it returns the mask itself: the probe checks the numbers of queries and keys on the
+    A slice of the mask is the mask itself: the probe checks the numbers of queries and keys on the
     attention call instead.
 
     Attributes:
-        function: takes indices of batch, head, query and key; returns whether the query sees the
-            key.
+        function: transformers' ``mask_function``: takes indices of batch, head, query and key, and
+            returns whether the query sees the key.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, *, mask_function: Any, **unused: Any) -> None:
+        self.function = mask_function
 
     def __getitem__(self, part: Any) -> ProbedMask:
         return self
 
 
-def probe_mask(**arguments: Any) -> ProbedMask:
-    return ProbedMask(arguments["mask_function"])
-
-
 def register_implementations() -> None:
-    """Registers the engine's and the probe's functions in transformers' global tables; may be
+    """Register the engine's and the probe's functions in transformers' global tables; may be
     called repeatedly."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -72,7 +68,7 @@ def register_implementations() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ENGINE_NAME, attend)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, probe_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, ProbedMask)
     ALL_EXPERTS_FUNCTIONS.register(ENGINE_NAME, run_experts)
 
 

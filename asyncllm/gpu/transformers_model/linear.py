@@ -36,7 +36,7 @@ class _TableLookup(nn.Embedding):
 
 
 def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
-    """Makes an ``nn.Embedding`` read another table than its weight.
+    """Make an ``nn.Embedding`` read another table than its weight.
 
     The ``forward`` of a subclass has to call that of ``nn.Embedding``. The weight becomes empty,
     and keeps only its dtype.
@@ -73,7 +73,7 @@ class OpExperts:
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Computes ``[T, H] -> [T, H]``, summed in float32.
+        """Compute the experts' output, ``[T, H] -> [T, H]``, summed in float32.
 
         Each token's experts are summed in ascending order, so that the token's result does not
         depend on other tokens of the step.
@@ -95,7 +95,7 @@ def _expert_linears(
     make: Callable[[LinearWeights], Linear],
     take_tensor: Callable[[Tensor], Tensor],
 ) -> list[Linear]:
-    """Makes a linear layer per expert, and drops the module's own parameters."""
+    """Make a linear layer per expert and drop the module's own parameters."""
     stacked = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else None
     linears = []

@@ -34,7 +34,7 @@ def load_transformers_decoder(
     convert: Conversion | None,
     progress: Progress | None,
 ) -> TransformersDecoder:
-    """Loads the modules and builds the decoder.
+    """Load the modules and build the decoder.
 
     Unless the architecture is tested, its results are compared with those of the unchanged modules.
 

@@ -111,7 +111,7 @@ class _Recorder:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         attention_mask: Any = None, scaling: float | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        given = {name: value for name, value in options.items() if _is_option_set(value)}
+        set_options = {name: value for name, value in options.items() if _is_option_set(value)}
         shared = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
         self.keys.append(key)
         self.probe.calls.append(
@@ -125,12 +125,14 @@ class _Recorder:
                 num_keys=key.shape[2],
                 scale=None if scaling is None else float(scaling),
                 mask=attention_mask,
-                window=given.pop("sliding_window", None),
-                softcap=given.pop("softcap", None),
-                sinks=given.pop("s_aux", None) is not None,
+                window=set_options.pop("sliding_window", None),
+                softcap=set_options.pop("softcap", None),
+                sinks=set_options.pop("s_aux", None) is not None,
                 shared=shared,
                 options={
-                    name: value for name, value in given.items() if name not in _HARMLESS_OPTIONS
+                    name: value
+                    for name, value in set_options.items()
+                    if name not in _HARMLESS_OPTIONS
                 },
             )
         )
@@ -180,7 +182,7 @@ class _WatchedLookup(nn.Embedding):
 
 
 def probe(model: TransformersConfig) -> Probe:
-    """Runs a skeleton once, and records its calls.
+    """Run a skeleton once and record its calls.
 
     It sets the attention and experts implementations in ``model.config``.
 
@@ -199,8 +201,8 @@ def probe(model: TransformersConfig) -> Probe:
             f"({explain(error.__cause__ or error)}), expected a class that calls transformers' "
             "attention interface"
         ) from error
-    found = Probe(skeleton, _base_name(model, skeleton))
-    recorder = _Recorder(found)
+    result = Probe(skeleton, _base_name(model, skeleton))
+    recorder = _Recorder(result)
     watched = {}
     classes = {kind: type(kind.__name__, (_WatchedLinear, kind), {}) for kind in linear_kinds()}
     for name, module in skeleton.named_modules():
@@ -208,7 +210,7 @@ def probe(model: TransformersConfig) -> Probe:
         if type(module) in classes:
             module.__class__ = classes[type(module)]
             watched[name] = module
-    base, embedding = getattr(skeleton, found.base), skeleton.get_input_embeddings()
+    base, embedding = getattr(skeleton, result.base), skeleton.get_input_embeddings()
     kind: Any = type(embedding)
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
         embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
@@ -223,35 +225,35 @@ def probe(model: TransformersConfig) -> Probe:
                 attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
                 use_cache=False,
             ).last_hidden_state
-            logits_of(output_head(skeleton, found.base), hidden[0])
-        callers = [call.module for call in found.calls]
-        found.recurrent, found.idle_modules = probe_recurrent(skeleton, watch, callers)
+            logits_of(output_head(skeleton, result.base), hidden[0])
+        callers = [call.module for call in result.calls]
+        result.recurrent, result.idle_modules = probe_recurrent(skeleton, watch, callers)
     except Exception as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
             f"one pass of its code without weights fails{_error_location(error, recorder.names)}: "
             f"{explain(error)}"
         ) from error
-    found.embedding_processes_rows = (
+    result.embedding_processes_rows = (
         isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
     )
-    found.linears = {
+    result.linears = {
         name
         for name, module in watched.items()
         if "called" in module.__dict__ and "read" not in module.__dict__
     }
-    return found
+    return result
 
 
 def _error_location(error: BaseException, names: Mapping[nn.Module, str]) -> str:
     """Phrase that names the innermost module whose code raised ``error``; "" if there is none."""
-    found, traceback = "", error.__traceback__
+    location, traceback = "", error.__traceback__
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module) and names.get(module):
-            found = f" in {names[module]} ({type(module).__name__})"
+            location = f" in {names[module]} ({type(module).__name__})"
         traceback = traceback.tb_next
-    return found
+    return location
 
 
 def _base_name(model: TransformersConfig, skeleton: nn.Module) -> str:

@@ -47,17 +47,19 @@ class RecurrentModule:
         return (results[0] if len(results) == 1 else torch.cat(results)).unsqueeze(0)
 
     def _compute_batch(self, hidden: Tensor, rows: StateRows, options: dict[str, Any]) -> Tensor:
-        """Computes the rows that have one token, all in one call, ``[D, H] -> [D, H]``."""
+        """Compute the rows that have one token, all in one call, ``[D, H] -> [D, H]``."""
         slots, states = rows.slots, self.step.states
         assert slots is not None
-        held = {key: rows.gather(states[place]) for key, place in self.tensor_indices.items()}
-        out = self.forward(hidden.unsqueeze(1), **options | {self.cache: CallCache(held)})
-        for key, place in self.tensor_indices.items():
-            states[place].index_copy_(0, slots, held[key])
+        row_states = {key: rows.gather(states[index]) for key, index in self.tensor_indices.items()}
+        out = self.forward(hidden.unsqueeze(1), **options | {self.cache: CallCache(row_states)})
+        for key, index in self.tensor_indices.items():
+            states[index].index_copy_(0, slots, row_states[key])
         return out.squeeze(1)
 
     def _compute_row(self, hidden: Tensor, span: RowSpan, options: dict[str, Any]) -> Tensor:
-        """Computes one row in place on its state slot, ``[1, n, H] -> [n, H]``."""
+        """Compute one row in place on its state slot, ``[1, n, H] -> [n, H]``."""
         states = self.step.states
-        held = {key: span_state(states[place], span) for key, place in self.tensor_indices.items()}
-        return self.forward(hidden, **options | {self.cache: CallCache(held)})[0]
+        row_states = {
+            key: span_state(states[index], span) for key, index in self.tensor_indices.items()
+        }
+        return self.forward(hidden, **options | {self.cache: CallCache(row_states)})[0]

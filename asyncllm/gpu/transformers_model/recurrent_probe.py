@@ -55,7 +55,7 @@ class CallCache:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Returns the stored inputs followed by the new ones; stores the last of these.
+        """Return the stored inputs followed by the new ones and store the last of these.
 
         Args:
             conv_states: ``[B, C, n]``, the new inputs.
@@ -79,17 +79,17 @@ class CallCache:
 
 def cache_parameter_by_module(model: nn.Module) -> dict[str, str]:
     """Name of the cache parameter of each module that takes a cache; keys are module names."""
-    of_kind: dict[type, str | None] = {}
-    found = {}
+    by_class: dict[type, str | None] = {}
+    by_module = {}
     for name, module in model.named_modules():
         kind = type(module)
-        if kind not in of_kind:
+        if kind not in by_class:
             parameters = inspect.signature(kind.forward).parameters
-            of_kind[kind] = next((each for each in CACHE_PARAMETERS if each in parameters), None)
-        taken = of_kind[kind]
-        if name and taken is not None:
-            found[name] = taken
-    return found
+            by_class[kind] = next((each for each in CACHE_PARAMETERS if each in parameters), None)
+        parameter = by_class[kind]
+        if name and parameter is not None:
+            by_module[name] = parameter
+    return by_module
 
 
 def modules_with_cache(model: nn.Module) -> list[str]:
@@ -157,15 +157,14 @@ class CacheCallRecorder:
         def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
             # Move a padding mask from the host to the meta device: the module's code then gets as
             # far as its cache, so that an error can name the module.
-            options = {key: _move_to_meta(value) for key, value in options.items()}
+            options = {
+                key: value.to("meta") if isinstance(value, Tensor) else value
+                for key, value in options.items()
+            }
             self.calls[name] = ObservedCall(args, options)
             return args, options
 
         return keep
-
-
-def _move_to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 class _StateRecorder(CallCache):
@@ -220,7 +219,7 @@ class _StateRecorder(CallCache):
 def probe_recurrent(
     model: nn.Module, watch: CacheCallRecorder, attention_modules: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
-    """Finds the calls of modules that keep a state, in order, and the names of idle modules.
+    """Find the calls of modules that keep a state, in order, and the names of idle modules.
 
     Idle modules take a cache and do not use it.
 
@@ -229,52 +228,52 @@ def probe_recurrent(
             state in the model's dtype differs from one that is always in float32.
         attention_modules: names of the modules that call attention.
     """
-    found, idle, taken = [], set(), cache_parameter_by_module(model)
-    for name, seen in watch.calls.items():
+    recurrent, idle_modules, cache_parameters = [], set(), cache_parameter_by_module(model)
+    for name, observed in watch.calls.items():
         if not any(f"{caller}.".startswith(f"{name}.") for caller in attention_modules):
-            call = _probe_module(model.get_submodule(name), name, taken[name], seen)
+            call = _probe_module(model.get_submodule(name), name, cache_parameters[name], observed)
             if call is None:
-                idle.add(name)
+                idle_modules.add(name)
             else:
-                found.append(call)
-    return found, idle
+                recurrent.append(call)
+    return recurrent, idle_modules
 
 
 def _probe_module(
-    module: nn.Module, name: str, cache: str, seen: ObservedCall
+    module: nn.Module, name: str, cache: str, observed: ObservedCall
 ) -> RecurrentCall | None:
-    """Probes how a module uses its cache; None if it does not."""
+    """Probe how a module uses its cache; None if it does not."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
-    listener = _StateRecorder()
+    recorder = _StateRecorder()
     try:
         with torch.enable_grad():
-            given = dict(zip(names, seen.args, strict=False)) | seen.options
-            module(**given | {cache: listener})
-            if not listener.was_used:
+            arguments = dict(zip(names, observed.args, strict=False)) | observed.options
+            module(**arguments | {cache: recorder})
+            if not recorder.was_used:
                 return None
-            options = dict(seen.options)
-            hidden = seen.args[0] if seen.args else options.pop(call.hidden, None)
+            options = dict(observed.options)
+            hidden = observed.args[0] if observed.args else options.pop(call.hidden, None)
             call.unsupported = _unsupported_arguments(
-                hidden, seen, call, names
+                hidden, observed, call, names
             ) or _unsupported_call(
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
-        if not listener.was_used:
+        if not recorder.was_used:
             raise
         call.unsupported = f"asks its cache for more ({explain(error)})", _PROTOCOL
     return call
 
 
 def _unsupported_arguments(
-    hidden: Any, seen: ObservedCall, call: RecurrentCall, names: list[str]
+    hidden: Any, observed: ObservedCall, call: RecurrentCall, names: list[str]
 ) -> UnsupportedFeature | None:
     """Unsupported arguments that a module was called with; None if all are supported."""
-    if len(seen.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
+    if len(observed.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return "takes more than hidden states [B, n, H] by position", "those alone"
     for name in names[1:]:
-        if name != call.cache and isinstance(seen.options.get(name), Tensor):
+        if name != call.cache and isinstance(observed.options.get(name), Tensor):
             return f"takes the tensor {name} of all tokens", "hidden states and a cache alone"
     return None
 
@@ -286,14 +285,17 @@ def _unsupported_call(
 
     Both results have to depend on the states with which the calls start.
     """
-    listener = _StateRecorder()
+    recorder = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
-    module(chunk, **options | {call.cache: listener})
-    call.states = listener.states
+    module(chunk, **options | {call.cache: recorder})
+    call.states = recorder.states
     if not call.states:
         return "updates no state of its cache", _PROTOCOL
     token = chunk[:, :1].expand(_BATCH_SIZE, -1, -1)
-    for what, tokens in ((f"a chunk of {chunk.shape[1]} tokens", chunk), ("single tokens", token)):
+    for description, tokens in (
+        (f"a chunk of {chunk.shape[1]} tokens", chunk),
+        ("single tokens", token),
+    ):
         leaves = {
             key: torch.empty(
                 (len(tokens), *spec.shape),
@@ -303,26 +305,26 @@ def _unsupported_call(
             )
             for key, spec in call.states.items()
         }
-        held = {key: leaf.clone() for key, leaf in leaves.items()}
-        out = module(tokens, **options | {call.cache: CallCache(held)})
+        row_states = {key: leaf.clone() for key, leaf in leaves.items()}
+        out = module(tokens, **options | {call.cache: CallCache(row_states)})
         if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
-            return f"returns {type(out).__name__} for {what}", "hidden states [B, n, H]"
+            return f"returns {type(out).__name__} for {description}", "hidden states [B, n, H]"
         reached = set(_leaf_ids(out))
         for key, leaf in leaves.items():
             if id(leaf) not in reached:
-                return f"computes {what} without its {key[0]} state", "states that go on"
+                return f"computes {description} without its {key[0]} state", "states that go on"
     return None
 
 
 def _leaf_ids(out: Tensor) -> Iterator[int]:
-    """Yields ``id`` of each leaf tensor from which autograd computed ``out``."""
-    seen: set[Any] = set()
+    """Yield ``id`` of each leaf tensor from which autograd computed ``out``."""
+    visited: set[Any] = set()
     pending = [out.grad_fn]
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
             yield id(variable)

@@ -35,7 +35,7 @@ _MAX_CHECKED_POSITION = 2**22
 
 
 def check_modules(model: TransformersConfig) -> None:
-    """Refuses a model by the modules and the configuration of its skeleton.
+    """Refuse a model by the modules and the configuration of its skeleton.
 
     Raises:
         ModelLoadError: a module or field is not supported; the message names it.
@@ -48,29 +48,21 @@ def check_modules(model: TransformersConfig) -> None:
                 f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
                 _ACCEPTED_ATTENTION,
             )
-    for name, kind in rope_kinds(model.config):
+    # ``rope_parameters`` has one set of parameters, or one per layer type.
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    for name, values in {"": parameters, **parameters}.items():
+        kind = str(values.get("rope_type")) if isinstance(values, dict) else ""
         if "dynamic" in kind:
+            field = f"rope_parameters.{name}.rope_type" if name else "rope_parameters.rope_type"
             raise _unsupported_model_error(
                 model,
-                f"{name} is {kind!r}, which turns every sequence by the longest one of its batch",
+                f"{field} is {kind!r}, which turns every sequence by the longest one of its batch",
                 "a kind whose frequencies are fixed",
             )
 
 
-def rope_kinds(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields each set of RoPE parameters: its config field, and its RoPE type. There is one set, or
-    one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sets = {"rope_parameters": parameters}
-    if any(isinstance(value, dict) for value in parameters.values()):
-        sets = {f"rope_parameters.{name}": value for name, value in parameters.items()}
-    for name, values in sets.items():
-        if isinstance(values, dict):
-            yield f"{name}.rope_type", str(values.get("rope_type", "default"))
-
-
 def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
-    """Checks that layers call attention and recurrent modules in a supported way.
+    """Check that layers call attention and recurrent modules in a supported way.
 
     Returns:
         The attention window of each call, in keys; None for all keys.
@@ -83,13 +75,13 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
         _unsupported_layers(probe, model.config),
         _unsupported_calls(probe),
     )
-    for found, accepted in chain(*unsupported):
-        raise _unsupported_model_error(model, found, accepted)
+    for feature, accepted in chain(*unsupported):
+        raise _unsupported_model_error(model, feature, accepted)
     return [_window(model, call) for call in probe.calls]
 
 
 def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeature]:
-    """Yields unsupported layers: each has to call attention once or to keep a state.
+    """Yield unsupported layers: each has to call attention once or to keep a state.
 
     A layer needs neither if the configuration says that it has an MLP or experts only. Calls
     outside of layers are not supported.
@@ -105,17 +97,17 @@ def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeatur
         return
     prefix = min(lists, key=len)
     layer = re.compile(rf"{re.escape(prefix)}\.(\d+)\b")
-    attending, keeping = (
-        Counter(found and int(found[1]) for found in map(layer.match, modules))
+    num_attention_calls, num_recurrent_calls = (
+        Counter(match and int(match[1]) for match in map(layer.match, modules))
         for modules in ([call.module for call in probe.calls], [c.module for c in probe.recurrent])
     )
-    if None in attending or None in keeping:
+    if None in num_attention_calls or None in num_recurrent_calls:
         outside = [c.module for c in (*probe.calls, *probe.recurrent) if not layer.match(c.module)]
         yield f"{outside[0]} attends or keeps a state", "calls by layers alone"
-    plain = _layers_without_attention(config)
+    without_attention = _layers_without_attention(config)
     for index in range(count):
-        calls, name = attending[index], f"{prefix}.{index}"
-        if calls > 1 or not (calls or keeping[index] or index in plain):
+        calls, name = num_attention_calls[index], f"{prefix}.{index}"
+        if calls > 1 or not (calls or num_recurrent_calls[index] or index in without_attention):
             kind = type(probe.model.get_submodule(name)).__name__
             yield (
                 f"{name} ({kind}) calls attention {calls} times through transformers' attention "
@@ -134,44 +126,44 @@ def _layers_without_attention(config: Any) -> set[int]:
 
 
 def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
-    """Yields unsupported recurrent modules, and other modules that mix tokens or take a cache."""
-    keepers = tuple(f"{call.module}." for call in probe.recurrent)
+    """Yield unsupported recurrent modules, and other modules that mix tokens or take a cache."""
+    recurrent = tuple(f"{call.module}." for call in probe.recurrent)
     for call in probe.recurrent:
         if call.unsupported is not None:
-            found, accepted = call.unsupported
-            yield f"{call.module} ({call.kind}) {found}", accepted
+            feature, accepted = call.unsupported
+            yield f"{call.module} ({call.kind}) {feature}", accepted
     for name, module in probe.model.named_modules():
-        if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(keepers):
+        if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(recurrent):
             yield (
                 f"{name} ({type(module).__name__}) mixes tokens outside attention and recurrent "
                 "modules",
                 "those as the only places where tokens see one another",
             )
-    known = [*keepers, *(f"{call.module}." for call in probe.calls)]
-    for name, taken in cache_parameter_by_module(probe.model).items():
+    known = [*recurrent, *(f"{call.module}." for call in probe.calls)]
+    for name, parameter in cache_parameter_by_module(probe.model).items():
         if name not in probe.idle_modules and not any(
             each.startswith(f"{name}.") for each in known
         ):
             kind = type(probe.model.get_submodule(name)).__name__
             yield (
-                f"{name} ({kind}) takes {taken}: it keeps a cache of its own",
+                f"{name} ({kind}) takes {parameter}: it keeps a cache of its own",
                 "attention and recurrent modules as the only ones with a cache",
             )
 
 
 def _unsupported_calls(probe: Probe) -> Iterator[UnsupportedFeature]:
-    """Yields the arguments of attention calls that the engine's attention does not support."""
+    """Yield the arguments of attention calls that the engine's attention does not support."""
     for call in probe.calls:
         queries, keys, heads = call.num_queries, call.num_keys, call.key_heads
         if (queries, keys) != (NUM_TOKENS, NUM_TOKENS):
-            found = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"
-            yield f"{call.module} {found}", "a query and a key of every token"
+            feature = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"
+            yield f"{call.module} {feature}", "a query and a key of every token"
         for name, value in call.options.items():
-            found = f"passes {name}={_describe_option(value)} to attention"
-            yield f"{call.module} {found}", "scaling, sliding_window, softcap and s_aux"
+            feature = f"passes {name}={_describe_option(value)} to attention"
+            yield f"{call.module} {feature}", "scaling, sliding_window, softcap and s_aux"
         if call.heads % heads:
-            found = f"has {call.heads} heads and {heads} of keys"
-            yield f"{call.module} {found}", "a multiple of them"
+            feature = f"has {call.heads} heads and {heads} of keys"
+            yield f"{call.module} {feature}", "a multiple of them"
         if call.scale is None:
             yield f"{call.module} passes no scaling to attention", "a number"
 
@@ -182,11 +174,6 @@ def _describe_option(value: Any) -> str:
     return repr(value)[:60]
 
 
-def kv_shape(call: AttentionCall) -> tuple[int, int]:
-    """KV heads and head size in the cache, where the smaller of key and value is padded."""
-    return call.key_heads, max(call.key_size, call.value_size)
-
-
 def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
     """The window of an attention call, in keys, the query's own included; None for all keys.
 
@@ -194,16 +181,16 @@ def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
         ModelLoadError: the window that the module passes is not the one in its mask.
     """
     if not isinstance(call.mask, ProbedMask):
-        found = f"{call.module} passes the mask {_describe_option(call.mask)}"
-        raise _unsupported_model_error(model, found, "one that transformers' mask functions make")
+        feature = f"{call.module} passes the mask {_describe_option(call.mask)}"
+        raise _unsupported_model_error(model, feature, "one that transformers' mask functions make")
     context = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
     window = _mask_window(model, call, context)
     if window is None and call.window is not None and call.window >= context:
         return call.window
     if window != call.window:
         shown = "all keys" if window is None else f"the last {window} keys"
-        found = f"{call.module} passes sliding_window={call.window}, and its mask shows {shown}"
-        raise _unsupported_model_error(model, found, "the same in both")
+        feature = f"{call.module} passes sliding_window={call.window}, and its mask shows {shown}"
+        raise _unsupported_model_error(model, feature, "the same in both")
     return window
 
 
@@ -218,26 +205,27 @@ def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) ->
         query = max(query, 0)
         at = torch.tensor(query, device="cpu")
         try:
-            seen = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
+            visible = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
         except Exception as error:
-            found = f"the mask of {call.module} depends on more than positions"
-            raise _unsupported_model_error(model, found, _ACCEPTED_ATTENTION) from error
-        count = int(seen.sum())
+            feature = f"the mask of {call.module} depends on more than positions"
+            raise _unsupported_model_error(model, feature, _ACCEPTED_ATTENTION) from error
+        count = int(visible.sum())
         if query == last and count < length:
             window = count
         first = 0 if window is None else max(query + 1 - window, 0)
-        if count != query + 1 - first or not bool(seen[first : query + 1].all()):
-            found = f"the mask of {call.module} shows query {query} {count} keys that are neither "
-            raise _unsupported_model_error(
-                model, f"{found}all before it nor the last of them", _ACCEPTED_ATTENTION
+        if count != query + 1 - first or not bool(visible[first : query + 1].all()):
+            feature = (
+                f"the mask of {call.module} shows query {query} {count} keys that are neither all "
+                "before it nor the last of them"
             )
+            raise _unsupported_model_error(model, feature, _ACCEPTED_ATTENTION)
     return window
 
 
 def _unsupported_model_error(
-    model: TransformersConfig, found: str, accepted: str
+    model: TransformersConfig, feature: str, accepted: str
 ) -> ModelLoadError:
     return ModelLoadError(
-        f"{model.path}: {model.architecture}: {found}; expected {accepted}. transformers' modules "
-        "run here only where that is sure to give the model's own results"
+        f"{model.path}: {model.architecture}: {feature}; expected {accepted}. transformers' "
+        "modules run here only where that is sure to give the model's own results"
     )

@@ -32,7 +32,7 @@ def load_modules(
     device: torch.device,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, TensorOwner]:
-    """Loads the model, with transformers' own conversion of names and layouts.
+    """Load the model, with transformers' own conversion of names and layouts.
 
     On a CPU, weights of the model's dtype stay in the mapped files until the TensorOwner copies
     them.
@@ -58,7 +58,7 @@ def load_modules(
 
 
 def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
-    """Raises ModelLoadError for a stored weight that is not of floating point.
+    """Raise ModelLoadError for a stored weight that is not of floating point.
 
     For example, it may be a quantised weight whose scales are missing; transformers would cast it
     silently.
@@ -78,7 +78,7 @@ def dummy_modules(
     device: torch.device,
     progress: Progress | None = None,
 ) -> tuple[nn.Module, TensorOwner]:
-    """Makes the model with random weights, the same in every run, like ``dummy_weights``."""
+    """Make the model with random weights, the same in every run, like ``dummy_weights``."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
     tensors, skeleton = {}, model.skeleton.state_dict()
     total = sum(each.numel() * dtype.itemsize for each in skeleton.values())
@@ -112,7 +112,7 @@ def _load_tensors(
                 output_loading_info=True,
             )
     except (Exception, SystemExit) as error:
-        why = _describe_misshapen(model, tensors) or explain(error)
+        why = _describe_wrong_shape(model, tensors) or explain(error)
         raise ModelLoadError(
             f"{model.path}: transformers cannot load {model.architecture}: {why}"
         ) from error
@@ -127,8 +127,8 @@ def _load_tensors(
     return modules.eval().requires_grad_(False)
 
 
-def _describe_misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
-    """Describes the first tensor whose shape is not the model's; None if all shapes match.
+def _describe_wrong_shape(model: TransformersConfig, tensors: dict[str, Tensor]) -> str | None:
+    """Describe the first tensor whose shape is not the model's; None if all shapes match.
 
     transformers only logs such shapes.
     """
@@ -141,7 +141,7 @@ def _describe_misshapen(model: TransformersConfig, tensors: dict[str, Tensor]) -
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Turns off transformers' progress bar and its load report, which ModelLoadError replaces."""
+    """Turn off transformers' progress bar and its load report, which ModelLoadError replaces."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -178,12 +178,12 @@ class TensorOwner:
         self._report_progress()
 
     def track(self, modules: nn.Module, mapped: Iterable[Tensor] = ()) -> None:
-        """Prepares to take the tensors of ``modules``; ``mapped`` are views of mapped files."""
+        """Prepare to take the tensors of ``modules``; ``mapped`` are views of mapped files."""
         self._num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def take_tensor(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor if the engine owns its memory already, else a copy."""
+        """Return the tensor if the engine owns its memory already, else a copy."""
         # Cap the sum: a tensor may be counted twice, for example because it was moved to a device
         # first.
         self._num_bytes_taken = min(self._num_bytes_taken + tensor.nbytes, self._num_bytes)
@@ -193,7 +193,7 @@ class TensorOwner:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
 
     def take_all_tensors(self, modules: nn.Module) -> None:
-        """Makes all parameters and buffers of ``modules`` the engine's own, in place; shared
+        """Make all parameters and buffers of ``modules`` the engine's own, in place; shared
         tensors stay shared."""
         for module in modules.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -201,7 +201,7 @@ class TensorOwner:
                     tensor.data = self.take_tensor(tensor.data)
 
     def finish(self) -> None:
-        """Reports to ``progress`` that the engine owns all tensors."""
+        """Report to ``progress`` that the engine owns all tensors."""
         self._num_bytes_taken = self._num_bytes
         self._report_progress()
 

@@ -133,7 +133,7 @@ def _load_tokenizer(info: ExecutorInfo, config: EngineConfig, progress: Progress
         config.model_impl,
         code,
         overrides=config.hf_overrides,
-        has_defaults=config.generation_config == "auto",
+        use_generation_defaults=config.generation_config == "auto",
     )
     tokenizer, formats = _read_tokenizer(tokenizer_path, config)
     return LoadedModel(_NoExecutor(info), tokenizer, model_config, formats)
