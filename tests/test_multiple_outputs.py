@@ -387,7 +387,7 @@ async def test_a_long_text_is_tokenised_once_for_all():
             await asyncio.sleep(0.001)
         core = core_of(engine)
         await asyncio.wrap_future(core.call(bool))
-        assert core.admission._queued_tokens == 9000
+        assert core.admission.num_queued_tokens == 9000
         await engine.resume()
         completion = await stream.result()
     outputs = expected(rig, params, 4, [1] * 3000)

@@ -37,6 +37,9 @@ class Admission:
         clock: seconds, monotonic.
 
     Attributes:
+        queued_requests: map from each queued request to its number of prompt tokens, an estimate
+            until its text is tokenised.
+        num_queued_tokens: sum of these numbers.
         waiting_line: line of the calls that wait for a place in this queue.
         waiting_lines: all lines whose calls may get a place in this queue, in the order in which
             they are served: ``waiting_line``, and the EngineGroup's line. The tuple is replaced,
@@ -55,8 +58,8 @@ class Admission:
         self._num_members = 0
         self._ended_members: set[Request] = set()
         self._next_arrival_index = 0
-        self._queued_requests: dict[Request, int] = {}
-        self._queued_tokens = 0
+        self.queued_requests: dict[Request, int] = {}
+        self.num_queued_tokens = 0
         self._queued_by_owner: dict[str | None, list[int]] = {}
         self.waiting_line = WaitingLine()
         self.waiting_lines: tuple[WaitingLine, ...] = (self.waiting_line,)
@@ -65,16 +68,6 @@ class Admission:
         self._drain_rate_at = clock()
         self.num_requests = 0
         self.num_rejected = 0
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queued_requests)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Number of prompt tokens of the queued requests, estimated for texts that are not
-        tokenised yet."""
-        return self._queued_tokens
 
     @property
     def num_live(self) -> int:
@@ -158,10 +151,6 @@ class Admission:
         with self._lock:
             return self._admit(group, num_tokens, 0) is None
 
-    def withdraw(self, group: RequestGroup) -> None:
-        """Remove a group from the line of waiting calls; do nothing if it is not waiting."""
-        self.waiting_line.withdraw(group)
-
     def _advance_waiting_lines(self) -> None:
         for line in self.waiting_lines:
             line.advance()
@@ -216,7 +205,7 @@ class Admission:
         self._num_members += count
         self._count_queued(owner, count, count * num_tokens)
         for i, request in enumerate(members, self._next_arrival_index):
-            self._queued_requests[request] = num_tokens
+            self.queued_requests[request] = num_tokens
             request.arrival_index = i
         self._next_arrival_index += count
         self.num_requests += 1
@@ -224,7 +213,7 @@ class Admission:
 
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
         """Add to the queued requests and prompt tokens of an owner."""
-        self._queued_tokens += num_tokens
+        self.num_queued_tokens += num_tokens
         try:
             queued = self._queued_by_owner[owner]
         except KeyError:
@@ -241,8 +230,8 @@ class Admission:
         num_owners = len(self._queued_by_owner) + (owner not in self._queued_by_owner)
         if (
             num_owners == 1
-            or len(self._queued_requests) + num_requests > 2 * self.max_queued_requests
-            or self._queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
+            or len(self.queued_requests) + num_requests > 2 * self.max_queued_requests
+            or self.num_queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
         ):
             return False
         requests, tokens = self._queued_by_owner.get(owner, (0, 0))
@@ -258,12 +247,12 @@ class Admission:
         Args:
             num_tokens: number of prompt tokens of each of the ``num_requests`` requests.
         """
-        requests, tokens = len(self._queued_requests), self._queued_tokens
+        requests, tokens = len(self.queued_requests), self.num_queued_tokens
         num_tokens *= num_requests
         if requests + num_requests > self.max_queued_requests:
             what = f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
             return what, requests + num_requests - self.max_queued_requests
-        if self._queued_requests and tokens + num_tokens > self.max_queued_tokens:
+        if self.queued_requests and tokens + num_tokens > self.max_queued_tokens:
             what = (
                 f"{tokens} prompt tokens are queued and {num_tokens} more do not fit into "
                 f"max_queued_tokens={self.max_queued_tokens}"
@@ -284,11 +273,11 @@ class Admission:
         """Replace the estimate of a prompt's length once it is tokenised."""
         with self._lock:
             for request in group.members:
-                if request in self._queued_requests:
+                if request in self.queued_requests:
                     self._count_queued(
-                        request.owner, 0, num_tokens - self._queued_requests[request]
+                        request.owner, 0, num_tokens - self.queued_requests[request]
                     )
-                    self._queued_requests[request] = num_tokens
+                    self.queued_requests[request] = num_tokens
         self._advance_waiting_lines()
 
     def leave_queue(self, request: Request) -> None:
@@ -296,7 +285,7 @@ class Admission:
         ended. Updates the rate at which the queue drains, an exponential average with a half-life
         of 5 s."""
         with self._lock:
-            num_tokens = self._queued_requests.pop(request, None)
+            num_tokens = self.queued_requests.pop(request, None)
             if num_tokens is None:
                 return
             self._count_queued(request.owner, -1, -num_tokens)

@@ -99,7 +99,7 @@ class Channel:
         max_unread: maximum number of unread tokens before ``on_slow`` applies.
         max_merged: maximum number of tokens that are merged into one delta.
         items: unread output in order, without the end.
-        final: the end, once there is one: an StreamEnd, or the exception that the reader gets.
+        final: the end, once there is one: a StreamEnd, or the exception that the reader gets.
         num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
         has_reader: the reader waits, and no wake is on its way to it.
         waiter: the mailbox's object for the reader that waits; touched on its loop's thread only.
@@ -125,10 +125,6 @@ class Channel:
     @property
     def num_unread(self) -> int:
         return self.num_written - self.num_read
-
-    @property
-    def ended(self) -> bool:
-        return self.final is not None
 
     def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
         """Write a token other than its request's last one; drop it after the end. Engine thread

@@ -32,6 +32,7 @@ from asyncllm.errors import (
     EngineDeadError,
     EngineError,
     RequestError,
+    with_cause,
 )
 from asyncllm.logger import get_logger
 from asyncllm.outputs import EngineStats
@@ -138,10 +139,6 @@ class EngineCore:
         if os.getpid() == self.pid:
             self.abort(group)
 
-    def is_idle(self) -> bool:
-        """Whether no step is in flight and every call has returned."""
-        return not (self._in_flight or self._idle_calls.due_calls or self._idle_calls)
-
     def num_cached_tokens(self, prompt: HashedTokens) -> int:
         """Length in tokens of the prefix that an admission of ``prompt`` would find in the cache
         now. Any thread may call it, at any time; see ``KVCacheManager.num_cached_tokens``."""
@@ -190,9 +187,8 @@ class EngineCore:
         it."""
         if self.fatal_error is None:
             return EngineClosedError(self.close_reason)
-        error = EngineDeadError(f"the engine died: {explain(self.fatal_error)}")
-        error.__cause__ = self.fatal_error
-        return error
+        message = f"the engine died: {explain(self.fatal_error)}"
+        return with_cause(EngineDeadError(message), self.fatal_error)
 
     def fail_hung(self, timeout: float, cause: Exception) -> bool:
         """Fail every request if one call of the executor has taken ``timeout`` seconds. Any thread
@@ -366,8 +362,7 @@ class EngineCore:
                 f"request {request.request_id!r}: the device has too little memory for a "
                 "step of this request alone"
             )
-            failure.__cause__ = error
-            self.output_processor.fail(request.group, failure)
+            self.output_processor.fail(request.group, with_cause(failure, error))
 
     # --- commands ----------------------------------------------------------------------
 
@@ -393,7 +388,7 @@ class EngineCore:
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
-        self.admission.withdraw(group)
+        self.admission.waiting_line.withdraw(group)
         self.output_processor.abort(group)
 
     def on_drained(self, group: RequestGroup) -> None:

@@ -33,10 +33,6 @@ class IdleCalls:
         self._lock = threading.Lock()
         self._unfinished_futures: set[Future[Any]] | None = set()
 
-    def __len__(self) -> int:
-        """Number of calls whose future is not completed."""
-        return len(self._unfinished_futures or ())
-
     def submit(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         """Queue a call. Any thread may call it. After ``close`` the future has ``shutdown_error()``
         at once."""

@@ -10,7 +10,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, Mailbox, StreamEnd, check_gil
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
-from asyncllm.errors import RequestError
+from asyncllm.errors import RequestError, with_cause
 from asyncllm.outputs import (
     Completion,
     CompletionOutput,
@@ -157,7 +157,7 @@ class OutputProcessor:
         because another thread may be stuck."""
         group = request.group
         channel = group.channel
-        if not channel.ended:
+        if channel.final is None:
             self._propose_end(request, error, last)
             channel.end()
         # Queue the wake before ``forget``. So a thread that fails all live requests either finds
@@ -259,7 +259,7 @@ class OutputProcessor:
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End the whole group with an exception, even if only one member failed."""
-        if not group.channel.ended:
+        if group.channel.final is None:
             for request in group.members:
                 self._scheduler.finish(request, None)
             self.close(group.members[-1], error)
@@ -317,13 +317,11 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
     """Convert an exception in the request's own code to a RequestError for the reader. Raised as it
     is, the exception might look like an error of the engine, or like the reader's own cancellation.
     """
-    if issubclass(
-        type(error), RequestError
-    ):  # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    if issubclass(type(error), RequestError):
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
-    wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
-    wrapped.__cause__ = error
-    return wrapped
+    message = f"request {group.request_id!r} failed: {describe(error)}"
+    return with_cause(RequestError(message), error)
 
 
 def _remaining_text(request: Request) -> str:

@@ -278,15 +278,11 @@ class Request:
         """Hashes of all full blocks of ``token_ids``; each is computed once."""
         hashes = self.block_hashes.get(block_size)
         if hashes is None:
-            hashes = self.block_hashes[block_size] = self._first_request_hashes(block_size)
+            shared = [] if self.first is None else self.first.block_hashes.get(block_size, [])
+            hashes = shared[: self.num_prompt_tokens // block_size]
+            self.block_hashes[block_size] = hashes
         append_block_hashes(hashes, self.token_ids, block_size, self.cache_salt)
         return hashes
-
-    def _first_request_hashes(self, block_size: int) -> list[bytes]:
-        if self.first is None:
-            return []
-        known = self.first.block_hashes.get(block_size, [])
-        return known[: self.num_prompt_tokens // block_size]
 
     def __repr__(self) -> str:
         return (

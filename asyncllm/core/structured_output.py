@@ -271,10 +271,9 @@ class MaskMaker:
                 continue
             grammar = request.structured_output
             assert isinstance(grammar, StructuredOutput)
-            if not grammar.num_masks_ahead:
+            # The step of a request that is already scheduled makes the mask.
+            if not grammar.num_masks_ahead or request.num_placeholders:
                 continue
-            if request.num_placeholders:
-                continue  # The request is already scheduled; its step makes the mask.
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
             try:
