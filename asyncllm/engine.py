@@ -39,6 +39,7 @@ from asyncllm.text.long_text import LONG_TEXT
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_TIMEOUT = 2.0
+"""Maximum number of seconds that closing waits for threads that have ended their work."""
 
 
 class AsyncLLMEngine(Handle):
@@ -157,9 +158,8 @@ class AsyncLLMEngine(Handle):
         thread = self._begin_close(drain)
         if thread is not None:
             await wait_for(thread.exited)
-            until = time.monotonic() + _JOIN_TIMEOUT
-            for thread_to_join in self._clean_up(thread):
-                await join(thread_to_join, max(0.0, until - time.monotonic()))
+            for leftover, seconds in self._clean_up(thread):
+                await join(leftover, seconds)
             await thread.join_watcher()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -167,9 +167,8 @@ class AsyncLLMEngine(Handle):
         thread = self._begin_close(drain)
         if thread is not None:
             thread.wait_exited()
-            until = time.monotonic() + _JOIN_TIMEOUT
-            for thread_to_join in self._clean_up(thread):
-                thread_to_join.join(max(0.0, until - time.monotonic()))
+            for leftover, seconds in self._clean_up(thread):
+                leftover.join(seconds)
 
     def _begin_close(self, drain: float | None) -> EngineThread | None:
         drain = check.seconds("drain", drain, optional=True)
@@ -184,8 +183,9 @@ class AsyncLLMEngine(Handle):
             thread.close(drain)
         return thread
 
-    def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Drop the mailboxes and the queued jobs of worker threads; returns the threads to join."""
+    def _clean_up(self, thread: EngineThread) -> Iterator[tuple[threading.Thread, float]]:
+        """Drop the mailboxes and the queued jobs of worker threads. Yields the threads to join, and
+        the seconds that are left to wait for each."""
         assert self._input_processor is not None
         assert self._submitter is not None
         self._mailboxes.clear()
@@ -194,7 +194,10 @@ class AsyncLLMEngine(Handle):
             self._input_processor.prompts.long_texts.close(),
             *self._submitter.close(),
         )
-        return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
+        deadline = time.monotonic() + _JOIN_TIMEOUT
+        for leftover in leftovers:
+            if leftover is not None:
+                yield leftover, max(0.0, deadline - time.monotonic())
 
     async def wait_closed(self) -> None:
         """Wait until the engine has ended, by ``aclose`` or otherwise. Any task on any loop may

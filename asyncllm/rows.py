@@ -23,7 +23,7 @@ from typing import Any
 import anyio.lowlevel
 
 from asyncllm import validation as check
-from asyncllm.errors import EngineError, InvalidRequestError, RequestError
+from asyncllm.errors import EngineError, InvalidRequestError, RequestError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.outputs import Completion
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend
@@ -67,7 +67,7 @@ class _Row:
 
     row: Any
     key: Any
-    on_end: Callable[[_Row], None]
+    on_end: Callable[[_Row], object]
     completion: Completion | None = None
     error: Exception | None = None
     stream: TokenStream | None = None
@@ -180,7 +180,8 @@ class Rows:
             yield
         except Exception as error:
             self._iterator = None  # A generator that raised needs no closing.
-            self.end(draw_error(error))
+            message = f"rows: the iterable raised {explain(error)}"
+            self.end(with_cause(InvalidRequestError(message, param="rows"), error))
 
     def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
         """Make a row's request: the row, its prompt and its sampling parameters. Returns None if
@@ -273,14 +274,10 @@ class Rows:
         under_way, self._under_way = self._under_way, {}
         self._ended.clear()
         for row in under_way:
-            row.on_end = _ignore  # Let go of the job: the engine may still refer to the row.
+            row.on_end = bool  # Let go of the job: the engine may still refer to the row.
             row.row = None
             if row.stream is not None:
                 row.stream.close()
-
-
-def _ignore(row: _Row) -> None:
-    """End a row whose job is closed."""
 
 
 @contextmanager
@@ -301,13 +298,6 @@ def _close_generator(iterator: Any) -> None:
 async def _close_async_generator(iterator: AsyncGenerator[Any, Any]) -> None:
     with _closing():
         await iterator.aclose()
-
-
-def draw_error(error: Exception) -> InvalidRequestError:
-    """Make the error of a job whose iterable raised."""
-    found = InvalidRequestError(f"rows: the iterable raised {explain(error)}", param="rows")
-    found.__cause__ = error
-    return found
 
 
 class RowStream(Handle):

@@ -274,9 +274,7 @@ class Admission:
         with self._lock:
             for request in group.members:
                 if request in self.queued_requests:
-                    self._count_queued(
-                        request.owner, 0, num_tokens - self.queued_requests[request]
-                    )
+                    self._count_queued(request.owner, 0, num_tokens - self.queued_requests[request])
                     self.queued_requests[request] = num_tokens
         self._advance_waiting_lines()
 

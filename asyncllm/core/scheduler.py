@@ -199,7 +199,7 @@ class Scheduler:
                 freed = self.kv.free_out_of_window(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
-                    victim = self._running_victim()
+                    victim = self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
                     if victim is request and len(self.running) == 1:
                         self._fail_too_large(request, end)
                         break
@@ -300,13 +300,10 @@ class Scheduler:
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
             if end == request.snapshot_at:
-                self._save_state(request, step)
-
-    def _save_state(self, request: Request, step: ScheduledStep) -> None:
-        assert self.kv.states is not None
-        snapshot = self.kv.states.save(request, step.snapshots)
-        if snapshot is not None:
-            step.batch.state_saves.append((request.req_index, snapshot))
+                assert self.kv.states is not None
+                snapshot = self.kv.states.save(request, step.snapshots)
+                if snapshot is not None:
+                    batch.state_saves.append((request.req_index, snapshot))
 
     def _assignment(self, request: Request) -> RequestAssignment:
         processors_key = -1
@@ -403,9 +400,6 @@ class Scheduler:
             self._reset_for_recompute(request)
 
     # --- preemption --------------------------------------------------------------------
-
-    def _running_victim(self) -> Request:
-        return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, excluded: Request | None = None) -> Request | None:
         """Best victim among requests that hold blocks without running, paused ones first; None if

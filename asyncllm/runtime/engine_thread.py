@@ -19,7 +19,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import CLOSED_MESSAGE, EngineCore, close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
+from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
 from asyncllm.runtime.loading import LoadedModel, Loader, check_processors, make_grammar_compiler
@@ -296,10 +296,7 @@ async def _watch_thread(thread: EngineThread) -> None:
 
 
 def _as_start_error(error: BaseException) -> AsyncLLMError:
-    if issubclass(
-        type(error), AsyncLLMError
-    ):  # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    if issubclass(type(error), AsyncLLMError):
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
-    wrapped = EngineError(f"the engine could not start: {explain(error)}")
-    wrapped.__cause__ = error
-    return wrapped
+    return with_cause(EngineError(f"the engine could not start: {explain(error)}"), error)

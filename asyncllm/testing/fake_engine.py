@@ -15,7 +15,7 @@ from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.errors import KVCacheTooSmallError, with_cause
 from asyncllm.llm import LLM
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.testing.byte_tokenizer import TURN_END, TURN_START, byte_tokenizer
@@ -115,9 +115,7 @@ class ScriptedExecutor(FakeExecutor):
             return [error]
         except BaseException as error:
             # A BaseException that is not an Exception would end the engine instead of the request.
-            failure = RuntimeError(f"answers raised {check.describe(error)}")
-            failure.__cause__ = error
-            return [failure]
+            return [with_cause(RuntimeError(f"answers raised {check.describe(error)}"), error)]
 
     def _piece_tokens(self, piece: str | int | Exception) -> list[int | Exception]:
         if isinstance(piece, str):
@@ -182,7 +180,10 @@ def fake_engine(
         check.integer("fail_at", step, 0)
         if not isinstance(fault, BaseException):
             raise check.invalid("fail_at", fault, "an exception for each step")
-    pause = _make_pause(step_time, sleep)
+
+    def pause() -> None:
+        if step_time:
+            sleep(step_time)
 
     def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         if load_error is not None:
@@ -207,10 +208,6 @@ def fake_llm(answers: Answers, **options: Any) -> LLM:
     llm = LLM(engine=engine)
     llm._owns_engine = True
     return llm
-
-
-def _make_pause(seconds: float, sleep: Callable[[float], None]) -> Callable[[], None]:
-    return lambda: sleep(seconds) if seconds else None
 
 
 def _executor_info(config: EngineConfig, vocab_size: int) -> ExecutorInfo:
