@@ -6,7 +6,6 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import InvalidRequestError
 
 _COMMON_SETTINGS = (
     "scheduling_policy",
@@ -23,10 +22,10 @@ def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
     expected = _agreed_values(other)
     for name, value in _agreed_values(engine).items():
         if value != expected[name]:
-            raise InvalidRequestError(
-                f"engine: its {name} is {check.describe(value)}, expected "
+            raise check.argument_error(
+                "engine",
+                f"its {name} is {check.describe(value)}, expected "
                 f"{check.describe(expected[name])}, as in the other engines of the group",
-                param="engine",
             )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
+from asyncllm import validation as check
 from asyncllm.core.request import Request
-from asyncllm.errors import EngineClosedError, InvalidRequestError
+from asyncllm.errors import EngineClosedError
 from asyncllm.group import EngineGroup
 from asyncllm.observer import RequestInfo
 from asyncllm.outputs import EngineStats, Usage
@@ -273,14 +274,13 @@ class EngineMetrics(Collector):
         labels: Mapping[str, str] | None = None,
     ) -> None:
         if compat not in (None, "vllm"):
-            raise InvalidRequestError(f'compat={compat!r}: expected "vllm" or None', param="compat")
+            raise check.invalid("compat", compat, '"vllm" or None')
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
-            raise InvalidRequestError("engine=[]: expected at least one engine", param="engine")
+            raise check.invalid("engine", engines, "at least one engine")
         if len(engines) > 1 and any(isinstance(one, EngineGroup) for one in engines):
-            raise InvalidRequestError(
-                "engine: expected an EngineGroup alone, not beside other engines", param="engine"
-            )
+            problem = "expected an EngineGroup alone, not beside other engines"
+            raise check.argument_error("engine", problem)
         extra = _check_labels(labels)
         model_name = extra.pop("model_name", None)
         self._prefix = "asyncllm:" if compat is None else "vllm:"
@@ -383,12 +383,8 @@ def _check_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     for name, value in checked.items():
         usable = isinstance(name, str) and name.isidentifier() and name.isascii()
         if not usable or not isinstance(value, str) or name.startswith("__"):
-            raise InvalidRequestError(
-                f"labels: {name!r}={value!r}; expected names like identifiers and text values",
-                param="labels",
-            )
+            problem = f"{name!r}={value!r}; expected names like identifiers and text values"
+            raise check.argument_error("labels", problem)
         if name in ("engine", "le", "finished_reason", "error_type"):
-            raise InvalidRequestError(
-                f"labels: {name!r} is one of the metrics' own labels", param="labels"
-            )
+            raise check.argument_error("labels", f"{name!r} is one of the metrics' own labels")
     return checked

@@ -410,7 +410,10 @@ class PrefixIndex:
                     ranges.append((keys - longer, least, middle - 1))
             if self.max_age < math.inf:
                 for key, count in found.items():
-                    found[key] = self._num_unexpired(key, hashes, count, now)
+                    blocks = self._blocks[key]
+                    while count and now - blocks[hashes[count - 1]][1] > self.max_age:
+                        count -= 1
+                    found[key] = count
             return {key: count for key, count in found.items() if count}
 
     def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
@@ -426,7 +429,8 @@ class PrefixIndex:
         with self._lock:
             self._stamp += 1
             blocks = self._blocks.setdefault(key, OrderedDict())
-            self._expire(key, blocks, now)
+            while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
+                self._drop_oldest(key, blocks)
             kept = hashes[: self.max_blocks]
             found = []
             for one in kept:
@@ -481,16 +485,6 @@ class PrefixIndex:
         with self._lock:
             for one in self._blocks.pop(key, ()):
                 self._drop_holder(key, one)
-
-    def _num_unexpired(self, key: Key, hashes: Sequence[bytes], count: int, now: float) -> int:
-        blocks = self._blocks[key]
-        while count and now - blocks[hashes[count - 1]][1] > self.max_age:
-            count -= 1
-        return count
-
-    def _expire(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]], now: float) -> None:
-        while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
-            self._drop_oldest(key, blocks)
 
     def _drop_oldest(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]]) -> None:
         oldest, _ = blocks.popitem(last=False)

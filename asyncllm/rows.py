@@ -23,7 +23,7 @@ from typing import Any
 import anyio.lowlevel
 
 from asyncllm import validation as check
-from asyncllm.errors import EngineError, InvalidRequestError, RequestError, with_cause
+from asyncllm.errors import EngineError, RequestError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.outputs import Completion
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend
@@ -180,8 +180,8 @@ class Rows:
             yield
         except Exception as error:
             self._iterator = None  # A generator that raised needs no closing.
-            message = f"rows: the iterable raised {explain(error)}"
-            self.end(with_cause(InvalidRequestError(message, param="rows"), error))
+            failure = check.argument_error("rows", f"the iterable raised {explain(error)}")
+            self.end(with_cause(failure, error))
 
     def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
         """Make a row's request: the row, its prompt and its sampling parameters. Returns None if

@@ -299,7 +299,12 @@ class TokenStream(Handle):
         ):
             if self._error is None:
                 delta = replace(delta, text=delta.text + final.text, index=final.output)
-                self._error = self._cut_off_error()
+                self._error = RequestError(
+                    f"request {self.request_id!r} was aborted because a read of its stream was "
+                    "cancelled, as asyncio.wait_for does when its time is up; to go on after a "
+                    "silence, read stream.with_heartbeat(seconds), or keep the read in a task and "
+                    "use asyncio.wait"
+                )
             final = self._error
         if not isinstance(final, StreamEnd):
             if delta.text or delta.token_ids:
@@ -326,13 +331,6 @@ class TokenStream(Handle):
             finish_reason=final.finish_reason,
             stop_reason=final.stop_reason,
             usage=final.usage,
-        )
-
-    def _cut_off_error(self) -> RequestError:
-        return RequestError(
-            f"request {self.request_id!r} was aborted because a read of its stream was cancelled, "
-            "as asyncio.wait_for does when its time is up; to go on after a silence, read "
-            "stream.with_heartbeat(seconds), or keep the read in a task and use asyncio.wait"
         )
 
     def abort(self) -> None:

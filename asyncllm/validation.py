@@ -87,6 +87,11 @@ def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}={describe(value)}: expected {accepted}", param=name)
 
 
+def argument_error(name: str, problem: str) -> InvalidRequestError:
+    """Make the error of an argument whose value the message does not quote."""
+    return InvalidRequestError(f"{name}: {problem}", param=name)
+
+
 def _refuse(
     name: str,
     value: Any,
@@ -292,7 +297,7 @@ def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> N
             hint = (
                 f" (there are {', '.join(sorted(known))})" if ours is None else f", expected {ours}"
             )
-            raise InvalidRequestError(f"{name}: no such {kind}{hint}", param=name)
+            raise argument_error(name, f"no such {kind}{hint}")
 
 
 def known_fields(kind: str) -> Callable[[type[T]], type[T]]:

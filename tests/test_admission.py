@@ -101,7 +101,11 @@ def test_whether_there_is_room_can_be_asked_without_taking_it(clock):
     for _ in range(3):
         assert admission.retry_after(request("new", "another owner"), 10) == 0.0
         assert admission.retry_after(request("new"), 10) > 0.0
-    assert (admission.num_requests, admission.num_rejected, len(admission.queued_requests)) == before
+    assert (
+        admission.num_requests,
+        admission.num_rejected,
+        len(admission.queued_requests),
+    ) == before
     assert admission.num_queued_tokens == 100
     admission.reserve_or_wait(request("in line"), 10, lambda: False)
     empty = Admission(10, 1000, clock)

@@ -354,7 +354,7 @@ def test_passed_deadline_is_not_awaited(late):
     rig.turns(1)
     rig.now = 102.0 + late
     rig.core._wait_for_command()
-    assert rig.inbox.waits == [2.0]
+    assert rig.inbox.waits == [2.0, 0.0]
     rig.turns(1)
     assert isinstance(end_of(request), DeadlineExceededError)
 

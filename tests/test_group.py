@@ -232,7 +232,11 @@ async def test_a_group_is_full_when_all_its_engines_are():
         with pytest.raises(EngineOverloadedError) as caught:
             group.stream([9])
         assert caught.value.retry_after == min(waits)
-        assert [len(core_of(one).admission.queued_requests) for one in group.engines.values()] == [2, 2, 2]
+        assert [len(core_of(one).admission.queued_requests) for one in group.engines.values()] == [
+            2,
+            2,
+            2,
+        ]
         assert group.stats().num_requests == 6
         await group.resume()
         await asyncio.gather(*[stream.result() for stream in streams])
@@ -266,7 +270,9 @@ async def test_waiters_get_one_place_each():
             await stream.result()
         await idle(group)
         assert group.stats().num_requests == 10
-        assert all(len(core_of(one).admission.queued_requests) == 0 for one in group.engines.values())
+        assert all(
+            len(core_of(one).admission.queued_requests) == 0 for one in group.engines.values()
+        )
 
 
 @pytest.mark.parametrize("end", ["removed", "dead"])

@@ -44,9 +44,9 @@ class SeededExecutor(FakeExecutor):
             self._seeds[assignment.req_index] = assignment.sampling.seed
         return super()._execute(batch)
 
-    def _sample(self, batch, row, states, result, mask=None):
+    def _sampled_digests(self, batch, row, digests):
         self._seed = self._seeds[batch.req_indices[row]]
-        super()._sample(batch, row, states, result, mask)
+        return digests
 
     def _next_token(self, states):
         return hash_pair(super()._next_token(states), self._seed) % self.info.vocab_size

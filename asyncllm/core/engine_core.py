@@ -274,14 +274,8 @@ class EngineCore:
 
     def _wait_for_command(self) -> None:
         """Wait until there is something to do; an idle engine uses no CPU."""
-        timeout = self._time_to_next_event()
-        if timeout is not None and timeout <= 0:
-            return
-        try:
-            command = self.inbox.get(timeout=timeout)
-        except queue.Empty:
-            return
-        command()
+        with contextlib.suppress(queue.Empty):
+            self.inbox.get(timeout=self._time_to_next_event())()
 
     def _launch(self) -> bool:
         if self._is_suspended or self._idle_calls.due_calls or self._is_pipeline_full():
@@ -450,7 +444,9 @@ class EngineCore:
             earliest = min(earliest, self._closing_at)
             if self._only_paused_since is not None:
                 earliest = min(earliest, self._only_paused_since + _PAUSED_GRACE_SECONDS)
-        return None if earliest == math.inf else min(earliest - self.clock(), 3600.0)
+        if earliest == math.inf:
+            return None
+        return min(max(earliest - self.clock(), 0.0), 3600.0)
 
     def _fail_all(self) -> None:
         """Fail every live request of a dead engine, and all later calls. Runs on the engine thread,

@@ -334,9 +334,6 @@ class Scheduler:
             ValueError: if the result does not fit the step, which means a broken executor.
         """
         step.check_result(result, self.info)
-        return self._accept_tokens(step, result)
-
-    def _accept_tokens(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
         token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
         epochs = step.epochs
         exceptions = self.in_process.errors.pop(result.step, {})
@@ -355,8 +352,8 @@ class Scheduler:
                     self.finish(request, None)
                     error = exceptions.get(row)
                     if error is None:
-                        told = result.errors[row].message
-                        error = RequestError(f"request {request.request_id!r} failed: {told}")
+                        message = result.errors[row].message
+                        error = RequestError(f"request {request.request_id!r} failed: {message}")
                     yield request, -1, None, error
                 continue
             request.num_placeholders -= 1
@@ -377,8 +374,8 @@ class Scheduler:
                         break
                 if reason is not None:
                     self.finish(request, reason)
-                found = logprobs[row][i - first] if logprobs and row in logprobs else None
-                yield request, token_id, found, None
+                token_logprobs = logprobs[row][i - first] if logprobs and row in logprobs else None
+                yield request, token_id, token_logprobs, None
                 i += 1
                 if i == end or request.epoch != epoch:
                     break

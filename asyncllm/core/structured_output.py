@@ -112,17 +112,16 @@ class StructuredOutput:
 
     def _follow_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
         matcher, followed = self.matcher, self.num_delimiter_tokens
-        if reasoning.is_last_begin_token():
-            if followed:
-                matcher.rollback(followed)
-            self.num_delimiter_tokens = 0
-        elif followed is not None:
+        is_last = reasoning.is_last_begin_token()
+        if not is_last:
+            if followed is None:
+                return
             if _allows_token(matcher.bitmask(), token_id) and matcher.accept(token_id):
                 self.num_delimiter_tokens = followed + 1
-            else:
-                if followed:
-                    matcher.rollback(followed)
-                self.num_delimiter_tokens = None
+                return
+        if followed:
+            matcher.rollback(followed)
+        self.num_delimiter_tokens = 0 if is_last else None
 
     def mask(self, request: Request) -> bytes | None:
         """Bitmask of the tokens that may come next. The mask is empty, which allows all tokens,

@@ -17,7 +17,6 @@ from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
 from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import CLOSED_MESSAGE, EngineCore, close_executor
-from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError, with_cause
 from asyncllm.logger import get_logger
@@ -91,7 +90,15 @@ class EngineThread:
         executor = self.loaded.executor
         try:
             check_processors(self._config, executor)
-            self.core = self._make_core(executor)
+            config, clock = self._config, time.monotonic
+            scheduler = Scheduler(
+                executor.info,
+                policy=config.scheduling_policy,
+                enable_prefix_caching=config.enable_prefix_caching is not False,
+                in_process=getattr(executor, "in_process", None),
+            )
+            admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock)
+            self.core = EngineCore(executor, scheduler, admission)
             self.core.thread = self._thread
             self.grammars = make_grammar_compiler(self._config, self.loaded)
             atexit.register(self._at_exit)
@@ -99,17 +106,6 @@ class EngineThread:
         except BaseException:
             close_executor(executor)
             raise
-
-    def _make_core(self, executor: Executor) -> EngineCore:
-        config = self._config
-        scheduler = Scheduler(
-            executor.info,
-            policy=config.scheduling_policy,
-            enable_prefix_caching=config.enable_prefix_caching is not False,
-            in_process=getattr(executor, "in_process", None),
-        )
-        admission = Admission(config.max_queued_requests, config.max_queued_tokens, time.monotonic)
-        return EngineCore(executor, scheduler, admission)
 
     def _log_start(self, seconds: float) -> None:
         info = self.loaded.executor.info

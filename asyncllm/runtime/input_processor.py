@@ -19,7 +19,7 @@ from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.token_rules import TokenRules
-from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
+from asyncllm.errors import ContextLengthExceededError
 from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
@@ -327,9 +327,7 @@ class InputProcessor:
     ) -> None:
         """Set the prompt of a group's members, and make a detokenizer for each."""
         if not token_ids:
-            raise InvalidRequestError(
-                "prompt: has no tokens, expected at least one", param="prompt"
-            )
+            raise check.argument_error("prompt", "has no tokens, expected at least one")
         if (kept := self._max_prompt_tokens(request)) is not None and len(token_ids) > kept:
             request.group.num_truncated_tokens = len(token_ids) - kept
             token_ids = token_ids[-kept:]

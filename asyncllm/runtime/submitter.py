@@ -15,7 +15,7 @@ from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
-from asyncllm.errors import InvalidRequestError, RequestError
+from asyncllm.errors import RequestError
 from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
@@ -188,16 +188,11 @@ class Submitter:
         If Ctrl-C interrupts an observer, the stream is dropped, which aborts the request."""
         if submission.notifier is not None:
             submission.notifier.submitted(RequestInfo(*submission.call))
-        if submission.make_prompt is None:
-            self._send(submission.request)
-        else:
-            self._make_prompt_on_thread(submission.request, submission.make_prompt)
-
-    def _make_prompt_on_thread(
-        self, request: Request, make_prompt: Callable[[Request], None]
-    ) -> None:
-        """Send a request once a thread has made its prompt."""
-        core, group = self.core, request.group
+        core, request, make_prompt = self.core, submission.request, submission.make_prompt
+        if make_prompt is None:
+            self._send(request)
+            return
+        group = request.group
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
@@ -211,7 +206,7 @@ class Submitter:
             except BaseException as error:
                 # A Rust panic in the tokenizer is a BaseException.
                 if not issubclass(type(error), Exception):
-                    error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
+                    error = check.argument_error("prompt", check.describe(error))
                 core.send(core.on_fail, group, error)
 
         try:

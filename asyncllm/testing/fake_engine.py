@@ -83,14 +83,7 @@ class ScriptedExecutor(FakeExecutor):
                 self._answers[output] = self._answer_tokens(assignment.token_ids[:length])
         return super()._execute(batch)
 
-    def _sample(
-        self,
-        batch: StepBatch,
-        row: int,
-        states: Sequence[int],
-        result: StepResult,
-        mask: bytes | None,
-    ) -> None:
+    def _sampled_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
         output, num_prompt_tokens = self._rows[batch.req_indices[row]]
         request_id, answer = output[0], self._answers[output]
         position = batch.starts[row] + batch.counts[row] - num_prompt_tokens
@@ -100,7 +93,7 @@ class ScriptedExecutor(FakeExecutor):
             token_id = TURN_END
         else:
             self.row_errors.pop(request_id, None)
-        super()._sample(batch, row, (token_id,), result, mask)
+        return (token_id,)
 
     def _answer_tokens(self, prompt: Sequence[int]) -> list[int | Exception]:
         try:

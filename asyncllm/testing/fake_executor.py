@@ -188,12 +188,10 @@ class FakeExecutor:
         self._masks[masks.step] = masks
 
     def collect(self) -> StepResult:
-        if (
-            self._launched_batches[0].masked_rows
-            and self._launched_batches[0].step not in self._masks
-        ):
-            raise RuntimeError(f"step {self._launched_batches[0].step} awaits its masks")
-        batch = self._launched_batches.popleft()
+        batch = self._launched_batches[0]
+        if batch.masked_rows and batch.step not in self._masks:
+            raise RuntimeError(f"step {batch.step} awaits its masks")
+        self._launched_batches.popleft()
         if self.gate is not None:
             self.gate.acquire()
         if self.step_time:
@@ -242,8 +240,13 @@ class FakeExecutor:
             result.prompt_logprobs[row] = self._span_logprobs(batch.req_indices[row], span)
         for row, states in enumerate(forwarded):
             if batch.samples[row]:
-                self._sample(batch, row, states, result, mask_of.get(row))
+                digests = self._sampled_digests(batch, row, states)
+                self._sample(batch, row, digests, result, mask_of.get(row))
         return result
+
+    def _sampled_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
+        """Digests from which a row's token is computed. A subclass may replace them."""
+        return digests
 
     def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
         groups, found = range(len(self.info.kv_groups)), []
