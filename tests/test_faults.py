@@ -290,7 +290,8 @@ class Case:
         assert stats.num_finished + stats.num_aborted + stats.num_failed == stats.num_requests
         assert (engine.state, self.executor.closed) == ("closed", True)
         assert (core.admission.num_live, len(core.admission.queued_requests)) == (0, 0)
-        assert not (core._in_flight or core._idle_calls._unfinished_futures)
+        assert not core._in_flight
+        assert not core._idle_calls._unfinished_futures
         assert not list(engine._mailboxes)
         assert (engine.error is None) is not self.fault.fatal
         ended = await outcome(engine.wait_closed())
