@@ -395,13 +395,13 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for an argument that cannot be used, with ``param`` set.
             EngineClosedError, EngineDeadError: as ``stream``.
         """
-        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
-        self._check_rows(found, options)
+        all_rows = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self._check_rows(all_rows, options)
 
         async def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             return await self.submit(prompt, sampling_params, **options)
 
-        return RowStream(found, submit)
+        return RowStream(all_rows, submit)
 
     def _check_rows(self, rows: Rows, options: dict[str, Any]) -> None:
         """Check the options that all rows of ``map`` share, and bind the rows to this engine."""
@@ -490,8 +490,8 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but a string or strings; no request is aborted then.
         """
         core = self._running().submitter.core
-        for one in request_ids(request_id):
-            group = core.admission.get_live(one)
+        for live_id in request_ids(request_id):
+            group = core.admission.get_live(live_id)
             if group is not None:
                 core.abort(group)
 
@@ -535,10 +535,10 @@ class AsyncLLMEngine(Handle):
             chat_template_kwargs=chat_template_kwargs,
             split_special_tokens=split_special_tokens,
         )
-        found = encode(at_once=True)
-        if found is None:
-            found = await prompts.long_texts.call(encode, len(prompt))
-        return found  # pyright: ignore[reportReturnType]
+        token_ids = encode(at_once=True)
+        if token_ids is None:
+            token_ids = await prompts.long_texts.call(encode, len(prompt))
+        return token_ids  # pyright: ignore[reportReturnType]
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
@@ -594,12 +594,12 @@ class AsyncLLMEngine(Handle):
             except Exception as error:
                 return error
 
-        found = await wait_for(core.call(run))
-        if isinstance(found, Exception):
+        outcome = await wait_for(core.call(run))
+        if isinstance(outcome, Exception):
             raise EngineError(
-                f"the execution cannot be measured: {check.explain(found)}"
-            ) from found
-        return found
+                f"the execution cannot be measured: {check.explain(outcome)}"
+            ) from outcome
+        return outcome
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine's counters. Never blocks; any thread may call it."""

@@ -86,19 +86,19 @@ class EngineGroup(AsyncLLMEngine):
     """
 
     def __init__(self, engines: Sequence[AsyncLLMEngine], *, retries: int = 0) -> None:
-        given = check.items("engines", engines, "engines")
-        if not given:
+        engine_tuple = check.items("engines", engines, "engines")
+        if not engine_tuple:
             raise check.invalid("engines", engines, "at least one engine")
-        for index, engine in enumerate(given):
+        for index, engine in enumerate(engine_tuple):
             _check_new(engine)
-            if any(engine is other for other in given[:index]):
+            if any(engine is other for other in engine_tuple[:index]):
                 raise check.invalid("engines", engine, "each engine once")
-        running = [engine for engine in given if engine.state == "running"]
-        if running and len(running) < len(given):
+        running = [engine for engine in engine_tuple if engine.state == "running"]
+        if running and len(running) < len(engine_tuple):
             raise check.invalid("engines", engines, "engines that are all new, or all running")
         for engine in running:
             check_agreement(engine, running[0])
-        self.config = given[0].config
+        self.config = engine_tuple[0].config
         self._queue = GroupQueue(check.integer("retries", retries, 0, 100))
         self._numbers = itertools.count()
         self._thread = None
@@ -106,7 +106,7 @@ class EngineGroup(AsyncLLMEngine):
         self._observers = Observers()
         self._cooldown = Cooldown(self._queue.has_running_requests)
         self._input_processor = None
-        for engine in given:
+        for engine in engine_tuple:
             self._add(engine)
         if running:
             self._set_primary(running[0])
@@ -174,7 +174,7 @@ class EngineGroup(AsyncLLMEngine):
         number = engine._observers.engine if isinstance(engine, AsyncLLMEngine) else None
         if number is None or self._queue.engines.get(number) is not engine:
             raise check.invalid("engine", engine, "an engine of this group")
-        others = [one for one in self._queue.running() if one is not engine]
+        others = [other for other in self._queue.running() if other is not engine]
         if not others:
             accepted = "an engine beside which another runs; aclose() closes the group"
             raise check.invalid("engine", engine, accepted)
@@ -187,9 +187,8 @@ class EngineGroup(AsyncLLMEngine):
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Close all engines at the same time; see ``AsyncLLMEngine.aclose``."""
-        engines = [
-            one for one in self._queue.engines.values() if not self._queue.in_other_group(one)
-        ]
+        in_other_group = self._queue.in_other_group
+        engines = [one for one in self._queue.engines.values() if not in_other_group(one)]
         if self.state == "starting":
             raise EngineError("aclose(): the group is starting; cancel start() instead")
         for engine in engines:
@@ -219,14 +218,14 @@ class EngineGroup(AsyncLLMEngine):
     def state(self) -> EngineState:
         """State of the group: "running" while one of its engines is, and "dead" if one is dead and
         none runs. ``stats().states`` has the engines' own."""
-        found: list[EngineState] = [
-            "new" if self._queue.in_other_group(one) else one.state
-            for one in self._queue.engines.values()
+        states: list[EngineState] = [
+            "new" if self._queue.in_other_group(engine) else engine.state
+            for engine in self._queue.engines.values()
         ]
         order = ("starting", "new", "running", "dead")
         if self._input_processor is not None:
             order = ("running", "dead")
-        best = min(found, key=lambda state: order.index(state) if state in order else len(order))
+        best = min(states, key=lambda state: order.index(state) if state in order else len(order))
         return best if best in order and not self._closed else "closed"
 
     @property
@@ -246,14 +245,14 @@ class EngineGroup(AsyncLLMEngine):
     @property
     def load_progress(self) -> tuple[int, int]:
         """Sums of the engines' ``load_progress``."""
-        done, total = zip(*[one.load_progress for one in self._queue.engines.values()], strict=True)
-        return sum(done), sum(total)
+        progress = [engine.load_progress for engine in self._queue.engines.values()]
+        return sum(done for done, _ in progress), sum(total for _, total in progress)
 
     @property
     def load_stage(self) -> LoadStage:
         """Stage of the first engine that is still loading."""
         engines = list(self._queue.engines.values())
-        loading = [one for one in engines if one.state == "starting"]
+        loading = [engine for engine in engines if engine.state == "starting"]
         return (loading or engines)[0].load_stage
 
     # --- requests ----------------------------------------------------------------------
@@ -262,12 +261,12 @@ class EngineGroup(AsyncLLMEngine):
         ids = request_ids(request_id)
         self._running()
         for core in self._queue.cores():
-            for one in ids:
-                group = core.admission.get_live(one)
+            for live_id in ids:
+                group = core.admission.get_live(live_id)
                 if group is not None:
                     core.abort(group)
-        for one in ids:
-            stream = self._queue.retryable.get(one)
+        for live_id in ids:
+            stream = self._queue.retryable.get(live_id)
             if stream is not None:
                 stream.abort()
 
@@ -317,18 +316,24 @@ class EngineGroup(AsyncLLMEngine):
         it."""
         self._running()
         engines = self._queue.engines
-        each = {n: one._submitter.core.stats() for n, one in engines.items() if one._submitter}
+        engine_stats = {
+            number: engine._submitter.core.stats()
+            for number, engine in engines.items()
+            if engine._submitter
+        }
         total: dict[str, Any] = {
-            one.name: sum(getattr(stats, one.name) for stats in each.values())
-            for one in fields(EngineStats)
+            counter.name: sum(getattr(stats, counter.name) for stats in engine_stats.values())
+            for counter in fields(EngineStats)
         }
         total["kv_cache_usage"] = 1.0 - total["num_free_blocks"] / max(total["num_blocks"], 1)
         total["is_paused"] = all(
-            one.is_paused for n, one in each.items() if engines[n].state == "running"
+            stats.is_paused
+            for number, stats in engine_stats.items()
+            if engines[number].state == "running"
         )
-        total["last_step_time"] = max(stats.last_step_time for stats in each.values())
-        states: dict[int, EngineState] = {n: one.state for n, one in engines.items()}
-        return GroupStats(**total, engines=each, states=states)
+        total["last_step_time"] = max(stats.last_step_time for stats in engine_stats.values())
+        states: dict[int, EngineState] = {number: one.state for number, one in engines.items()}
+        return GroupStats(**total, engines=engine_stats, states=states)
 
     def add_observer(self, observer: Observer) -> None:
         """Register an observer with every engine, those that are added later included."""
@@ -343,14 +348,14 @@ class EngineGroup(AsyncLLMEngine):
 
     @property
     def _max_queued_requests(self) -> int:
-        return sum(one.config.max_queued_requests for one in self._queue.engines.values())
+        return sum(engine.config.max_queued_requests for engine in self._queue.engines.values())
 
     # --- engines and checks ------------------------------------------------------------
 
     async def _start_engines(self, engines: Sequence[AsyncLLMEngine]) -> None:
         """Start the new engines, all or none. Refuse engines that do not agree with the group."""
         with ExitStack() as stack:
-            new = [one for one in engines if one.state == "new"]
+            new = [engine for engine in engines if engine.state == "new"]
             for engine in new:
                 engine._cooldown = self._cooldown  # Threads of one process share its GIL.
             threads = [stack.enter_context(engine._starting()) for engine in new]

@@ -128,7 +128,7 @@ class GroupQueue:
     def drop(self, number: int) -> None:
         """Forget an engine that has closed."""
         self.release(self.engines[number])
-        self.engines = {key: one for key, one in self.engines.items() if key != number}
+        self.engines = {key: engine for key, engine in self.engines.items() if key != number}
         self._router.forget(number)
         self._texts.forget(number)
 
@@ -229,10 +229,10 @@ class GroupQueue:
             (only,) = submitters.values()
             return only, None
         hashes = [] if request.token_ids else text_hashes(*_prompt_beginning(submission))
-        found = self._texts.find(hashes, self.core.clock()) if hashes else {}
+        num_pieces = self._texts.find(hashes, self.core.clock()) if hashes else {}
         candidates = []
         for number, submitter in submitters.items():
-            core, cached = submitter.core, found.get(number, 0) * _TOKENS_PER_PIECE
+            core, cached = submitter.core, num_pieces.get(number, 0) * _TOKENS_PER_PIECE
             if len(request.group.members) > core.admission.max_queued_requests:
                 continue
             if request.token_ids:
@@ -240,10 +240,10 @@ class GroupQueue:
             num_tokens = submission.num_tokens
             wait = core.admission.retry_after(request.group, num_tokens, num_waiting_lines)
             kv = core.scheduler.kv
-            lacking = max(num_tokens - cached, 1)
-            num_blocks, num_free = kv.max_blocks_for(lacking), kv.pool.num_free
+            uncached = max(num_tokens - cached, 1)
+            num_blocks, num_free = kv.max_blocks_for(uncached), kv.pool.num_free
             missing = (
-                0 if num_blocks <= num_free else lacking * (num_blocks - num_free) // num_blocks
+                0 if num_blocks <= num_free else uncached * (num_blocks - num_free) // num_blocks
             )
             stats = core.stats()
             candidates.append(Candidate(number, stats, cached, wait, missing_tokens=missing))

@@ -157,8 +157,8 @@ class LLM(Handle):
             AsyncLLMError: the first error of any prompt; the other requests are then aborted.
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
-        name = None if one else "prompts"
+        is_one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
+        name = None if is_one else "prompts"
         return self._complete(self.engine.stream, name, prompts, sampling_params, progress, options)
 
     def chat(
@@ -171,8 +171,8 @@ class LLM(Handle):
     ) -> Any:
         """Answer one conversation, or a sequence of conversations as one batch. Arguments and
         errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
-        name = None if one else "messages"
+        is_one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
+        name = None if is_one else "messages"
         return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
 
     def stream(
@@ -205,8 +205,8 @@ class LLM(Handle):
         rows under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
         if not isinstance(rows, Iterable):
             raise invalid("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
-        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
-        self.engine._check_rows(found, options)
+        all_rows = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self.engine._check_rows(all_rows, options)
 
         def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             inputs = self.engine._running()
@@ -218,7 +218,7 @@ class LLM(Handle):
                     # The queue is full of other callers' requests.
                     time.sleep(min(refused.retry_after, _MAX_WAIT))
 
-        return blocking_results(found, submit, self._mailbox)
+        return blocking_results(all_rows, submit, self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""

@@ -278,7 +278,7 @@ class EngineMetrics(Collector):
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
             raise check.invalid("engine", engines, "at least one engine")
-        if len(engines) > 1 and any(isinstance(one, EngineGroup) for one in engines):
+        if len(engines) > 1 and any(isinstance(engine, EngineGroup) for engine in engines):
             problem = "expected an EngineGroup alone, not beside other engines"
             raise check.argument_error("engine", problem)
         extra = _check_labels(labels)
@@ -291,16 +291,16 @@ class EngineMetrics(Collector):
             return _EngineRecord(engine, labels, compat is not None)
 
         self._observers = [
-            _GroupRecords(one, make_record)
-            if isinstance(one, EngineGroup)
-            else make_record(one, index)
-            for index, one in enumerate(engines)
+            _GroupRecords(engine_or_group, make_record)
+            if isinstance(engine_or_group, EngineGroup)
+            else make_record(engine_or_group, index)
+            for index, engine_or_group in enumerate(engines)
         ]
         self.registry = CollectorRegistry() if registry is None else registry
         self.registry.register(self)
         self._closed = False
-        for one, observer in zip(engines, self._observers, strict=True):
-            one.add_observer(observer)
+        for engine_or_group, observer in zip(engines, self._observers, strict=True):
+            engine_or_group.add_observer(observer)
 
     def render(self) -> bytes:
         """Render the registry in Prometheus' text format; the content type is

@@ -151,15 +151,15 @@ class Router:
         """
         num_tokens = check.integer("num_tokens", num_tokens, 1)
         _check_candidates(candidates)
-        alive = [one for one in candidates if one.alive]
+        alive = [candidate for candidate in candidates if candidate.alive]
         if not alive:
             raise EngineClosedError(
                 f"none of {len(candidates)} engines accepts requests; expected one that runs"
             )
-        usable = [one for one in alive if not one.stats.is_paused] or alive
-        ready = [one for one in usable if one.retry_after <= 0.0]
+        usable = [candidate for candidate in alive if not candidate.stats.is_paused] or alive
+        ready = [candidate for candidate in usable if candidate.retry_after <= 0.0]
         if not ready:
-            wait = min(one.retry_after for one in usable)
+            wait = min(candidate.retry_after for candidate in usable)
             message = f"the queues of {len(usable)} engines are full; try again in {wait:.2f} s"
             raise EngineOverloadedError(message, retry_after=wait)
         with self._lock:
@@ -197,20 +197,20 @@ class Router:
             self._loads.pop(key, None)
 
     def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
-        count, usual = len(ready), _median_rate(ready)
-        loads = [load for one in ready if (load := self._loads.get(one.key))]
+        count, median = len(ready), _median_rate(ready)
+        loads = [load for candidate in ready if (load := self._loads.get(candidate.key))]
         mean = sum(load.recent for load in loads) / max(len(loads), 1)
         if len(loads) < count:
             # A new engine counts as an average one, so that it changes no other engine's excess.
             loads = [self._loads.setdefault(one.key, _EngineLoad(recent=mean)) for one in ready]
         recent_weight = _RECENT_WEIGHT / self._weight
-        best, least = 0, math.inf
-        for i, (one, load) in enumerate(zip(ready, loads, strict=True)):
-            stats = one.stats
+        best, least_seconds = 0, math.inf
+        for i, (candidate, load) in enumerate(zip(ready, loads, strict=True)):
+            stats = candidate.stats
             work = num_tokens + load.num_uncached
-            work += one.missing_tokens
-            if one.cached_tokens > 0:
-                work -= _usable_hit(one, load, num_tokens)
+            work += candidate.missing_tokens
+            if candidate.cached_tokens > 0:
+                work -= _usable_hit(candidate, load, num_tokens)
             if stats.num_queued_tokens > load.num_tokens:
                 work += stats.num_queued_tokens - load.num_tokens
             num_running = load.num_requests
@@ -220,15 +220,15 @@ class Router:
             if load.recent > mean:
                 work += recent_weight * (load.recent - mean)
             rate = stats.prompt_tokens_per_second
-            if rate != usual:
-                rate = _credible_rate(rate, usual)
-            if work < least * rate:
-                best, least = i, work / rate
+            if rate != median:
+                rate = _credible_rate(rate, median)
+            if work < least_seconds * rate:
+                best, least_seconds = i, work / rate
         candidate, load = ready[best], loads[best]
         hit = _usable_hit(candidate, load, num_tokens)
         self._count_sent(load, num_tokens, num_tokens - hit, count)
         claimed = candidate.cached_tokens
-        return Route(candidate.key, num_tokens, hit, least, claimed, load)
+        return Route(candidate.key, num_tokens, hit, least_seconds, claimed, load)
 
     def _count_sent(
         self, load: _EngineLoad, num_tokens: int, num_uncached: int, count: int
@@ -239,41 +239,40 @@ class Router:
         self._weight *= 1.0 + 1.0 / (_RECENT_CHOICES * count)
         load.recent += num_uncached * self._weight
         if self._weight > _MAX_WEIGHT:
-            for one in self._loads.values():
-                one.recent /= self._weight
+            for other in self._loads.values():
+                other.recent /= self._weight
             self._weight = 1.0
 
 
 def _check_candidates(candidates: Sequence[Candidate]) -> None:
     """Raise InvalidRequestError for malformed candidates or repeated keys."""
-    given = check.items("candidates", candidates, "a list of candidates")
-    for i, one in enumerate(given):
+    candidate_tuple = check.items("candidates", candidates, "a list of candidates")
+    for i, candidate in enumerate(candidate_tuple):
         try:
             if (
-                type(one) is Candidate
-                and isinstance(one.stats, EngineStats)
-                and 0 <= one.cached_tokens < math.inf
-                and 0 <= one.missing_tokens < math.inf
-                and 0 <= one.retry_after < math.inf
+                type(candidate) is Candidate
+                and isinstance(candidate.stats, EngineStats)
+                and 0 <= candidate.cached_tokens < math.inf
+                and 0 <= candidate.missing_tokens < math.inf
+                and 0 <= candidate.retry_after < math.inf
             ):
                 continue
         except TypeError:
             pass
         name = f"candidates[{i}]"
-        if not isinstance(one, Candidate):
-            raise check.invalid(name, one, "a Candidate")
-        if not isinstance(one.stats, EngineStats):
-            raise check.invalid(f"{name}.stats", one.stats, "EngineStats")
+        if not isinstance(candidate, Candidate):
+            raise check.invalid(name, candidate, "a Candidate")
+        if not isinstance(candidate.stats, EngineStats):
+            raise check.invalid(f"{name}.stats", candidate.stats, "EngineStats")
         for field_name in ("cached_tokens", "missing_tokens", "retry_after"):
-            check.number(f"{name}.{field_name}", getattr(one, field_name), 0, _MAX_SECONDS)
+            check.number(f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_SECONDS)
+    keys = [candidate.key for candidate in candidate_tuple]
     try:
-        found = {one.key for one in given}
+        if len(set(keys)) == len(keys):
+            return
     except TypeError:
-        raise check.invalid(
-            "candidates", [one.key for one in given], "keys that can be hashed"
-        ) from None
-    if len(found) < len(given):
-        raise check.invalid("candidates", [one.key for one in given], "each key once")
+        raise check.invalid("candidates", keys, "keys that can be hashed") from None
+    raise check.invalid("candidates", keys, "each key once")
 
 
 def _usable_hit(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int:
@@ -281,16 +280,16 @@ def _usable_hit(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int
     return min(int(candidate.cached_tokens * load.trust), num_tokens - 1)
 
 
-def _credible_rate(rate: float, usual: float) -> float:
+def _credible_rate(rate: float, median: float) -> float:
     """Rate of an engine, bounded by its ratio to the median rate."""
-    if not rate > 0.0 or usual / _EQUAL_RATES < rate < usual * _EQUAL_RATES:
-        return usual
-    return min(max(rate, usual / _MAX_RATE), usual * _MAX_RATE)
+    if not rate > 0.0 or median / _EQUAL_RATES < rate < median * _EQUAL_RATES:
+        return median
+    return min(max(rate, median / _MAX_RATE), median * _MAX_RATE)
 
 
 def _median_rate(candidates: Iterable[Candidate]) -> float:
     """Median of the known rates in tokens a second; 1.0 if none is known."""
-    rates = [one.stats.prompt_tokens_per_second for one in candidates]
+    rates = [candidate.stats.prompt_tokens_per_second for candidate in candidates]
     known = [rate for rate in rates if 0.0 < rate < math.inf]
     return statistics.median(known) if known else 1.0
 
@@ -394,13 +393,13 @@ class PrefixIndex:
         """
         _check_prompt(hashes, now)
         with self._lock:
-            found: dict[Key, int] = {}
+            num_blocks_by_key: dict[Key, int] = {}
             # Bisect: ``keys`` have the first ``least`` blocks, and none has more than ``most``.
             ranges: list[tuple[Set[Key], int, int]] = [(self._blocks.keys(), 0, len(hashes))]
             while ranges:
                 keys, least, most = ranges.pop()
                 if least == most:
-                    found.update(dict.fromkeys(keys, least))
+                    num_blocks_by_key.update(dict.fromkeys(keys, least))
                     continue
                 middle = (least + most + 1) // 2
                 longer = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
@@ -409,12 +408,12 @@ class PrefixIndex:
                 if middle > 1 and len(longer) < len(keys):
                     ranges.append((keys - longer, least, middle - 1))
             if self.max_age < math.inf:
-                for key, count in found.items():
+                for key, count in num_blocks_by_key.items():
                     blocks = self._blocks[key]
                     while count and now - blocks[hashes[count - 1]][1] > self.max_age:
                         count -= 1
-                    found[key] = count
-            return {key: count for key, count in found.items() if count}
+                    num_blocks_by_key[key] = count
+            return {key: count for key, count in num_blocks_by_key.items() if count}
 
     def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
         """Add a prompt that is sent to an engine. It is under way until ``correct`` or
@@ -431,22 +430,22 @@ class PrefixIndex:
             blocks = self._blocks.setdefault(key, OrderedDict())
             while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
                 self._drop_oldest(key, blocks)
-            kept = hashes[: self.max_blocks]
-            found = []
-            for one in kept:
-                known = blocks.get(one)
+            indexed = hashes[: self.max_blocks]
+            stamps = []
+            for block_hash in indexed:
+                known = blocks.get(block_hash)
                 if known is None:
                     break
-                found.append(0 if known[0] in self._under_way else known[0])
-            for one in reversed(kept):
-                blocks[one] = self._stamp, now
-                blocks.move_to_end(one)
-            for one in kept[len(found) :]:
-                self._holders.setdefault(one, set()).add(key)
+                stamps.append(0 if known[0] in self._under_way else known[0])
+            for block_hash in reversed(indexed):
+                blocks[block_hash] = self._stamp, now
+                blocks.move_to_end(block_hash)
+            for block_hash in indexed[len(stamps) :]:
+                self._holders.setdefault(block_hash, set()).add(key)
             while len(blocks) > self.max_blocks:
                 self._drop_oldest(key, blocks)
             self._under_way.add(self._stamp)
-            return Sent(key, kept, found, self._stamp)
+            return Sent(key, indexed, stamps, self._stamp)
 
     def correct(self, sent: Sent, num_blocks: int) -> None:
         """Correct the index by the number of blocks of a computed prompt that the engine really had
@@ -475,16 +474,16 @@ class PrefixIndex:
         with self._lock:
             self._under_way.discard(sent.stamp)
             blocks = self._blocks.get(sent.key, OrderedDict())
-            for one in sent.hashes[len(sent.found) :]:
-                if one in blocks and blocks[one][0] == sent.stamp:
-                    del blocks[one]
-                    self._drop_holder(sent.key, one)
+            for block_hash in sent.hashes[len(sent.found) :]:
+                if block_hash in blocks and blocks[block_hash][0] == sent.stamp:
+                    del blocks[block_hash]
+                    self._drop_holder(sent.key, block_hash)
 
     def forget(self, key: Key) -> None:
         """Forget an engine that died, was closed or has emptied its cache."""
         with self._lock:
-            for one in self._blocks.pop(key, ()):
-                self._drop_holder(key, one)
+            for block_hash in self._blocks.pop(key, ()):
+                self._drop_holder(key, block_hash)
 
     def _drop_oldest(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]]) -> None:
         oldest, _ = blocks.popitem(last=False)
@@ -499,7 +498,7 @@ class PrefixIndex:
 
 def _check_prompt(hashes: Any, now: Any) -> None:
     check.number("now", now, -_MAX_SECONDS, _MAX_SECONDS)
-    if not isinstance(hashes, Sequence) or not all(type(one) is bytes for one in hashes):
+    if not isinstance(hashes, Sequence) or set(map(type, hashes)) - {bytes}:
         raise check.invalid("hashes", hashes, "a list of block hashes")
 
 

@@ -141,8 +141,10 @@ class Rows:
 
     def bind(self, max_rows: int, is_running: Callable[[], bool]) -> None:
         """Set the limit, at most ``max_rows``, and how to tell whether the engine runs."""
-        given = check.integer("max_under_way", self.max_under_way, 1, max_rows, optional=True)
-        self.limit, self.is_running = given or max_rows, is_running
+        max_under_way = check.integer(
+            "max_under_way", self.max_under_way, 1, max_rows, optional=True
+        )
+        self.limit, self.is_running = max_under_way or max_rows, is_running
 
     @property
     def has_room(self) -> bool:
@@ -191,22 +193,22 @@ class Rows:
             if not self.is_exhausted:
                 self.end()
             return None
-        found = _Row(row, self._num_drawn, self._on_end)
+        drawn = _Row(row, self._num_drawn, self._on_end)
         self._num_drawn += 1
         try:
             if self.key is not None:
-                found.key = None  # The key stays None if ``key`` raises.
-                found.key = self.key(row)
-            if found.key in self.done:
+                drawn.key = None  # The key stays None if ``key`` raises.
+                drawn.key = self.key(row)
+            if drawn.key in self.done:
                 self._num_done += 1
                 return None
             prompt = row if self.prompt is None else self.prompt(row)
             params = self.sampling_params
             params = params(row) if callable(params) else params
         except Exception as error:
-            self.fail(found, error)
+            self.fail(drawn, error)
             return None
-        return found, prompt, params
+        return drawn, prompt, params
 
     def fail(self, row: _Row, error: Exception) -> None:
         """End a row that was not submitted; raises ``error`` if the engine has ended."""
@@ -444,10 +446,10 @@ class _RowFeeder:
     async def _draw(self) -> Any:
         """The next row, or _END. A thread draws from an iterator, which may block; a list or a
         tuple is read directly."""
-        given, iterator = self._rows.rows, self._rows.iterator()
-        if isinstance(given, AsyncIterable):
+        rows, iterator = self._rows.rows, self._rows.iterator()
+        if isinstance(rows, AsyncIterable):
             return await anext(iterator, _END)
-        if isinstance(given, list | tuple):
+        if isinstance(rows, list | tuple):
             return next(iterator, _END)
         return await self._worker.call(partial(next, iterator, _END))
 

@@ -188,10 +188,10 @@ class SamplingParams:
 
     def __copy__(self) -> Self:
         # Several times as fast as the copy that a frozen dataclass with slots has of its own.
-        made = object.__new__(type(self))
+        copied = object.__new__(type(self))
         for name in self.__dataclass_fields__:
-            made._set_field(name, getattr(self, name))
-        return made
+            copied._set_field(name, getattr(self, name))
+        return copied
 
     def _check_greedy(self) -> None:
         if self.temperature == 0 and self.n > 1:
@@ -216,9 +216,9 @@ class SamplingParams:
         self._check_bad_words()
         for name in ("stop_token_ids", "allowed_token_ids"):
             check.field(self, check.token_ids, name)
-            if found := getattr(self, name):
+            if token_ids := getattr(self, name):
                 # Without repeats there are at most as many ids as tokens in the vocabulary.
-                self._set_field(name, tuple(dict.fromkeys(found)))
+                self._set_field(name, tuple(dict.fromkeys(token_ids)))
         if self.allowed_token_ids == ():
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
@@ -342,10 +342,10 @@ def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> d
     structured = parse_response_format(value)
     if structured is None:
         return sampling
-    given = sampling.get("structured_outputs")
-    if given is None and isinstance(params, SamplingParams):
-        given = params.structured_outputs
-    if given is not None:
+    other_grammar = sampling.get("structured_outputs")
+    if other_grammar is None and isinstance(params, SamplingParams):
+        other_grammar = params.structured_outputs
+    if other_grammar is not None:
         raise check.invalid(
             "response_format", value, "one of response_format and structured_outputs"
         )

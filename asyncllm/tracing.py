@@ -163,12 +163,12 @@ def _response_attributes(
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "asyncllm.queue_time": usage.queue_time,
-        "asyncllm.num_preemptions": sum(one.num_preemptions for one in outputs_of(request)),
+        "asyncllm.num_preemptions": sum(output.num_preemptions for output in outputs_of(request)),
     }
     if usage.ttft is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = usage.ttft
     if error is None:
-        reasons = tuple([_finish_reason(one, None) for one in outputs_of(request)])
+        reasons = tuple([_finish_reason(output, None) for output in outputs_of(request)])
         attributes["gen_ai.response.finish_reasons"] = reasons
     else:
         attributes["error.type"] = type(error).__name__

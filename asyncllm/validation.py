@@ -107,20 +107,20 @@ def _refuse(
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **options: Any) -> Any:
     """Check an int in ``[low, high]``."""
-    found = _integer_in(value, low, high)
-    if found is None:
+    result = _integer_in(value, low, high)
+    if result is None:
         _refuse(name, value, f"an integer from {low} to {high}", **options)
-    return found
+    return result
 
 
 def _integer_in(value: Any, low: int, high: int) -> int | None:
     if value is None or type(value) is bool:
         return None
     try:
-        found = int(operator.index(value))
+        result = int(operator.index(value))
     except Exception:  # Comparing a tensor of several elements raises an error.
         return None
-    return found if low <= found <= high else None
+    return result if low <= result <= high else None
 
 
 def number(
@@ -135,14 +135,14 @@ def number(
 ) -> Any:
     """Check a float in ``[low, high]``, or in ``(low, high]`` if ``above`` is set. Negative zero
     becomes zero."""
-    found = math.nan
+    result = math.nan
     if isinstance(value, numbers.Real) and type(value) is not bool:
         try:
-            found = float(value) + 0.0
+            result = float(value) + 0.0
         except OverflowError:
-            found = math.inf
-    if low <= found <= high and not (above and found == low):
-        return found
+            result = math.inf
+    if low <= result <= high and not (above and result == low):
+        return result
     word = "above" if above else "from"
     return _refuse(name, value, f"{what} {word} {low:g} to {high:g}", **options)
 
@@ -195,12 +195,12 @@ def _copy_plain_data(value: Any, num_left: list[int], depth: int) -> Any:
         pairs = itertools.islice(value.items(), num_left[0] + 1)
         return {
             string("", _copy_plain_data(key, num_left, depth), empty=True): _copy_plain_data(
-                one, num_left, depth - 1
+                item, num_left, depth - 1
             )
-            for key, one in pairs
+            for key, item in pairs
         }
     if isinstance(value, (list, tuple)):
-        return [_copy_plain_data(one, num_left, depth - 1) for one in value]
+        return [_copy_plain_data(item, num_left, depth - 1) for item in value]
     if isinstance(value, numbers.Integral):
         return integer("", value, -(2**63), 2**64 - 1)
     return number("", value, -sys.float_info.max, sys.float_info.max)
@@ -216,15 +216,18 @@ def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any
 def items(name: str, value: Any, accepted: str, max_items: int = MAX_ITEMS, **options: Any) -> Any:
     """Read the items of a sequence or a set into a tuple, empty for None. More than ``max_items``
     items are refused; an endless iterable is read no further than one item beyond."""
-    found: Any = value or () if value is None or type(value) is tuple else None
+    found_items: Any = value or () if value is None or type(value) is tuple else None
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
-    if found is None and not is_text and isinstance(value, Iterable):
+    if found_items is None and not is_text and isinstance(value, Iterable):
         with suppress(TypeError):  # Iterating over an array without dimensions raises TypeError.
-            found = tuple(itertools.islice(value, max_items + 1))
-    if found is not None and len(found) <= max_items:
-        return found
+            found_items = tuple(itertools.islice(value, max_items + 1))
+    if found_items is not None and len(found_items) <= max_items:
+        return found_items
     return _refuse(
-        name, value, accepted if found is None else f"at most {max_items} {accepted}", **options
+        name,
+        value,
+        accepted if found_items is None else f"at most {max_items} {accepted}",
+        **options,
     )
 
 
@@ -241,12 +244,12 @@ def strings(
         accepted = f"strings of {max_length} characters at most"
     if value is None:
         return _refuse(name, value, accepted, **options)
-    found = items(name, value, accepted, max_items, **options)
+    texts = items(name, value, accepted, max_items, **options)
     # ``optional`` concerns the field; its items may not be None.
-    found = tuple([string(name, one, **{**options, "optional": False}) for one in found])
-    if max(map(len, found), default=0) > max_length:
-        _refuse(name, found, accepted, **options)
-    return found
+    texts = tuple([string(name, text, **{**options, "optional": False}) for text in texts])
+    if max(map(len, texts), default=0) > max_length:
+        _refuse(name, texts, accepted, **options)
+    return texts
 
 
 def token_ids(
@@ -254,13 +257,13 @@ def token_ids(
 ) -> Any:
     """Check a sequence of integers in ``[0, below)``; returns a tuple, empty for None."""
     accepted = f"token ids, integers from 0 to {below - 1}"
-    found = items(name, value, accepted, max_items, **options)
+    all_ids = items(name, value, accepted, max_items, **options)
     with suppress(Exception):
-        kinds = set(map(type, found))
-        ids = found if kinds <= {int} else tuple(array("q", found))
+        kinds = set(map(type, all_ids))
+        ids = all_ids if kinds <= {int} else tuple(array("q", all_ids))
         if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
             return ids
-    wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
+    wrong = (one for one in all_ids if _integer_in(one, 0, below - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
     return _refuse(name, next(wrong, value), accepted, **{**options, "optional": False})
 

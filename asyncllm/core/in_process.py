@@ -48,17 +48,17 @@ def picklable_params(sampling: SamplingParams) -> SamplingParams:
         and sampling.structured_outputs is None
     ):
         return sampling
-    found = _with_logits_processors(sampling, ())
-    object.__setattr__(found, "logit_bias", copy(sampling.logit_bias))
-    object.__setattr__(found, "extra_args", deepcopy(sampling.extra_args))
-    object.__setattr__(found, "structured_outputs", None)
-    return found
+    params = _with_logits_processors(sampling, ())
+    object.__setattr__(params, "logit_bias", copy(sampling.logit_bias))
+    object.__setattr__(params, "extra_args", deepcopy(sampling.extra_args))
+    object.__setattr__(params, "structured_outputs", None)
+    return params
 
 
 def _with_logits_processors(
     sampling: SamplingParams, processors: Sequence[RequestLogitsProcessor]
 ) -> SamplingParams:
     # Copy the object directly: ``dataclasses.replace`` would validate every field again.
-    found = copy(sampling)
-    object.__setattr__(found, "logits_processors", processors)
-    return found
+    params = copy(sampling)
+    object.__setattr__(params, "logits_processors", processors)
+    return params

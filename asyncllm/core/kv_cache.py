@@ -40,7 +40,7 @@ class FullAttentionGroup:
         """Longest cached prefix of the first ``num_tokens`` tokens, as entries of a block table."""
         suffix = self._hash_suffix
         hashes = prompt.extend_hashes(self.block_size)[: num_tokens // self.block_size]
-        keys = (one + suffix for one in hashes) if suffix else hashes
+        keys = (block_hash + suffix for block_hash in hashes) if suffix else hashes
         hit: list[Block] = []
         for block in map(self.pool.find, keys):
             if block is None:
@@ -300,13 +300,13 @@ class KVCacheManager:
 
     def _append_blocks(self, request: Request, counts: list[int]) -> list[list[Block]]:
         # End the row where the next state snapshot is due.
-        appended, num_covered_tokens = [], request.snapshot_at
+        new_blocks, num_covered_tokens = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
             count = counts[group.index]
-            new = self.pool.allocate(count) if count else []
-            blocks += new
-            appended.append(new)
+            blocks_of_group = self.pool.allocate(count) if count else []
+            blocks += blocks_of_group
+            new_blocks.append(blocks_of_group)
             if len(blocks) * group.block_size < num_covered_tokens:
                 num_covered_tokens = len(blocks) * group.block_size
         for group in self._sliding_groups:
@@ -316,7 +316,7 @@ class KVCacheManager:
             if next_out_of_window + group.block_size <= num_covered_tokens:
                 num_covered_tokens = next_out_of_window
         request.num_covered_tokens = num_covered_tokens
-        return appended
+        return new_blocks
 
     def publish(self, request: Request) -> list[Block]:
         """Publish full blocks; returns those that were not in the cache yet. Their tokens are

@@ -246,17 +246,17 @@ class Request:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether requested prompt log-probabilities are not all computed yet."""
-        found = self.prompt_logprobs
-        return found is not None and len(found) < self.num_prompt_tokens - 1
+        logprobs = self.prompt_logprobs
+        return logprobs is not None and len(logprobs) < self.num_prompt_tokens - 1
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """Log-probabilities of every prompt token, with None for the first token. None as a whole
         until all are computed, and if the request does not ask for them."""
-        found = self.prompt_logprobs
-        if found is None or len(found) != self.num_prompt_tokens - 1:
+        logprobs = self.prompt_logprobs
+        if logprobs is None or len(logprobs) != self.num_prompt_tokens - 1:
             return None
-        return None, *found
+        return None, *logprobs
 
     @property
     def finished(self) -> bool:

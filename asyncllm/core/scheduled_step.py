@@ -82,14 +82,14 @@ class ScheduledStep:
                 )
 
     def _check_prompt_logprobs(self, result: StepResult) -> None:
-        wanted = {
+        expected_counts = {
             row: span.end - span.first
             for row, span in self.batch.prompt_logprobs.items()
             if row not in result.errors
         }
-        found = {row: len(values) for row, values in result.prompt_logprobs.items()}
-        if found != wanted:
+        counts = {row: len(values) for row, values in result.prompt_logprobs.items()}
+        if counts != expected_counts:
             raise ValueError(
-                f"step {result.step} has prompt log-probabilities of {found} tokens by row; "
-                f"expected {wanted}"
+                f"step {result.step} has prompt log-probabilities of {counts} tokens by row; "
+                f"expected {expected_counts}"
             )

@@ -220,16 +220,16 @@ class Scheduler:
         """Admit waiting requests in the queue's order while slots, blocks and budget last. The
         first one that does not fit blocks the requests behind it, so that it does not starve."""
         states, most = self.kv.states, self.info.max_num_seqs
-        awaiting: list[Request] = []
+        skipped: list[Request] = []
         while budget > 0 and len(self.running) < most:
             request = self.waiting.peek()
-            if request is None or len(awaiting) > most:
+            if request is None or len(skipped) > most:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
                 # Skip this request for a step: its token in flight is not known yet, or this step
                 # saves a snapshot of its prefix. Other requests may overtake it.
                 self.waiting.discard(request)
-                awaiting.append(request)
+                skipped.append(request)
                 continue
             if not self._admit(request):
                 if request.finished:
@@ -243,7 +243,7 @@ class Scheduler:
             count = min(end - request.num_computed_tokens, most_tokens)
             self._add_row(request, count, step)
             budget -= count * request.token_cost
-        for request in awaiting:
+        for request in skipped:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:

@@ -158,8 +158,8 @@ class StateSnapshots:
         if save.num_tokens <= request.num_prompt_tokens:
             return
         if request.newest_output_snapshot is not None:
-            block, former = request.newest_output_snapshot
-            if block.hash == former:
+            block, old_key = request.newest_output_snapshot
+            if block.hash == old_key:
                 self.pool.unpublish(block)
         request.newest_output_snapshot = save.block, key
 

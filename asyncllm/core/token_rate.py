@@ -28,13 +28,13 @@ class TokenRate:
             num_tokens: number of tokens that the step computed.
             seconds: duration of the step, without the time of earlier steps in flight.
         """
-        kept = 0.5 ** (seconds / _HALF_LIFE)
-        self._count = self._count * kept + 1
-        self._tokens = self._tokens * kept + num_tokens
-        self._seconds = self._seconds * kept + seconds
-        self._token_squares = self._token_squares * kept + num_tokens * num_tokens
-        self._second_squares = self._second_squares * kept + seconds * seconds
-        self._products = self._products * kept + num_tokens * seconds
+        decay = 0.5 ** (seconds / _HALF_LIFE)
+        self._count = self._count * decay + 1
+        self._tokens = self._tokens * decay + num_tokens
+        self._seconds = self._seconds * decay + seconds
+        self._token_squares = self._token_squares * decay + num_tokens * num_tokens
+        self._second_squares = self._second_squares * decay + seconds * seconds
+        self._products = self._products * decay + num_tokens * seconds
 
     @property
     def tokens_per_second(self) -> float:

@@ -62,11 +62,11 @@ class TokenRules:
 
     def excluded_tokens(self, output: Sequence[int]) -> list[int]:
         """Tokens that would complete a bad word after ``output``."""
-        found: list[int] = []
+        excluded: list[int] = []
         node: int | None = 0
         for i in range(len(output) - 1, -1, -1):
             node = self.bad_words.get((node, int(output[i])))
             if node is None:
                 break
-            found += self.last_tokens.get(node, ())
-        return found
+            excluded += self.last_tokens.get(node, ())
+        return excluded

@@ -165,7 +165,7 @@ class WaitingQueue:
             return
         heapq.heappush(heap, entry)
         if len(heap) > 64 and len(heap) > 4 * len(self._owners):
-            self._owner_heap = [one for one in heap if one[3].entry is one]
+            self._owner_heap = [entry for entry in heap if entry[3].entry is entry]
             heapq.heapify(self._owner_heap)
 
     def _compact(self) -> None:
@@ -174,5 +174,5 @@ class WaitingQueue:
         self._num_entries = len(members)
         for owner in self._owners.values():
             # The owner's first request stays the first, so that the owner keeps its place.
-            owner.heap = [one for one in owner.heap if members.get(one[2]) == one[1]]
+            owner.heap = [entry for entry in owner.heap if members.get(entry[2]) == entry[1]]
             heapq.heapify(owner.heap)

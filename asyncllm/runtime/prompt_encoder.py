@@ -69,14 +69,14 @@ class PromptEncoder:
             self.response_format(tool_use, options)
             chat = self.template_input(prompt, tool_use, options, generation)
             return partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
-        of_chat = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
-        of_chat["add_generation_prompt"] = generation, True
-        for name, (value, neutral) in of_chat.items():
+        chat_only = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
+        chat_only["add_generation_prompt"] = generation, True
+        for name, (value, neutral) in chat_only.items():
             if value is not neutral:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
-        least = self.loaded.tokenizer.min_num_tokens(len(text))
-        if max_tokens is not None and least > max_tokens:
-            raise self.too_long_error(least, "at least ")
+        min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
+        if max_tokens is not None and min_tokens > max_tokens:
+            raise self.too_long_error(min_tokens, "at least ")
         return partial(self.encode_text, text, special is not False)
 
     def prepare_detokenize(

@@ -70,25 +70,25 @@ class ChatOptions(TemplateOptions):
     response_format: Any = None
 
 
-def pop_fields(kind: type[T], given: dict[str, Any]) -> T:
+def pop_fields(kind: type[T], options: dict[str, Any]) -> T:
     """Move the fields of a dataclass out of ``given`` into a new instance."""
-    names: Any = [one.name for one in fields(kind)]  # pyright: ignore[reportArgumentType]
-    return kind(**{name: given.pop(name) for name in names if name in given})
+    names: Any = [option.name for option in fields(kind)]  # pyright: ignore[reportArgumentType]
+    return kind(**{name: options.pop(name) for name in names if name in options})
 
 
-def request_ids(given: Any) -> list[str]:
+def request_ids(value: Any) -> list[str]:
     """Normalise one request id or several to plain strings.
 
     Raises:
         InvalidRequestError: for anything but a string, or strings.
     """
     accepted = "a string, or several"
-    is_one = given is None or isinstance(given, str)
-    ids = (given,) if is_one else check.items("request_id", given, accepted)
-    found = []
-    for one in ids:
-        text = check.plain_text(one)
+    is_one = value is None or isinstance(value, str)
+    ids = (value,) if is_one else check.items("request_id", value, accepted)
+    texts = []
+    for request_id in ids:
+        text = check.plain_text(request_id)
         if text is None:
-            raise check.invalid("request_id", one, accepted)
-        found.append(text)
-    return found
+            raise check.invalid("request_id", request_id, accepted)
+        texts.append(text)
+    return texts

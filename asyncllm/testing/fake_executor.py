@@ -68,10 +68,10 @@ def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
     size = 4 * -(-vocab_size // 32)
     if len(mask) != size:
         raise ValueError(f"a grammar's mask has {len(mask)} bytes; expected {size}")
-    found = [t for t in range(vocab_size) if mask[t // 8] >> t % 8 & 1]
-    if not found:
+    allowed = [t for t in range(vocab_size) if mask[t // 8] >> t % 8 & 1]
+    if not allowed:
         raise ValueError("no token is left to sample: the grammar allows none")
-    return found
+    return allowed
 
 
 class FakeExecutor:
@@ -132,11 +132,11 @@ class FakeExecutor:
         digests = self._digests()
         states = list(range(len(digests)))
         for token_id in prompt:
-            states = [one.append(token_id) for one in digests]
+            states = [group_digests.append(token_id) for group_digests in digests]
         tokens = []
         for _ in range(count):
             tokens.append(self._next_token(states))
-            states = [one.append(tokens[-1]) for one in digests]
+            states = [group_digests.append(tokens[-1]) for group_digests in digests]
         return tokens
 
     def reference_prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -147,11 +147,11 @@ class FakeExecutor:
             count: number of most likely tokens to add at each position.
         """
         digests = self._digests()[: len(self.info.kv_groups)]
-        found = []
+        entries = []
         for position in range(1, len(prompt)):
-            states = [one.append(prompt[position - 1]) for one in digests]
-            found.append(self._logprobs(states, prompt[position], count))
-        return found
+            states = [group_digests.append(prompt[position - 1]) for group_digests in digests]
+            entries.append(self._logprobs(states, prompt[position], count))
+        return entries
 
     def _digests(self) -> list[_Digests]:
         """Make an empty ``_Digests`` per KV group, and one for the recurrent state if any."""
@@ -174,10 +174,10 @@ class FakeExecutor:
         self._launched_batches.append(batch)
 
     def sample(self, masks: GrammarMask) -> None:
-        awaiting = (
+        awaiting_masks = (
             b for b in self._launched_batches if b.masked_rows and b.step not in self._masks
         )
-        batch = next(awaiting, None)
+        batch = next(awaiting_masks, None)
         if batch is None or batch.step != masks.step:
             expected = "none" if batch is None else f"those of step {batch.step}"
             raise RuntimeError(f"masks of step {masks.step} came; expected {expected}")
@@ -249,12 +249,12 @@ class FakeExecutor:
         return digests
 
     def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
-        groups, found = range(len(self.info.kv_groups)), []
+        groups, entries = range(len(self.info.kv_groups)), []
         for position in range(span.first, span.end):
             states = [self._kv_digests[self._kv_index(g, req_index, position)] for g in groups]
             token_id = self._tokens_by_index[req_index][position + 1]
-            found.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
-        return found
+            entries.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
+        return entries
 
     def _forward_group(self, batch: StepBatch, group: int) -> list[int]:
         """Compute the digest at the last position of each row, in one KV group.
