@@ -45,7 +45,7 @@ _BYTES_PER_UNIT |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _PROCESSOR_NAME = re.compile(r"[\w.]{1,256}:\w{1,256}")
 _MAX_PROCESSORS = 64
 _MAX_MODEL_NAMES = 64
-_MAX_NAME_LENGTH = 1024
+_MAX_MODEL_NAME_LENGTH = 1024
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
 """Maximum number of tokens or blocks: positions and block ids are int32 on a device."""
@@ -313,7 +313,7 @@ class EngineConfig:
             return
         if isinstance(names, str):
             names = (names,)
-        names = check.strings("served_model_name", names, _MAX_MODEL_NAMES, _MAX_NAME_LENGTH)
+        names = check.strings("served_model_name", names, _MAX_MODEL_NAMES, _MAX_MODEL_NAME_LENGTH)
         if not names:
             raise check.invalid("served_model_name", names, "at least one name, or None")
         object.__setattr__(self, "served_model_name", names)

@@ -38,7 +38,7 @@ from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
-_JOIN_TIMEOUT = 2.0
+_JOIN_SECONDS = 2.0
 """Maximum number of seconds that closing waits for threads that have ended their work."""
 
 
@@ -194,7 +194,7 @@ class AsyncLLMEngine(Handle):
             self._input_processor.prompts.long_texts.close(),
             *self._submitter.close(),
         )
-        deadline = time.monotonic() + _JOIN_TIMEOUT
+        deadline = time.monotonic() + _JOIN_SECONDS
         for leftover in leftovers:
             if leftover is not None:
                 yield leftover, max(0.0, deadline - time.monotonic())

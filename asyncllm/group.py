@@ -27,9 +27,9 @@ from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import request_ids
 from asyncllm.runtime.worker_thread import Cooldown
 
-_JOIN_TIMEOUT = 2.0
+_JOIN_SECONDS = 2.0
 
-_WATCH_INTERVAL = 1.0
+_WATCH_SECONDS = 1.0
 """Seconds between two checks of the engines' steps while a thread waits without an event loop."""
 
 
@@ -199,7 +199,7 @@ class EngineGroup(AsyncLLMEngine):
         if self._input_processor is not None:
             thread = self._input_processor.prompts.long_texts.close()
             if thread is not None:
-                await join(thread, _JOIN_TIMEOUT)
+                await join(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:
         """Wait until no engine runs; see ``AsyncLLMEngine.wait_closed``."""
@@ -230,7 +230,7 @@ class EngineGroup(AsyncLLMEngine):
 
     @property
     def error(self) -> EngineError | None:
-        """Why the group ended: the error of the first engine that has one. None while an engine
+        """Error that ended the group: that of the first engine that has one. None while an engine
         runs, and after the application's own ``aclose``."""
         if self.state == "running":
             return None
@@ -273,11 +273,11 @@ class EngineGroup(AsyncLLMEngine):
     def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """Largest result of ``AsyncLLMEngine.cached_prefix`` among the engines."""
         self._running()
-        most = 0
+        longest = 0
         for engine in self._queue.running():
             with suppress(EngineError):  # The engine may be removed meanwhile.
-                most = max(most, engine.cached_prefix(token_ids, cache_salt))
-        return most
+                longest = max(longest, engine.cached_prefix(token_ids, cache_salt))
+        return longest
 
     # --- the group as a whole ----------------------------------------------------------
 
@@ -362,9 +362,9 @@ class EngineGroup(AsyncLLMEngine):
             for engine, thread in zip(new, threads, strict=True):
                 await wait_for(thread.ready)
                 engine._adopt_thread(thread)
-            lead = self if self._input_processor is not None else engines[0]
+            primary = self if self._input_processor is not None else engines[0]
             for engine in engines:
-                check_agreement(engine, lead)
+                check_agreement(engine, primary)
             for thread in threads:
                 thread.supervise()
         if self._input_processor is None:
@@ -404,7 +404,7 @@ class EngineGroup(AsyncLLMEngine):
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
-        return ThreadMailbox(_WATCH_INTERVAL, self._check_steps)
+        return ThreadMailbox(_WATCH_SECONDS, self._check_steps)
 
     def _check_steps(self) -> None:
         for engine in self._queue.engines.values():

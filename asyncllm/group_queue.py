@@ -33,10 +33,10 @@ from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 
-_MAX_PIECES = 4096
+_MAX_PIECES_PER_ENGINE = 4096
 """Maximum number of pieces of text that are remembered for each engine: 8 MiB of text."""
 
-_MAX_CHARACTERS = 1 << 16
+_MAX_HASHED_CHARACTERS = 1 << 16
 """Number of characters of a text that are hashed before it is tokenised."""
 
 _TOKENS_PER_PIECE = TEXT_PIECE // 4
@@ -58,7 +58,7 @@ class GroupQueue:
         self.waiting_line = WaitingLine()
         self._retries = retries
         self._router = Router()
-        self._texts = PrefixIndex(_MAX_PIECES)
+        self._texts = PrefixIndex(_MAX_PIECES_PER_ENGINE)
         self.retryable: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
 
     @property
@@ -172,8 +172,8 @@ class GroupQueue:
         """Remove a cancelled call from the waiting line or the queue. An engine thread runs this
         function, because a destructor may have cancelled the call."""
         self.waiting_line.withdraw(submission.request.group)
-        for sent in submission.observers:
-            sent.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
+        for observer in submission.observers:
+            observer.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
         placed.add_done_callback(_abort_placed)
 
     def _place_first(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
@@ -193,13 +193,13 @@ class GroupQueue:
             num_waiting_lines: as for ``Admission.reserve``.
         """
         while True:
-            submitter, sent = self._choose(submission, num_waiting_lines)
+            submitter, observer = self._choose(submission, num_waiting_lines)
             try:
                 return submitter, submitter.reserve(submission, num_waiting_lines)
             except BaseException as error:
-                if sent is not None:
-                    sent.withdraw()
-                was_taken = sent is not None and isinstance(error, EngineOverloadedError)
+                if observer is not None:
+                    observer.withdraw()
+                was_taken = observer is not None and isinstance(error, EngineOverloadedError)
                 if not was_taken and not isinstance(error, EngineError):
                     raise
                 # Since the choice, the engine died or its last place was taken: choose again.
@@ -254,9 +254,9 @@ class GroupQueue:
         route = self._router.choose(candidates, submission.num_tokens)
         number: Any = route.key
         text = self._texts.add(number, hashes, self.core.clock()) if hashes else None
-        sent = _RoutingObserver(self._router, route, self._texts, text)
-        submission.observers = (sent,)
-        return submitters[number], sent
+        observer = _RoutingObserver(self._router, route, self._texts, text)
+        submission.observers = (observer,)
+        return submitters[number], observer
 
     def _enable_retries(
         self, stream: TokenStream, submission: Submission, retries: int
@@ -314,12 +314,12 @@ def _prompt_beginning(submission: Submission) -> tuple[str, str | None]:
     """Beginning of a prompt that is not tokenised yet, and its salt."""
     prompt, salt = submission.call[1], submission.request.cache_salt
     if isinstance(prompt, str):
-        return prompt[:_MAX_CHARACTERS], salt
+        return prompt[:_MAX_HASHED_CHARACTERS], salt
     text = ""
     for message in prompt:
         content = message.get("content")
         content = content if isinstance(content, str) else str(content)
-        text += f"{message.get('role')}\0{content[:_MAX_CHARACTERS]}\0"
-        if len(text) >= _MAX_CHARACTERS:
+        text += f"{message.get('role')}\0{content[:_MAX_HASHED_CHARACTERS]}\0"
+        if len(text) >= _MAX_HASHED_CHARACTERS:
             break
     return text, salt

@@ -23,7 +23,7 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.validation import argument_error, invalid
 
-_MAX_WAIT = 0.1
+_MAX_RETRY_SECONDS = 0.1
 """Maximum number of seconds between a batch's attempts to submit to a full queue."""
 
 Prompt = str | Sequence[int]
@@ -216,7 +216,7 @@ class LLM(Handle):
                     return inputs.submitter.enqueue(submission)
                 except EngineOverloadedError as refused:
                     # The queue is full of other callers' requests.
-                    time.sleep(min(refused.retry_after, _MAX_WAIT))
+                    time.sleep(min(refused.retry_after, _MAX_RETRY_SECONDS))
 
         return blocking_results(all_rows, submit, self._mailbox)
 
@@ -271,7 +271,7 @@ class LLM(Handle):
                                 read_first()
                             elif results:
                                 # The queue is full of other callers' requests.
-                                time.sleep(min(refused.retry_after, _MAX_WAIT))
+                                time.sleep(min(refused.retry_after, _MAX_RETRY_SECONDS))
                             else:
                                 raise
                 while live:

@@ -26,23 +26,38 @@ Key = Hashable
 TEXT_PIECE = 2048
 """Number of characters of a text that ``text_hashes`` hashes together."""
 
-_MAX_TEXT_PIECES = 32
-_RUNNING_TOKENS = 32
+_MAX_HASHED_PIECES = 32
+"""Maximum number of pieces of a text that ``text_hashes`` hashes: 64 KiB of text."""
+
+_TOKENS_PER_RUNNING_REQUEST = 32
 """Load of a running request in prompt tokens: in a step, its one token takes as long as several
 prompt tokens."""
-_EQUAL_RATES, _MAX_RATE = 1.5, 8.0
-"""Bounds on the ratio of a rate to the median rate. Up to a ratio of _EQUAL_RATES, a rate counts as
-the median, because measured rates of equal engines differ; beyond _MAX_RATE, it counts as _MAX_RATE
-times the median."""
-_RECENT_CHOICES, _RECENT_WEIGHT = 256, 0.5
-"""Number of latest choices per engine that count as recent, and the part of an engine's excess that
-is added to its load. With fewer choices, prompts that are short beside their shared prefix stay
-with one engine; with more choices, an old burst counts for long."""
-_MAX_WEIGHT = 1e6
-_TRUST_REQUESTS = 8
+
+_EQUAL_RATE_RATIO = 1.5
+"""Ratio of an engine's token rate to the median rate up to which the rate counts as the median,
+because measured rates of equal engines differ."""
+
+_MAX_RATE_RATIO = 8.0
+"""Largest ratio of an engine's token rate to the median rate; a rate beyond it counts as that."""
+
+_NUM_RECENT_CHOICES = 256
+"""Number of latest choices per engine that count as recent. With fewer choices, prompts that are
+short beside their shared prefix stay with one engine; with more choices, an old burst counts for
+long."""
+
+_EXCESS_SHARE = 0.5
+"""Part of an engine's excess of recent tokens over the mean that is added to its load."""
+
+_MAX_DECAY_WEIGHT = 1e6
+"""Value of ``Router._decay_weight`` at which all recent loads are scaled down."""
+
+_NUM_TRUST_REQUESTS = 8
 """Number of requests over which an engine's ``trust`` is averaged: the share of expected cache hits
 that it confirmed."""
+
 _MAX_SECONDS = 1e18
+"""Maximum of times and numbers of tokens in arguments."""
+
 _NO_KEYS: frozenset[Key] = frozenset()
 
 
@@ -72,14 +87,14 @@ class Candidate:
 
 @dataclass(slots=True)
 class _EngineLoad:
-    """What a router has sent to one engine.
+    """Load that a router has sent to one engine.
 
     Attributes:
         num_requests: requests that have no token yet.
         num_tokens: prompt tokens of these requests.
         num_uncached: prompt tokens of these requests that are not expected to be cached.
         recent: prompt tokens that were not expected to be cached, of the latest requests, weighted
-            by ``Router._weight``.
+            by ``Router._decay_weight``.
         trust: moving average of the share of expected cached tokens that were really cached.
     """
 
@@ -130,7 +145,7 @@ class Router:
         self._lock = threading.Lock()
         self._loads: dict[Key, _EngineLoad] = {}
         # Exponential decay: instead of scaling every ``recent`` down, scale new entries up.
-        self._weight = 1.0
+        self._decay_weight = 1.0
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
         """Choose an engine, and count the prompt as sent to it until ``settle``.
@@ -189,7 +204,7 @@ class Router:
             load.num_uncached -= route.num_tokens - route.cached_tokens
             if cached_tokens is not None and route._claimed_tokens > 0:
                 share = min(cached_tokens / route._claimed_tokens, 1.0)
-                load.trust += (share - load.trust) / _TRUST_REQUESTS
+                load.trust += (share - load.trust) / _NUM_TRUST_REQUESTS
 
     def forget(self, key: Key) -> None:
         """Forget an engine that was removed or has died, and the requests sent to it."""
@@ -197,13 +212,13 @@ class Router:
             self._loads.pop(key, None)
 
     def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
-        count, median = len(ready), _median_rate(ready)
+        median_rate = _median_rate(ready)
         loads = [load for candidate in ready if (load := self._loads.get(candidate.key))]
         mean = sum(load.recent for load in loads) / max(len(loads), 1)
-        if len(loads) < count:
+        if len(loads) < len(ready):
             # A new engine counts as an average one, so that it changes no other engine's excess.
             loads = [self._loads.setdefault(one.key, _EngineLoad(recent=mean)) for one in ready]
-        recent_weight = _RECENT_WEIGHT / self._weight
+        excess_weight = _EXCESS_SHARE / self._decay_weight
         best, least_seconds = 0, math.inf
         for i, (candidate, load) in enumerate(zip(ready, loads, strict=True)):
             stats = candidate.stats
@@ -216,32 +231,32 @@ class Router:
             num_running = load.num_requests
             if stats.num_running > num_running:
                 num_running = stats.num_running
-            work += _RUNNING_TOKENS * num_running
+            work += _TOKENS_PER_RUNNING_REQUEST * num_running
             if load.recent > mean:
-                work += recent_weight * (load.recent - mean)
+                work += excess_weight * (load.recent - mean)
             rate = stats.prompt_tokens_per_second
-            if rate != median:
-                rate = _credible_rate(rate, median)
+            if rate != median_rate:
+                rate = _credible_rate(rate, median_rate)
             if work < least_seconds * rate:
                 best, least_seconds = i, work / rate
         candidate, load = ready[best], loads[best]
         hit = _usable_hit(candidate, load, num_tokens)
-        self._count_sent(load, num_tokens, num_tokens - hit, count)
-        claimed = candidate.cached_tokens
-        return Route(candidate.key, num_tokens, hit, least_seconds, claimed, load)
+        route = Route(candidate.key, num_tokens, hit, least_seconds, candidate.cached_tokens, load)
+        self._count_sent(route, len(ready))
+        return route
 
-    def _count_sent(
-        self, load: _EngineLoad, num_tokens: int, num_uncached: int, count: int
-    ) -> None:
+    def _count_sent(self, route: Route, num_engines: int) -> None:
+        """Add a route to the load of its engine, until ``settle``."""
+        load, num_uncached = route._load, route.num_tokens - route.cached_tokens
         load.num_requests += 1
-        load.num_tokens += num_tokens
+        load.num_tokens += route.num_tokens
         load.num_uncached += num_uncached
-        self._weight *= 1.0 + 1.0 / (_RECENT_CHOICES * count)
-        load.recent += num_uncached * self._weight
-        if self._weight > _MAX_WEIGHT:
+        self._decay_weight *= 1.0 + 1.0 / (_NUM_RECENT_CHOICES * num_engines)
+        load.recent += num_uncached * self._decay_weight
+        if self._decay_weight > _MAX_DECAY_WEIGHT:
             for other in self._loads.values():
-                other.recent /= self._weight
-            self._weight = 1.0
+                other.recent /= self._decay_weight
+            self._decay_weight = 1.0
 
 
 def _check_candidates(candidates: Sequence[Candidate]) -> None:
@@ -282,9 +297,9 @@ def _usable_hit(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int
 
 def _credible_rate(rate: float, median: float) -> float:
     """Rate of an engine, bounded by its ratio to the median rate."""
-    if not rate > 0.0 or median / _EQUAL_RATES < rate < median * _EQUAL_RATES:
+    if not rate > 0.0 or median / _EQUAL_RATE_RATIO < rate < median * _EQUAL_RATE_RATIO:
         return median
-    return min(max(rate, median / _MAX_RATE), median * _MAX_RATE)
+    return min(max(rate, median / _MAX_RATE_RATIO), median * _MAX_RATE_RATIO)
 
 
 def _median_rate(candidates: Iterable[Candidate]) -> float:
@@ -333,7 +348,7 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
         raise check.invalid("text", text, "a string")
     cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
     hashes, parent = [], root_hash(cache_salt)
-    for i in range(min(len(text) // TEXT_PIECE, _MAX_TEXT_PIECES)):
+    for i in range(min(len(text) // TEXT_PIECE, _MAX_HASHED_PIECES)):
         piece = text[i * TEXT_PIECE : (i + 1) * TEXT_PIECE].encode("utf-8", "surrogatepass")
         parent = hashlib.blake2b(parent + piece, digest_size=len(parent)).digest()
         hashes.append(parent)
@@ -347,14 +362,14 @@ class Sent:
     Attributes:
         key: the engine that it was sent to.
         hashes: its block hashes.
-        found: stamps of the prompt's leading blocks in the index; 0 for a block of a prompt that is
-        still under way.
+        known_stamps: stamps of the prompt's leading blocks that the index had; 0 for a block of a
+            prompt that is still under way.
         stamp: serial number of the prompt in the index.
     """
 
     key: Key
     hashes: Sequence[bytes]
-    found: list[int]
+    known_stamps: list[int]
     stamp: int
 
 
@@ -375,8 +390,10 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int, max_age: float = math.inf) -> None:
         self.max_blocks = check.integer("max_blocks", max_blocks, 1)
-        what = "a number of seconds"
-        self.max_age = check.number("max_age", max_age, 0, math.inf, above=True, what=what)
+        description = "a number of seconds"
+        self.max_age = check.number(
+            "max_age", max_age, 0, math.inf, above=True, description=description
+        )
         self._lock = threading.Lock()
         self._holders: dict[bytes, set[Key]] = {}
         self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
@@ -460,9 +477,9 @@ class PrefixIndex:
         num_blocks = check.integer("num_blocks", num_blocks, 0)
         with self._lock:
             self._under_way.discard(sent.stamp)
-            if num_blocks >= len(sent.found):
+            if num_blocks >= len(sent.known_stamps):
                 return
-            evicted = sent.found[num_blocks]
+            evicted = sent.known_stamps[num_blocks]
             blocks = self._blocks.get(sent.key, OrderedDict())
             while blocks and next(iter(blocks.values()))[0] <= evicted:
                 self._drop_oldest(sent.key, blocks)
@@ -474,7 +491,7 @@ class PrefixIndex:
         with self._lock:
             self._under_way.discard(sent.stamp)
             blocks = self._blocks.get(sent.key, OrderedDict())
-            for block_hash in sent.hashes[len(sent.found) :]:
+            for block_hash in sent.hashes[len(sent.known_stamps) :]:
                 if block_hash in blocks and blocks[block_hash][0] == sent.stamp:
                     del blocks[block_hash]
                     self._drop_holder(sent.key, block_hash)

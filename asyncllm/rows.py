@@ -36,7 +36,7 @@ from asyncllm.validation import explain
 
 logger = get_logger("asyncllm")
 
-_END: Any = object()
+_END_OF_ROWS: Any = object()
 
 Submit = Callable[[Any, SamplingParams | None], Awaitable[TokenStream]]
 """Submits a prompt with its sampling parameters, waiting while the queue is full."""
@@ -188,7 +188,7 @@ class Rows:
     def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
         """Make a row's request: the row, its prompt and its sampling parameters. Returns None if
         the row is done already, if a function of the job fails for it, or after the last row."""
-        if row is _END:
+        if row is _END_OF_ROWS:
             self._iterator = None
             if not self.is_exhausted:
                 self.end()
@@ -276,7 +276,7 @@ class Rows:
         under_way, self._under_way = self._under_way, {}
         self._ended.clear()
         for row in under_way:
-            row.on_end = bool  # Let go of the job: the engine may still refer to the row.
+            row.on_end = bool  # Do not refer to the job, because the engine may keep the row.
             row.row = None
             if row.stream is not None:
                 row.stream.close()
@@ -427,7 +427,7 @@ class _RowFeeder:
         rows = self._rows
         try:
             while rows.has_room:
-                row = _END
+                row = _END_OF_ROWS
                 with rows.drawing():
                     row = await self._draw()
                 if (request := rows.accept(row)) is not None:
@@ -444,14 +444,14 @@ class _RowFeeder:
             self.wake()
 
     async def _draw(self) -> Any:
-        """The next row, or _END. A thread draws from an iterator, which may block; a list or a
-        tuple is read directly."""
+        """The next row, or ``_END_OF_ROWS``. A thread draws from an iterator, which may block; a
+        list or a tuple is read directly."""
         rows, iterator = self._rows.rows, self._rows.iterator()
         if isinstance(rows, AsyncIterable):
-            return await anext(iterator, _END)
+            return await anext(iterator, _END_OF_ROWS)
         if isinstance(rows, list | tuple):
-            return next(iterator, _END)
-        return await self._worker.call(partial(next, iterator, _END))
+            return next(iterator, _END_OF_ROWS)
+        return await self._worker.call(partial(next, iterator, _END_OF_ROWS))
 
     async def _submit_row(self, row: _Row, prompt: Any, params: SamplingParams | None) -> None:
         with self._rows.submitting(row):
@@ -491,9 +491,9 @@ def _feed_one(
     submit: Callable[[Any, SamplingParams | None], TokenStream],
     mailbox: ThreadMailbox,
 ) -> None:
-    row = _END
+    row = _END_OF_ROWS
     with rows.drawing():
-        row = next(rows.iterator(), _END)
+        row = next(rows.iterator(), _END_OF_ROWS)
     if (request := rows.accept(row)) is not None:
         accepted, *arguments = request
         with rows.submitting(accepted):

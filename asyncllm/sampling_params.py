@@ -262,17 +262,17 @@ class SamplingParams:
 
         num_eos = 0 if self.ignore_eos else len(eos_token_ids)
         grammar = self.structured_outputs
-        reader = "min_tokens" if self.min_tokens else grammar and grammar.param
-        if reader and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
-            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {reader}"
+        suppressor = "min_tokens" if self.min_tokens else grammar and grammar.param
+        if suppressor and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
+            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {suppressor}"
             accepted += f" beside the model's {num_eos} of its own" * bool(num_eos)
             raise check.invalid("stop_token_ids", self.stop_token_ids, accepted)
 
-        most = max_logprobs
+        limit = f"(EngineConfig.max_logprobs={max_logprobs})"
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            if most >= 0 and count is not None and not 0 <= count <= most:
-                accepted = f"an integer from 0 to {most} or None (EngineConfig.max_logprobs={most})"
+            if max_logprobs >= 0 and count is not None and not 0 <= count <= max_logprobs:
+                accepted = f"an integer from 0 to {max_logprobs} or None {limit}"
                 raise check.invalid(name, count, accepted)
 
     def resolve(
@@ -359,3 +359,4 @@ NEUTRAL: Mapping[str, float | int] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
+"""Value of each sampling parameter that has no effect."""

@@ -26,7 +26,7 @@ from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
 from asyncllm.tool_calls.message_parser import MessageParser
 
-_NO_TOKENS = Delta("", ())
+_EMPTY_DELTA = Delta("", ())
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -156,7 +156,7 @@ class TokenStream(Handle):
             backend = self._backend or self._bind_to_loop()
             waiter = backend.make_waiter()
             if waiter is None:
-                raise self._is_read_elsewhere()
+                raise self._other_loop_error()
             self._is_reading = True
             try:
                 while True:
@@ -207,11 +207,11 @@ class TokenStream(Handle):
         if mailbox is None:
             self._channel.mailbox = mailbox = self._get_loop_mailbox()
         elif not isinstance(mailbox, LoopMailbox):
-            raise self._is_read_elsewhere()
+            raise self._other_loop_error()
         self._backend = mailbox.backend
         return mailbox.backend
 
-    def _is_read_elsewhere(self) -> RuntimeError:
+    def _other_loop_error(self) -> RuntimeError:
         return RuntimeError(
             f"stream {self.request_id!r} belongs to the event loop that read it first"
         )
@@ -264,7 +264,7 @@ class TokenStream(Handle):
         # Read the end before ``items``: once the end is set, ``items`` is complete.
         final = channel.final
         items = channel.items
-        delta = items.popleft() if items else _NO_TOKENS
+        delta = items.popleft() if items else _EMPTY_DELTA
         if not isinstance(delta, Delta):
             delta = merge_pending(delta)
         if final is not None and not items:
@@ -290,7 +290,11 @@ class TokenStream(Handle):
     def _merge_end(self, delta: Delta, final: StreamEnd | BaseException) -> Delta:
         """Merge the end into ``delta``. The end is left for the next read if it is an exception, if
         merging its last token would exceed ``max_merged``, or if it belongs to another output."""
-        if isinstance(final, StreamEnd) and delta is not _NO_TOKENS and delta.index != final.output:
+        if (
+            isinstance(final, StreamEnd)
+            and delta is not _EMPTY_DELTA
+            and delta.index != final.output
+        ):
             return delta
         if (
             isinstance(final, StreamEnd)
@@ -314,7 +318,7 @@ class TokenStream(Handle):
             self._is_done = True
             self._error = final
             raise copy_for_raise(final)
-        last = final.last or _NO_TOKENS
+        last = final.last or _EMPTY_DELTA
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
         self._is_done = True

@@ -33,7 +33,7 @@ MAX_ITEMS = 2**19
 """Maximum number of items of a list of token ids: twice the size of the largest vocabularies. The
 list is read while an event loop waits."""
 
-MAX_DATA = 2**16
+MAX_DATA_SIZE = 2**16
 """Maximum number of values and characters of plain data. It is copied while an event loop waits."""
 
 MAX_DEPTH = 16
@@ -130,7 +130,7 @@ def number(
     high: float,
     *,
     above: bool = False,
-    what: str = "a finite number",
+    description: str = "a finite number",
     **options: Any,
 ) -> Any:
     """Check a float in ``[low, high]``, or in ``(low, high]`` if ``above`` is set. Negative zero
@@ -144,12 +144,12 @@ def number(
     if low <= result <= high and not (above and result == low):
         return result
     word = "above" if above else "from"
-    return _refuse(name, value, f"{what} {word} {low:g} to {high:g}", **options)
+    return _refuse(name, value, f"{description} {word} {low:g} to {high:g}", **options)
 
 
 def seconds(name: str, value: Any, **options: Any) -> Any:
     """Check a duration in seconds. If ``above`` is set, 0 is refused too."""
-    return number(name, value, 0, MAX_SECONDS, what="a number of seconds", **options)
+    return number(name, value, 0, MAX_SECONDS, description="a number of seconds", **options)
 
 
 def boolean(name: str, value: Any, **options: Any) -> Any:
@@ -176,8 +176,10 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
     dicts with text for keys."""
     with suppress(Exception):
         if isinstance(value, Mapping):
-            return _copy_plain_data(value, [MAX_DATA], MAX_DEPTH)
-    accepted = f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA} values and characters at most"
+            return _copy_plain_data(value, [MAX_DATA_SIZE], MAX_DEPTH)
+    accepted = (
+        f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA_SIZE} values and characters at most"
+    )
     return _refuse(name, value, accepted, **options)
 
 

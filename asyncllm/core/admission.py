@@ -20,7 +20,7 @@ from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.waiting_line import WaitingLine
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
-_RATE_HALF_LIFE = 5.0
+_RATE_HALF_LIFE_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 60.0
 
 
@@ -107,9 +107,9 @@ class Admission:
             shortage = self._admit(group, num_tokens, num_waiting_lines)
             if shortage is not None:
                 self.num_rejected += num_waiting_lines is None
-                what, num_to_leave = shortage
+                reason, num_to_leave = shortage
                 retry_after = self._retry_after(num_to_leave)
-                message = f"{what}; try again in {retry_after:.2f} s"
+                message = f"{reason}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
 
     def retry_after(
@@ -186,8 +186,8 @@ class Admission:
         """
         if self._closed is not None:
             raise self._closed()
-        other = self._live_groups.get(group.request_id)
-        if other is not None:
+        earlier = self._live_groups.get(group.request_id)
+        if earlier is not None:
             self.check_id(group.request_id)
         members = group.members
         count, owner = len(members), members[0].owner
@@ -197,10 +197,10 @@ class Admission:
         shortage = self._find_shortage(group, num_tokens, num_waiting_lines)
         if shortage is not None:
             return shortage
-        if other is not None:
+        if earlier is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget`` for it.
-            self._replaced_groups.add(other)
+            self._replaced_groups.add(earlier)
         self._live_groups[group.request_id] = group
         self._num_members += count
         self._count_queued(owner, count, count * num_tokens)
@@ -250,21 +250,25 @@ class Admission:
         requests, tokens = len(self.queued_requests), self.num_queued_tokens
         num_tokens *= num_requests
         if requests + num_requests > self.max_queued_requests:
-            what = f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
-            return what, requests + num_requests - self.max_queued_requests
+            reason = (
+                f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
+            )
+            return reason, requests + num_requests - self.max_queued_requests
         if self.queued_requests and tokens + num_tokens > self.max_queued_tokens:
-            what = (
+            reason = (
                 f"{tokens} prompt tokens are queued and {num_tokens} more do not fit into "
                 f"max_queued_tokens={self.max_queued_tokens}"
             )
             excess = tokens + num_tokens - self.max_queued_tokens
-            return what, max(1, round(requests * excess / max(tokens, 1)))
+            return reason, max(1, round(requests * excess / max(tokens, 1)))
         return None
 
     def _retry_after(self, num_to_leave: int) -> float:
         if self._drain_rate == 0.0:
             return 1.0  # The drain rate was not measured yet.
-        rate = self._drain_rate * 0.5 ** ((self._clock() - self._drain_rate_at) / _RATE_HALF_LIFE)
+        rate = self._drain_rate * 0.5 ** (
+            (self._clock() - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS
+        )
         if rate * _MAX_RETRY_SECONDS <= num_to_leave:
             return _MAX_RETRY_SECONDS
         return max(num_to_leave / rate, 0.01)
@@ -288,8 +292,8 @@ class Admission:
                 return
             self._count_queued(request.owner, -1, -num_tokens)
             now = self._clock()
-            decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE)
-            self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE
+            decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
+            self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE_SECONDS
             self._drain_rate_at = now
         self._advance_waiting_lines()
 

@@ -155,8 +155,8 @@ class KVCacheManager:
         self._sliding_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
         # Every block ends at a multiple of the greatest common divisor of all groups' block sizes.
-        every = math.gcd(*(spec.block_size for spec in specs))
-        self._publish_interval = every if enable_prefix_caching else NEVER
+        common_divisor = math.gcd(*(spec.block_size for spec in specs))
+        self._publish_interval = common_divisor if enable_prefix_caching else NEVER
         self.watermark = max(1, self.pool.num_usable // 100)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -212,11 +212,11 @@ class KVCacheManager:
         for group in self.groups:
             hit.append(group.find_prefix(prompt, length))
             length = len(hit[-1]) * group.block_size
-        shared = length = self._shorten_to_common(prompt, hit, length)
+        shared_length = length = self._shorten_to_common(prompt, hit, length)
         if self.states is not None:
             while (end := self.states.find(prompt, length)) < length:
                 length = self._shorten_to_common(prompt, hit, end)
-        return hit, shared
+        return hit, shared_length
 
     def _shorten_to_common(self, prompt: HashedTokens, hit: list[list[Block]], length: int) -> int:
         """Shorten the tables to the longest prefix within ``length`` tokens that all groups have

@@ -22,6 +22,7 @@ from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
 NEVER = sys.maxsize
+"""Number of tokens that no request reaches."""
 
 
 class Status(enum.IntEnum):

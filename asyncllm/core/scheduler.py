@@ -219,11 +219,11 @@ class Scheduler:
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admit waiting requests in the queue's order while slots, blocks and budget last. The
         first one that does not fit blocks the requests behind it, so that it does not starve."""
-        states, most = self.kv.states, self.info.max_num_seqs
+        states, max_num_seqs = self.kv.states, self.info.max_num_seqs
         skipped: list[Request] = []
-        while budget > 0 and len(self.running) < most:
+        while budget > 0 and len(self.running) < max_num_seqs:
             request = self.waiting.peek()
-            if request is None or len(skipped) > most:
+            if request is None or len(skipped) > max_num_seqs:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
                 # Skip this request for a step: its token in flight is not known yet, or this step
@@ -239,8 +239,8 @@ class Scheduler:
             if states is not None and request.num_computed_tokens:
                 step.batch.state_loads.append((request.req_index, states.load(request)))
             end = min(len(request.token_ids), request.snapshot_at)
-            most_tokens = max(1, budget // request.token_cost)
-            count = min(end - request.num_computed_tokens, most_tokens)
+            max_count = max(1, budget // request.token_cost)
+            count = min(end - request.num_computed_tokens, max_count)
             self._add_row(request, count, step)
             budget -= count * request.token_cost
         for request in skipped:
@@ -248,8 +248,8 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         # Blocks of requests that do not run serve as the reserve, because they are evicted first.
-        others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
-        reserve = self.kv.watermark if self.running and not others_idle else 0
+        has_victims = len(self._evictable_requests) > (request in self._evictable_requests)
+        reserve = self.kv.watermark if self.running and not has_victims else 0
         while not self._take_blocks(request, reserve):
             victim = self._evictable_victim(excluded=request)
             if victim is None:

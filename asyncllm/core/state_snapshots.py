@@ -10,7 +10,7 @@ from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
-OUTPUT_INTERVAL = 256
+OUTPUT_SNAPSHOT_INTERVAL = 256
 """Number of output tokens between two snapshots."""
 
 
@@ -58,7 +58,10 @@ class StateSnapshots:
     """
 
     def __init__(
-        self, num_snapshots: int, block_sizes: Sequence[int], interval: int = OUTPUT_INTERVAL
+        self,
+        num_snapshots: int,
+        block_sizes: Sequence[int],
+        interval: int = OUTPUT_SNAPSHOT_INTERVAL,
     ) -> None:
         self.pool = BlockPool(num_snapshots + 1)
         self._block_size = block_sizes[0]
@@ -171,9 +174,9 @@ class StateSnapshots:
         if computed < last:
             shared = request.num_shared_tokens
             return shared if computed < shared < last else last
-        known = (len(request.token_ids) - 1) // self._common_block_size * self._common_block_size
-        if computed < known:
-            return known
+        end = (len(request.token_ids) - 1) // self._common_block_size * self._common_block_size
+        if computed < end:
+            return end
         return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:

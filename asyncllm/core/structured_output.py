@@ -155,8 +155,8 @@ class StructuredOutput:
             mask[opening >> 3] |= 1 << (opening & 7)
         rules = request.token_rules
         if rules is not None and rules.allowed is not None:
-            both = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed, "little")
-            mask = bytearray(both.to_bytes(len(mask), "little"))
+            common = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed, "little")
+            mask = bytearray(common.to_bytes(len(mask), "little"))
         if mask != bytes(len(mask)):
             return bytes(mask)
         if may_end:
@@ -189,10 +189,10 @@ def masked_rows(step: ScheduledStep) -> list[int]:
     ]
 
 
-_NUM_AHEAD = 16
+_NUM_MASKS_AHEAD = 16
 """Number of masks after a slow one that are computed ahead of their steps, even quick ones."""
 
-_SLOW_FRACTION = 1 / 8
+_SLOW_MASK_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
 
 
@@ -246,7 +246,7 @@ class MaskMaker:
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
-            if seconds > limit * _SLOW_FRACTION:
+            if seconds > limit * _SLOW_MASK_FRACTION:
                 slow.append((request, grammar))
             elif grammar.num_masks_ahead:
                 self._count_quick_mask(request, grammar)
@@ -257,7 +257,7 @@ class MaskMaker:
                 masks.masks.append(mask)
         for request, grammar in slow:
             if grammar.num_masks_ahead or (total > limit and len(slow) < len(step.requests)):
-                grammar.num_masks_ahead = _NUM_AHEAD
+                grammar.num_masks_ahead = _NUM_MASKS_AHEAD
                 request.run_ahead_end = 0
         return masks, ends
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_HALF_LIFE = 5.0
-_MAX_ERROR = 0.2
+_HALF_LIFE_SECONDS = 5.0
+_MAX_RELATIVE_ERROR = 0.2
 """Maximum relative standard error of the rate; with a larger error the rate counts as unknown."""
 
 
@@ -28,7 +28,7 @@ class TokenRate:
             num_tokens: number of tokens that the step computed.
             seconds: duration of the step, without the time of earlier steps in flight.
         """
-        decay = 0.5 ** (seconds / _HALF_LIFE)
+        decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
         self._count = self._count * decay + 1
         self._tokens = self._tokens * decay + num_tokens
         self._seconds = self._seconds * decay + seconds
@@ -47,5 +47,5 @@ class TokenRate:
         if count <= 2.0 or products <= 0.0 or squares <= 1e-6 * self._tokens * self._tokens:
             return 0.0
         unexplained = squares * times - products * products
-        allowed = _MAX_ERROR * _MAX_ERROR * (count - 2.0) * products * products
+        allowed = _MAX_RELATIVE_ERROR * _MAX_RELATIVE_ERROR * (count - 2.0) * products * products
         return squares / products if unexplained <= allowed else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_ZERO, _ONE = b"01"
+_ASCII_ZERO, _ASCII_ONE = b"01"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +54,9 @@ class TokenRules:
             size = -(-vocab_size // 32) * 32
             digits = bytearray((b"1" if allowed_token_ids is None else b"0") * size)
             for token in allowed_token_ids or ():
-                digits[token] = _ONE
+                digits[token] = _ASCII_ONE
             for token in single:
-                digits[token] = _ZERO
+                digits[token] = _ASCII_ZERO
             allowed = int(digits[::-1], 2).to_bytes(size // 8, "little")
         return cls(allowed, trie, last_tokens)
 

@@ -35,15 +35,15 @@ class _Owner:
     heap: list[tuple[Rank, int, Request]] = field(default_factory=list)
     num_running: int = 0
     last_turn: int = 0
-    entry: _Entry | None = None
+    entry: _OwnerEntry | None = None
 
 
-_Entry = tuple[Rank, int, int, _Owner]
+_OwnerEntry = tuple[Rank, int, int, _Owner]
 """``(rank, place, serial, owner)``: an owner's entry in the heap of owners. The place packs the
 owner's running requests, its first request's arrival and a serial into one number, because one
 number is compared faster."""
 
-_RUNNING, _ARRIVAL = 128, 64
+_NUM_RUNNING_SHIFT, _ARRIVAL_SHIFT = 128, 64
 """Bit positions, in an entry's place, of the number of running requests and of the arrival."""
 
 
@@ -62,7 +62,7 @@ class WaitingQueue:
     def __init__(self, policy: str) -> None:
         self._rank_request = POLICIES[policy]
         self._owners: dict[str | None, _Owner] = {}
-        self._owner_heap: list[_Entry] = []
+        self._owner_heap: list[_OwnerEntry] = []
         self._waiting_requests: dict[Request, int] = {}
         self._num_entries = 0
         self._serial = 0
@@ -117,7 +117,7 @@ class WaitingQueue:
         owner = self._owners[request.owner]
         owner.num_running += 1
         self._serial += 1
-        owner.last_turn = (self._newest_arrival_index << _ARRIVAL) + self._serial
+        owner.last_turn = (self._newest_arrival_index << _ARRIVAL_SHIFT) + self._serial
         del self._waiting_requests[request]
         self._drop_entry(request, owner)
 
@@ -154,11 +154,11 @@ class WaitingQueue:
             return  # A sole owner needs no place; ``push`` requeues it when another arrives.
         heap = self._owner_heap
         sort_key = owner.heap[0][0]
-        turn = owner.heap[0][2].arrival_index << _ARRIVAL
+        turn = owner.heap[0][2].arrival_index << _ARRIVAL_SHIFT
         if turn < owner.last_turn:
             turn = owner.last_turn
         self._serial += 1
-        place = (owner.num_running << _RUNNING) + turn
+        place = (owner.num_running << _NUM_RUNNING_SHIFT) + turn
         owner.entry = entry = (sort_key[:-1], place, self._serial, owner)
         if heap and heap[0] is old:
             heapq.heapreplace(heap, entry)

@@ -25,7 +25,7 @@ from asyncllm.runtime.loading import LoadedModel, Loader, check_processors, make
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.validation import explain
 
-_JOIN_AT_EXIT = 2.0
+_EXIT_JOIN_SECONDS = 2.0
 _NEVER_SECONDS = 1e9
 """Timeout, in seconds (31 years), of a timer that never has to fire."""
 
@@ -213,7 +213,7 @@ class EngineThread:
     def _at_exit(self) -> None:
         if self.in_own_process():
             self.close(0.0, "the interpreter is exiting")
-            self._thread.join(_JOIN_AT_EXIT)
+            self._thread.join(_EXIT_JOIN_SECONDS)
 
     # --- on the loop that started it ---------------------------------------------------
 

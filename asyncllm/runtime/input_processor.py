@@ -36,6 +36,7 @@ from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
 _RuleLists = tuple[Sequence[int] | None, Sequence[str]]
+"""``(allowed_token_ids, bad_words)`` of a request."""
 
 _PROMPT_END_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
@@ -133,10 +134,11 @@ class InputProcessor:
                 text_is_free=text_is_free if tool_use else not has_grammar,
             )
         call: CallArguments = ("chat", messages)
-        longest = request.max_model_len - 1 if self._max_prompt_tokens(request) is None else None
+        is_truncated = self._max_prompt_tokens(request) is not None
+        max_tokens = None if is_truncated else request.max_model_len - 1
         self._check_length(request, template_input.num_characters, 0)
         split = chat.split_special_tokens
-        encode = partial(self.prompts.encode_chat, template_input, longest, split)
+        encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
         return self._submission(request, call, encode, template_input.num_characters // 4, parser)
 
     def prompt_or_conversation(
@@ -187,8 +189,8 @@ class InputProcessor:
 
         if token_ids is not None:
             estimate = len(token_ids)
-        most = self._max_prompt_tokens(request) or request.max_model_len
-        return Submission(request, call, min(estimate, most), parser, make_prompt)
+        max_tokens = self._max_prompt_tokens(request) or request.max_model_len
+        return Submission(request, call, min(estimate, max_tokens), parser, make_prompt)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Maximum number of prompt tokens that a request keeps; None if the prompt is not
@@ -226,9 +228,9 @@ class InputProcessor:
             sampling, model.generation_defaults or {}, self._draw_seed
         )
         resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
-        num_kept, longest = resolved.truncate_prompt_tokens, info.max_model_len - 1
-        if num_kept is not None and num_kept > longest:
-            accepted = f"at most {longest}, so that one more fits into max_model_len, -1 or None"
+        num_kept, max_kept = resolved.truncate_prompt_tokens, info.max_model_len - 1
+        if num_kept is not None and num_kept > max_kept:
+            accepted = f"at most {max_kept}, so that one more fits into max_model_len, -1 or None"
             raise check.invalid("truncate_prompt_tokens", num_kept, accepted)
         in_process = getattr(self.loaded.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
@@ -340,10 +342,10 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        shown: dict[str, frozenset[int]] = {}
+        detokenizer_options: dict[str, frozenset[int]] = {}
         if parser is not None:
             delimiters = self._delimiters(parser.form)
-            shown["visible"] = delimiters.special
+            detokenizer_options["visible"] = delimiters.special
             end = tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.form.answer_begins_in(end)
             for member in request.group.members:
@@ -352,7 +354,7 @@ class InputProcessor:
         for member in request.group.members:
             sampling = member.sampling
             member.output.detokenizer = (
-                tokenizer.detokenizer(sampling, token_ids, **shown)
+                tokenizer.detokenizer(sampling, token_ids, **detokenizer_options)
                 if sampling.detokenize
                 else NoText()
             )

@@ -96,12 +96,12 @@ class PromptEncoder:
         return self.loaded.tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(
-        self, chat: TemplateInput, most: int | None, split: bool, *, at_once: bool = False
+        self, chat: TemplateInput, max_tokens: int | None, split: bool, *, at_once: bool = False
     ) -> list[int] | None:
         if at_once and chat.num_characters >= LONG_TEXT:
             return None
         return self.loaded.tokenizer.encode_chat(
-            chat, most, split_special_tokens=split, at_once=at_once
+            chat, max_tokens, split_special_tokens=split, at_once=at_once
         )
 
     def template_input(

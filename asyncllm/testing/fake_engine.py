@@ -30,8 +30,8 @@ Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
 """One answer for every prompt; or a mapping from prompt to answer; or a function from prompt to
 answer. For a conversation, the prompt is the user's last message."""
 
-_ACCEPTED = "a text, an exception, or a sequence of texts, token ids and exceptions"
-_USER_HEADER = b"user\n"
+_ACCEPTED_ANSWERS = "a text, an exception, or a sequence of texts, token ids and exceptions"
+_USER_TURN_HEADER = b"user\n"
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class ScriptedExecutor(FakeExecutor):
             if isinstance(answer, (str, Exception)):
                 return self._piece_tokens(answer)
             if answer is None:
-                raise check.invalid("answers", answer, _ACCEPTED)
-            pieces = check.items("answers", answer, _ACCEPTED, self.info.max_model_len)
+                raise check.invalid("answers", answer, _ACCEPTED_ANSWERS)
+            pieces = check.items("answers", answer, _ACCEPTED_ANSWERS, self.info.max_model_len)
             return [token for piece in pieces for token in self._piece_tokens(piece)]
         except Exception as error:  # The test's own function raised it.
             return [error]
@@ -129,9 +129,9 @@ class ScriptedExecutor(FakeExecutor):
 
     def _question_text(self, prompt: Sequence[int]) -> str:
         for start in reversed(range(len(prompt))):
-            begin = start + 1 + len(_USER_HEADER)
+            begin = start + 1 + len(_USER_TURN_HEADER)
             if prompt[start] == TURN_START and list(prompt[start + 1 : begin]) == list(
-                _USER_HEADER
+                _USER_TURN_HEADER
             ):
                 return self._tokenizer.decode(prompt[begin : prompt.index(TURN_END, begin)])
         return self._tokenizer.decode(prompt, skip_special_tokens=False)
