@@ -667,7 +667,7 @@ class AsyncLLMEngine(Handle):
 
     def _running(self) -> InputProcessor:
         """Input processor of a running or dead engine; raises an error for any other engine, and in
-        a forked process. Calls check the engine's state nowhere else."""
+        a forked process. Every call checks the engine's state here, and only here."""
         thread, inputs = self._thread, self._input_processor
         if thread is None or inputs is None:
             raise self._not_started()

@@ -217,7 +217,7 @@ class EngineGroup(AsyncLLMEngine):
     @property
     def state(self) -> EngineState:
         """State of the group: "running" while one of its engines is, and "dead" if one is dead and
-        none runs. ``stats().states`` has the engines' own."""
+        none runs. ``stats().states`` has the state of each engine."""
         states: list[EngineState] = [
             "new" if self._queue.in_other_group(engine) else engine.state
             for engine in self._queue.engines.values()

@@ -18,7 +18,7 @@ _COMMON_SETTINGS = (
 
 
 def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
-    """Refuse an engine whose checks or tokens of a request may differ from those of ``other``."""
+    """Refuse an engine that may check or tokenise a request otherwise than ``other`` does."""
     expected = _agreed_values(other)
     for name, value in _agreed_values(engine).items():
         if value != expected[name]:

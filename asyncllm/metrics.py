@@ -179,7 +179,7 @@ class _EngineRecord:
                 intervals.observe(usage.inter_token_time, usage.longest_output - 1)
 
     def stats(self) -> EngineStats:
-        """Statistics of the engine; of a closed engine the last ones, without live requests."""
+        """Statistics of the engine; after it has closed, its latest ones, without live requests."""
         engine = self.engine()
         try:
             if engine is None:

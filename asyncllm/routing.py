@@ -357,7 +357,7 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """Prompt in a PrefixIndex.
+    """Record of a prompt that was added to a PrefixIndex.
 
     Attributes:
         key: the engine that it was sent to.
@@ -486,7 +486,7 @@ class PrefixIndex:
 
     def withdraw(self, sent: Sent) -> None:
         """Forget a prompt that the engine did not compute: it was refused, or ended before its
-        first token. Blocks that were sent again since stay."""
+        first token. Blocks that a later prompt shares are kept."""
         _check_sent(sent)
         with self._lock:
             self._under_way.discard(sent.stamp)

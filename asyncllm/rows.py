@@ -140,7 +140,7 @@ class Rows:
             raise check.invalid("rows", self.rows, "an iterable of rows, or an async iterable")
 
     def bind(self, max_rows: int, is_running: Callable[[], bool]) -> None:
-        """Set the limit, at most ``max_rows``, and how to tell whether the engine runs."""
+        """Set the maximum number of rows under way, and how to tell whether the engine runs."""
         max_under_way = check.integer(
             "max_under_way", self.max_under_way, 1, max_rows, optional=True
         )

@@ -292,7 +292,7 @@ class Case:
         assert (core.admission.num_live, len(core.admission.queued_requests)) == (0, 0)
         assert not core._in_flight
         assert not core._idle_calls._unfinished_futures
-        assert not list(engine._mailboxes)
+        assert not engine._mailboxes._mailbox_by_loop
         assert (engine.error is None) is not self.fault.fatal
         ended = await outcome(engine.wait_closed())
         if self.fault.fatal:

@@ -158,7 +158,7 @@ class Admission:
     def _find_shortage(
         self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
     ) -> tuple[str, int] | None:
-        """Reason why a group cannot be queued now, in the form of ``_check_room``. None if the
+        """Reason why a group cannot be queued now, as ``_check_room`` returns it. None if the
         group fits the queue, or its owner's share of the queue, and no call waits before the group.
 
         Args:

@@ -14,7 +14,8 @@ from asyncllm.errors import EngineError
 
 
 class IdleCalls:
-    """Queue of calls. The future of each call is completed in every case.
+    """Queue of calls that the engine thread makes for other threads. The future of each call is
+    completed, even if the engine closes or dies first.
 
     Args:
         inbox: the engine thread's command queue, which delivers the calls.

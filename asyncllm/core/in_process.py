@@ -13,7 +13,8 @@ from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class InProcess:
-    """Objects that cannot be pickled: callables, and exceptions with their causes.
+    """Objects of requests and steps that cannot be pickled: callables, and exceptions with their
+    causes.
 
     The executor makes one, as its attribute ``in_process``, and the scheduler fills it in. An
     executor in another process has none: its errors arrive as text.

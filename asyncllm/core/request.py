@@ -99,7 +99,7 @@ class RequestGroup:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence of a group.
+    """One sequence of a RequestGroup, from its prompt to its last token.
 
     Attributes:
         group: its group, shared with the other sequences of its call.

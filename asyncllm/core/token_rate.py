@@ -8,7 +8,7 @@ _MAX_RELATIVE_ERROR = 0.2
 
 
 class TokenRate:
-    """Rate at which tokens are added to steps, in tokens a second.
+    """Rate at which an engine computes tokens, in tokens a second.
 
     A step takes a fixed time besides the time of its tokens. So the rate is the slope of a
     least-squares fit of the steps' tokens by their times, in which the weight of a step halves with
@@ -22,7 +22,7 @@ class TokenRate:
         self._token_squares = self._second_squares = self._products = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Add a step.
+        """Add a finished step to the rate.
 
         Args:
             num_tokens: number of tokens that the step computed.
@@ -38,7 +38,7 @@ class TokenRate:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate; 0.0 while it is not known."""
+        """Rate in tokens a second; 0.0 while it is not known."""
         count = self._count
         squares = count * self._token_squares - self._tokens * self._tokens
         times = count * self._second_squares - self._seconds * self._seconds

@@ -10,7 +10,7 @@ _ASCII_ZERO, _ASCII_ONE = b"01"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRules:
-    """Rules of a request, prepared when it is submitted and shared by all its outputs.
+    """Token rules of a request, prepared when it is submitted and shared by all its outputs.
 
     If they were prepared only when an output enters a step, a list as long as the vocabulary would
     delay the step by 12 ms.
@@ -34,7 +34,7 @@ class TokenRules:
         bad_words: Iterable[Sequence[int]],
         vocab_size: int,
     ) -> TokenRules | None:
-        """Prepare the rules; None if there are none.
+        """Prepare the token rules of a request; None if it has none.
 
         Raises:
             IndexError: for a token id outside the vocabulary.

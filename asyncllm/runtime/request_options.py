@@ -71,7 +71,7 @@ class ChatOptions(TemplateOptions):
 
 
 def pop_fields(kind: type[T], options: dict[str, Any]) -> T:
-    """Move the fields of a dataclass out of ``given`` into a new instance."""
+    """Move the fields of a dataclass out of ``options`` into a new instance."""
     names: Any = [option.name for option in fields(kind)]  # pyright: ignore[reportArgumentType]
     return kind(**{name: options.pop(name) for name in names if name in options})
 

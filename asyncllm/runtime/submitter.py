@@ -31,7 +31,7 @@ CallArguments = tuple[Operation, Any]
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """A checked call, to be queued.
+    """Request of a call whose arguments are checked, ready to be queued.
 
     Attributes:
         request: first member of its group.
