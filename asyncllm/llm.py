@@ -221,11 +221,11 @@ class LLM(Handle):
         return blocking_results(all_rows, submit, self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
-        """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors are the same."""
+        """``AsyncLLMEngine.tokenize`` in the calling thread, with its arguments and errors."""
         return self.engine._running().prompts.prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """``AsyncLLMEngine.detokenize`` in the calling thread; arguments and errors are the same."""
+        """``AsyncLLMEngine.detokenize`` in the calling thread, with its arguments and errors."""
         prompts = self.engine._running().prompts
         return prompts.prepare_detokenize(token_ids, skip_special_tokens)[1]()
 

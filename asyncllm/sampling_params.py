@@ -187,7 +187,7 @@ class SamplingParams:
             self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def __copy__(self) -> Self:
-        # Several times as fast as the copy that a frozen dataclass with slots has of its own.
+        # Several times as fast as the generated copy of a frozen dataclass with slots.
         copied = object.__new__(type(self))
         for name in self.__dataclass_fields__:
             copied._set_field(name, getattr(self, name))
@@ -293,8 +293,8 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # Not by ``replace``, which passes on every field: an event loop waits for this call. The
-        # defaults below are valid, so the fields are checked before they are set.
+        # An event loop waits for this call, so fields are not set by ``replace``, which sets and
+        # checks all. The defaults below are valid, so the fields are checked before they are set.
         check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         resolved = copy(self)
         for name, value in overrides.items():

@@ -251,8 +251,8 @@ class TokenStream(Handle):
 
     def _wake_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
         """Register ``waiter`` to be woken through ``mailbox`` (None: the running loop's) when the
-        request has ended, and not at each delta. To be called once, before any read. Returns False if the request has
-        ended already; the waiter may be woken even then."""
+        request has ended, and not at each delta. To be called once, before any read. Returns
+        False if the request has ended already; the waiter may be woken even then."""
         self._channel.waiter = waiter
         self._channel.mailbox = self._get_loop_mailbox() if mailbox is None else mailbox
         return self._channel.final is None

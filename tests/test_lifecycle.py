@@ -711,5 +711,5 @@ def test_new_loop_during_cleanup_of_closed_loops():
     mailbox = asyncio.run(come())
     assert Gone.coming
     # The other loop has removed them already.
-    assert mailbox in registry
-    assert not any(isinstance(one, Gone) for one in registry)
+    assert mailbox in registry._mailbox_by_loop.values()
+    assert not any(isinstance(one, Gone) for one in registry._mailbox_by_loop.values())

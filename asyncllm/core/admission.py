@@ -214,10 +214,7 @@ class Admission:
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
         """Add to the queued requests and prompt tokens of an owner."""
         self.num_queued_tokens += num_tokens
-        try:
-            queued = self._queued_by_owner[owner]
-        except KeyError:
-            queued = self._queued_by_owner[owner] = [0, 0]
+        queued = self._queued_by_owner.setdefault(owner, [0, 0])
         queued[0] += num_requests
         queued[1] += num_tokens
         if not queued[0]:

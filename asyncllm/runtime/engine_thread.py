@@ -179,10 +179,9 @@ class EngineThread:
         ``aclose``."""
         if not self.in_own_process():
             return self.forked_error()
-        closed_by_application = (
-            self.core.fatal_error is None and self.core.close_reason == CLOSED_MESSAGE
-        )
-        return None if closed_by_application else self.core.shutdown_error()
+        if self.core.fatal_error is None and self.core.close_reason == CLOSED_MESSAGE:
+            return None
+        return self.core.shutdown_error()
 
     @property
     def thread_to_join(self) -> threading.Thread | None:

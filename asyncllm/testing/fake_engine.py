@@ -51,26 +51,14 @@ class ScriptedExecutor(FakeExecutor):
     Args:
         info: limits that the executor reports to the engine.
         answers: the script. A request whose prompt has no answer fails.
-        sleep: function that is called on the engine thread before each step's result is returned.
     """
 
-    def __init__(
-        self,
-        info: ExecutorInfo,
-        tokenizer: Tokenizer,
-        answers: Answers,
-        sleep: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer, answers: Answers) -> None:
         super().__init__(info)
         self._tokenizer = tokenizer
         self._script = answers
-        self._sleep = sleep
         self._answers: dict[tuple[str, int | None], list[int | Exception]] = {}
         self._rows: dict[int, tuple[tuple[str, int | None], int]] = {}
-
-    def collect(self) -> StepResult:
-        self._sleep()
-        return super().collect()
 
     def _execute(self, batch: StepBatch) -> StepResult:
         for assignment in batch.assignments:
@@ -174,10 +162,6 @@ def fake_engine(
         if not isinstance(fault, BaseException):
             raise check.invalid("fail_at", fault, "an exception for each step")
 
-    def pause() -> None:
-        if step_time:
-            sleep(step_time)
-
     def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         if load_error is not None:
             raise load_error
@@ -186,8 +170,8 @@ def fake_engine(
             tokenizer = tokenizer.with_chat_template(config.chat_template)
         tokenizer.chat_template.compile()
         info = _executor_info(config, tokenizer.vocab_size)
-        executor = ScriptedExecutor(info, tokenizer, answers, pause)
-        executor.gate = gate
+        executor = ScriptedExecutor(info, tokenizer, answers)
+        executor.gate, executor.step_time, executor.sleep = gate, step_time, sleep
         executor.faults.update(faults)
         return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
 

@@ -97,13 +97,14 @@ class FakeExecutor:
 
     Args:
         info: limits that the executor reports to the engine.
-        step_time: duration of each step in seconds, slept with the GIL released.
+        step_time: duration of each step in seconds.
         record: keep every executed batch in ``batches``.
 
     Attributes:
         faults: faults by step number, for ``collect`` of that step: an exception to raise, or a
             function that gets the result and returns another.
         gate: semaphore that each ``collect`` acquires; None for no wait.
+        sleep: function that is called with ``step_time`` in each step.
         batches: the executed batches, if ``record`` is True.
         row_errors: exceptions by request id, with which each sampled row of the request fails.
     """
@@ -112,6 +113,7 @@ class FakeExecutor:
         self.info = info
         self.in_process = InProcess()
         self.step_time = step_time
+        self.sleep: Callable[[float], None] = time.sleep
         self.record = record
         self.batches: list[StepBatch] = []
         self.faults: dict[int, BaseException | Callable[[StepResult], StepResult]] = {}
@@ -195,7 +197,7 @@ class FakeExecutor:
         if self.gate is not None:
             self.gate.acquire()
         if self.step_time:
-            time.sleep(self.step_time)
+            self.sleep(self.step_time)
         fault = self.faults.pop(batch.step, None)
         if isinstance(fault, BaseException):
             raise fault
