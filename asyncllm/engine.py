@@ -671,7 +671,8 @@ class AsyncLLMEngine(Handle):
         thread, inputs = self._thread, self._input_processor
         if thread is None or inputs is None:
             raise self._not_started()
-        thread.check_process()
+        if os.getpid() != thread.pid:
+            raise thread.forked_error()
         if self._closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
         return inputs
