@@ -245,26 +245,13 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(sorted(checked)))
 
     def _check_choices(self) -> None:
-        check.field(self, check.choice, "dtype", get_args(Dtype))
-        check.field(self, check.choice, "scheduling_policy", get_args(SchedulingPolicy))
-        check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
-        check.field(self, check.choice, "load_format", get_args(LoadFormat))
-        check.field(self, check.choice, "quantization", get_args(Quantization))
-        check.field(self, check.choice, "packed_cache", get_args(PackedCache))
-        check.field(self, check.choice, "model_impl", get_args(ModelImpl))
-        check.field(self, check.choice, "generation_config", get_args(GenerationConfig))
-        backends = get_args(StructuredOutputsBackend)
-        check.field(self, check.choice, "structured_outputs_backend", backends)
-        check.field(self, check.boolean, "enable_prefix_caching")
-        check.field(self, check.boolean, "trust_remote_code")
-        check.field(self, check.boolean, "async_scheduling")
-        check.field(self, check.choice, "tool_call_parser", get_args(ToolParser))
-        if self.reasoning_parser is not None:
-            families = get_args(ReasoningParser)
-            parser = check.choice(
-                "reasoning_parser", self.reasoning_parser, families, optional=True
-            )
-            object.__setattr__(self, "reasoning_parser", parser)
+        for name, annotation in self.__annotations__.items():
+            kind = annotation.removesuffix(" | None")
+            if kind == "bool":
+                check.field(self, check.boolean, name)
+            elif choices := get_args(globals().get(kind)):  # The type is a Literal of this module.
+                optional = kind != annotation
+                check.field(self, check.choice, name, choices, optional=optional)
         check.field(self, check.plain_data, "hf_overrides")
         check.field(self, check.string, "attention_backend")
         check.field(self, check.string, "revision")

@@ -274,11 +274,11 @@ def field(
     owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **options: Any
 ) -> None:
     """Validate a field of a frozen dataclass, and store the plain value. The default value is
-    always accepted, even if it is None."""
+    always accepted, even if it is None; ``optional`` accepts None beside another default."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
-        found = validator(name, value, *limits, optional=default is None, **options)
-        object.__setattr__(owner, name, found)
+        options.setdefault("optional", default is None)
+        object.__setattr__(owner, name, validator(name, value, *limits, **options))
 
 
 def equal_json(value: Any, other: Any) -> bool:
