@@ -260,7 +260,7 @@ class EngineGroup(AsyncLLMEngine):
     def abort(self, request_id: str | Iterable[str]) -> None:
         ids = request_ids(request_id)
         self._running()
-        for core in self._queue.cores():
+        for core in self._queue.cores().values():
             for live_id in ids:
                 group = core.admission.get_live(live_id)
                 if group is not None:
@@ -315,24 +315,18 @@ class EngineGroup(AsyncLLMEngine):
         """Snapshot of the engines' counters and their sums. Never blocks; any thread may call
         it."""
         self._running()
-        engines = self._queue.engines
-        engine_stats = {
-            number: engine._submitter.core.stats()
-            for number, engine in engines.items()
-            if engine._submitter
+        states: dict[int, EngineState] = {
+            number: engine.state for number, engine in self._queue.engines.items()
         }
+        engine_stats = {number: core.stats() for number, core in self._queue.cores().items()}
         total: dict[str, Any] = {
             counter.name: sum(getattr(stats, counter.name) for stats in engine_stats.values())
             for counter in fields(EngineStats)
         }
         total["kv_cache_usage"] = 1.0 - total["num_free_blocks"] / max(total["num_blocks"], 1)
-        total["is_paused"] = all(
-            stats.is_paused
-            for number, stats in engine_stats.items()
-            if engines[number].state == "running"
-        )
+        running = [engine_stats[n] for n in engine_stats if states.get(n) == "running"]
+        total["is_paused"] = all(stats.is_paused for stats in running)
         total["last_step_time"] = max(stats.last_step_time for stats in engine_stats.values())
-        states: dict[int, EngineState] = {number: one.state for number, one in engines.items()}
         return GroupStats(**total, engines=engine_stats, states=states)
 
     def add_observer(self, observer: Observer) -> None:

@@ -74,17 +74,17 @@ class GroupQueue:
     def running(self) -> list[AsyncLLMEngine]:
         return [engine for engine in self.engines.values() if engine.state == "running"]
 
-    def cores(self) -> list[EngineCore]:
-        """Step loops of all engines, including engines that are closing."""
-        submitters = [engine._submitter for engine in self.engines.values()]
-        return [submitter.core for submitter in submitters if submitter is not None]
+    def cores(self) -> dict[int, EngineCore]:
+        """Step loops of all engines by number, including engines that are closing."""
+        submitters = {number: engine._submitter for number, engine in self.engines.items()}
+        return {number: one.core for number, one in submitters.items() if one is not None}
 
     def prompts_made(self) -> list[Future[None]]:
         submitters = [engine._submitter for engine in self.running()]
         return [one for each in submitters if each is not None for one in each.prompts_made()]
 
     def has_running_requests(self) -> bool:
-        return any(core.scheduler.running for core in self.cores())
+        return any(core.scheduler.running for core in self.cores().values())
 
     def claim(self, engine: AsyncLLMEngine, number: int) -> None:
         """Assign an engine to this group, under a number.
@@ -155,7 +155,7 @@ class GroupQueue:
         self.waiting_line.advance()
         if not placed.done():
             try:
-                for core in self.cores():
+                for core in self.cores().values():
                     core.check_waiting()
                 await wait_for(placed)
             except BaseException:
@@ -215,7 +215,8 @@ class GroupQueue:
             is always recorded, for engines that start later.
         """
         request, submission.observers = submission.request, ()
-        for core in self.cores():
+        cores = self.cores().values()
+        for core in cores:
             core.admission.check_id(request.request_id)
         submitters = {
             number: engine._submitter
@@ -223,7 +224,7 @@ class GroupQueue:
             if engine.state == "running" and engine._submitter is not None
         }
         if not submitters:
-            dead = [core for core in self.cores() if core.fatal_error is not None]
+            dead = [core for core in cores if core.fatal_error is not None]
             raise (dead[0] if dead else self.core).shutdown_error()
         if len(submitters) == 1 and request.token_ids:
             (only,) = submitters.values()

@@ -10,7 +10,7 @@ from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
-OUTPUT_SNAPSHOT_INTERVAL = 256
+OUTPUT_INTERVAL = 256
 """Number of output tokens between two snapshots."""
 
 
@@ -58,10 +58,7 @@ class StateSnapshots:
     """
 
     def __init__(
-        self,
-        num_snapshots: int,
-        block_sizes: Sequence[int],
-        interval: int = OUTPUT_SNAPSHOT_INTERVAL,
+        self, num_snapshots: int, block_sizes: Sequence[int], interval: int = OUTPUT_INTERVAL
     ) -> None:
         self.pool = BlockPool(num_snapshots + 1)
         self._block_size = block_sizes[0]
