@@ -17,7 +17,7 @@ from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.group_agreement import check_agreement
 from asyncllm.group_queue import GroupQueue
-from asyncllm.observer import Observer, Observers
+from asyncllm.observer import Observer
 from asyncllm.outputs import EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
@@ -98,14 +98,11 @@ class EngineGroup(AsyncLLMEngine):
             raise check.invalid("engines", engines, "engines that are all new, or all running")
         for engine in running:
             check_agreement(engine, running[0])
-        self.config = engine_tuple[0].config
+        super().__init__(config=engine_tuple[0].config)
         self._queue = GroupQueue(check.integer("retries", retries, 0, 100))
         self._numbers = itertools.count()
-        self._thread = None
-        self._closed = self._is_paused = False
-        self._observers = Observers()
+        self._is_paused = False
         self._cooldown = Cooldown(self._queue.has_running_requests)
-        self._input_processor = None
         for engine in engine_tuple:
             self._add(engine)
         if running:

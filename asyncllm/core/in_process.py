@@ -42,12 +42,8 @@ class InProcess:
 
 def picklable_params(sampling: SamplingParams) -> SamplingParams:
     """Copy the parameters to a picklable object, without callables, grammar or shared mappings."""
-    if (
-        not sampling.logits_processors
-        and not sampling.logit_bias
-        and not sampling.extra_args
-        and sampling.structured_outputs is None
-    ):
+    shared = sampling.logits_processors, sampling.logit_bias, sampling.extra_args
+    if not any(shared) and sampling.structured_outputs is None:
         return sampling
     params = _with_logits_processors(sampling, ())
     object.__setattr__(params, "logit_bias", copy(sampling.logit_bias))

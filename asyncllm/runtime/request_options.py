@@ -84,11 +84,8 @@ def request_ids(value: Any) -> list[str]:
     """
     accepted = "a string, or several"
     is_one = value is None or isinstance(value, str)
-    ids = (value,) if is_one else check.items("request_id", value, accepted)
-    texts = []
+    ids: Any = (value,) if is_one else check.items("request_id", value, accepted)
     for request_id in ids:
-        text = check.plain_text(request_id)
-        if text is None:
+        if not isinstance(request_id, str):
             raise check.invalid("request_id", request_id, accepted)
-        texts.append(text)
-    return texts
+    return list(map(str.__str__, ids))  # A subclass of str may override its methods.
