@@ -490,8 +490,8 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but a string or strings; no request is aborted then.
         """
         core = self._running().submitter.core
-        for live_id in request_ids(request_id):
-            group = core.admission.get_live(live_id)
+        for each_id in request_ids(request_id):
+            group = core.admission.get_live(each_id)
             if group is not None:
                 core.abort(group)
 

@@ -258,12 +258,12 @@ class EngineGroup(AsyncLLMEngine):
         ids = request_ids(request_id)
         self._running()
         for core in self._queue.cores().values():
-            for live_id in ids:
-                group = core.admission.get_live(live_id)
+            for each_id in ids:
+                group = core.admission.get_live(each_id)
                 if group is not None:
                     core.abort(group)
-        for live_id in ids:
-            stream = self._queue.retryable.get(live_id)
+        for each_id in ids:
+            stream = self._queue.retryable.get(each_id)
             if stream is not None:
                 stream.abort()
 

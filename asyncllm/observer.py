@@ -135,13 +135,13 @@ class Observers:
             accepted = "an object with the methods on_submit and on_finish"
             raise invalid("observer", observer, accepted)
         with self._lock:
-            if not any(known is observer for known in self.all):
+            if not any(other is observer for other in self.all):
                 self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
         """Remove an observer. It is still called when requests end whose submission it saw."""
         with self._lock:
-            self.all = tuple(known for known in self.all if known is not observer)
+            self.all = tuple(other for other in self.all if other is not observer)
 
     def report_death(self, error: BaseException) -> None:
         """Tell the observers that the engine has died."""

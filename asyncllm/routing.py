@@ -411,19 +411,19 @@ class PrefixIndex:
         _check_prompt(hashes, now)
         with self._lock:
             num_blocks_by_key: dict[Key, int] = {}
-            # Bisect: ``keys`` have the first ``least`` blocks, and none has more than ``most``.
+            # Bisect: ``keys`` have the first ``low`` blocks, and none has more than ``high``.
             ranges: list[tuple[Set[Key], int, int]] = [(self._blocks.keys(), 0, len(hashes))]
             while ranges:
-                keys, least, most = ranges.pop()
-                if least == most:
-                    num_blocks_by_key.update(dict.fromkeys(keys, least))
+                keys, low, high = ranges.pop()
+                if low == high:
+                    num_blocks_by_key.update(dict.fromkeys(keys, low))
                     continue
-                middle = (least + most + 1) // 2
-                longer = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
-                if longer:
-                    ranges.append((longer, middle, most))
-                if middle > 1 and len(longer) < len(keys):
-                    ranges.append((keys - longer, least, middle - 1))
+                middle = (low + high + 1) // 2
+                longer_keys = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
+                if longer_keys:
+                    ranges.append((longer_keys, middle, high))
+                if middle > 1 and len(longer_keys) < len(keys):
+                    ranges.append((keys - longer_keys, low, middle - 1))
             if self.max_age < math.inf:
                 for key, count in num_blocks_by_key.items():
                     blocks = self._blocks[key]
@@ -450,10 +450,10 @@ class PrefixIndex:
             indexed = hashes[: self.max_blocks]
             stamps = []
             for block_hash in indexed:
-                known = blocks.get(block_hash)
-                if known is None:
+                entry = blocks.get(block_hash)
+                if entry is None:
                     break
-                stamps.append(0 if known[0] in self._under_way else known[0])
+                stamps.append(0 if entry[0] in self._under_way else entry[0])
             for block_hash in reversed(indexed):
                 blocks[block_hash] = self._stamp, now
                 blocks.move_to_end(block_hash)

@@ -328,19 +328,19 @@ class RowStream(Handle):
             EngineDeadError, EngineClosedError: if the engine died or was closed.
             RuntimeError: if another task reads, or the last read was on another loop.
         """
-        rows, feed = self._rows, self._feeder
+        rows, feeder = self._rows, self._feeder
         while True:
-            feed.start()
+            feeder.start()
             row = rows.pop_ended()
             if row is not None:
                 try:
                     return await _read(rows, row)
                 except EngineError:
-                    feed.close()
+                    feeder.close()
                     raise
             if rows.is_over():
                 raise StopAsyncIteration
-            await feed.wait()
+            await feeder.wait()
 
     async def aclose(self) -> None:
         """Abort the rows under way, and end the iteration. Idempotent; returns at once."""

@@ -321,15 +321,15 @@ class SamplingParams:
         index = check.integer("index", index, 0, self.n - 1)
         if self.seed is None:
             raise check.invalid("seed", None, "the seed of the request, which was not drawn")
-        alone = copy(self)
-        alone._set_field("n", 1)
+        params = copy(self)
+        params._set_field("n", 1)
         if index > 0:
             data = struct.pack("<QQ", self.seed % 2**64, index)
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            alone._set_field("seed", int.from_bytes(digest, "little"))
+            params._set_field("seed", int.from_bytes(digest, "little"))
             # Only the first output has prompt log-probabilities.
-            alone._set_field("prompt_logprobs", None)
-        return alone
+            params._set_field("prompt_logprobs", None)
+        return params
 
 
 def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> dict[str, Any]:

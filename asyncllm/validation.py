@@ -143,8 +143,8 @@ def number(
             result = math.inf
     if low <= result <= high and not (above and result == low):
         return result
-    word = "above" if above else "from"
-    return _refuse(name, value, f"{description} {word} {low:g} to {high:g}", **options)
+    preposition = "above" if above else "from"
+    return _refuse(name, value, f"{description} {preposition} {low:g} to {high:g}", **options)
 
 
 def seconds(name: str, value: Any, **options: Any) -> Any:
@@ -265,9 +265,9 @@ def token_ids(
         ids = all_ids if kinds <= {int} else tuple(array("q", all_ids))
         if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
             return ids
-    wrong = (one for one in all_ids if _integer_in(one, 0, below - 1) is None)
+    invalid_ids = (one for one in all_ids if _integer_in(one, 0, below - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
-    return _refuse(name, next(wrong, value), accepted, **{**options, "optional": False})
+    return _refuse(name, next(invalid_ids, value), accepted, **{**options, "optional": False})
 
 
 def field(
@@ -292,16 +292,16 @@ def equal_json(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> None:
+def refuse_unknown(kind: str, names: Iterable[Any], known: Collection[str]) -> None:
     """Raise InvalidRequestError for an unknown name; the message has asyncllm's name for it, if
     there is one."""
-    for name in given:
+    for name in names:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)
-            ours = COUNTERPARTS.get(kind, {}).get(name)
-            hint = (
-                f" (there are {', '.join(sorted(known))})" if ours is None else f", expected {ours}"
-            )
+            our_name = COUNTERPARTS.get(kind, {}).get(name)
+            hint = f", expected {our_name}"
+            if our_name is None:
+                hint = f" (there are {', '.join(sorted(known))})"
             raise argument_error(name, f"no such {kind}{hint}")
 
 
@@ -314,13 +314,13 @@ def known_fields(kind: str) -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         fields: Any = cls.__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
-        made = cls.__init__
+        original_init = cls.__init__
 
-        @wraps(made)
-        def init(self: T, *values: Any, **given: Any) -> None:
-            if not given.keys() <= fields.keys():
-                refuse_unknown(kind, given, fields)
-            made(self, *values, **given)
+        @wraps(original_init)
+        def init(self: T, *values: Any, **keywords: Any) -> None:
+            if not keywords.keys() <= fields.keys():
+                refuse_unknown(kind, keywords, fields)
+            original_init(self, *values, **keywords)
 
         cls.__init__ = init
         return cls

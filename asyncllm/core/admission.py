@@ -231,10 +231,11 @@ class Admission:
             or self.num_queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
         ):
             return False
-        requests, tokens = self._queued_by_owner.get(owner, (0, 0))
-        return requests + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
-            not requests
-            or tokens + num_requests * num_tokens <= math.ceil(self.max_queued_tokens / num_owners)
+        num_queued, num_queued_tokens = self._queued_by_owner.get(owner, (0, 0))
+        return num_queued + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
+            not num_queued
+            or num_queued_tokens + num_requests * num_tokens
+            <= math.ceil(self.max_queued_tokens / num_owners)
         )
 
     def _check_room(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:

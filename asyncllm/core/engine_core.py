@@ -428,9 +428,9 @@ class EngineCore:
             self._only_paused_since = None
         elif self._only_paused_since is None:
             self._only_paused_since = now
-        since = self._only_paused_since
-        unread = since is not None and now - since >= _PAUSED_GRACE_SECONDS
-        if live == 0 or now >= closing_at or unread:
+        paused_since = self._only_paused_since
+        is_unread = paused_since is not None and now - paused_since >= _PAUSED_GRACE_SECONDS
+        if live == 0 or now >= closing_at or is_unread:
             for group in self.admission.close(self.shutdown_error):
                 group.cancelled = True
                 self.on_abort(group)

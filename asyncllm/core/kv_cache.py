@@ -321,9 +321,9 @@ class KVCacheManager:
     def publish(self, request: Request) -> list[Block]:
         """Publish full blocks; returns those that were not in the cache yet. Their tokens are
         known, and their KV is computed by launched steps or by the step being scheduled."""
-        end, known = request.num_computed_tokens, len(request.token_ids)
-        if end > known:
-            end = known
+        end, num_known = request.num_computed_tokens, len(request.token_ids)
+        if end > num_known:
+            end = num_known
         published: list[Block] = []
         if end < request.publish_at:
             return published

@@ -115,13 +115,13 @@ class OutputProcessor:
         unless ``include_stop_str_in_output`` is set. A stop string ends the request here, even in
         the middle of a token."""
         sampling = request.sampling
-        by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
-        if by_token and request.structured_output is not None:
+        ended_by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
+        if ended_by_token and request.structured_output is not None:
             # A grammar may end the request with an ordinary token, whose text belongs to the
             # output.
-            by_token = token_id in request.stop_token_ids
+            ended_by_token = token_id in request.stop_token_ids
         text = ""
-        if not by_token or sampling.include_stop_str_in_output:
+        if not ended_by_token or sampling.include_stop_str_in_output:
             reasoning = request.reasoning
             if reasoning is None:
                 text = detokenizer.push(token_id)
@@ -214,8 +214,8 @@ class OutputProcessor:
             mailbox = channel.mailbox
             if mailbox is not None:
                 by_mailbox.setdefault(mailbox, []).append(channel)
-        for mailbox, woken in by_mailbox.items():
-            if not mailbox.notify(woken):
+        for mailbox, channels in by_mailbox.items():
+            if not mailbox.notify(channels):
                 self._abort_readers_of(mailbox)
 
     def _abort_readers_of(self, mailbox: Mailbox) -> None:
@@ -240,8 +240,8 @@ class OutputProcessor:
             if request is unfinished[-1]:
                 self.close(request, None)
             else:
-                held = Delta(_remaining_text(request), (), index=request.index)
-                self._end_member(request, group.channel, held)
+                last = Delta(_remaining_text(request), (), index=request.index)
+                self._end_member(request, group.channel, last)
 
     def complete(self, request: Request) -> None:
         """End a request whose grammar is complete, without another token."""

@@ -38,8 +38,8 @@ class ScheduledStep:
         decodes = [i for i in rows if batch.counts[i] == 1 and batch.samples[i]]
         if len(decodes) in (0, len(rows)) or decodes[-1] == len(decodes) - 1:
             return
-        chosen = set(decodes)
-        order = decodes + [i for i in rows if i not in chosen]
+        decode_set = set(decodes)
+        order = decodes + [i for i in rows if i not in decode_set]
         self.requests = [self.requests[i] for i in order]
         self.epochs = [self.epochs[i] for i in order]
         batch.req_indices = [batch.req_indices[i] for i in order]
@@ -74,11 +74,11 @@ class ScheduledStep:
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")
         for row, count in enumerate(result.counts):
-            yields = self.batch.samples[row] and row not in result.errors
-            if not (1 <= count <= max_count if yields else count == 0):
+            has_tokens = self.batch.samples[row] and row not in result.errors
+            if not (1 <= count <= max_count if has_tokens else count == 0):
                 raise ValueError(
                     f"step {number} has {count} tokens in row {row}; expected "
-                    f"{f'1 to {max_count}' if yields else 'none'}"
+                    f"{f'1 to {max_count}' if has_tokens else 'none'}"
                 )
 
     def _check_prompt_logprobs(self, result: StepResult) -> None:

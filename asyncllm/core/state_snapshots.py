@@ -138,16 +138,16 @@ class StateSnapshots:
         flight stays unpublished; one of an outdated epoch is dropped."""
         if not self._pending:
             return
-        waiting = []
+        still_pending = []
         for save in self._pending:
             request = save.request
             if request.epoch == save.epoch:
                 if len(request.token_ids) < save.num_tokens:
-                    waiting.append(save)
+                    still_pending.append(save)
                     continue
                 self._publish(save)
             self.pool.release((save.block,))
-        self._pending = waiting
+        self._pending = still_pending
         self._pending_keys.clear()
 
     def _publish(self, save: _PendingSnapshot) -> None:
@@ -169,8 +169,8 @@ class StateSnapshots:
         computed = request.num_computed_tokens
         last = (request.num_prompt_tokens - 1) // self._common_block_size * self._common_block_size
         if computed < last:
-            shared = request.num_shared_tokens
-            return shared if computed < shared < last else last
+            num_shared = request.num_shared_tokens
+            return num_shared if computed < num_shared < last else last
         end = (len(request.token_ids) - 1) // self._common_block_size * self._common_block_size
         if computed < end:
             return end

@@ -111,16 +111,16 @@ class StructuredOutput:
         return "stop" if self.matcher.is_terminated() else reason
 
     def _follow_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
-        matcher, followed = self.matcher, self.num_delimiter_tokens
+        matcher, num_followed = self.matcher, self.num_delimiter_tokens
         is_last = reasoning.is_last_begin_token()
         if not is_last:
-            if followed is None:
+            if num_followed is None:
                 return
             if _allows_token(matcher.bitmask(), token_id) and matcher.accept(token_id):
-                self.num_delimiter_tokens = followed + 1
+                self.num_delimiter_tokens = num_followed + 1
                 return
-        if followed:
-            matcher.rollback(followed)
+        if num_followed:
+            matcher.rollback(num_followed)
         self.num_delimiter_tokens = 0 if is_last else None
 
     def mask(self, request: Request) -> bytes | None:
@@ -150,9 +150,9 @@ class StructuredOutput:
             byte, bit = token_id >> 3, 1 << (token_id & 7)
             if byte < len(mask) and not (token_id in self.special_tokens and mask[byte] & bit):
                 mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
-        opening = None if reasoning is None else reasoning.next_begin_token()
-        if opening is not None and opening >> 3 < len(mask):
-            mask[opening >> 3] |= 1 << (opening & 7)
+        begin_token = None if reasoning is None else reasoning.next_begin_token()
+        if begin_token is not None and begin_token >> 3 < len(mask):
+            mask[begin_token >> 3] |= 1 << (begin_token & 7)
         rules = request.token_rules
         if rules is not None and rules.allowed is not None:
             common = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed, "little")

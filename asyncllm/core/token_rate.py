@@ -40,12 +40,17 @@ class TokenRate:
     def tokens_per_second(self) -> float:
         """Rate in tokens a second; 0.0 while it is not known."""
         count = self._count
-        squares = count * self._token_squares - self._tokens * self._tokens
-        times = count * self._second_squares - self._seconds * self._seconds
-        products = count * self._products - self._tokens * self._seconds
+        # Variances and covariance, times the square of ``count``.
+        token_variance = count * self._token_squares - self._tokens * self._tokens
+        time_variance = count * self._second_squares - self._seconds * self._seconds
+        covariance = count * self._products - self._tokens * self._seconds
         # The sums are rounded, so equal steps may differ in the last digits.
-        if count <= 2.0 or products <= 0.0 or squares <= 1e-6 * self._tokens * self._tokens:
+        if (
+            count <= 2.0
+            or covariance <= 0.0
+            or token_variance <= 1e-6 * self._tokens * self._tokens
+        ):
             return 0.0
-        unexplained = squares * times - products * products
-        allowed = _MAX_RELATIVE_ERROR * _MAX_RELATIVE_ERROR * (count - 2.0) * products * products
-        return squares / products if unexplained <= allowed else 0.0
+        residual = token_variance * time_variance - covariance * covariance
+        max_residual = _MAX_RELATIVE_ERROR**2 * (count - 2.0) * covariance * covariance
+        return token_variance / covariance if residual <= max_residual else 0.0

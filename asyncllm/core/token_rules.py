@@ -41,23 +41,23 @@ class TokenRules:
         """
         trie: dict[tuple[int, int], int] = {}
         last_tokens: dict[int, list[int]] = {}
-        single: list[int] = []
-        for *others, last in bad_words:
+        single_tokens: list[int] = []
+        for *earlier_tokens, last in bad_words:
             node = 0
-            for token in reversed(others):
+            for token in reversed(earlier_tokens):
                 node = trie.setdefault((node, token), len(trie) + 1)
-            (last_tokens.setdefault(node, []) if others else single).append(last)
-        if allowed_token_ids is None and not single and not trie:
+            (last_tokens.setdefault(node, []) if earlier_tokens else single_tokens).append(last)
+        if allowed_token_ids is None and not single_tokens and not trie:
             return None
         allowed = None
-        if allowed_token_ids is not None or single:
+        if allowed_token_ids is not None or single_tokens:
             size = -(-vocab_size // 32) * 32
-            digits = bytearray((b"1" if allowed_token_ids is None else b"0") * size)
+            bits = bytearray((b"1" if allowed_token_ids is None else b"0") * size)
             for token in allowed_token_ids or ():
-                digits[token] = _ASCII_ONE
-            for token in single:
-                digits[token] = _ASCII_ZERO
-            allowed = int(digits[::-1], 2).to_bytes(size // 8, "little")
+                bits[token] = _ASCII_ONE
+            for token in single_tokens:
+                bits[token] = _ASCII_ZERO
+            allowed = int(bits[::-1], 2).to_bytes(size // 8, "little")
         return cls(allowed, trie, last_tokens)
 
     def excluded_tokens(self, output: Sequence[int]) -> list[int]:

@@ -85,9 +85,9 @@ class WaitingQueue:
             self._newest_arrival_index = index
         owner = self._owners.get(request.owner)
         if owner is None:
-            alone = list(self._owners.values()) if len(self._owners) == 1 else ()
+            sole_owners = list(self._owners.values()) if len(self._owners) == 1 else ()
             owner = self._owners[request.owner] = _Owner(request.owner)
-            for other in alone:
+            for other in sole_owners:
                 self._requeue_owner(other)
         self._serial += 1
         self._waiting_requests[request] = self._serial

@@ -226,10 +226,12 @@ class EngineThread:
             # A closed loop never ends its tasks but drops its timers, so a timer's finalizer
             # detects the loop's end.
             timer = loop.call_later(_NEVER_SECONDS, bool)
-            alarm = weakref.finalize(timer, self.loop_ended)
-            alarm.atexit = False
+            finalizer = weakref.finalize(timer, self.loop_ended)
+            finalizer.atexit = False
             del timer
-            self._task.add_done_callback(lambda _: (left := alarm.detach()) and left[0].cancel())
+            self._task.add_done_callback(
+                lambda _: (alive := finalizer.detach()) and alive[0].cancel()
+            )
         else:
             from trio.lowlevel import spawn_system_task
 

@@ -60,14 +60,14 @@ class Submission:
     def copy_for_retry(self, stream: TokenStream | None = None) -> Submission:
         """Copy the submission of a request without output, to send it to another engine. The copy
         has the same id, seeds, arrival and deadline, and the prompt if it was tokenised already."""
-        old = self.request.group
-        channel = Channel(old.channel.max_unread, old.channel.on_slow)
+        old_group = self.request.group
+        channel = Channel(old_group.channel.max_unread, old_group.channel.on_slow)
         group = RequestGroup(
-            old.request_id,
+            old_group.request_id,
             channel,
-            old.arrived_at,
-            old.deadline,
-            num_truncated_tokens=old.num_truncated_tokens,
+            old_group.arrived_at,
+            old_group.deadline,
+            num_truncated_tokens=old_group.num_truncated_tokens,
         )
         for member in self._members:
             prompt = member.token_ids[: member.num_prompt_tokens]
