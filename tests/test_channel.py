@@ -136,7 +136,7 @@ def test_token_after_the_end_is_dropped():
 def test_unread_tokens_merge_up_to_the_delta_limit(max_unread, logprobs):
     channel = Channel(max_unread=max_unread)
     assert (channel.num_written, channel.num_read, channel.num_unread) == (0, 0, 0)
-    assert (channel.has_reader, channel.is_backpressured, channel.final) == (False, False, None)
+    assert (channel.has_reader, channel.is_backpressured, channel.ended) == (False, False, False)
     for token_id in range(9):
         channel.put(token_id, f"{token_id} ", logprobs_of(token_id) if logprobs else None)
         full, rest = divmod(token_id + 1, max_unread)
@@ -184,10 +184,11 @@ def test_first_end_is_the_end_and_counts_its_token_once():
     usage = Usage(1, 1, 0, 0.0, None, 0.0)
     first = StreamEnd("stop", None, usage, last=Delta("5 ", (5,)))
     assert channel.offer_end(first) is True
-    assert (channel.final, channel.num_written) == (None, 3)
+    assert (channel.ended, channel.num_written) == (False, 3)
     assert channel.offer_end(StreamEnd("stop", None, usage, last=Delta("6 ", (6,)))) is False
     channel.end()
-    assert (channel.final, channel.num_written) == (first, 3)
+    assert channel.final is first
+    assert (channel.ended, channel.num_written) == (True, 3)
     for end in (StreamEnd("abort", None, usage), RuntimeError("failed")):
         channel = Channel()
         assert channel.offer_end(end) is True
@@ -432,4 +433,4 @@ def test_python_without_the_gil_is_refused(monkeypatch):
         ChannelRig()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
     assert isinstance(ChannelRig().output_processor, OutputProcessor)
-    assert Channel().final is None
+    assert not Channel().ended

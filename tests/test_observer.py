@@ -304,7 +304,7 @@ async def test_the_end_is_observed_before_it_can_be_read():
 
     class Early(Silent):
         def on_finish(self, request, usage, error):
-            readable.append(request.group.channel.final is not None)
+            readable.append(request.group.channel.ended)
 
     rig = fake()
     rig.executor.row_errors["bad"] = ValueError("no")

@@ -315,9 +315,7 @@ async def test_output_merges_behind_a_stalled_loop():
         first = [asyncio.ensure_future(anext(stream)) for stream in streams[:16]]
         await asyncio.sleep(0)
         rig.executor.gate.release(1000)
-        blocking_until(
-            lambda: all(channel_of(stream).final is not None for stream in streams), 30.0
-        )
+        blocking_until(lambda: all(channel_of(stream).ended for stream in streams), 30.0)
         assert [len(channel_of(stream).items) for stream in streams] == [13] * 32
         # A wake for the first token, and one for the end.
         assert len(mailbox_of_this_loop(engine)._channels_to_wake) <= 2 * len(first)

@@ -126,6 +126,10 @@ class Channel:
     def num_unread(self) -> int:
         return self.num_written - self.num_read
 
+    @property
+    def ended(self) -> bool:
+        return self.final is not None
+
     def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
         """Write a token other than its request's last one; drop it after the end. Engine thread
         only."""

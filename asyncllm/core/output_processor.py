@@ -157,7 +157,7 @@ class OutputProcessor:
         because another thread may be stuck."""
         group = request.group
         channel = group.channel
-        if channel.final is None:
+        if not channel.ended:
             self._propose_end(request, error, last)
             channel.end()
         # Queue the wake before ``forget``. So a thread that fails all live requests either finds
@@ -259,7 +259,7 @@ class OutputProcessor:
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End the whole group with an exception, even if only one member failed."""
-        if group.channel.final is None:
+        if not group.channel.ended:
             for request in group.members:
                 self._scheduler.finish(request, None)
             self.close(group.members[-1], error)

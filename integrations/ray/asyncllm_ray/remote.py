@@ -283,7 +283,7 @@ class RemoteRequest:
 
     def _abort_late_reader(self, num_written: int) -> None:
         channel = self.channel
-        if num_written - channel.num_read >= channel.max_unread and channel.final is None:
+        if num_written - channel.num_read >= channel.max_unread and not channel.ended:
             self.abort(self.group)
 
     def take(self, batch: Batch) -> None:
@@ -293,7 +293,7 @@ class RemoteRequest:
             self.replica = batch.replica
             if self.call.is_aborted:
                 self.link.tell(self, is_aborted=True)
-        if channel.final is not None:
+        if channel.ended:
             return
         if batch.prompt_token_ids:
             for member in members:
