@@ -102,18 +102,15 @@ async def beam_search(
     )
     timeout = check.seconds("timeout", timeout, optional=True, above=True)
     options = {"priority": priority, "cache_salt": cache_salt, "owner": owner}
-    driver = _Driver(engine, search, eos_token_ids, options, timeout)
+    driver = _SearchDriver(engine, search, eos_token_ids, options, timeout)
     return await driver.run(prompt)
 
 
 def _early_stopping(value: EarlyStopping) -> EarlyStopping:
     if check.equal_json(value, "never"):
         return value
-    return check.boolean("early_stopping", value, make_error=_early_stopping_error)
-
-
-def _early_stopping_error(name: str, value: object, _: str) -> InvalidRequestError:
-    return check.invalid(name, value, 'true, false or "never"')
+    error = check.invalid("early_stopping", value, 'true, false or "never"')
+    return check.boolean("early_stopping", value, make_error=lambda *_: error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +167,23 @@ class BeamSearch:
             for beam, top in zip(self.running_beams, top_tokens, strict=True)
             for entry in top
         ]
-        candidates.sort(key=lambda one: -one[0])
+        candidates.sort(key=lambda candidate: -candidate[0])
         self.length += 1
         divisor = self.length**self.length_penalty
-        width, going = self.beam_width, []
+        width, still_running = self.beam_width, []
         for rank, (logprob, beam, entry) in enumerate(candidates):
-            if rank >= width and len(going) == width:
+            if rank >= width and len(still_running) == width:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
-            chosen = self.ended_beams if ends else going
+            beams = self.ended_beams if ends else still_running
             # Only the ``width`` likeliest candidates may end a beam; the other candidates replace
             # the beams that ended.
-            if rank < width if ends else len(going) < width:
-                chosen.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
-        self.running_beams = going
+            if rank < width if ends else len(still_running) < width:
+                beams.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
+        self.running_beams = still_running
         self.ended_beams.sort(key=lambda beam: -beam.score)
         del self.ended_beams[self.beam_width :]
-        self.done = not going or self._cannot_improve()
+        self.done = not still_running or self._cannot_improve()
 
     def _cannot_improve(self) -> bool:
         if len(self.ended_beams) < self.beam_width:
@@ -196,8 +193,8 @@ class BeamSearch:
         length = self.length
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.max_tokens
-        best_beams = self.running_beams[0].logprob / length**self.length_penalty
-        return best_beams <= self.ended_beams[-1].score
+        best_score = self.running_beams[0].logprob / length**self.length_penalty
+        return best_score <= self.ended_beams[-1].score
 
     def end_early(self) -> None:
         """End the search early: the running beams become outputs as they are."""
@@ -206,16 +203,17 @@ class BeamSearch:
 
     def best_beams(self) -> list[Beam]:
         """Beams with the highest scores, ended or not."""
-        both = [*self.ended_beams, *self.running_beams] if self.length else self.ended_beams
-        return sorted(both, key=lambda beam: -beam.score)[: self.beam_width]
+        beams = [*self.ended_beams, *self.running_beams] if self.length else self.ended_beams
+        return sorted(beams, key=lambda beam: -beam.score)[: self.beam_width]
 
 
 @dataclass(slots=True, eq=False)
-class _Driver:
+class _SearchDriver:
     """Runs a beam search on an engine.
 
     Attributes:
         _first_completion: completion of the first request; its prompt is the prompt of the search.
+            Set in the search's first step.
     """
 
     _engine: AsyncLLMEngine
@@ -224,16 +222,15 @@ class _Driver:
     _options: dict[str, Any]
     _timeout: float | None
     _began_at: float = field(default_factory=time.monotonic)
-    _first_completion: Completion | None = None
+    _first_completion: Completion = field(init=False)
 
     async def run(self, prompt: str | Sequence[int]) -> Completion:
         search = self._search
         try:
             search.advance(await self._next_tokens([prompt]))
-            assert self._first_completion is not None
-            begin = self._first_completion.prompt_token_ids
+            prompt_token_ids = self._first_completion.prompt_token_ids
             while not search.done:
-                prompts = [[*begin, *beam.token_ids] for beam in search.running_beams]
+                prompts = [[*prompt_token_ids, *beam.token_ids] for beam in search.running_beams]
                 try:
                     search.advance(await self._next_tokens(prompts))
                 except ContextLengthExceededError:
@@ -276,7 +273,7 @@ class _Driver:
             "timeout": timeout,
         }
         try:
-            if self._first_completion is None:
+            if not self._search.length:
                 return self._engine.stream(prompt, params, **options)
             with anyio.move_on_after(timeout):
                 return await self._engine.submit(prompt, params, **options)
@@ -292,7 +289,7 @@ class _Driver:
 
     async def _read_next_tokens(self, stream: TokenStream) -> Sequence[Logprob]:
         completion = await stream.result()
-        if self._first_completion is None:
+        if not self._search.length:
             self._first_completion = completion
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")
@@ -302,7 +299,6 @@ class _Driver:
         outputs = tuple([self._output(index, beam) for index, beam in enumerate(beams)])
         lengths = [len(output.token_ids) for output in outputs]
         first = self._first_completion
-        assert first is not None
         assert first.usage is not None
         usage = replace(
             first.usage,
@@ -316,10 +312,9 @@ class _Driver:
         token_ids = beam.token_ids
         last, search = token_ids[-1], self._search
         stops = last in search.stop_token_ids
-        assert self._first_completion is not None
-        begin = self._first_completion.prompt_token_ids
-        detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), begin)
-        pieces = [detokenizer.push(one) for one in token_ids[: len(token_ids) - stops]]
+        prompt_token_ids = self._first_completion.prompt_token_ids
+        detokenizer = self._engine.tokenizer.detokenizer(SamplingParams(), prompt_token_ids)
+        pieces = [detokenizer.push(token_id) for token_id in token_ids[: len(token_ids) - stops]]
         return BeamOutput(
             index=index,
             text="".join(pieces) + detokenizer.finish(),

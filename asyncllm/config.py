@@ -42,9 +42,10 @@ PACKAGED_MODEL = "asyncllm/demo"
 _BYTES_PER_UNIT = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES_PER_UNIT |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
+_PROCESSOR_NAME = re.compile(r"[\w.]{1,256}:\w{1,256}")
 _MAX_PROCESSORS = 64
 _MAX_MODEL_NAMES = 64
-_MAX_NAME_LENGTH = 1024
+_MAX_MODEL_NAME_LENGTH = 1024
 _MAX_SEQS = 2**16
 _MAX_TOKENS = 2**31 - 1
 """Maximum number of tokens or blocks: positions and block ids are int32 on a device."""
@@ -235,38 +236,22 @@ class EngineConfig:
         for name in ("kv_cache_memory", "packed_cache_size"):
             if name == "packed_cache_size" or getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        name = "cudagraph_capture_sizes"
         if self.cudagraph_capture_sizes is not None:
-            sizes = check.items(
-                "cudagraph_capture_sizes", self.cudagraph_capture_sizes, "batch sizes"
-            )
-            checked = {
-                check.integer("cudagraph_capture_sizes", size, 1, _MAX_SEQS) for size in sizes
-            }
+            sizes = check.items(name, self.cudagraph_capture_sizes, "batch sizes")
+            checked = {check.integer(name, size, 1, _MAX_SEQS) for size in sizes}
             if not checked:
-                raise check.invalid(
-                    "cudagraph_capture_sizes", sizes, "at least one batch size, or None"
-                )
-            object.__setattr__(self, "cudagraph_capture_sizes", tuple(sorted(checked)))
+                raise check.invalid(name, sizes, "at least one batch size, or None")
+            object.__setattr__(self, name, tuple(sorted(checked)))
 
     def _check_choices(self) -> None:
-        check.field(self, check.choice, "dtype", get_args(Dtype))
-        check.field(self, check.choice, "scheduling_policy", get_args(SchedulingPolicy))
-        check.field(self, check.choice, "cuda_graphs", get_args(CudaGraphs))
-        check.field(self, check.choice, "load_format", get_args(LoadFormat))
-        check.field(self, check.choice, "quantization", get_args(Quantization))
-        check.field(self, check.choice, "packed_cache", get_args(PackedCache))
-        check.field(self, check.choice, "model_impl", get_args(ModelImpl))
-        check.field(self, check.choice, "generation_config", get_args(GenerationConfig))
-        backends = get_args(StructuredOutputsBackend)
-        check.field(self, check.choice, "structured_outputs_backend", backends)
-        check.field(self, check.boolean, "enable_prefix_caching")
-        check.field(self, check.boolean, "trust_remote_code")
-        check.field(self, check.boolean, "async_scheduling")
-        check.field(self, check.choice, "tool_call_parser", get_args(ToolParser))
-        if self.reasoning_parser is not None:
-            families = get_args(ReasoningParser)
-            found = check.choice("reasoning_parser", self.reasoning_parser, families, optional=True)
-            object.__setattr__(self, "reasoning_parser", found)
+        for name, annotation in self.__annotations__.items():
+            kind = annotation.removesuffix(" | None")
+            if kind == "bool":
+                check.field(self, check.boolean, name)
+            elif choices := get_args(globals().get(kind)):  # The type is a Literal of this module.
+                optional = kind != annotation
+                check.field(self, check.choice, name, choices, optional=optional)
         check.field(self, check.plain_data, "hf_overrides")
         check.field(self, check.string, "attention_backend")
         check.field(self, check.string, "revision")
@@ -300,16 +285,14 @@ class EngineConfig:
             object.__setattr__(self, name, path)
 
     def _check_processors(self) -> None:
-        name, accepted_values = (
-            "logits_processors",
-            'subclasses of LogitsProcessor, or "module:Class"',
-        )
-        check.field(self, check.items, name, accepted_values, _MAX_PROCESSORS)
-        one: Any
-        for one in self.logits_processors:
-            named = isinstance(one, str) and re.fullmatch(r"[\w.]{1,256}:\w{1,256}", one)
-            if not named and not (isinstance(one, type) and issubclass(one, LogitsProcessor)):
-                raise check.invalid(name, one, accepted_values)
+        name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
+        check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
+        processor: Any
+        for processor in self.logits_processors:
+            is_class = isinstance(processor, type) and issubclass(processor, LogitsProcessor)
+            is_name = isinstance(processor, str) and _PROCESSOR_NAME.fullmatch(processor)
+            if not is_class and not is_name:
+                raise check.invalid(name, processor, accepted)
 
     def _check_names(self) -> None:
         names: Any = self.served_model_name
@@ -317,10 +300,10 @@ class EngineConfig:
             return
         if isinstance(names, str):
             names = (names,)
-        found = check.strings("served_model_name", names, _MAX_MODEL_NAMES, _MAX_NAME_LENGTH)
-        if not found:
+        names = check.strings("served_model_name", names, _MAX_MODEL_NAMES, _MAX_MODEL_NAME_LENGTH)
+        if not names:
             raise check.invalid("served_model_name", names, "at least one name, or None")
-        object.__setattr__(self, "served_model_name", found)
+        object.__setattr__(self, "served_model_name", names)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
         """Copy the configuration with some fields replaced; the copy is checked again."""
@@ -361,15 +344,12 @@ def parse_bytes(value: int | str, field: str = "kv_cache_memory") -> int:
     Raises:
         InvalidRequestError: if it is neither, or not positive.
     """
-    accepted_values = 'a positive number of bytes below 2**63, or text such as "4GiB"'
+    accepted = 'a positive number of bytes below 2**63, or text such as "4GiB"'
     size: Any = value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", size)
         unit = _BYTES_PER_UNIT.get(match.group(2).lower()) if match else None
         size = None if match is None or unit is None else int(float(match.group(1)) * unit)
     return check.integer(
-        field,
-        size,
-        1,
-        make_error=lambda name, *_: check.invalid(name, value, accepted_values),
+        field, size, 1, make_error=lambda *_: check.invalid(field, value, accepted)
     )

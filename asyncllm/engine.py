@@ -38,7 +38,8 @@ from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
-_JOIN_TIMEOUT = 2.0
+_JOIN_SECONDS = 2.0
+"""Maximum number of seconds that closing waits for threads that have ended their work."""
 
 
 class AsyncLLMEngine(Handle):
@@ -157,9 +158,8 @@ class AsyncLLMEngine(Handle):
         thread = self._begin_close(drain)
         if thread is not None:
             await wait_for(thread.exited)
-            until = time.monotonic() + _JOIN_TIMEOUT
-            for thread_to_join in self._clean_up(thread):
-                await join(thread_to_join, max(0.0, until - time.monotonic()))
+            for leftover, seconds in self._clean_up(thread):
+                await join(leftover, seconds)
             await thread.join_watcher()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -167,9 +167,8 @@ class AsyncLLMEngine(Handle):
         thread = self._begin_close(drain)
         if thread is not None:
             thread.wait_exited()
-            until = time.monotonic() + _JOIN_TIMEOUT
-            for thread_to_join in self._clean_up(thread):
-                thread_to_join.join(max(0.0, until - time.monotonic()))
+            for leftover, seconds in self._clean_up(thread):
+                leftover.join(seconds)
 
     def _begin_close(self, drain: float | None) -> EngineThread | None:
         drain = check.seconds("drain", drain, optional=True)
@@ -184,8 +183,9 @@ class AsyncLLMEngine(Handle):
             thread.close(drain)
         return thread
 
-    def _clean_up(self, thread: EngineThread) -> list[threading.Thread]:
-        """Drop the mailboxes and the queued jobs of worker threads; returns the threads to join."""
+    def _clean_up(self, thread: EngineThread) -> Iterator[tuple[threading.Thread, float]]:
+        """Drop the mailboxes and the queued jobs of worker threads. Yields the threads to join, and
+        the seconds that are left to wait for each."""
         assert self._input_processor is not None
         assert self._submitter is not None
         self._mailboxes.clear()
@@ -194,7 +194,10 @@ class AsyncLLMEngine(Handle):
             self._input_processor.prompts.long_texts.close(),
             *self._submitter.close(),
         )
-        return [thread_to_join for thread_to_join in leftovers if thread_to_join is not None]
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for leftover in leftovers:
+            if leftover is not None:
+                yield leftover, max(0.0, deadline - time.monotonic())
 
     async def wait_closed(self) -> None:
         """Wait until the engine has ended, by ``aclose`` or otherwise. Any task on any loop may
@@ -392,13 +395,13 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for an argument that cannot be used, with ``param`` set.
             EngineClosedError, EngineDeadError: as ``stream``.
         """
-        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
-        self._check_rows(found, options)
+        all_rows = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self._check_rows(all_rows, options)
 
         async def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             return await self.submit(prompt, sampling_params, **options)
 
-        return RowStream(found, submit)
+        return RowStream(all_rows, submit)
 
     def _check_rows(self, rows: Rows, options: dict[str, Any]) -> None:
         """Check the options that all rows of ``map`` share, and bind the rows to this engine."""
@@ -487,8 +490,8 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but a string or strings; no request is aborted then.
         """
         core = self._running().submitter.core
-        for one in request_ids(request_id):
-            group = core.admission.get_live(one)
+        for each_id in request_ids(request_id):
+            group = core.admission.get_live(each_id)
             if group is not None:
                 core.abort(group)
 
@@ -532,10 +535,10 @@ class AsyncLLMEngine(Handle):
             chat_template_kwargs=chat_template_kwargs,
             split_special_tokens=split_special_tokens,
         )
-        found = encode(at_once=True)
-        if found is None:
-            found = await prompts.long_texts.call(encode, len(prompt))
-        return found  # pyright: ignore[reportReturnType]
+        token_ids = encode(at_once=True)
+        if token_ids is None:
+            token_ids = await prompts.long_texts.call(encode, len(prompt))
+        return token_ids  # pyright: ignore[reportReturnType]
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
@@ -591,12 +594,12 @@ class AsyncLLMEngine(Handle):
             except Exception as error:
                 return error
 
-        found = await wait_for(core.call(run))
-        if isinstance(found, Exception):
+        outcome = await wait_for(core.call(run))
+        if isinstance(outcome, Exception):
             raise EngineError(
-                f"the execution cannot be measured: {check.explain(found)}"
-            ) from found
-        return found
+                f"the execution cannot be measured: {check.explain(outcome)}"
+            ) from outcome
+        return outcome
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine's counters. Never blocks; any thread may call it."""
@@ -664,7 +667,7 @@ class AsyncLLMEngine(Handle):
 
     def _running(self) -> InputProcessor:
         """Input processor of a running or dead engine; raises an error for any other engine, and in
-        a forked process. Calls check the engine's state nowhere else."""
+        a forked process. Every call checks the engine's state here, and only here."""
         thread, inputs = self._thread, self._input_processor
         if thread is None or inputs is None:
             raise self._not_started()

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import copyreg
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 class AsyncLLMError(Exception):
@@ -40,12 +42,19 @@ def copy_for_raise(error: BaseException) -> BaseException:
     one would make a cycle: its traceback refers to the reader's frames, and these to the stream. An
     application's exception that cannot be copied is returned as it is."""
     try:
-        found = copy(error).with_traceback(error.__traceback__)
-        found.__cause__, found.__context__ = error.__cause__, error.__context__
-        found.__suppress_context__ = error.__suppress_context__
+        copied = copy(error).with_traceback(error.__traceback__)
+        copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+        copied.__suppress_context__ = error.__suppress_context__
     except Exception:
         return error
-    return found
+    return copied
+
+
+def with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
+    """Set the ``__cause__`` of an exception that is stored, as ``raise … from`` does for one that
+    is raised; returns the exception."""
+    error.__cause__ = cause
+    return error
 
 
 class RequestError(AsyncLLMError):

@@ -17,7 +17,7 @@ from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.group_agreement import check_agreement
 from asyncllm.group_queue import GroupQueue
-from asyncllm.observer import Observer, Observers
+from asyncllm.observer import Observer
 from asyncllm.outputs import EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
@@ -27,9 +27,9 @@ from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import request_ids
 from asyncllm.runtime.worker_thread import Cooldown
 
-_JOIN_TIMEOUT = 2.0
+_JOIN_SECONDS = 2.0
 
-_WATCH_INTERVAL = 1.0
+_WATCH_SECONDS = 1.0
 """Seconds between two checks of the engines' steps while a thread waits without an event loop."""
 
 
@@ -86,27 +86,24 @@ class EngineGroup(AsyncLLMEngine):
     """
 
     def __init__(self, engines: Sequence[AsyncLLMEngine], *, retries: int = 0) -> None:
-        given = check.items("engines", engines, "engines")
-        if not given:
+        engine_tuple = check.items("engines", engines, "engines")
+        if not engine_tuple:
             raise check.invalid("engines", engines, "at least one engine")
-        for index, engine in enumerate(given):
+        for index, engine in enumerate(engine_tuple):
             _check_new(engine)
-            if any(engine is other for other in given[:index]):
+            if any(engine is other for other in engine_tuple[:index]):
                 raise check.invalid("engines", engine, "each engine once")
-        running = [engine for engine in given if engine.state == "running"]
-        if running and len(running) < len(given):
+        running = [engine for engine in engine_tuple if engine.state == "running"]
+        if running and len(running) < len(engine_tuple):
             raise check.invalid("engines", engines, "engines that are all new, or all running")
         for engine in running:
             check_agreement(engine, running[0])
-        self.config = given[0].config
+        super().__init__(config=engine_tuple[0].config)
         self._queue = GroupQueue(check.integer("retries", retries, 0, 100))
         self._numbers = itertools.count()
-        self._thread = None
-        self._closed = self._is_paused = False
-        self._observers = Observers()
+        self._is_paused = False
         self._cooldown = Cooldown(self._queue.has_running_requests)
-        self._input_processor = None
-        for engine in given:
+        for engine in engine_tuple:
             self._add(engine)
         if running:
             self._set_primary(running[0])
@@ -174,7 +171,7 @@ class EngineGroup(AsyncLLMEngine):
         number = engine._observers.engine if isinstance(engine, AsyncLLMEngine) else None
         if number is None or self._queue.engines.get(number) is not engine:
             raise check.invalid("engine", engine, "an engine of this group")
-        others = [one for one in self._queue.running() if one is not engine]
+        others = [other for other in self._queue.running() if other is not engine]
         if not others:
             accepted = "an engine beside which another runs; aclose() closes the group"
             raise check.invalid("engine", engine, accepted)
@@ -187,9 +184,8 @@ class EngineGroup(AsyncLLMEngine):
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Close all engines at the same time; see ``AsyncLLMEngine.aclose``."""
-        engines = [
-            one for one in self._queue.engines.values() if not self._queue.in_other_group(one)
-        ]
+        in_other_group = self._queue.in_other_group
+        engines = [one for one in self._queue.engines.values() if not in_other_group(one)]
         if self.state == "starting":
             raise EngineError("aclose(): the group is starting; cancel start() instead")
         for engine in engines:
@@ -200,7 +196,7 @@ class EngineGroup(AsyncLLMEngine):
         if self._input_processor is not None:
             thread = self._input_processor.prompts.long_texts.close()
             if thread is not None:
-                await join(thread, _JOIN_TIMEOUT)
+                await join(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:
         """Wait until no engine runs; see ``AsyncLLMEngine.wait_closed``."""
@@ -218,20 +214,20 @@ class EngineGroup(AsyncLLMEngine):
     @property
     def state(self) -> EngineState:
         """State of the group: "running" while one of its engines is, and "dead" if one is dead and
-        none runs. ``stats().states`` has the engines' own."""
-        found: list[EngineState] = [
-            "new" if self._queue.in_other_group(one) else one.state
-            for one in self._queue.engines.values()
+        none runs. ``stats().states`` has the state of each engine."""
+        states: list[EngineState] = [
+            "new" if self._queue.in_other_group(engine) else engine.state
+            for engine in self._queue.engines.values()
         ]
         order = ("starting", "new", "running", "dead")
         if self._input_processor is not None:
             order = ("running", "dead")
-        best = min(found, key=lambda state: order.index(state) if state in order else len(order))
+        best = min(states, key=lambda state: order.index(state) if state in order else len(order))
         return best if best in order and not self._closed else "closed"
 
     @property
     def error(self) -> EngineError | None:
-        """Why the group ended: the error of the first engine that has one. None while an engine
+        """Error that ended the group: that of the first engine that has one. None while an engine
         runs, and after the application's own ``aclose``."""
         if self.state == "running":
             return None
@@ -246,14 +242,14 @@ class EngineGroup(AsyncLLMEngine):
     @property
     def load_progress(self) -> tuple[int, int]:
         """Sums of the engines' ``load_progress``."""
-        done, total = zip(*[one.load_progress for one in self._queue.engines.values()], strict=True)
-        return sum(done), sum(total)
+        progress = [engine.load_progress for engine in self._queue.engines.values()]
+        return sum(done for done, _ in progress), sum(total for _, total in progress)
 
     @property
     def load_stage(self) -> LoadStage:
         """Stage of the first engine that is still loading."""
         engines = list(self._queue.engines.values())
-        loading = [one for one in engines if one.state == "starting"]
+        loading = [engine for engine in engines if engine.state == "starting"]
         return (loading or engines)[0].load_stage
 
     # --- requests ----------------------------------------------------------------------
@@ -261,24 +257,24 @@ class EngineGroup(AsyncLLMEngine):
     def abort(self, request_id: str | Iterable[str]) -> None:
         ids = request_ids(request_id)
         self._running()
-        for core in self._queue.cores():
-            for one in ids:
-                group = core.admission.get_live(one)
+        for core in self._queue.cores().values():
+            for each_id in ids:
+                group = core.admission.get_live(each_id)
                 if group is not None:
                     core.abort(group)
-        for one in ids:
-            stream = self._queue.retryable.get(one)
+        for each_id in ids:
+            stream = self._queue.retryable.get(each_id)
             if stream is not None:
                 stream.abort()
 
     def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """Largest result of ``AsyncLLMEngine.cached_prefix`` among the engines."""
         self._running()
-        most = 0
+        longest = 0
         for engine in self._queue.running():
             with suppress(EngineError):  # The engine may be removed meanwhile.
-                most = max(most, engine.cached_prefix(token_ids, cache_salt))
-        return most
+                longest = max(longest, engine.cached_prefix(token_ids, cache_salt))
+        return longest
 
     # --- the group as a whole ----------------------------------------------------------
 
@@ -316,19 +312,19 @@ class EngineGroup(AsyncLLMEngine):
         """Snapshot of the engines' counters and their sums. Never blocks; any thread may call
         it."""
         self._running()
-        engines = self._queue.engines
-        each = {n: one._submitter.core.stats() for n, one in engines.items() if one._submitter}
+        states: dict[int, EngineState] = {
+            number: engine.state for number, engine in self._queue.engines.items()
+        }
+        engine_stats = {number: core.stats() for number, core in self._queue.cores().items()}
         total: dict[str, Any] = {
-            one.name: sum(getattr(stats, one.name) for stats in each.values())
-            for one in fields(EngineStats)
+            counter.name: sum(getattr(stats, counter.name) for stats in engine_stats.values())
+            for counter in fields(EngineStats)
         }
         total["kv_cache_usage"] = 1.0 - total["num_free_blocks"] / max(total["num_blocks"], 1)
-        total["is_paused"] = all(
-            one.is_paused for n, one in each.items() if engines[n].state == "running"
-        )
-        total["last_step_time"] = max(stats.last_step_time for stats in each.values())
-        states: dict[int, EngineState] = {n: one.state for n, one in engines.items()}
-        return GroupStats(**total, engines=each, states=states)
+        running = [engine_stats[n] for n in engine_stats if states.get(n) == "running"]
+        total["is_paused"] = all(stats.is_paused for stats in running)
+        total["last_step_time"] = max(stats.last_step_time for stats in engine_stats.values())
+        return GroupStats(**total, engines=engine_stats, states=states)
 
     def add_observer(self, observer: Observer) -> None:
         """Register an observer with every engine, those that are added later included."""
@@ -343,23 +339,23 @@ class EngineGroup(AsyncLLMEngine):
 
     @property
     def _max_queued_requests(self) -> int:
-        return sum(one.config.max_queued_requests for one in self._queue.engines.values())
+        return sum(engine.config.max_queued_requests for engine in self._queue.engines.values())
 
     # --- engines and checks ------------------------------------------------------------
 
     async def _start_engines(self, engines: Sequence[AsyncLLMEngine]) -> None:
         """Start the new engines, all or none. Refuse engines that do not agree with the group."""
         with ExitStack() as stack:
-            new = [one for one in engines if one.state == "new"]
+            new = [engine for engine in engines if engine.state == "new"]
             for engine in new:
                 engine._cooldown = self._cooldown  # Threads of one process share its GIL.
             threads = [stack.enter_context(engine._starting()) for engine in new]
             for engine, thread in zip(new, threads, strict=True):
                 await wait_for(thread.ready)
                 engine._adopt_thread(thread)
-            lead = self if self._input_processor is not None else engines[0]
+            primary = self if self._input_processor is not None else engines[0]
             for engine in engines:
-                check_agreement(engine, lead)
+                check_agreement(engine, primary)
             for thread in threads:
                 thread.supervise()
         if self._input_processor is None:
@@ -399,7 +395,7 @@ class EngineGroup(AsyncLLMEngine):
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._running()
-        return ThreadMailbox(_WATCH_INTERVAL, self._check_steps)
+        return ThreadMailbox(_WATCH_SECONDS, self._check_steps)
 
     def _check_steps(self) -> None:
         for engine in self._queue.engines.values():

@@ -6,7 +6,6 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import InvalidRequestError
 
 _COMMON_SETTINGS = (
     "scheduling_policy",
@@ -19,14 +18,14 @@ _COMMON_SETTINGS = (
 
 
 def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
-    """Refuse an engine whose checks or tokens of a request may differ from those of ``other``."""
+    """Refuse an engine that may check or tokenise a request otherwise than ``other`` does."""
     expected = _agreed_values(other)
     for name, value in _agreed_values(engine).items():
         if value != expected[name]:
-            raise InvalidRequestError(
-                f"engine: its {name} is {check.describe(value)}, expected "
+            raise check.argument_error(
+                "engine",
+                f"its {name} is {check.describe(value)}, expected "
                 f"{check.describe(expected[name])}, as in the other engines of the group",
-                param="engine",
             )
 
 

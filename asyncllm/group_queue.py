@@ -33,10 +33,10 @@ from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 
-_MAX_PIECES = 4096
+_MAX_PIECES_PER_ENGINE = 4096
 """Maximum number of pieces of text that are remembered for each engine: 8 MiB of text."""
 
-_MAX_CHARACTERS = 1 << 16
+_MAX_HASHED_CHARACTERS = 1 << 16
 """Number of characters of a text that are hashed before it is tokenised."""
 
 _TOKENS_PER_PIECE = TEXT_PIECE // 4
@@ -58,7 +58,7 @@ class GroupQueue:
         self.waiting_line = WaitingLine()
         self._retries = retries
         self._router = Router()
-        self._texts = PrefixIndex(_MAX_PIECES)
+        self._texts = PrefixIndex(_MAX_PIECES_PER_ENGINE)
         self.retryable: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
 
     @property
@@ -74,17 +74,17 @@ class GroupQueue:
     def running(self) -> list[AsyncLLMEngine]:
         return [engine for engine in self.engines.values() if engine.state == "running"]
 
-    def cores(self) -> list[EngineCore]:
-        """Step loops of all engines, including engines that are closing."""
-        submitters = [engine._submitter for engine in self.engines.values()]
-        return [submitter.core for submitter in submitters if submitter is not None]
+    def cores(self) -> dict[int, EngineCore]:
+        """Step loops of all engines by number, including engines that are closing."""
+        submitters = {number: engine._submitter for number, engine in self.engines.items()}
+        return {number: one.core for number, one in submitters.items() if one is not None}
 
     def prompts_made(self) -> list[Future[None]]:
         submitters = [engine._submitter for engine in self.running()]
         return [one for each in submitters if each is not None for one in each.prompts_made()]
 
     def has_running_requests(self) -> bool:
-        return any(core.scheduler.running for core in self.cores())
+        return any(core.scheduler.running for core in self.cores().values())
 
     def claim(self, engine: AsyncLLMEngine, number: int) -> None:
         """Assign an engine to this group, under a number.
@@ -128,7 +128,7 @@ class GroupQueue:
     def drop(self, number: int) -> None:
         """Forget an engine that has closed."""
         self.release(self.engines[number])
-        self.engines = {key: one for key, one in self.engines.items() if key != number}
+        self.engines = {key: engine for key, engine in self.engines.items() if key != number}
         self._router.forget(number)
         self._texts.forget(number)
 
@@ -155,7 +155,7 @@ class GroupQueue:
         self.waiting_line.advance()
         if not placed.done():
             try:
-                for core in self.cores():
+                for core in self.cores().values():
                     core.check_waiting()
                 await wait_for(placed)
             except BaseException:
@@ -172,8 +172,8 @@ class GroupQueue:
         """Remove a cancelled call from the waiting line or the queue. An engine thread runs this
         function, because a destructor may have cancelled the call."""
         self.waiting_line.withdraw(submission.request.group)
-        for sent in submission.observers:
-            sent.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
+        for observer in submission.observers:
+            observer.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
         placed.add_done_callback(_abort_placed)
 
     def _place_first(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
@@ -193,13 +193,13 @@ class GroupQueue:
             num_waiting_lines: as for ``Admission.reserve``.
         """
         while True:
-            submitter, sent = self._choose(submission, num_waiting_lines)
+            submitter, observer = self._choose(submission, num_waiting_lines)
             try:
                 return submitter, submitter.reserve(submission, num_waiting_lines)
             except BaseException as error:
-                if sent is not None:
-                    sent.withdraw()
-                was_taken = sent is not None and isinstance(error, EngineOverloadedError)
+                if observer is not None:
+                    observer.withdraw()
+                was_taken = observer is not None and isinstance(error, EngineOverloadedError)
                 if not was_taken and not isinstance(error, EngineError):
                     raise
                 # Since the choice, the engine died or its last place was taken: choose again.
@@ -215,7 +215,8 @@ class GroupQueue:
             is always recorded, for engines that start later.
         """
         request, submission.observers = submission.request, ()
-        for core in self.cores():
+        cores = self.cores().values()
+        for core in cores:
             core.admission.check_id(request.request_id)
         submitters = {
             number: engine._submitter
@@ -223,16 +224,16 @@ class GroupQueue:
             if engine.state == "running" and engine._submitter is not None
         }
         if not submitters:
-            dead = [core for core in self.cores() if core.fatal_error is not None]
+            dead = [core for core in cores if core.fatal_error is not None]
             raise (dead[0] if dead else self.core).shutdown_error()
         if len(submitters) == 1 and request.token_ids:
             (only,) = submitters.values()
             return only, None
         hashes = [] if request.token_ids else text_hashes(*_prompt_beginning(submission))
-        found = self._texts.find(hashes, self.core.clock()) if hashes else {}
+        num_pieces = self._texts.find(hashes, self.core.clock()) if hashes else {}
         candidates = []
         for number, submitter in submitters.items():
-            core, cached = submitter.core, found.get(number, 0) * _TOKENS_PER_PIECE
+            core, cached = submitter.core, num_pieces.get(number, 0) * _TOKENS_PER_PIECE
             if len(request.group.members) > core.admission.max_queued_requests:
                 continue
             if request.token_ids:
@@ -240,10 +241,10 @@ class GroupQueue:
             num_tokens = submission.num_tokens
             wait = core.admission.retry_after(request.group, num_tokens, num_waiting_lines)
             kv = core.scheduler.kv
-            lacking = max(num_tokens - cached, 1)
-            num_blocks, num_free = kv.max_blocks_for(lacking), kv.pool.num_free
+            uncached = max(num_tokens - cached, 1)
+            num_blocks, num_free = kv.max_blocks_for(uncached), kv.pool.num_free
             missing = (
-                0 if num_blocks <= num_free else lacking * (num_blocks - num_free) // num_blocks
+                0 if num_blocks <= num_free else uncached * (num_blocks - num_free) // num_blocks
             )
             stats = core.stats()
             candidates.append(Candidate(number, stats, cached, wait, missing_tokens=missing))
@@ -254,9 +255,9 @@ class GroupQueue:
         route = self._router.choose(candidates, submission.num_tokens)
         number: Any = route.key
         text = self._texts.add(number, hashes, self.core.clock()) if hashes else None
-        sent = _RoutingObserver(self._router, route, self._texts, text)
-        submission.observers = (sent,)
-        return submitters[number], sent
+        observer = _RoutingObserver(self._router, route, self._texts, text)
+        submission.observers = (observer,)
+        return submitters[number], observer
 
     def _enable_retries(
         self, stream: TokenStream, submission: Submission, retries: int
@@ -314,12 +315,12 @@ def _prompt_beginning(submission: Submission) -> tuple[str, str | None]:
     """Beginning of a prompt that is not tokenised yet, and its salt."""
     prompt, salt = submission.call[1], submission.request.cache_salt
     if isinstance(prompt, str):
-        return prompt[:_MAX_CHARACTERS], salt
+        return prompt[:_MAX_HASHED_CHARACTERS], salt
     text = ""
     for message in prompt:
         content = message.get("content")
         content = content if isinstance(content, str) else str(content)
-        text += f"{message.get('role')}\0{content[:_MAX_CHARACTERS]}\0"
-        if len(text) >= _MAX_CHARACTERS:
+        text += f"{message.get('role')}\0{content[:_MAX_HASHED_CHARACTERS]}\0"
+        if len(text) >= _MAX_HASHED_CHARACTERS:
             break
     return text, salt

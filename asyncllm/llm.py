@@ -14,21 +14,16 @@ from typing import Any, Self, overload
 
 from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine, EngineState
-from asyncllm.errors import (
-    EngineError,
-    EngineOverloadedError,
-    InvalidRequestError,
-    RequestError,
-)
+from asyncllm.errors import EngineError, EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
 from asyncllm.rows import RowResult, Rows, blocking_results
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.validation import invalid
+from asyncllm.validation import argument_error, invalid
 
-_MAX_WAIT = 0.1
+_MAX_RETRY_SECONDS = 0.1
 """Maximum number of seconds between a batch's attempts to submit to a full queue."""
 
 Prompt = str | Sequence[int]
@@ -112,10 +107,8 @@ class LLM(Handle):
         self._owns_engine = engine is None
         if engine is not None:
             if model is not None or config is not None or overrides:
-                raise InvalidRequestError(
-                    "engine: expected either an engine or a model and its settings, not both",
-                    param="engine",
-                )
+                problem = "expected either an engine or a model and its settings, not both"
+                raise argument_error("engine", problem)
             self.engine = engine
             self._mailbox = engine._thread_mailbox()
         else:
@@ -164,8 +157,8 @@ class LLM(Handle):
             AsyncLLMError: the first error of any prompt; the other requests are then aborted.
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
-        name = None if one else "prompts"
+        is_one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
+        name = None if is_one else "prompts"
         return self._complete(self.engine.stream, name, prompts, sampling_params, progress, options)
 
     def chat(
@@ -178,8 +171,8 @@ class LLM(Handle):
     ) -> Any:
         """Answer one conversation, or a sequence of conversations as one batch. Arguments and
         errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
-        name = None if one else "messages"
+        is_one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
+        name = None if is_one else "messages"
         return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
 
     def stream(
@@ -212,8 +205,8 @@ class LLM(Handle):
         rows under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
         if not isinstance(rows, Iterable):
             raise invalid("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
-        found = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
-        self.engine._check_rows(found, options)
+        all_rows = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self.engine._check_rows(all_rows, options)
 
         def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             inputs = self.engine._running()
@@ -223,16 +216,16 @@ class LLM(Handle):
                     return inputs.submitter.enqueue(submission)
                 except EngineOverloadedError as refused:
                     # The queue is full of other callers' requests.
-                    time.sleep(min(refused.retry_after, _MAX_WAIT))
+                    time.sleep(min(refused.retry_after, _MAX_RETRY_SECONDS))
 
-        return blocking_results(found, submit, self._mailbox)
+        return blocking_results(all_rows, submit, self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
-        """``AsyncLLMEngine.tokenize`` in the calling thread; arguments and errors as there."""
+        """``AsyncLLMEngine.tokenize`` in the calling thread, with its arguments and errors."""
         return self.engine._running().prompts.prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """``AsyncLLMEngine.detokenize`` in the calling thread; arguments and errors as there."""
+        """``AsyncLLMEngine.detokenize`` in the calling thread, with its arguments and errors."""
         prompts = self.engine._running().prompts
         return prompts.prepare_detokenize(token_ids, skip_special_tokens)[1]()
 
@@ -245,71 +238,50 @@ class LLM(Handle):
         progress: bool | None,
         options: dict[str, Any],
     ) -> Any:
-        """Complete a batch in order; one prompt if ``name`` is None. If an item of a batch fails,
-        the error message has the argument's ``name`` and the item's index."""
+        """Complete a batch in order, with as many requests at a time as the queue accepts; one
+        prompt if ``name`` is None. If an item of a batch fails, the error message has the
+        argument's ``name`` and the item's index."""
         if name is None:
             prompts, sampling_params, progress = [prompts], [sampling_params], bool(progress)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         elif len(sampling_params) != len(prompts):
-            raise InvalidRequestError(
-                f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts, "
-                "expected one for each",
-                param="sampling_params",
-            )
-        requests = zip(prompts, sampling_params, strict=True)
-        results: list[Completion] = []
-        with (
-            _progress_bar(len(prompts), progress) as advance,
-            contextlib.closing(self._completions(submit, requests, options, name)) as completions,
-        ):
-            for completion in completions:
-                results.append(completion)
-                advance()
-        return results[0] if name is None else results
-
-    def _completions(
-        self,
-        submit: Callable[..., TokenStream],
-        requests: Iterable[tuple[Any, Any]],
-        options: dict[str, Any],
-        name: str | None,
-    ) -> Generator[Completion]:
-        """Yield the completions in order, with as many requests at a time as the queue accepts."""
+            problem = f"{len(sampling_params)} for {len(prompts)} prompts, expected one for each"
+            raise argument_error("sampling_params", problem)
         live: deque[LLMStream] = deque()
-        num_read = 0
+        results: list[Completion] = []
 
-        def read_first() -> Completion:
-            nonlocal num_read
-            with _adding_index_to_error(name, num_read):
-                completion = live[0].result()
+        def read_first() -> None:
+            with _adding_index_to_error(name, len(results)):
+                results.append(live[0].result())
             live.popleft()
-            num_read += 1
-            return completion
+            advance()
 
-        try:
-            for index, (prompt, sampling_params) in enumerate(requests):
-                while True:
-                    try:
-                        with _adding_index_to_error(name, index):
-                            stream = submit(prompt, sampling_params, **options)
-                        live.append(LLMStream(stream, self._mailbox))
-                        break
-                    except EngineOverloadedError as refused:
-                        if live:
-                            yield read_first()
-                        elif num_read:
-                            # The queue is full of other callers' requests.
-                            time.sleep(min(refused.retry_after, _MAX_WAIT))
-                        else:
-                            raise
-            while live:
-                yield read_first()
-        finally:
-            # Close the streams here: if the caller keeps the exception, its traceback keeps them
-            # alive, and no destructor runs.
-            for stream in live:
-                stream.close()
+        with _progress_bar(len(prompts), progress) as advance:
+            try:
+                for index, request in enumerate(zip(prompts, sampling_params, strict=True)):
+                    while True:
+                        try:
+                            with _adding_index_to_error(name, index):
+                                stream = submit(*request, **options)
+                            live.append(LLMStream(stream, self._mailbox))
+                            break
+                        except EngineOverloadedError as refused:
+                            if live:
+                                read_first()
+                            elif results:
+                                # The queue is full of other callers' requests.
+                                time.sleep(min(refused.retry_after, _MAX_RETRY_SECONDS))
+                            else:
+                                raise
+                while live:
+                    read_first()
+            finally:
+                # Close the streams here: if the caller keeps the exception, its traceback keeps
+                # them alive, and no destructor runs.
+                for stream in live:
+                    stream.close()
+        return results[0] if name is None else results
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine's counters."""
@@ -361,9 +333,7 @@ def _first_item_is(value: Any, name: str, kind: type) -> bool:
         InvalidRequestError: if ``value`` has no items.
     """
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__getitem__"):
-        raise InvalidRequestError(
-            f"{name}: is a {type(value).__name__}, expected a sequence", param=name
-        )
+        raise argument_error(name, f"is a {type(value).__name__}, expected a sequence")
     return len(value) > 0 and isinstance(value[0], kind)
 
 

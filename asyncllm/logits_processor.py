@@ -80,8 +80,8 @@ class LogitsProcessor(ABC):
     def claims(cls, sampling_params: SamplingParams) -> bool:
         """Whether the processor applies to a request. By default it does if the request's
         ``extra_args`` have a key that it reads."""
-        given = sampling_params.extra_args or {}
-        return any(name in given for name in cls.extra_args)
+        extra_args = sampling_params.extra_args or {}
+        return any(name in extra_args for name in cls.extra_args)
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
@@ -127,8 +127,8 @@ def applicable_processors(
             accepted = ", ".join(sorted(known)) or "none: the engine has no such logits processor"
             raise invalid("extra_args", name, f"a key that a logits processor reads ({accepted})")
     return tuple(
-        number
-        for number, processor in enumerate(processors)
+        index
+        for index, processor in enumerate(processors)
         if _claims_request(processor, sampling_params)
     )
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
+from asyncllm import validation as check
 from asyncllm.core.request import Request
-from asyncllm.errors import EngineClosedError, InvalidRequestError
+from asyncllm.errors import EngineClosedError
 from asyncllm.group import EngineGroup
 from asyncllm.observer import RequestInfo
 from asyncllm.outputs import EngineStats, Usage
@@ -178,7 +179,7 @@ class _EngineRecord:
                 intervals.observe(usage.inter_token_time, usage.longest_output - 1)
 
     def stats(self) -> EngineStats:
-        """Statistics of the engine; of a closed engine the last ones, without live requests."""
+        """Statistics of the engine; after it has closed, its latest ones, without live requests."""
         engine = self.engine()
         try:
             if engine is None:
@@ -273,14 +274,13 @@ class EngineMetrics(Collector):
         labels: Mapping[str, str] | None = None,
     ) -> None:
         if compat not in (None, "vllm"):
-            raise InvalidRequestError(f'compat={compat!r}: expected "vllm" or None', param="compat")
+            raise check.invalid("compat", compat, '"vllm" or None')
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
-            raise InvalidRequestError("engine=[]: expected at least one engine", param="engine")
-        if len(engines) > 1 and any(isinstance(one, EngineGroup) for one in engines):
-            raise InvalidRequestError(
-                "engine: expected an EngineGroup alone, not beside other engines", param="engine"
-            )
+            raise check.invalid("engine", engines, "at least one engine")
+        if len(engines) > 1 and any(isinstance(engine, EngineGroup) for engine in engines):
+            problem = "expected an EngineGroup alone, not beside other engines"
+            raise check.argument_error("engine", problem)
         extra = _check_labels(labels)
         model_name = extra.pop("model_name", None)
         self._prefix = "asyncllm:" if compat is None else "vllm:"
@@ -291,16 +291,16 @@ class EngineMetrics(Collector):
             return _EngineRecord(engine, labels, compat is not None)
 
         self._observers = [
-            _GroupRecords(one, make_record)
-            if isinstance(one, EngineGroup)
-            else make_record(one, index)
-            for index, one in enumerate(engines)
+            _GroupRecords(engine_or_group, make_record)
+            if isinstance(engine_or_group, EngineGroup)
+            else make_record(engine_or_group, index)
+            for index, engine_or_group in enumerate(engines)
         ]
         self.registry = CollectorRegistry() if registry is None else registry
         self.registry.register(self)
         self._closed = False
-        for one, observer in zip(engines, self._observers, strict=True):
-            one.add_observer(observer)
+        for engine_or_group, observer in zip(engines, self._observers, strict=True):
+            engine_or_group.add_observer(observer)
 
     def render(self) -> bytes:
         """Render the registry in Prometheus' text format; the content type is
@@ -383,12 +383,8 @@ def _check_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     for name, value in checked.items():
         usable = isinstance(name, str) and name.isidentifier() and name.isascii()
         if not usable or not isinstance(value, str) or name.startswith("__"):
-            raise InvalidRequestError(
-                f"labels: {name!r}={value!r}; expected names like identifiers and text values",
-                param="labels",
-            )
+            problem = f"{name!r}={value!r}; expected names like identifiers and text values"
+            raise check.argument_error("labels", problem)
         if name in ("engine", "le", "finished_reason", "error_type"):
-            raise InvalidRequestError(
-                f"labels: {name!r} is one of the metrics' own labels", param="labels"
-            )
+            raise check.argument_error("labels", f"{name!r} is one of the metrics' own labels")
     return checked

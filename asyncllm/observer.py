@@ -135,13 +135,13 @@ class Observers:
             accepted = "an object with the methods on_submit and on_finish"
             raise invalid("observer", observer, accepted)
         with self._lock:
-            if not any(one is observer for one in self.all):
+            if not any(other is observer for other in self.all):
                 self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
         """Remove an observer. It is still called when requests end whose submission it saw."""
         with self._lock:
-            self.all = tuple(one for one in self.all if one is not observer)
+            self.all = tuple(other for other in self.all if other is not observer)
 
     def report_death(self, error: BaseException) -> None:
         """Tell the observers that the engine has died."""

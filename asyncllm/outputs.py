@@ -46,9 +46,9 @@ class TokenLogprobs:
     def _packed(cls, content: bytes) -> TokenLogprobs:
         """Make a TokenLogprobs from packed 32-bit numbers. The numbers are the sampled token's id,
         rank and log-probability, then id and log-probability of each likeliest token."""
-        made = cls.__new__(cls)
-        made._content = content
-        return made
+        packed = cls.__new__(cls)
+        packed._content = content
+        return packed
 
     @property
     def _num_top(self) -> int:
@@ -63,15 +63,15 @@ class TokenLogprobs:
             numbers = unpack(f"=iif{self._num_top * 'if'}", content)
             return (numbers[0], numbers[2]), zip(numbers[3::2], numbers[4::2], strict=True)
         sampled, top = content
-        return sampled[:2], [one[:2] for one in top]
+        return sampled[:2], [entry[:2] for entry in top]
 
     def _unpacked(self) -> tuple[Logprob, tuple[Logprob, ...]]:
         content = self._content
         if isinstance(content, bytes):
             (token_id, logprob), top = self._rows()
             (rank,) = unpack_from("=i", content, 4)
-            found = tuple([Logprob(*one, at) for at, one in enumerate(top, 1)])
-            content = self._content = Logprob(token_id, logprob, rank), found
+            likeliest = tuple([Logprob(*entry, at) for at, entry in enumerate(top, 1)])
+            content = self._content = Logprob(token_id, logprob, rank), likeliest
         return content
 
     @property

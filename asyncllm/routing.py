@@ -26,23 +26,38 @@ Key = Hashable
 TEXT_PIECE = 2048
 """Number of characters of a text that ``text_hashes`` hashes together."""
 
-_MAX_TEXT_PIECES = 32
-_RUNNING_TOKENS = 32
+_MAX_HASHED_PIECES = 32
+"""Maximum number of pieces of a text that ``text_hashes`` hashes: 64 KiB of text."""
+
+_TOKENS_PER_RUNNING_REQUEST = 32
 """Load of a running request in prompt tokens: in a step, its one token takes as long as several
 prompt tokens."""
-_EQUAL_RATES, _MAX_RATE = 1.5, 8.0
-"""Bounds on the ratio of a rate to the median rate. Up to a ratio of _EQUAL_RATES, a rate counts as
-the median, because measured rates of equal engines differ; beyond _MAX_RATE, it counts as _MAX_RATE
-times the median."""
-_RECENT_CHOICES, _RECENT_WEIGHT = 256, 0.5
-"""Number of latest choices per engine that count as recent, and the part of an engine's excess that
-is added to its load. With fewer choices, prompts that are short beside their shared prefix stay
-with one engine; with more choices, an old burst counts for long."""
-_MAX_WEIGHT = 1e6
-_TRUST_REQUESTS = 8
+
+_EQUAL_RATE_RATIO = 1.5
+"""Ratio of an engine's token rate to the median rate up to which the rate counts as the median,
+because measured rates of equal engines differ."""
+
+_MAX_RATE_RATIO = 8.0
+"""Largest ratio of an engine's token rate to the median rate; a rate beyond it counts as that."""
+
+_NUM_RECENT_CHOICES = 256
+"""Number of latest choices per engine that count as recent. With fewer choices, prompts that are
+short beside their shared prefix stay with one engine; with more choices, an old burst counts for
+long."""
+
+_EXCESS_SHARE = 0.5
+"""Part of an engine's excess of recent tokens over the mean that is added to its load."""
+
+_MAX_DECAY_WEIGHT = 1e6
+"""Value of ``Router._decay_weight`` at which all recent loads are scaled down."""
+
+_NUM_TRUST_REQUESTS = 8
 """Number of requests over which an engine's ``trust`` is averaged: the share of expected cache hits
 that it confirmed."""
+
 _MAX_SECONDS = 1e18
+"""Maximum of times and numbers of tokens in arguments."""
+
 _NO_KEYS: frozenset[Key] = frozenset()
 
 
@@ -72,14 +87,14 @@ class Candidate:
 
 @dataclass(slots=True)
 class _EngineLoad:
-    """What a router has sent to one engine.
+    """Load that a router has sent to one engine.
 
     Attributes:
         num_requests: requests that have no token yet.
         num_tokens: prompt tokens of these requests.
         num_uncached: prompt tokens of these requests that are not expected to be cached.
         recent: prompt tokens that were not expected to be cached, of the latest requests, weighted
-            by ``Router._weight``.
+            by ``Router._decay_weight``.
         trust: moving average of the share of expected cached tokens that were really cached.
     """
 
@@ -130,7 +145,7 @@ class Router:
         self._lock = threading.Lock()
         self._loads: dict[Key, _EngineLoad] = {}
         # Exponential decay: instead of scaling every ``recent`` down, scale new entries up.
-        self._weight = 1.0
+        self._decay_weight = 1.0
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
         """Choose an engine, and count the prompt as sent to it until ``settle``.
@@ -151,15 +166,15 @@ class Router:
         """
         num_tokens = check.integer("num_tokens", num_tokens, 1)
         _check_candidates(candidates)
-        alive = [one for one in candidates if one.alive]
+        alive = [candidate for candidate in candidates if candidate.alive]
         if not alive:
             raise EngineClosedError(
                 f"none of {len(candidates)} engines accepts requests; expected one that runs"
             )
-        usable = [one for one in alive if not one.stats.is_paused] or alive
-        ready = [one for one in usable if one.retry_after <= 0.0]
+        usable = [candidate for candidate in alive if not candidate.stats.is_paused] or alive
+        ready = [candidate for candidate in usable if candidate.retry_after <= 0.0]
         if not ready:
-            wait = min(one.retry_after for one in usable)
+            wait = min(candidate.retry_after for candidate in usable)
             message = f"the queues of {len(usable)} engines are full; try again in {wait:.2f} s"
             raise EngineOverloadedError(message, retry_after=wait)
         with self._lock:
@@ -189,7 +204,7 @@ class Router:
             load.num_uncached -= route.num_tokens - route.cached_tokens
             if cached_tokens is not None and route._claimed_tokens > 0:
                 share = min(cached_tokens / route._claimed_tokens, 1.0)
-                load.trust += (share - load.trust) / _TRUST_REQUESTS
+                load.trust += (share - load.trust) / _NUM_TRUST_REQUESTS
 
     def forget(self, key: Key) -> None:
         """Forget an engine that was removed or has died, and the requests sent to it."""
@@ -197,83 +212,82 @@ class Router:
             self._loads.pop(key, None)
 
     def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
-        count, usual = len(ready), _median_rate(ready)
-        loads = [load for one in ready if (load := self._loads.get(one.key))]
+        median_rate = _median_rate(ready)
+        loads = [load for candidate in ready if (load := self._loads.get(candidate.key))]
         mean = sum(load.recent for load in loads) / max(len(loads), 1)
-        if len(loads) < count:
+        if len(loads) < len(ready):
             # A new engine counts as an average one, so that it changes no other engine's excess.
             loads = [self._loads.setdefault(one.key, _EngineLoad(recent=mean)) for one in ready]
-        recent_weight = _RECENT_WEIGHT / self._weight
-        best, least = 0, math.inf
-        for i, (one, load) in enumerate(zip(ready, loads, strict=True)):
-            stats = one.stats
+        excess_weight = _EXCESS_SHARE / self._decay_weight
+        best, least_seconds = 0, math.inf
+        for i, (candidate, load) in enumerate(zip(ready, loads, strict=True)):
+            stats = candidate.stats
             work = num_tokens + load.num_uncached
-            work += one.missing_tokens
-            if one.cached_tokens > 0:
-                work -= _usable_hit(one, load, num_tokens)
+            work += candidate.missing_tokens
+            if candidate.cached_tokens > 0:
+                work -= _usable_hit(candidate, load, num_tokens)
             if stats.num_queued_tokens > load.num_tokens:
                 work += stats.num_queued_tokens - load.num_tokens
             num_running = load.num_requests
             if stats.num_running > num_running:
                 num_running = stats.num_running
-            work += _RUNNING_TOKENS * num_running
+            work += _TOKENS_PER_RUNNING_REQUEST * num_running
             if load.recent > mean:
-                work += recent_weight * (load.recent - mean)
+                work += excess_weight * (load.recent - mean)
             rate = stats.prompt_tokens_per_second
-            if rate != usual:
-                rate = _credible_rate(rate, usual)
-            if work < least * rate:
-                best, least = i, work / rate
+            if rate != median_rate:
+                rate = _credible_rate(rate, median_rate)
+            if work < least_seconds * rate:
+                best, least_seconds = i, work / rate
         candidate, load = ready[best], loads[best]
         hit = _usable_hit(candidate, load, num_tokens)
-        self._count_sent(load, num_tokens, num_tokens - hit, count)
-        claimed = candidate.cached_tokens
-        return Route(candidate.key, num_tokens, hit, least, claimed, load)
+        route = Route(candidate.key, num_tokens, hit, least_seconds, candidate.cached_tokens, load)
+        self._count_sent(route, len(ready))
+        return route
 
-    def _count_sent(
-        self, load: _EngineLoad, num_tokens: int, num_uncached: int, count: int
-    ) -> None:
+    def _count_sent(self, route: Route, num_engines: int) -> None:
+        """Add a route to the load of its engine, until ``settle``."""
+        load, num_uncached = route._load, route.num_tokens - route.cached_tokens
         load.num_requests += 1
-        load.num_tokens += num_tokens
+        load.num_tokens += route.num_tokens
         load.num_uncached += num_uncached
-        self._weight *= 1.0 + 1.0 / (_RECENT_CHOICES * count)
-        load.recent += num_uncached * self._weight
-        if self._weight > _MAX_WEIGHT:
-            for one in self._loads.values():
-                one.recent /= self._weight
-            self._weight = 1.0
+        self._decay_weight *= 1.0 + 1.0 / (_NUM_RECENT_CHOICES * num_engines)
+        load.recent += num_uncached * self._decay_weight
+        if self._decay_weight > _MAX_DECAY_WEIGHT:
+            for other in self._loads.values():
+                other.recent /= self._decay_weight
+            self._decay_weight = 1.0
 
 
 def _check_candidates(candidates: Sequence[Candidate]) -> None:
     """Raise InvalidRequestError for malformed candidates or repeated keys."""
-    given = check.items("candidates", candidates, "a list of candidates")
-    for i, one in enumerate(given):
+    candidate_tuple = check.items("candidates", candidates, "a list of candidates")
+    for i, candidate in enumerate(candidate_tuple):
         try:
             if (
-                type(one) is Candidate
-                and isinstance(one.stats, EngineStats)
-                and 0 <= one.cached_tokens < math.inf
-                and 0 <= one.missing_tokens < math.inf
-                and 0 <= one.retry_after < math.inf
+                type(candidate) is Candidate
+                and isinstance(candidate.stats, EngineStats)
+                and 0 <= candidate.cached_tokens < math.inf
+                and 0 <= candidate.missing_tokens < math.inf
+                and 0 <= candidate.retry_after < math.inf
             ):
                 continue
         except TypeError:
             pass
         name = f"candidates[{i}]"
-        if not isinstance(one, Candidate):
-            raise check.invalid(name, one, "a Candidate")
-        if not isinstance(one.stats, EngineStats):
-            raise check.invalid(f"{name}.stats", one.stats, "EngineStats")
+        if not isinstance(candidate, Candidate):
+            raise check.invalid(name, candidate, "a Candidate")
+        if not isinstance(candidate.stats, EngineStats):
+            raise check.invalid(f"{name}.stats", candidate.stats, "EngineStats")
         for field_name in ("cached_tokens", "missing_tokens", "retry_after"):
-            check.number(f"{name}.{field_name}", getattr(one, field_name), 0, _MAX_SECONDS)
+            check.number(f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_SECONDS)
+    keys = [candidate.key for candidate in candidate_tuple]
     try:
-        found = {one.key for one in given}
+        if len(set(keys)) == len(keys):
+            return
     except TypeError:
-        raise check.invalid(
-            "candidates", [one.key for one in given], "keys that can be hashed"
-        ) from None
-    if len(found) < len(given):
-        raise check.invalid("candidates", [one.key for one in given], "each key once")
+        raise check.invalid("candidates", keys, "keys that can be hashed") from None
+    raise check.invalid("candidates", keys, "each key once")
 
 
 def _usable_hit(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int:
@@ -281,16 +295,16 @@ def _usable_hit(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int
     return min(int(candidate.cached_tokens * load.trust), num_tokens - 1)
 
 
-def _credible_rate(rate: float, usual: float) -> float:
+def _credible_rate(rate: float, median: float) -> float:
     """Rate of an engine, bounded by its ratio to the median rate."""
-    if not rate > 0.0 or usual / _EQUAL_RATES < rate < usual * _EQUAL_RATES:
-        return usual
-    return min(max(rate, usual / _MAX_RATE), usual * _MAX_RATE)
+    if not rate > 0.0 or median / _EQUAL_RATE_RATIO < rate < median * _EQUAL_RATE_RATIO:
+        return median
+    return min(max(rate, median / _MAX_RATE_RATIO), median * _MAX_RATE_RATIO)
 
 
 def _median_rate(candidates: Iterable[Candidate]) -> float:
     """Median of the known rates in tokens a second; 1.0 if none is known."""
-    rates = [one.stats.prompt_tokens_per_second for one in candidates]
+    rates = [candidate.stats.prompt_tokens_per_second for candidate in candidates]
     known = [rate for rate in rates if 0.0 < rate < math.inf]
     return statistics.median(known) if known else 1.0
 
@@ -334,7 +348,7 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
         raise check.invalid("text", text, "a string")
     cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
     hashes, parent = [], root_hash(cache_salt)
-    for i in range(min(len(text) // TEXT_PIECE, _MAX_TEXT_PIECES)):
+    for i in range(min(len(text) // TEXT_PIECE, _MAX_HASHED_PIECES)):
         piece = text[i * TEXT_PIECE : (i + 1) * TEXT_PIECE].encode("utf-8", "surrogatepass")
         parent = hashlib.blake2b(parent + piece, digest_size=len(parent)).digest()
         hashes.append(parent)
@@ -343,19 +357,19 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """Prompt in a PrefixIndex.
+    """Record of a prompt that was added to a PrefixIndex.
 
     Attributes:
         key: the engine that it was sent to.
         hashes: its block hashes.
-        found: stamps of the prompt's leading blocks in the index; 0 for a block of a prompt that is
-        still under way.
+        known_stamps: stamps of the prompt's leading blocks that the index had; 0 for a block of a
+            prompt that is still under way.
         stamp: serial number of the prompt in the index.
     """
 
     key: Key
     hashes: Sequence[bytes]
-    found: list[int]
+    known_stamps: list[int]
     stamp: int
 
 
@@ -376,8 +390,10 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int, max_age: float = math.inf) -> None:
         self.max_blocks = check.integer("max_blocks", max_blocks, 1)
-        what = "a number of seconds"
-        self.max_age = check.number("max_age", max_age, 0, math.inf, above=True, what=what)
+        description = "a number of seconds"
+        self.max_age = check.number(
+            "max_age", max_age, 0, math.inf, above=True, description=description
+        )
         self._lock = threading.Lock()
         self._holders: dict[bytes, set[Key]] = {}
         self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
@@ -394,24 +410,27 @@ class PrefixIndex:
         """
         _check_prompt(hashes, now)
         with self._lock:
-            found: dict[Key, int] = {}
-            # Bisect: ``keys`` have the first ``least`` blocks, and none has more than ``most``.
+            num_blocks_by_key: dict[Key, int] = {}
+            # Bisect: ``keys`` have the first ``low`` blocks, and none has more than ``high``.
             ranges: list[tuple[Set[Key], int, int]] = [(self._blocks.keys(), 0, len(hashes))]
             while ranges:
-                keys, least, most = ranges.pop()
-                if least == most:
-                    found.update(dict.fromkeys(keys, least))
+                keys, low, high = ranges.pop()
+                if low == high:
+                    num_blocks_by_key.update(dict.fromkeys(keys, low))
                     continue
-                middle = (least + most + 1) // 2
-                longer = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
-                if longer:
-                    ranges.append((longer, middle, most))
-                if middle > 1 and len(longer) < len(keys):
-                    ranges.append((keys - longer, least, middle - 1))
+                middle = (low + high + 1) // 2
+                longer_keys = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
+                if longer_keys:
+                    ranges.append((longer_keys, middle, high))
+                if middle > 1 and len(longer_keys) < len(keys):
+                    ranges.append((keys - longer_keys, low, middle - 1))
             if self.max_age < math.inf:
-                for key, count in found.items():
-                    found[key] = self._num_unexpired(key, hashes, count, now)
-            return {key: count for key, count in found.items() if count}
+                for key, count in num_blocks_by_key.items():
+                    blocks = self._blocks[key]
+                    while count and now - blocks[hashes[count - 1]][1] > self.max_age:
+                        count -= 1
+                    num_blocks_by_key[key] = count
+            return {key: count for key, count in num_blocks_by_key.items() if count}
 
     def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
         """Add a prompt that is sent to an engine. It is under way until ``correct`` or
@@ -426,23 +445,24 @@ class PrefixIndex:
         with self._lock:
             self._stamp += 1
             blocks = self._blocks.setdefault(key, OrderedDict())
-            self._expire(key, blocks, now)
-            kept = hashes[: self.max_blocks]
-            found = []
-            for one in kept:
-                known = blocks.get(one)
-                if known is None:
+            while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
+                self._drop_oldest(key, blocks)
+            indexed = hashes[: self.max_blocks]
+            stamps = []
+            for block_hash in indexed:
+                entry = blocks.get(block_hash)
+                if entry is None:
                     break
-                found.append(0 if known[0] in self._under_way else known[0])
-            for one in reversed(kept):
-                blocks[one] = self._stamp, now
-                blocks.move_to_end(one)
-            for one in kept[len(found) :]:
-                self._holders.setdefault(one, set()).add(key)
+                stamps.append(0 if entry[0] in self._under_way else entry[0])
+            for block_hash in reversed(indexed):
+                blocks[block_hash] = self._stamp, now
+                blocks.move_to_end(block_hash)
+            for block_hash in indexed[len(stamps) :]:
+                self._holders.setdefault(block_hash, set()).add(key)
             while len(blocks) > self.max_blocks:
                 self._drop_oldest(key, blocks)
             self._under_way.add(self._stamp)
-            return Sent(key, kept, found, self._stamp)
+            return Sent(key, indexed, stamps, self._stamp)
 
     def correct(self, sent: Sent, num_blocks: int) -> None:
         """Correct the index by the number of blocks of a computed prompt that the engine really had
@@ -457,40 +477,30 @@ class PrefixIndex:
         num_blocks = check.integer("num_blocks", num_blocks, 0)
         with self._lock:
             self._under_way.discard(sent.stamp)
-            if num_blocks >= len(sent.found):
+            if num_blocks >= len(sent.known_stamps):
                 return
-            evicted = sent.found[num_blocks]
+            evicted = sent.known_stamps[num_blocks]
             blocks = self._blocks.get(sent.key, OrderedDict())
             while blocks and next(iter(blocks.values()))[0] <= evicted:
                 self._drop_oldest(sent.key, blocks)
 
     def withdraw(self, sent: Sent) -> None:
         """Forget a prompt that the engine did not compute: it was refused, or ended before its
-        first token. Blocks that were sent again since stay."""
+        first token. Blocks that a later prompt shares are kept."""
         _check_sent(sent)
         with self._lock:
             self._under_way.discard(sent.stamp)
             blocks = self._blocks.get(sent.key, OrderedDict())
-            for one in sent.hashes[len(sent.found) :]:
-                if one in blocks and blocks[one][0] == sent.stamp:
-                    del blocks[one]
-                    self._drop_holder(sent.key, one)
+            for block_hash in sent.hashes[len(sent.known_stamps) :]:
+                if block_hash in blocks and blocks[block_hash][0] == sent.stamp:
+                    del blocks[block_hash]
+                    self._drop_holder(sent.key, block_hash)
 
     def forget(self, key: Key) -> None:
         """Forget an engine that died, was closed or has emptied its cache."""
         with self._lock:
-            for one in self._blocks.pop(key, ()):
-                self._drop_holder(key, one)
-
-    def _num_unexpired(self, key: Key, hashes: Sequence[bytes], count: int, now: float) -> int:
-        blocks = self._blocks[key]
-        while count and now - blocks[hashes[count - 1]][1] > self.max_age:
-            count -= 1
-        return count
-
-    def _expire(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]], now: float) -> None:
-        while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
-            self._drop_oldest(key, blocks)
+            for block_hash in self._blocks.pop(key, ()):
+                self._drop_holder(key, block_hash)
 
     def _drop_oldest(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]]) -> None:
         oldest, _ = blocks.popitem(last=False)
@@ -505,7 +515,7 @@ class PrefixIndex:
 
 def _check_prompt(hashes: Any, now: Any) -> None:
     check.number("now", now, -_MAX_SECONDS, _MAX_SECONDS)
-    if not isinstance(hashes, Sequence) or not all(type(one) is bytes for one in hashes):
+    if not isinstance(hashes, Sequence) or set(map(type, hashes)) - {bytes}:
         raise check.invalid("hashes", hashes, "a list of block hashes")
 
 

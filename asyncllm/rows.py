@@ -23,7 +23,7 @@ from typing import Any
 import anyio.lowlevel
 
 from asyncllm import validation as check
-from asyncllm.errors import EngineError, InvalidRequestError, RequestError
+from asyncllm.errors import EngineError, RequestError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.outputs import Completion
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend
@@ -36,7 +36,7 @@ from asyncllm.validation import explain
 
 logger = get_logger("asyncllm")
 
-_END: Any = object()
+_END_OF_ROWS: Any = object()
 
 Submit = Callable[[Any, SamplingParams | None], Awaitable[TokenStream]]
 """Submits a prompt with its sampling parameters, waiting while the queue is full."""
@@ -67,7 +67,7 @@ class _Row:
 
     row: Any
     key: Any
-    on_end: Callable[[_Row], None]
+    on_end: Callable[[_Row], object]
     completion: Completion | None = None
     error: Exception | None = None
     stream: TokenStream | None = None
@@ -140,9 +140,11 @@ class Rows:
             raise check.invalid("rows", self.rows, "an iterable of rows, or an async iterable")
 
     def bind(self, max_rows: int, is_running: Callable[[], bool]) -> None:
-        """Set the limit, at most ``max_rows``, and how to tell whether the engine runs."""
-        given = check.integer("max_under_way", self.max_under_way, 1, max_rows, optional=True)
-        self.limit, self.is_running = given or max_rows, is_running
+        """Set the maximum number of rows under way, and how to tell whether the engine runs."""
+        max_under_way = check.integer(
+            "max_under_way", self.max_under_way, 1, max_rows, optional=True
+        )
+        self.limit, self.is_running = max_under_way or max_rows, is_running
 
     @property
     def has_room(self) -> bool:
@@ -180,32 +182,33 @@ class Rows:
             yield
         except Exception as error:
             self._iterator = None  # A generator that raised needs no closing.
-            self.end(draw_error(error))
+            failure = check.argument_error("rows", f"the iterable raised {explain(error)}")
+            self.end(with_cause(failure, error))
 
     def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
         """Make a row's request: the row, its prompt and its sampling parameters. Returns None if
         the row is done already, if a function of the job fails for it, or after the last row."""
-        if row is _END:
+        if row is _END_OF_ROWS:
             self._iterator = None
             if not self.is_exhausted:
                 self.end()
             return None
-        found = _Row(row, self._num_drawn, self._on_end)
+        drawn = _Row(row, self._num_drawn, self._on_end)
         self._num_drawn += 1
         try:
             if self.key is not None:
-                found.key = None  # The key stays None if ``key`` raises.
-                found.key = self.key(row)
-            if found.key in self.done:
+                drawn.key = None  # The key stays None if ``key`` raises.
+                drawn.key = self.key(row)
+            if drawn.key in self.done:
                 self._num_done += 1
                 return None
             prompt = row if self.prompt is None else self.prompt(row)
             params = self.sampling_params
             params = params(row) if callable(params) else params
         except Exception as error:
-            self.fail(found, error)
+            self.fail(drawn, error)
             return None
-        return found, prompt, params
+        return drawn, prompt, params
 
     def fail(self, row: _Row, error: Exception) -> None:
         """End a row that was not submitted; raises ``error`` if the engine has ended."""
@@ -273,14 +276,10 @@ class Rows:
         under_way, self._under_way = self._under_way, {}
         self._ended.clear()
         for row in under_way:
-            row.on_end = _ignore  # Let go of the job: the engine may still refer to the row.
+            row.on_end = bool  # Do not refer to the job, because the engine may keep the row.
             row.row = None
             if row.stream is not None:
                 row.stream.close()
-
-
-def _ignore(row: _Row) -> None:
-    """End a row whose job is closed."""
 
 
 @contextmanager
@@ -301,13 +300,6 @@ def _close_generator(iterator: Any) -> None:
 async def _close_async_generator(iterator: AsyncGenerator[Any, Any]) -> None:
     with _closing():
         await iterator.aclose()
-
-
-def draw_error(error: Exception) -> InvalidRequestError:
-    """Make the error of a job whose iterable raised."""
-    found = InvalidRequestError(f"rows: the iterable raised {explain(error)}", param="rows")
-    found.__cause__ = error
-    return found
 
 
 class RowStream(Handle):
@@ -336,19 +328,19 @@ class RowStream(Handle):
             EngineDeadError, EngineClosedError: if the engine died or was closed.
             RuntimeError: if another task reads, or the last read was on another loop.
         """
-        rows, feed = self._rows, self._feeder
+        rows, feeder = self._rows, self._feeder
         while True:
-            feed.start()
+            feeder.start()
             row = rows.pop_ended()
             if row is not None:
                 try:
                     return await _read(rows, row)
                 except EngineError:
-                    feed.close()
+                    feeder.close()
                     raise
             if rows.is_over():
                 raise StopAsyncIteration
-            await feed.wait()
+            await feeder.wait()
 
     async def aclose(self) -> None:
         """Abort the rows under way, and end the iteration. Idempotent; returns at once."""
@@ -435,7 +427,7 @@ class _RowFeeder:
         rows = self._rows
         try:
             while rows.has_room:
-                row = _END
+                row = _END_OF_ROWS
                 with rows.drawing():
                     row = await self._draw()
                 if (request := rows.accept(row)) is not None:
@@ -452,14 +444,14 @@ class _RowFeeder:
             self.wake()
 
     async def _draw(self) -> Any:
-        """The next row, or _END. A thread draws from an iterator, which may block; a list or a
-        tuple is read directly."""
-        given, iterator = self._rows.rows, self._rows.iterator()
-        if isinstance(given, AsyncIterable):
-            return await anext(iterator, _END)
-        if isinstance(given, list | tuple):
-            return next(iterator, _END)
-        return await self._worker.call(partial(next, iterator, _END))
+        """The next row, or ``_END_OF_ROWS``. A thread draws from an iterator, which may block; a
+        list or a tuple is read directly."""
+        rows, iterator = self._rows.rows, self._rows.iterator()
+        if isinstance(rows, AsyncIterable):
+            return await anext(iterator, _END_OF_ROWS)
+        if isinstance(rows, list | tuple):
+            return next(iterator, _END_OF_ROWS)
+        return await self._worker.call(partial(next, iterator, _END_OF_ROWS))
 
     async def _submit_row(self, row: _Row, prompt: Any, params: SamplingParams | None) -> None:
         with self._rows.submitting(row):
@@ -499,9 +491,9 @@ def _feed_one(
     submit: Callable[[Any, SamplingParams | None], TokenStream],
     mailbox: ThreadMailbox,
 ) -> None:
-    row = _END
+    row = _END_OF_ROWS
     with rows.drawing():
-        row = next(rows.iterator(), _END)
+        row = next(rows.iterator(), _END_OF_ROWS)
     if (request := rows.accept(row)) is not None:
         accepted, *arguments = request
         with rows.submitting(accepted):

@@ -187,11 +187,11 @@ class SamplingParams:
             self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def __copy__(self) -> Self:
-        # Several times as fast as the copy that a frozen dataclass with slots has of its own.
-        made = object.__new__(type(self))
+        # Several times as fast as the generated copy of a frozen dataclass with slots.
+        copied = object.__new__(type(self))
         for name in self.__dataclass_fields__:
-            made._set_field(name, getattr(self, name))
-        return made
+            copied._set_field(name, getattr(self, name))
+        return copied
 
     def _check_greedy(self) -> None:
         if self.temperature == 0 and self.n > 1:
@@ -216,9 +216,9 @@ class SamplingParams:
         self._check_bad_words()
         for name in ("stop_token_ids", "allowed_token_ids"):
             check.field(self, check.token_ids, name)
-            if found := getattr(self, name):
+            if token_ids := getattr(self, name):
                 # Without repeats there are at most as many ids as tokens in the vocabulary.
-                self._set_field(name, tuple(dict.fromkeys(found)))
+                self._set_field(name, tuple(dict.fromkeys(token_ids)))
         if self.allowed_token_ids == ():
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
@@ -262,17 +262,17 @@ class SamplingParams:
 
         num_eos = 0 if self.ignore_eos else len(eos_token_ids)
         grammar = self.structured_outputs
-        reader = "min_tokens" if self.min_tokens else grammar and grammar.param
-        if reader and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
-            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {reader}"
+        suppressor = "min_tokens" if self.min_tokens else grammar and grammar.param
+        if suppressor and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
+            accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {suppressor}"
             accepted += f" beside the model's {num_eos} of its own" * bool(num_eos)
             raise check.invalid("stop_token_ids", self.stop_token_ids, accepted)
 
-        most = max_logprobs
+        limit = f"(EngineConfig.max_logprobs={max_logprobs})"
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            if most >= 0 and count is not None and not 0 <= count <= most:
-                accepted = f"an integer from 0 to {most} or None (EngineConfig.max_logprobs={most})"
+            if max_logprobs >= 0 and count is not None and not 0 <= count <= max_logprobs:
+                accepted = f"an integer from 0 to {max_logprobs} or None {limit}"
                 raise check.invalid(name, count, accepted)
 
     def resolve(
@@ -293,8 +293,8 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # Not by ``replace``, which passes on every field: an event loop waits for this call. The
-        # defaults below are valid, so the fields are checked before they are set.
+        # An event loop waits for this call, so fields are not set by ``replace``, which sets and
+        # checks all. The defaults below are valid, so the fields are checked before they are set.
         check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         resolved = copy(self)
         for name, value in overrides.items():
@@ -321,15 +321,15 @@ class SamplingParams:
         index = check.integer("index", index, 0, self.n - 1)
         if self.seed is None:
             raise check.invalid("seed", None, "the seed of the request, which was not drawn")
-        alone = copy(self)
-        alone._set_field("n", 1)
+        params = copy(self)
+        params._set_field("n", 1)
         if index > 0:
             data = struct.pack("<QQ", self.seed % 2**64, index)
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            alone._set_field("seed", int.from_bytes(digest, "little"))
+            params._set_field("seed", int.from_bytes(digest, "little"))
             # Only the first output has prompt log-probabilities.
-            alone._set_field("prompt_logprobs", None)
-        return alone
+            params._set_field("prompt_logprobs", None)
+        return params
 
 
 def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> dict[str, Any]:
@@ -342,10 +342,10 @@ def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> d
     structured = parse_response_format(value)
     if structured is None:
         return sampling
-    given = sampling.get("structured_outputs")
-    if given is None and isinstance(params, SamplingParams):
-        given = params.structured_outputs
-    if given is not None:
+    other_grammar = sampling.get("structured_outputs")
+    if other_grammar is None and isinstance(params, SamplingParams):
+        other_grammar = params.structured_outputs
+    if other_grammar is not None:
         raise check.invalid(
             "response_format", value, "one of response_format and structured_outputs"
         )
@@ -359,3 +359,4 @@ NEUTRAL: Mapping[str, float | int] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
+"""Value of each sampling parameter that has no effect."""

@@ -26,7 +26,7 @@ from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
 from asyncllm.tool_calls.message_parser import MessageParser
 
-_NO_TOKENS = Delta("", ())
+_EMPTY_DELTA = Delta("", ())
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -156,7 +156,7 @@ class TokenStream(Handle):
             backend = self._backend or self._bind_to_loop()
             waiter = backend.make_waiter()
             if waiter is None:
-                raise self._is_read_elsewhere()
+                raise self._other_loop_error()
             self._is_reading = True
             try:
                 while True:
@@ -207,11 +207,11 @@ class TokenStream(Handle):
         if mailbox is None:
             self._channel.mailbox = mailbox = self._get_loop_mailbox()
         elif not isinstance(mailbox, LoopMailbox):
-            raise self._is_read_elsewhere()
+            raise self._other_loop_error()
         self._backend = mailbox.backend
         return mailbox.backend
 
-    def _is_read_elsewhere(self) -> RuntimeError:
+    def _other_loop_error(self) -> RuntimeError:
         return RuntimeError(
             f"stream {self.request_id!r} belongs to the event loop that read it first"
         )
@@ -250,9 +250,9 @@ class TokenStream(Handle):
         return self.read_blocking(mailbox) if delta is None else delta
 
     def _wake_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
-        """Have ``mailbox`` (None: the running loop's) wake ``waiter`` once the request has ended,
-        and not at each delta. To be called once, before any read. Returns False if the request has
-        ended already; the waiter may be woken even then."""
+        """Register ``waiter`` to be woken through ``mailbox`` (None: the running loop's) when the
+        request has ended, and not at each delta. To be called once, before any read. Returns
+        False if the request has ended already; the waiter may be woken even then."""
         self._channel.waiter = waiter
         self._channel.mailbox = self._get_loop_mailbox() if mailbox is None else mailbox
         return self._channel.final is None
@@ -264,7 +264,7 @@ class TokenStream(Handle):
         # Read the end before ``items``: once the end is set, ``items`` is complete.
         final = channel.final
         items = channel.items
-        delta = items.popleft() if items else _NO_TOKENS
+        delta = items.popleft() if items else _EMPTY_DELTA
         if not isinstance(delta, Delta):
             delta = merge_pending(delta)
         if final is not None and not items:
@@ -290,7 +290,11 @@ class TokenStream(Handle):
     def _merge_end(self, delta: Delta, final: StreamEnd | BaseException) -> Delta:
         """Merge the end into ``delta``. The end is left for the next read if it is an exception, if
         merging its last token would exceed ``max_merged``, or if it belongs to another output."""
-        if isinstance(final, StreamEnd) and delta is not _NO_TOKENS and delta.index != final.output:
+        if (
+            isinstance(final, StreamEnd)
+            and delta is not _EMPTY_DELTA
+            and delta.index != final.output
+        ):
             return delta
         if (
             isinstance(final, StreamEnd)
@@ -299,7 +303,12 @@ class TokenStream(Handle):
         ):
             if self._error is None:
                 delta = replace(delta, text=delta.text + final.text, index=final.output)
-                self._error = self._cut_off_error()
+                self._error = RequestError(
+                    f"request {self.request_id!r} was aborted because a read of its stream was "
+                    "cancelled, as asyncio.wait_for does when its time is up; to go on after a "
+                    "silence, read stream.with_heartbeat(seconds), or keep the read in a task and "
+                    "use asyncio.wait"
+                )
             final = self._error
         if not isinstance(final, StreamEnd):
             if delta.text or delta.token_ids:
@@ -309,7 +318,7 @@ class TokenStream(Handle):
             self._is_done = True
             self._error = final
             raise copy_for_raise(final)
-        last = final.last or _NO_TOKENS
+        last = final.last or _EMPTY_DELTA
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
         self._is_done = True
@@ -326,13 +335,6 @@ class TokenStream(Handle):
             finish_reason=final.finish_reason,
             stop_reason=final.stop_reason,
             usage=final.usage,
-        )
-
-    def _cut_off_error(self) -> RequestError:
-        return RequestError(
-            f"request {self.request_id!r} was aborted because a read of its stream was cancelled, "
-            "as asyncio.wait_for does when its time is up; to go on after a silence, read "
-            "stream.with_heartbeat(seconds), or keep the read in a task and use asyncio.wait"
         )
 
     def abort(self) -> None:

@@ -97,26 +97,17 @@ class EngineTracing:
             return
         try:
             if span.is_recording():
-                self._set_end_attributes(span, start_time, request, usage, error)
+                if usage.ttft is not None:
+                    first_token_at = start_time + int(usage.ttft * _NANOSECONDS_PER_SECOND)
+                    span.add_event("gen_ai.first_token", timestamp=first_token_at)
+                span.set_attributes(_response_attributes(request, usage, error))
+                if error is not None:
+                    description = str(error) if self._capture_content else None
+                    span.set_status(Status(StatusCode.ERROR, description))
+                if self._capture_content:
+                    span.set_attribute("gen_ai.output.messages", _output_messages(request, error))
         finally:
             span.end(start_time + int(usage.total_time * _NANOSECONDS_PER_SECOND))
-
-    def _set_end_attributes(
-        self,
-        span: Span,
-        start_time: int,
-        request: Request,
-        usage: Usage,
-        error: BaseException | None,
-    ) -> None:
-        if usage.ttft is not None:
-            at = start_time + int(usage.ttft * _NANOSECONDS_PER_SECOND)
-            span.add_event("gen_ai.first_token", timestamp=at)
-        span.set_attributes(_response_attributes(request, usage, error))
-        if error is not None:
-            span.set_status(Status(StatusCode.ERROR, str(error) if self._capture_content else None))
-        if self._capture_content:
-            span.set_attribute("gen_ai.output.messages", _output_messages(request, error))
 
 
 def trace_engine(
@@ -172,12 +163,12 @@ def _response_attributes(
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "asyncllm.queue_time": usage.queue_time,
-        "asyncllm.num_preemptions": sum(one.num_preemptions for one in outputs_of(request)),
+        "asyncllm.num_preemptions": sum(output.num_preemptions for output in outputs_of(request)),
     }
     if usage.ttft is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = usage.ttft
     if error is None:
-        reasons = tuple([_finish_reason(one, None) for one in outputs_of(request)])
+        reasons = tuple([_finish_reason(output, None) for output in outputs_of(request)])
         attributes["gen_ai.response.finish_reasons"] = reasons
     else:
         attributes["error.type"] = type(error).__name__
@@ -212,13 +203,12 @@ def _message_part(item: Any) -> Any:
 
 
 def _output_messages(request: Request, error: BaseException | None) -> str:
-    return _to_json([_output_message(output, error) for output in outputs_of(request)])
-
-
-def _output_message(output: Request, error: BaseException | None) -> dict[str, Any]:
-    text = output.output.decode(output.output_token_ids)
-    reason = _finish_reason(output, error)
-    return {"role": "assistant", "parts": [_text_part(text)], "finish_reason": reason}
+    messages = []
+    for output in outputs_of(request):
+        parts = [_text_part(output.output.decode(output.output_token_ids))]
+        reason = _finish_reason(output, error)
+        messages.append({"role": "assistant", "parts": parts, "finish_reason": reason})
+    return _to_json(messages)
 
 
 def _text_part(text: Any) -> dict[str, Any]:

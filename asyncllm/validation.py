@@ -33,7 +33,7 @@ MAX_ITEMS = 2**19
 """Maximum number of items of a list of token ids: twice the size of the largest vocabularies. The
 list is read while an event loop waits."""
 
-MAX_DATA = 2**16
+MAX_DATA_SIZE = 2**16
 """Maximum number of values and characters of plain data. It is copied while an event loop waits."""
 
 MAX_DEPTH = 16
@@ -87,6 +87,11 @@ def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}={describe(value)}: expected {accepted}", param=name)
 
 
+def argument_error(name: str, problem: str) -> InvalidRequestError:
+    """Make the error of an argument whose value the message does not quote."""
+    return InvalidRequestError(f"{name}: {problem}", param=name)
+
+
 def _refuse(
     name: str,
     value: Any,
@@ -102,20 +107,20 @@ def _refuse(
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **options: Any) -> Any:
     """Check an int in ``[low, high]``."""
-    found = _integer_in(value, low, high)
-    if found is None:
+    result = _integer_in(value, low, high)
+    if result is None:
         _refuse(name, value, f"an integer from {low} to {high}", **options)
-    return found
+    return result
 
 
 def _integer_in(value: Any, low: int, high: int) -> int | None:
     if value is None or type(value) is bool:
         return None
     try:
-        found = int(operator.index(value))
+        result = int(operator.index(value))
     except Exception:  # Comparing a tensor of several elements raises an error.
         return None
-    return found if low <= found <= high else None
+    return result if low <= result <= high else None
 
 
 def number(
@@ -125,26 +130,26 @@ def number(
     high: float,
     *,
     above: bool = False,
-    what: str = "a finite number",
+    description: str = "a finite number",
     **options: Any,
 ) -> Any:
     """Check a float in ``[low, high]``, or in ``(low, high]`` if ``above`` is set. Negative zero
     becomes zero."""
-    found = math.nan
+    result = math.nan
     if isinstance(value, numbers.Real) and type(value) is not bool:
         try:
-            found = float(value) + 0.0
+            result = float(value) + 0.0
         except OverflowError:
-            found = math.inf
-    if low <= found <= high and not (above and found == low):
-        return found
-    word = "above" if above else "from"
-    return _refuse(name, value, f"{what} {word} {low:g} to {high:g}", **options)
+            result = math.inf
+    if low <= result <= high and not (above and result == low):
+        return result
+    preposition = "above" if above else "from"
+    return _refuse(name, value, f"{description} {preposition} {low:g} to {high:g}", **options)
 
 
 def seconds(name: str, value: Any, **options: Any) -> Any:
     """Check a duration in seconds. If ``above`` is set, 0 is refused too."""
-    return number(name, value, 0, MAX_SECONDS, what="a number of seconds", **options)
+    return number(name, value, 0, MAX_SECONDS, description="a number of seconds", **options)
 
 
 def boolean(name: str, value: Any, **options: Any) -> Any:
@@ -171,8 +176,10 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
     dicts with text for keys."""
     with suppress(Exception):
         if isinstance(value, Mapping):
-            return _copy_plain_data(value, [MAX_DATA], MAX_DEPTH)
-    accepted = f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA} values and characters at most"
+            return _copy_plain_data(value, [MAX_DATA_SIZE], MAX_DEPTH)
+    accepted = (
+        f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA_SIZE} values and characters at most"
+    )
     return _refuse(name, value, accepted, **options)
 
 
@@ -190,12 +197,12 @@ def _copy_plain_data(value: Any, num_left: list[int], depth: int) -> Any:
         pairs = itertools.islice(value.items(), num_left[0] + 1)
         return {
             string("", _copy_plain_data(key, num_left, depth), empty=True): _copy_plain_data(
-                one, num_left, depth - 1
+                item, num_left, depth - 1
             )
-            for key, one in pairs
+            for key, item in pairs
         }
     if isinstance(value, (list, tuple)):
-        return [_copy_plain_data(one, num_left, depth - 1) for one in value]
+        return [_copy_plain_data(item, num_left, depth - 1) for item in value]
     if isinstance(value, numbers.Integral):
         return integer("", value, -(2**63), 2**64 - 1)
     return number("", value, -sys.float_info.max, sys.float_info.max)
@@ -211,15 +218,18 @@ def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any
 def items(name: str, value: Any, accepted: str, max_items: int = MAX_ITEMS, **options: Any) -> Any:
     """Read the items of a sequence or a set into a tuple, empty for None. More than ``max_items``
     items are refused; an endless iterable is read no further than one item beyond."""
-    found: Any = value or () if value is None or type(value) is tuple else None
+    found_items: Any = value or () if value is None or type(value) is tuple else None
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
-    if found is None and not is_text and isinstance(value, Iterable):
+    if found_items is None and not is_text and isinstance(value, Iterable):
         with suppress(TypeError):  # Iterating over an array without dimensions raises TypeError.
-            found = tuple(itertools.islice(value, max_items + 1))
-    if found is not None and len(found) <= max_items:
-        return found
+            found_items = tuple(itertools.islice(value, max_items + 1))
+    if found_items is not None and len(found_items) <= max_items:
+        return found_items
     return _refuse(
-        name, value, accepted if found is None else f"at most {max_items} {accepted}", **options
+        name,
+        value,
+        accepted if found_items is None else f"at most {max_items} {accepted}",
+        **options,
     )
 
 
@@ -236,12 +246,12 @@ def strings(
         accepted = f"strings of {max_length} characters at most"
     if value is None:
         return _refuse(name, value, accepted, **options)
-    found = items(name, value, accepted, max_items, **options)
+    texts = items(name, value, accepted, max_items, **options)
     # ``optional`` concerns the field; its items may not be None.
-    found = tuple([string(name, one, **{**options, "optional": False}) for one in found])
-    if max(map(len, found), default=0) > max_length:
-        _refuse(name, found, accepted, **options)
-    return found
+    texts = tuple([string(name, text, **{**options, "optional": False}) for text in texts])
+    if max(map(len, texts), default=0) > max_length:
+        _refuse(name, texts, accepted, **options)
+    return texts
 
 
 def token_ids(
@@ -249,26 +259,26 @@ def token_ids(
 ) -> Any:
     """Check a sequence of integers in ``[0, below)``; returns a tuple, empty for None."""
     accepted = f"token ids, integers from 0 to {below - 1}"
-    found = items(name, value, accepted, max_items, **options)
+    all_ids = items(name, value, accepted, max_items, **options)
     with suppress(Exception):
-        kinds = set(map(type, found))
-        ids = found if kinds <= {int} else tuple(array("q", found))
+        kinds = set(map(type, all_ids))
+        ids = all_ids if kinds <= {int} else tuple(array("q", all_ids))
         if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
             return ids
-    wrong = (one for one in found if _integer_in(one, 0, below - 1) is None)
+    invalid_ids = (one for one in all_ids if _integer_in(one, 0, below - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
-    return _refuse(name, next(wrong, value), accepted, **{**options, "optional": False})
+    return _refuse(name, next(invalid_ids, value), accepted, **{**options, "optional": False})
 
 
 def field(
     owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **options: Any
 ) -> None:
     """Validate a field of a frozen dataclass, and store the plain value. The default value is
-    always accepted, even if it is None."""
+    always accepted, even if it is None; ``optional`` accepts None beside another default."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
-        found = validator(name, value, *limits, optional=default is None, **options)
-        object.__setattr__(owner, name, found)
+        options.setdefault("optional", default is None)
+        object.__setattr__(owner, name, validator(name, value, *limits, **options))
 
 
 def equal_json(value: Any, other: Any) -> bool:
@@ -282,17 +292,17 @@ def equal_json(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def refuse_unknown(kind: str, given: Iterable[Any], known: Collection[str]) -> None:
+def refuse_unknown(kind: str, names: Iterable[Any], known: Collection[str]) -> None:
     """Raise InvalidRequestError for an unknown name; the message has asyncllm's name for it, if
     there is one."""
-    for name in given:
+    for name in names:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)
-            ours = COUNTERPARTS.get(kind, {}).get(name)
-            hint = (
-                f" (there are {', '.join(sorted(known))})" if ours is None else f", expected {ours}"
-            )
-            raise InvalidRequestError(f"{name}: no such {kind}{hint}", param=name)
+            our_name = COUNTERPARTS.get(kind, {}).get(name)
+            hint = f", expected {our_name}"
+            if our_name is None:
+                hint = f" (there are {', '.join(sorted(known))})"
+            raise argument_error(name, f"no such {kind}{hint}")
 
 
 def known_fields(kind: str) -> Callable[[type[T]], type[T]]:
@@ -304,13 +314,13 @@ def known_fields(kind: str) -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         fields: Any = cls.__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
-        made = cls.__init__
+        original_init = cls.__init__
 
-        @wraps(made)
-        def init(self: T, *values: Any, **given: Any) -> None:
-            if not given.keys() <= fields.keys():
-                refuse_unknown(kind, given, fields)
-            made(self, *values, **given)
+        @wraps(original_init)
+        def init(self: T, *values: Any, **keywords: Any) -> None:
+            if not keywords.keys() <= fields.keys():
+                refuse_unknown(kind, keywords, fields)
+            original_init(self, *values, **keywords)
 
         cls.__init__ = init
         return cls

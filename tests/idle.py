@@ -52,4 +52,4 @@ async def all_free(engine: AsyncLLMEngine) -> None:
     core = core_of(engine)
     await wait_for(core.call(check_scheduler, core.scheduler))
     assert core.admission.num_live == 0
-    assert core.admission.num_queued == 0
+    assert len(core.admission.queued_requests) == 0

@@ -88,7 +88,7 @@ def test_queue_is_full_at_its_limits_and_not_before(clock):
     assert "60 prompt tokens are queued and 41 more" in str(refused(admission, 41))
     admission.reserve(request("b"), 40)
     assert "2 requests are queued, max_queued_requests=2" in str(refused(admission, 0))
-    assert (admission.num_queued, admission.num_live) == (2, 2)
+    assert (len(admission.queued_requests), admission.num_live) == (2, 2)
     assert (admission.num_requests, admission.num_rejected) == (2, 2)
     assert admission.get_live("one more") is None
 
@@ -97,11 +97,15 @@ def test_whether_there_is_room_can_be_asked_without_taking_it(clock):
     admission = drained_at(5.0, clock)
     assert admission.retry_after(request("new"), 10) == refused(admission, 10).retry_after > 0.0
     assert admission.retry_after(request("new", "another owner"), 10) == 0.0
-    before = admission.num_requests, admission.num_rejected, admission.num_queued
+    before = admission.num_requests, admission.num_rejected, len(admission.queued_requests)
     for _ in range(3):
         assert admission.retry_after(request("new", "another owner"), 10) == 0.0
         assert admission.retry_after(request("new"), 10) > 0.0
-    assert (admission.num_requests, admission.num_rejected, admission.num_queued) == before
+    assert (
+        admission.num_requests,
+        admission.num_rejected,
+        len(admission.queued_requests),
+    ) == before
     assert admission.num_queued_tokens == 100
     admission.reserve_or_wait(request("in line"), 10, lambda: False)
     empty = Admission(10, 1000, clock)
@@ -131,7 +135,7 @@ def test_owners_have_shares_of_a_full_queue(clock):
     assert fill(admission, "a") == []
     admission.forget(queued["a"].pop())
     admission.reserve(request("again", "a"), 1)
-    assert (admission.num_queued, admission._queued_tokens) == (10, 10)
+    assert (len(admission.queued_requests), admission.num_queued_tokens) == (10, 10)
 
 
 def test_prompt_tokens_have_shares_and_a_long_prompt_fits(clock):
@@ -216,7 +220,7 @@ def test_leaving_twice_counts_once(clock):
     admission.leave_queue(one.members[0])
     admission.leave_queue(one.members[0])
     admission.forget(one)
-    assert (admission.num_queued, admission.num_live) == (1, 1)
+    assert (len(admission.queued_requests), admission.num_live) == (1, 1)
     # Of the 100 tokens 60 are taken, and the rate is that of one departure.
     error = refused(admission, 41)
     assert error.retry_after == pytest.approx(5.0 / 0.6931)
@@ -284,7 +288,7 @@ def test_aborted_id_can_be_reused_while_first_request_ends(clock):
     assert admission.get_live("a") is None
     second = request("a")
     admission.reserve(second, 1)
-    assert (admission.num_live, admission.num_queued) == (2, 2)
+    assert (admission.num_live, len(admission.queued_requests)) == (2, 2)
     assert [one.members[0].arrival_index for one in (first, second)] == [0, 1]
     assert set(admission.close(lambda: EngineClosedError("closed"))) == {first, second}
     admission.forget(first)
@@ -292,7 +296,7 @@ def test_aborted_id_can_be_reused_while_first_request_ends(clock):
     with pytest.raises(EngineClosedError):
         admission.reserve(request("c"), 1)
     admission.forget(second)
-    assert (admission.num_live, admission.num_queued) == (0, 0)
+    assert (admission.num_live, len(admission.queued_requests)) == (0, 0)
 
 
 def test_a_caller_that_has_left_the_line_gets_no_place(clock):
@@ -306,5 +310,5 @@ def test_a_caller_that_has_left_the_line_gets_no_place(clock):
     aborted.cancelled = True
     admission.forget(first)
     assert waiting.result(0)
-    assert (admission.num_queued, len(admission.waiting_line)) == (1, 0)
+    assert (len(admission.queued_requests), len(admission.waiting_line)) == (1, 0)
     assert (gone.members, aborted.members, len(last.members)) == ([], [], 1)

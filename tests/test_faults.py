@@ -289,9 +289,10 @@ class Case:
         assert core.stats() == stats
         assert stats.num_finished + stats.num_aborted + stats.num_failed == stats.num_requests
         assert (engine.state, self.executor.closed) == ("closed", True)
-        assert (core.admission.num_live, core.admission.num_queued) == (0, 0)
-        assert core.is_idle()
-        assert not list(engine._mailboxes)
+        assert (core.admission.num_live, len(core.admission.queued_requests)) == (0, 0)
+        assert not core._in_flight
+        assert not core._idle_calls._unfinished_futures
+        assert not engine._mailboxes._mailbox_by_loop
         assert (engine.error is None) is not self.fault.fatal
         ended = await outcome(engine.wait_closed())
         if self.fault.fatal:

@@ -232,7 +232,11 @@ async def test_a_group_is_full_when_all_its_engines_are():
         with pytest.raises(EngineOverloadedError) as caught:
             group.stream([9])
         assert caught.value.retry_after == min(waits)
-        assert [core_of(one).admission.num_queued for one in group.engines.values()] == [2, 2, 2]
+        assert [len(core_of(one).admission.queued_requests) for one in group.engines.values()] == [
+            2,
+            2,
+            2,
+        ]
         assert group.stats().num_requests == 6
         await group.resume()
         await asyncio.gather(*[stream.result() for stream in streams])
@@ -266,7 +270,9 @@ async def test_waiters_get_one_place_each():
             await stream.result()
         await idle(group)
         assert group.stats().num_requests == 10
-        assert all(core_of(one).admission.num_queued == 0 for one in group.engines.values())
+        assert all(
+            len(core_of(one).admission.queued_requests) == 0 for one in group.engines.values()
+        )
 
 
 @pytest.mark.parametrize("end", ["removed", "dead"])
@@ -646,7 +652,7 @@ async def test_an_engine_added_while_a_text_is_tokenised():
         assert list(other.token_ids) == added.executor.reference([1], 2)
         gate.set()
         assert (await stream.result()).usage.prompt_tokens == LONG_TEXT // 2 + 100
-        assert core_of(group.engines[0]).admission.num_queued == 0
+        assert len(core_of(group.engines[0]).admission.queued_requests) == 0
         assert core_of(group.engines[0]).admission.num_queued_tokens == 0
 
 
@@ -996,7 +1002,7 @@ def a_place_is_reserved_twice(patch):
 
     def twice(self, group, num_tokens):
         reserve(self, group, num_tokens)
-        self._queued_requests[copy.copy(group.members[0])] = num_tokens
+        self.queued_requests[copy.copy(group.members[0])] = num_tokens
 
     patch.setattr(Admission, "reserve", twice)
 

@@ -499,7 +499,7 @@ def test_closing_lets_a_paused_engine_finish(run, paused):
             if paused == "at the same time":
                 await anyio.to_thread.run_sync(blocking_until, lambda: engine.stats().num_running)
                 group.start_soon(engine.pause)
-                await until(lambda: core_of(engine)._idle_calls)
+                await until(lambda: core_of(engine)._idle_calls._unfinished_futures)
             rig.executor.gate.release(100)
             with anyio.fail_after(10):
                 await engine.aclose(drain=None)
@@ -711,5 +711,5 @@ def test_new_loop_during_cleanup_of_closed_loops():
     mailbox = asyncio.run(come())
     assert Gone.coming
     # The other loop has removed them already.
-    assert mailbox in registry
-    assert not any(isinstance(one, Gone) for one in registry)
+    assert mailbox in registry._mailbox_by_loop.values()
+    assert not any(isinstance(one, Gone) for one in registry._mailbox_by_loop.values())

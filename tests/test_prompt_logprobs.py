@@ -264,7 +264,7 @@ def test_incomplete_results_are_detected() -> None:
     result = rig.executor.collect()
     result.prompt_logprobs[0] = result.prompt_logprobs[0][:1]
     with pytest.raises(ValueError, match=r"of \{0: 1\} tokens by row; expected \{0: 2\}"):
-        rig.scheduler.update(step, result)
+        next(rig.scheduler.update(step, result))
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])

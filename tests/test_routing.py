@@ -303,10 +303,10 @@ def test_removed_engine_leaves_the_index():
 
 def test_the_weights_of_the_latest_choices_stay_numbers():
     router, candidates = Router(), engines(2)
-    router._weight = 999_000.0
+    router._decay_weight = 999_000.0
     for _ in range(2000):
         router.settle(router.choose(candidates, 100))
-    assert 1.0 <= router._weight <= 1e6
+    assert 1.0 <= router._decay_weight <= 1e6
     assert statistics.mean(one.recent for one in router._loads.values()) < 1e13
     assert set(keys_of(router, candidates, 2)) == {0, 1}
 
@@ -605,7 +605,7 @@ class IndexMachine(RuleBasedStateMachine):
         for one in list(held)[: max(0, len(held) - self.size)]:
             del held[one]
         sent = self.index.add(key, block_hashes(tokens, 1), self.now)
-        assert (sent.key, sent.hashes, sent.found) == (key, hashes, found)
+        assert (sent.key, sent.hashes, sent.known_stamps) == (key, hashes, found)
         self.under_way.append((sent, hashes))
 
     @precondition(lambda self: self.under_way)
@@ -615,8 +615,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.under_way.remove((sent, hashes))
         self.index.correct(sent, count)
         held = self.held.get(sent.key, {})
-        if count < len(sent.found):
-            for one in [one for one, (at, _) in held.items() if at <= sent.found[count]]:
+        if count < len(sent.known_stamps):
+            for one in [one for one, (at, _) in held.items() if at <= sent.known_stamps[count]]:
                 del held[one]
 
     @precondition(lambda self: self.under_way)
@@ -626,7 +626,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.under_way.remove((sent, hashes))
         self.index.withdraw(sent)
         held = self.held.get(sent.key, {})
-        for one in hashes[len(sent.found) :]:
+        for one in hashes[len(sent.known_stamps) :]:
             if held.get(one, (0, 0.0))[0] == sent.stamp:
                 del held[one]
 

@@ -342,7 +342,7 @@ def test_garbage_from_the_device_is_noticed(fields, says):
     for name, value in fields.items():
         setattr(result, name, value)
     with pytest.raises(ValueError, match=says):
-        rig.scheduler.update(step, result)
+        next(rig.scheduler.update(step, result))
 
 
 def test_failed_request_publishes_no_prefix():

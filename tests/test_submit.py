@@ -30,7 +30,10 @@ def nothing_left(engine):
     return (
         stats.num_running == stats.num_waiting == stats.num_paused == 0
         and stats.num_free_blocks == stats.num_blocks
-        and admission.num_queued == admission._queued_tokens == len(admission.waiting_line) == 0
+        and len(admission.queued_requests)
+        == admission.num_queued_tokens
+        == len(admission.waiting_line)
+        == 0
     )
 
 

@@ -110,6 +110,10 @@ def stream_with_callbacks(
         text = prompt
     else:  # A refused prompt may be an object of any type.
         text = " ".join(map(str, prompt)) if stream is not None else describe(prompt)
+    invocation_params: dict[str, Any] = {}
+    if isinstance(sampling_params, SamplingParams):
+        names = sampling_params.__dataclass_fields__
+        invocation_params = {name: getattr(sampling_params, name) for name in names}
     run = CallbackRun(
         handlers=tuple(handlers),
         ids={
@@ -120,19 +124,13 @@ def stream_with_callbacks(
         options={
             "metadata": dict(metadata or {}),
             "name": run_name or "AsyncLLMEngine",
-            "invocation_params": {**_sampling_fields(sampling_params), **options},
+            "invocation_params": invocation_params | options,
         },
         model_name=engine.config.model_name,
         messages=messages if chat else None,
         prompt=buffer_string(messages) if chat else text,
     )
     return CallbackStream(stream, refusal_error, run)
-
-
-def _sampling_fields(sampling_params: SamplingParams | None) -> dict[str, Any]:
-    if not isinstance(sampling_params, SamplingParams):
-        return {}
-    return {name: getattr(sampling_params, name) for name in sampling_params.__dataclass_fields__}
 
 
 class CallbackStream(Handle):

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self
 
-from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import Completion, CompletionOutput, Delta, Usage
+from asyncllm.validation import argument_error
 
 MessageType = Literal["human", "ai", "system", "tool", "chat"]
 
@@ -136,10 +136,8 @@ def messages_from_chat(messages: Any) -> list[CallbackMessage]:
         InvalidRequestError: if one of them is not a mapping.
     """
     if not all(isinstance(message, Mapping) for message in messages):
-        raise InvalidRequestError(
-            'prompt: expected text, token ids, or messages {"role": …, "content": …}',
-            param="prompt",
-        )
+        problem = 'expected text, token ids, or messages {"role": …, "content": …}'
+        raise argument_error("prompt", problem)
     return [CallbackMessage.from_chat(message) for message in messages]
 
 

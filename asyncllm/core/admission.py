@@ -20,7 +20,7 @@ from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.waiting_line import WaitingLine
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
-_RATE_HALF_LIFE = 5.0
+_RATE_HALF_LIFE_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 60.0
 
 
@@ -37,6 +37,9 @@ class Admission:
         clock: seconds, monotonic.
 
     Attributes:
+        queued_requests: map from each queued request to its number of prompt tokens, an estimate
+            until its text is tokenised.
+        num_queued_tokens: sum of these numbers.
         waiting_line: line of the calls that wait for a place in this queue.
         waiting_lines: all lines whose calls may get a place in this queue, in the order in which
             they are served: ``waiting_line``, and the EngineGroup's line. The tuple is replaced,
@@ -55,8 +58,8 @@ class Admission:
         self._num_members = 0
         self._ended_members: set[Request] = set()
         self._next_arrival_index = 0
-        self._queued_requests: dict[Request, int] = {}
-        self._queued_tokens = 0
+        self.queued_requests: dict[Request, int] = {}
+        self.num_queued_tokens = 0
         self._queued_by_owner: dict[str | None, list[int]] = {}
         self.waiting_line = WaitingLine()
         self.waiting_lines: tuple[WaitingLine, ...] = (self.waiting_line,)
@@ -65,16 +68,6 @@ class Admission:
         self._drain_rate_at = clock()
         self.num_requests = 0
         self.num_rejected = 0
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queued_requests)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Number of prompt tokens of the queued requests, estimated for texts that are not
-        tokenised yet."""
-        return self._queued_tokens
 
     @property
     def num_live(self) -> int:
@@ -114,9 +107,9 @@ class Admission:
             shortage = self._admit(group, num_tokens, num_waiting_lines)
             if shortage is not None:
                 self.num_rejected += num_waiting_lines is None
-                what, num_to_leave = shortage
+                reason, num_to_leave = shortage
                 retry_after = self._retry_after(num_to_leave)
-                message = f"{what}; try again in {retry_after:.2f} s"
+                message = f"{reason}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
 
     def retry_after(
@@ -158,10 +151,6 @@ class Admission:
         with self._lock:
             return self._admit(group, num_tokens, 0) is None
 
-    def withdraw(self, group: RequestGroup) -> None:
-        """Remove a group from the line of waiting calls; do nothing if it is not waiting."""
-        self.waiting_line.withdraw(group)
-
     def _advance_waiting_lines(self) -> None:
         for line in self.waiting_lines:
             line.advance()
@@ -169,7 +158,7 @@ class Admission:
     def _find_shortage(
         self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
     ) -> tuple[str, int] | None:
-        """Reason why a group cannot be queued now, in the form of ``_check_room``. None if the
+        """Reason why a group cannot be queued now, as ``_check_room`` returns it. None if the
         group fits the queue, or its owner's share of the queue, and no call waits before the group.
 
         Args:
@@ -197,8 +186,8 @@ class Admission:
         """
         if self._closed is not None:
             raise self._closed()
-        other = self._live_groups.get(group.request_id)
-        if other is not None:
+        earlier = self._live_groups.get(group.request_id)
+        if earlier is not None:
             self.check_id(group.request_id)
         members = group.members
         count, owner = len(members), members[0].owner
@@ -208,15 +197,15 @@ class Admission:
         shortage = self._find_shortage(group, num_tokens, num_waiting_lines)
         if shortage is not None:
             return shortage
-        if other is not None:
+        if earlier is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget`` for it.
-            self._replaced_groups.add(other)
+            self._replaced_groups.add(earlier)
         self._live_groups[group.request_id] = group
         self._num_members += count
         self._count_queued(owner, count, count * num_tokens)
         for i, request in enumerate(members, self._next_arrival_index):
-            self._queued_requests[request] = num_tokens
+            self.queued_requests[request] = num_tokens
             request.arrival_index = i
         self._next_arrival_index += count
         self.num_requests += 1
@@ -224,11 +213,8 @@ class Admission:
 
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
         """Add to the queued requests and prompt tokens of an owner."""
-        self._queued_tokens += num_tokens
-        try:
-            queued = self._queued_by_owner[owner]
-        except KeyError:
-            queued = self._queued_by_owner[owner] = [0, 0]
+        self.num_queued_tokens += num_tokens
+        queued = self._queued_by_owner.setdefault(owner, [0, 0])
         queued[0] += num_requests
         queued[1] += num_tokens
         if not queued[0]:
@@ -241,14 +227,15 @@ class Admission:
         num_owners = len(self._queued_by_owner) + (owner not in self._queued_by_owner)
         if (
             num_owners == 1
-            or len(self._queued_requests) + num_requests > 2 * self.max_queued_requests
-            or self._queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
+            or len(self.queued_requests) + num_requests > 2 * self.max_queued_requests
+            or self.num_queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
         ):
             return False
-        requests, tokens = self._queued_by_owner.get(owner, (0, 0))
-        return requests + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
-            not requests
-            or tokens + num_requests * num_tokens <= math.ceil(self.max_queued_tokens / num_owners)
+        num_queued, num_queued_tokens = self._queued_by_owner.get(owner, (0, 0))
+        return num_queued + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
+            not num_queued
+            or num_queued_tokens + num_requests * num_tokens
+            <= math.ceil(self.max_queued_tokens / num_owners)
         )
 
     def _check_room(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
@@ -258,24 +245,28 @@ class Admission:
         Args:
             num_tokens: number of prompt tokens of each of the ``num_requests`` requests.
         """
-        requests, tokens = len(self._queued_requests), self._queued_tokens
+        requests, tokens = len(self.queued_requests), self.num_queued_tokens
         num_tokens *= num_requests
         if requests + num_requests > self.max_queued_requests:
-            what = f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
-            return what, requests + num_requests - self.max_queued_requests
-        if self._queued_requests and tokens + num_tokens > self.max_queued_tokens:
-            what = (
+            reason = (
+                f"{requests} requests are queued, max_queued_requests={self.max_queued_requests}"
+            )
+            return reason, requests + num_requests - self.max_queued_requests
+        if self.queued_requests and tokens + num_tokens > self.max_queued_tokens:
+            reason = (
                 f"{tokens} prompt tokens are queued and {num_tokens} more do not fit into "
                 f"max_queued_tokens={self.max_queued_tokens}"
             )
             excess = tokens + num_tokens - self.max_queued_tokens
-            return what, max(1, round(requests * excess / max(tokens, 1)))
+            return reason, max(1, round(requests * excess / max(tokens, 1)))
         return None
 
     def _retry_after(self, num_to_leave: int) -> float:
         if self._drain_rate == 0.0:
             return 1.0  # The drain rate was not measured yet.
-        rate = self._drain_rate * 0.5 ** ((self._clock() - self._drain_rate_at) / _RATE_HALF_LIFE)
+        rate = self._drain_rate * 0.5 ** (
+            (self._clock() - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS
+        )
         if rate * _MAX_RETRY_SECONDS <= num_to_leave:
             return _MAX_RETRY_SECONDS
         return max(num_to_leave / rate, 0.01)
@@ -284,11 +275,9 @@ class Admission:
         """Replace the estimate of a prompt's length once it is tokenised."""
         with self._lock:
             for request in group.members:
-                if request in self._queued_requests:
-                    self._count_queued(
-                        request.owner, 0, num_tokens - self._queued_requests[request]
-                    )
-                    self._queued_requests[request] = num_tokens
+                if request in self.queued_requests:
+                    self._count_queued(request.owner, 0, num_tokens - self.queued_requests[request])
+                    self.queued_requests[request] = num_tokens
         self._advance_waiting_lines()
 
     def leave_queue(self, request: Request) -> None:
@@ -296,13 +285,13 @@ class Admission:
         ended. Updates the rate at which the queue drains, an exponential average with a half-life
         of 5 s."""
         with self._lock:
-            num_tokens = self._queued_requests.pop(request, None)
+            num_tokens = self.queued_requests.pop(request, None)
             if num_tokens is None:
                 return
             self._count_queued(request.owner, -1, -num_tokens)
             now = self._clock()
-            decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE)
-            self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE
+            decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
+            self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE_SECONDS
             self._drain_rate_at = now
         self._advance_waiting_lines()
 

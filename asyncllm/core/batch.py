@@ -69,7 +69,7 @@ class PromptSpan(NamedTuple):
 
 @dataclass(slots=True)
 class StepBatch:
-    """One step: which rows compute which tokens.
+    """One step: its rows, and the tokens that each row computes.
 
     Row i computes ``counts[i]`` tokens of the request in ``req_indices[i]``, from position
     ``starts[i]`` on; the KV of earlier tokens is in the request's blocks. A row with ``samples[i]``

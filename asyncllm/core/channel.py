@@ -99,7 +99,7 @@ class Channel:
         max_unread: maximum number of unread tokens before ``on_slow`` applies.
         max_merged: maximum number of tokens that are merged into one delta.
         items: unread output in order, without the end.
-        final: the end, once there is one: an StreamEnd, or the exception that the reader gets.
+        final: the end, once there is one: a StreamEnd, or the exception that the reader gets.
         num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
         has_reader: the reader waits, and no wake is on its way to it.
         waiter: the mailbox's object for the reader that waits; touched on its loop's thread only.

@@ -39,7 +39,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, group: RequestGroup, num_live: int) -> None:
-        """Add a group, if it has a deadline.
+        """Add a group that has a deadline.
 
         Args:
             num_live: requests of the engine that have not ended.

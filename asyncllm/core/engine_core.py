@@ -32,6 +32,7 @@ from asyncllm.errors import (
     EngineDeadError,
     EngineError,
     RequestError,
+    with_cause,
 )
 from asyncllm.logger import get_logger
 from asyncllm.outputs import EngineStats
@@ -138,10 +139,6 @@ class EngineCore:
         if os.getpid() == self.pid:
             self.abort(group)
 
-    def is_idle(self) -> bool:
-        """Whether no step is in flight and every call has returned."""
-        return not (self._in_flight or self._idle_calls.due_calls or self._idle_calls)
-
     def num_cached_tokens(self, prompt: HashedTokens) -> int:
         """Length in tokens of the prefix that an admission of ``prompt`` would find in the cache
         now. Any thread may call it, at any time; see ``KVCacheManager.num_cached_tokens``."""
@@ -190,9 +187,8 @@ class EngineCore:
         it."""
         if self.fatal_error is None:
             return EngineClosedError(self.close_reason)
-        error = EngineDeadError(f"the engine died: {explain(self.fatal_error)}")
-        error.__cause__ = self.fatal_error
-        return error
+        message = f"the engine died: {explain(self.fatal_error)}"
+        return with_cause(EngineDeadError(message), self.fatal_error)
 
     def fail_hung(self, timeout: float, cause: Exception) -> bool:
         """Fail every request if one call of the executor has taken ``timeout`` seconds. Any thread
@@ -278,14 +274,8 @@ class EngineCore:
 
     def _wait_for_command(self) -> None:
         """Wait until there is something to do; an idle engine uses no CPU."""
-        timeout = self._time_to_next_event()
-        if timeout is not None and timeout <= 0:
-            return
-        try:
-            command = self.inbox.get(timeout=timeout)
-        except queue.Empty:
-            return
-        command()
+        with contextlib.suppress(queue.Empty):
+            self.inbox.get(timeout=self._time_to_next_event())()
 
     def _launch(self) -> bool:
         if self._is_suspended or self._idle_calls.due_calls or self._is_pipeline_full():
@@ -366,8 +356,7 @@ class EngineCore:
                 f"request {request.request_id!r}: the device has too little memory for a "
                 "step of this request alone"
             )
-            failure.__cause__ = error
-            self.output_processor.fail(request.group, failure)
+            self.output_processor.fail(request.group, with_cause(failure, error))
 
     # --- commands ----------------------------------------------------------------------
 
@@ -393,7 +382,7 @@ class EngineCore:
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
-        self.admission.withdraw(group)
+        self.admission.waiting_line.withdraw(group)
         self.output_processor.abort(group)
 
     def on_drained(self, group: RequestGroup) -> None:
@@ -439,9 +428,9 @@ class EngineCore:
             self._only_paused_since = None
         elif self._only_paused_since is None:
             self._only_paused_since = now
-        since = self._only_paused_since
-        unread = since is not None and now - since >= _PAUSED_GRACE_SECONDS
-        if live == 0 or now >= closing_at or unread:
+        paused_since = self._only_paused_since
+        is_unread = paused_since is not None and now - paused_since >= _PAUSED_GRACE_SECONDS
+        if live == 0 or now >= closing_at or is_unread:
             for group in self.admission.close(self.shutdown_error):
                 group.cancelled = True
                 self.on_abort(group)
@@ -455,7 +444,9 @@ class EngineCore:
             earliest = min(earliest, self._closing_at)
             if self._only_paused_since is not None:
                 earliest = min(earliest, self._only_paused_since + _PAUSED_GRACE_SECONDS)
-        return None if earliest == math.inf else min(earliest - self.clock(), 3600.0)
+        if earliest == math.inf:
+            return None
+        return min(max(earliest - self.clock(), 0.0), 3600.0)
 
     def _fail_all(self) -> None:
         """Fail every live request of a dead engine, and all later calls. Runs on the engine thread,

@@ -14,7 +14,8 @@ from asyncllm.errors import EngineError
 
 
 class IdleCalls:
-    """Queue of calls. The future of each call is completed in every case.
+    """Queue of calls that the engine thread makes for other threads. The future of each call is
+    completed, even if the engine closes or dies first.
 
     Args:
         inbox: the engine thread's command queue, which delivers the calls.
@@ -32,10 +33,6 @@ class IdleCalls:
         self._shutdown_error = shutdown_error
         self._lock = threading.Lock()
         self._unfinished_futures: set[Future[Any]] | None = set()
-
-    def __len__(self) -> int:
-        """Number of calls whose future is not completed."""
-        return len(self._unfinished_futures or ())
 
     def submit(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         """Queue a call. Any thread may call it. After ``close`` the future has ``shutdown_error()``

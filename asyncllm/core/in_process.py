@@ -13,7 +13,8 @@ from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class InProcess:
-    """Objects that cannot be pickled: callables, and exceptions with their causes.
+    """Objects of requests and steps that cannot be pickled: callables, and exceptions with their
+    causes.
 
     The executor makes one, as its attribute ``in_process``, and the scheduler fills it in. An
     executor in another process has none: its errors arrive as text.
@@ -41,24 +42,20 @@ class InProcess:
 
 def picklable_params(sampling: SamplingParams) -> SamplingParams:
     """Copy the parameters to a picklable object, without callables, grammar or shared mappings."""
-    if (
-        not sampling.logits_processors
-        and not sampling.logit_bias
-        and not sampling.extra_args
-        and sampling.structured_outputs is None
-    ):
+    shared = sampling.logits_processors, sampling.logit_bias, sampling.extra_args
+    if not any(shared) and sampling.structured_outputs is None:
         return sampling
-    found = _with_logits_processors(sampling, ())
-    object.__setattr__(found, "logit_bias", copy(sampling.logit_bias))
-    object.__setattr__(found, "extra_args", deepcopy(sampling.extra_args))
-    object.__setattr__(found, "structured_outputs", None)
-    return found
+    params = _with_logits_processors(sampling, ())
+    object.__setattr__(params, "logit_bias", copy(sampling.logit_bias))
+    object.__setattr__(params, "extra_args", deepcopy(sampling.extra_args))
+    object.__setattr__(params, "structured_outputs", None)
+    return params
 
 
 def _with_logits_processors(
     sampling: SamplingParams, processors: Sequence[RequestLogitsProcessor]
 ) -> SamplingParams:
     # Copy the object directly: ``dataclasses.replace`` would validate every field again.
-    found = copy(sampling)
-    object.__setattr__(found, "logits_processors", processors)
-    return found
+    params = copy(sampling)
+    object.__setattr__(params, "logits_processors", processors)
+    return params

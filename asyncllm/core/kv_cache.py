@@ -40,7 +40,7 @@ class FullAttentionGroup:
         """Longest cached prefix of the first ``num_tokens`` tokens, as entries of a block table."""
         suffix = self._hash_suffix
         hashes = prompt.extend_hashes(self.block_size)[: num_tokens // self.block_size]
-        keys = (one + suffix for one in hashes) if suffix else hashes
+        keys = (block_hash + suffix for block_hash in hashes) if suffix else hashes
         hit: list[Block] = []
         for block in map(self.pool.find, keys):
             if block is None:
@@ -54,15 +54,14 @@ class FullAttentionGroup:
 
     def publish(self, request: Request, end: int, published: list[Block]) -> None:
         """Publish the blocks that are full once ``end`` tokens are computed. Append to
-        ``published`` those that were not in the cache yet."""
+        ``published`` those that were not in the cache yet. With tokens in flight, a block may have
+        left the window before it is published."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
-        for i in range(self._first_unpublished_block(request), end // self.block_size):
+        first = request.num_published // self.block_size
+        for i in range(max(first, request.num_out_of_window[self.index]), end // self.block_size):
             if self.pool.publish(blocks[i], hashes[i] + self._hash_suffix):
                 published.append(blocks[i])
-
-    def _first_unpublished_block(self, request: Request) -> int:
-        return request.num_published // self.block_size
 
 
 class SlidingWindowGroup(FullAttentionGroup):
@@ -74,7 +73,7 @@ class SlidingWindowGroup(FullAttentionGroup):
         super().__init__(spec, index, pool, step_tokens)
         assert spec.window is not None
         self.window = spec.window
-        self._max_visible_blocks = spec.max_blocks(NEVER, step_tokens)
+        self.max_held_blocks = spec.max_blocks(NEVER, step_tokens)
         # Number of blocks at the end of a cached prefix that the next query sees. A cached prefix
         # ends with a full block.
         self._num_visible_blocks = -(-(self.window - 1) // self.block_size)
@@ -82,11 +81,6 @@ class SlidingWindowGroup(FullAttentionGroup):
     def first_visible(self, num_computed: int) -> int:
         first_key = num_computed - self.window + 1
         return first_key // self.block_size if first_key > 0 else 0
-
-    def max_entries(self, num_computed: int) -> int:
-        """Maximum number of table entries with ``num_computed`` tokens computed: the null blocks
-        before the window, and the blocks that a sequence holds at once."""
-        return self.first_visible(num_computed) + self._max_visible_blocks
 
     def next_out_of_window(self, num_out_of_window: int) -> int:
         """Number of computed tokens at which the next block leaves the window."""
@@ -111,11 +105,6 @@ class SlidingWindowGroup(FullAttentionGroup):
 
     def truncate_hit(self, prompt: HashedTokens, hit: list[Block], num_tokens: int) -> list[Block]:
         return self.find_prefix(prompt, num_tokens)
-
-    def _first_unpublished_block(self, request: Request) -> int:
-        """Index of the first block to publish. The request must still hold it: with tokens in
-        flight, a block may be freed before it is published."""
-        return max(super()._first_unpublished_block(request), request.num_out_of_window[self.index])
 
 
 def block_ids(tables: Iterable[list[Block]]) -> tuple[list[int], ...]:
@@ -166,8 +155,8 @@ class KVCacheManager:
         self._sliding_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
         # Every block ends at a multiple of the greatest common divisor of all groups' block sizes.
-        every = math.gcd(*(spec.block_size for spec in specs))
-        self._publish_interval = every if enable_prefix_caching else NEVER
+        common_divisor = math.gcd(*(spec.block_size for spec in specs))
+        self._publish_interval = common_divisor if enable_prefix_caching else NEVER
         self.watermark = max(1, self.pool.num_usable // 100)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -187,7 +176,9 @@ class KVCacheManager:
             count = -(-num_tokens // group.block_size) - len(tables[group.index])
             missing.append(count if count > 0 else 0)
         for group in self._sliding_groups:
-            count = group.max_entries(num_computed) - len(tables[group.index])
+            # A table has null blocks before the window, and then the blocks that are held at once.
+            max_entries = group.first_visible(num_computed) + group.max_held_blocks
+            count = max_entries - len(tables[group.index])
             if count < missing[group.index]:
                 missing[group.index] = count if count > 0 else 0
         return missing
@@ -221,11 +212,11 @@ class KVCacheManager:
         for group in self.groups:
             hit.append(group.find_prefix(prompt, length))
             length = len(hit[-1]) * group.block_size
-        shared = length = self._shorten_to_common(prompt, hit, length)
+        shared_length = length = self._shorten_to_common(prompt, hit, length)
         if self.states is not None:
             while (end := self.states.find(prompt, length)) < length:
                 length = self._shorten_to_common(prompt, hit, end)
-        return hit, shared
+        return hit, shared_length
 
     def _shorten_to_common(self, prompt: HashedTokens, hit: list[list[Block]], length: int) -> int:
         """Shorten the tables to the longest prefix within ``length`` tokens that all groups have
@@ -309,13 +300,13 @@ class KVCacheManager:
 
     def _append_blocks(self, request: Request, counts: list[int]) -> list[list[Block]]:
         # End the row where the next state snapshot is due.
-        appended, num_covered_tokens = [], request.snapshot_at
+        new_blocks, num_covered_tokens = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
             count = counts[group.index]
-            new = self.pool.allocate(count) if count else []
-            blocks += new
-            appended.append(new)
+            blocks_of_group = self.pool.allocate(count) if count else []
+            blocks += blocks_of_group
+            new_blocks.append(blocks_of_group)
             if len(blocks) * group.block_size < num_covered_tokens:
                 num_covered_tokens = len(blocks) * group.block_size
         for group in self._sliding_groups:
@@ -325,14 +316,14 @@ class KVCacheManager:
             if next_out_of_window + group.block_size <= num_covered_tokens:
                 num_covered_tokens = next_out_of_window
         request.num_covered_tokens = num_covered_tokens
-        return appended
+        return new_blocks
 
     def publish(self, request: Request) -> list[Block]:
         """Publish full blocks; returns those that were not in the cache yet. Their tokens are
         known, and their KV is computed by launched steps or by the step being scheduled."""
-        end, known = request.num_computed_tokens, len(request.token_ids)
-        if end > known:
-            end = known
+        end, num_known = request.num_computed_tokens, len(request.token_ids)
+        if end > num_known:
+            end = num_known
         published: list[Block] = []
         if end < request.publish_at:
             return published
@@ -352,8 +343,6 @@ class KVCacheManager:
         for block in snapshots:
             assert self.states is not None
             self.states.pool.unpublish(block)
-        published.clear()
-        snapshots.clear()
 
     def unpublish(self, request: Request) -> None:
         """Remove from the prefix cache the blocks that a failed request computed. They may contain

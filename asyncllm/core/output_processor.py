@@ -10,7 +10,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, Mailbox, StreamEnd, check_gil
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
-from asyncllm.errors import RequestError
+from asyncllm.errors import RequestError, with_cause
 from asyncllm.outputs import (
     Completion,
     CompletionOutput,
@@ -115,13 +115,13 @@ class OutputProcessor:
         unless ``include_stop_str_in_output`` is set. A stop string ends the request here, even in
         the middle of a token."""
         sampling = request.sampling
-        by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
-        if by_token and request.structured_output is not None:
+        ended_by_token = request.status is Status.FINISHED and request.finish_reason == "stop"
+        if ended_by_token and request.structured_output is not None:
             # A grammar may end the request with an ordinary token, whose text belongs to the
             # output.
-            by_token = token_id in request.stop_token_ids
+            ended_by_token = token_id in request.stop_token_ids
         text = ""
-        if not by_token or sampling.include_stop_str_in_output:
+        if not ended_by_token or sampling.include_stop_str_in_output:
             reasoning = request.reasoning
             if reasoning is None:
                 text = detokenizer.push(token_id)
@@ -214,8 +214,8 @@ class OutputProcessor:
             mailbox = channel.mailbox
             if mailbox is not None:
                 by_mailbox.setdefault(mailbox, []).append(channel)
-        for mailbox, woken in by_mailbox.items():
-            if not mailbox.notify(woken):
+        for mailbox, channels in by_mailbox.items():
+            if not mailbox.notify(channels):
                 self._abort_readers_of(mailbox)
 
     def _abort_readers_of(self, mailbox: Mailbox) -> None:
@@ -240,8 +240,8 @@ class OutputProcessor:
             if request is unfinished[-1]:
                 self.close(request, None)
             else:
-                held = Delta(_remaining_text(request), (), index=request.index)
-                self._end_member(request, group.channel, held)
+                last = Delta(_remaining_text(request), (), index=request.index)
+                self._end_member(request, group.channel, last)
 
     def complete(self, request: Request) -> None:
         """End a request whose grammar is complete, without another token."""
@@ -317,13 +317,11 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
     """Convert an exception in the request's own code to a RequestError for the reader. Raised as it
     is, the exception might look like an error of the engine, or like the reader's own cancellation.
     """
-    if issubclass(
-        type(error), RequestError
-    ):  # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    if issubclass(type(error), RequestError):
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
-    wrapped = RequestError(f"request {group.request_id!r} failed: {describe(error)}")
-    wrapped.__cause__ = error
-    return wrapped
+    message = f"request {group.request_id!r} failed: {describe(error)}"
+    return with_cause(RequestError(message), error)
 
 
 def _remaining_text(request: Request) -> str:

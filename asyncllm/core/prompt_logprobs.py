@@ -63,8 +63,8 @@ def append_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
     for row, values in result.prompt_logprobs.items():
         request = step.requests[row]
         if request.epoch == step.epochs[row]:
-            known = request.prompt_logprobs
-            assert known is not None
-            known.extend(values[len(known) - step.batch.prompt_logprobs[row].first :])
+            logprobs = request.prompt_logprobs
+            assert logprobs is not None
+            logprobs.extend(values[len(logprobs) - step.batch.prompt_logprobs[row].first :])
             if not request.lacks_prompt_logprobs:
                 request.token_cost = 1

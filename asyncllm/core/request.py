@@ -22,6 +22,7 @@ from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
 NEVER = sys.maxsize
+"""Number of tokens that no request reaches."""
 
 
 class Status(enum.IntEnum):
@@ -98,7 +99,7 @@ class RequestGroup:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence of a group.
+    """One sequence of a RequestGroup, from its prompt to its last token.
 
     Attributes:
         group: its group, shared with the other sequences of its call.
@@ -246,17 +247,17 @@ class Request:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether requested prompt log-probabilities are not all computed yet."""
-        found = self.prompt_logprobs
-        return found is not None and len(found) < self.num_prompt_tokens - 1
+        logprobs = self.prompt_logprobs
+        return logprobs is not None and len(logprobs) < self.num_prompt_tokens - 1
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """Log-probabilities of every prompt token, with None for the first token. None as a whole
         until all are computed, and if the request does not ask for them."""
-        found = self.prompt_logprobs
-        if found is None or len(found) != self.num_prompt_tokens - 1:
+        logprobs = self.prompt_logprobs
+        if logprobs is None or len(logprobs) != self.num_prompt_tokens - 1:
             return None
-        return None, *found
+        return None, *logprobs
 
     @property
     def finished(self) -> bool:
@@ -278,15 +279,11 @@ class Request:
         """Hashes of all full blocks of ``token_ids``; each is computed once."""
         hashes = self.block_hashes.get(block_size)
         if hashes is None:
-            hashes = self.block_hashes[block_size] = self._first_request_hashes(block_size)
+            shared = [] if self.first is None else self.first.block_hashes.get(block_size, [])
+            hashes = shared[: self.num_prompt_tokens // block_size]
+            self.block_hashes[block_size] = hashes
         append_block_hashes(hashes, self.token_ids, block_size, self.cache_salt)
         return hashes
-
-    def _first_request_hashes(self, block_size: int) -> list[bytes]:
-        if self.first is None:
-            return []
-        known = self.first.block_hashes.get(block_size, [])
-        return known[: self.num_prompt_tokens // block_size]
 
     def __repr__(self) -> str:
         return (

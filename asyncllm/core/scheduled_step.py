@@ -38,8 +38,8 @@ class ScheduledStep:
         decodes = [i for i in rows if batch.counts[i] == 1 and batch.samples[i]]
         if len(decodes) in (0, len(rows)) or decodes[-1] == len(decodes) - 1:
             return
-        chosen = set(decodes)
-        order = decodes + [i for i in rows if i not in chosen]
+        decode_set = set(decodes)
+        order = decodes + [i for i in rows if i not in decode_set]
         self.requests = [self.requests[i] for i in order]
         self.epochs = [self.epochs[i] for i in order]
         batch.req_indices = [batch.req_indices[i] for i in order]
@@ -74,22 +74,22 @@ class ScheduledStep:
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")
         for row, count in enumerate(result.counts):
-            yields = self.batch.samples[row] and row not in result.errors
-            if not (1 <= count <= max_count if yields else count == 0):
+            has_tokens = self.batch.samples[row] and row not in result.errors
+            if not (1 <= count <= max_count if has_tokens else count == 0):
                 raise ValueError(
                     f"step {number} has {count} tokens in row {row}; expected "
-                    f"{f'1 to {max_count}' if yields else 'none'}"
+                    f"{f'1 to {max_count}' if has_tokens else 'none'}"
                 )
 
     def _check_prompt_logprobs(self, result: StepResult) -> None:
-        wanted = {
+        expected_counts = {
             row: span.end - span.first
             for row, span in self.batch.prompt_logprobs.items()
             if row not in result.errors
         }
-        found = {row: len(values) for row, values in result.prompt_logprobs.items()}
-        if found != wanted:
+        counts = {row: len(values) for row, values in result.prompt_logprobs.items()}
+        if counts != expected_counts:
             raise ValueError(
-                f"step {result.step} has prompt log-probabilities of {found} tokens by row; "
-                f"expected {wanted}"
+                f"step {result.step} has prompt log-probabilities of {counts} tokens by row; "
+                f"expected {expected_counts}"
             )

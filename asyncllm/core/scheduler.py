@@ -199,7 +199,7 @@ class Scheduler:
                 freed = self.kv.free_out_of_window(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
-                    victim = self._running_victim()
+                    victim = self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
                     if victim is request and len(self.running) == 1:
                         self._fail_too_large(request, end)
                         break
@@ -219,17 +219,17 @@ class Scheduler:
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admit waiting requests in the queue's order while slots, blocks and budget last. The
         first one that does not fit blocks the requests behind it, so that it does not starve."""
-        states, most = self.kv.states, self.info.max_num_seqs
-        awaiting: list[Request] = []
-        while budget > 0 and len(self.running) < most:
+        states, max_num_seqs = self.kv.states, self.info.max_num_seqs
+        skipped: list[Request] = []
+        while budget > 0 and len(self.running) < max_num_seqs:
             request = self.waiting.peek()
-            if request is None or len(awaiting) > most:
+            if request is None or len(skipped) > max_num_seqs:
                 break
             if request.num_placeholders or (states is not None and states.is_saving(request)):
                 # Skip this request for a step: its token in flight is not known yet, or this step
                 # saves a snapshot of its prefix. Other requests may overtake it.
                 self.waiting.discard(request)
-                awaiting.append(request)
+                skipped.append(request)
                 continue
             if not self._admit(request):
                 if request.finished:
@@ -239,17 +239,17 @@ class Scheduler:
             if states is not None and request.num_computed_tokens:
                 step.batch.state_loads.append((request.req_index, states.load(request)))
             end = min(len(request.token_ids), request.snapshot_at)
-            most_tokens = max(1, budget // request.token_cost)
-            count = min(end - request.num_computed_tokens, most_tokens)
+            max_count = max(1, budget // request.token_cost)
+            count = min(end - request.num_computed_tokens, max_count)
             self._add_row(request, count, step)
             budget -= count * request.token_cost
-        for request in awaiting:
+        for request in skipped:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
         # Blocks of requests that do not run serve as the reserve, because they are evicted first.
-        others_idle = len(self._evictable_requests) > (request in self._evictable_requests)
-        reserve = self.kv.watermark if self.running and not others_idle else 0
+        has_victims = len(self._evictable_requests) > (request in self._evictable_requests)
+        reserve = self.kv.watermark if self.running and not has_victims else 0
         while not self._take_blocks(request, reserve):
             victim = self._evictable_victim(excluded=request)
             if victim is None:
@@ -300,13 +300,10 @@ class Scheduler:
         if end >= request.publish_at:
             step.published += self.kv.publish(request)
             if end == request.snapshot_at:
-                self._save_state(request, step)
-
-    def _save_state(self, request: Request, step: ScheduledStep) -> None:
-        assert self.kv.states is not None
-        snapshot = self.kv.states.save(request, step.snapshots)
-        if snapshot is not None:
-            step.batch.state_saves.append((request.req_index, snapshot))
+                assert self.kv.states is not None
+                snapshot = self.kv.states.save(request, step.snapshots)
+                if snapshot is not None:
+                    batch.state_saves.append((request.req_index, snapshot))
 
     def _assignment(self, request: Request) -> RequestAssignment:
         processors_key = -1
@@ -337,9 +334,6 @@ class Scheduler:
             ValueError: if the result does not fit the step, which means a broken executor.
         """
         step.check_result(result, self.info)
-        return self._accept_tokens(step, result)
-
-    def _accept_tokens(self, step: ScheduledStep, result: StepResult) -> Iterator[TokenEvent]:
         token_ids, counts, logprobs = result.token_ids, result.counts, result.logprobs
         epochs = step.epochs
         exceptions = self.in_process.errors.pop(result.step, {})
@@ -358,8 +352,8 @@ class Scheduler:
                     self.finish(request, None)
                     error = exceptions.get(row)
                     if error is None:
-                        told = result.errors[row].message
-                        error = RequestError(f"request {request.request_id!r} failed: {told}")
+                        message = result.errors[row].message
+                        error = RequestError(f"request {request.request_id!r} failed: {message}")
                     yield request, -1, None, error
                 continue
             request.num_placeholders -= 1
@@ -380,8 +374,8 @@ class Scheduler:
                         break
                 if reason is not None:
                     self.finish(request, reason)
-                found = logprobs[row][i - first] if logprobs and row in logprobs else None
-                yield request, token_id, found, None
+                token_logprobs = logprobs[row][i - first] if logprobs and row in logprobs else None
+                yield request, token_id, token_logprobs, None
                 i += 1
                 if i == end or request.epoch != epoch:
                     break
@@ -403,9 +397,6 @@ class Scheduler:
             self._reset_for_recompute(request)
 
     # --- preemption --------------------------------------------------------------------
-
-    def _running_victim(self) -> Request:
-        return self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
 
     def _evictable_victim(self, excluded: Request | None = None) -> Request | None:
         """Best victim among requests that hold blocks without running, paused ones first; None if

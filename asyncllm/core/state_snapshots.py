@@ -138,16 +138,16 @@ class StateSnapshots:
         flight stays unpublished; one of an outdated epoch is dropped."""
         if not self._pending:
             return
-        waiting = []
+        still_pending = []
         for save in self._pending:
             request = save.request
             if request.epoch == save.epoch:
                 if len(request.token_ids) < save.num_tokens:
-                    waiting.append(save)
+                    still_pending.append(save)
                     continue
                 self._publish(save)
             self.pool.release((save.block,))
-        self._pending = waiting
+        self._pending = still_pending
         self._pending_keys.clear()
 
     def _publish(self, save: _PendingSnapshot) -> None:
@@ -158,8 +158,8 @@ class StateSnapshots:
         if save.num_tokens <= request.num_prompt_tokens:
             return
         if request.newest_output_snapshot is not None:
-            block, former = request.newest_output_snapshot
-            if block.hash == former:
+            block, old_key = request.newest_output_snapshot
+            if block.hash == old_key:
                 self.pool.unpublish(block)
         request.newest_output_snapshot = save.block, key
 
@@ -169,11 +169,11 @@ class StateSnapshots:
         computed = request.num_computed_tokens
         last = (request.num_prompt_tokens - 1) // self._common_block_size * self._common_block_size
         if computed < last:
-            shared = request.num_shared_tokens
-            return shared if computed < shared < last else last
-        known = (len(request.token_ids) - 1) // self._common_block_size * self._common_block_size
-        if computed < known:
-            return known
+            num_shared = request.num_shared_tokens
+            return num_shared if computed < num_shared < last else last
+        end = (len(request.token_ids) - 1) // self._common_block_size * self._common_block_size
+        if computed < end:
+            return end
         return last + ((computed - last) // self._interval + 1) * self._interval
 
     def reset(self) -> None:

@@ -111,18 +111,17 @@ class StructuredOutput:
         return "stop" if self.matcher.is_terminated() else reason
 
     def _follow_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
-        matcher, followed = self.matcher, self.num_delimiter_tokens
-        if reasoning.is_last_begin_token():
-            if followed:
-                matcher.rollback(followed)
-            self.num_delimiter_tokens = 0
-        elif followed is not None:
+        matcher, num_followed = self.matcher, self.num_delimiter_tokens
+        is_last = reasoning.is_last_begin_token()
+        if not is_last:
+            if num_followed is None:
+                return
             if _allows_token(matcher.bitmask(), token_id) and matcher.accept(token_id):
-                self.num_delimiter_tokens = followed + 1
-            else:
-                if followed:
-                    matcher.rollback(followed)
-                self.num_delimiter_tokens = None
+                self.num_delimiter_tokens = num_followed + 1
+                return
+        if num_followed:
+            matcher.rollback(num_followed)
+        self.num_delimiter_tokens = 0 if is_last else None
 
     def mask(self, request: Request) -> bytes | None:
         """Bitmask of the tokens that may come next. The mask is empty, which allows all tokens,
@@ -151,13 +150,13 @@ class StructuredOutput:
             byte, bit = token_id >> 3, 1 << (token_id & 7)
             if byte < len(mask) and not (token_id in self.special_tokens and mask[byte] & bit):
                 mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
-        opening = None if reasoning is None else reasoning.next_begin_token()
-        if opening is not None and opening >> 3 < len(mask):
-            mask[opening >> 3] |= 1 << (opening & 7)
+        begin_token = None if reasoning is None else reasoning.next_begin_token()
+        if begin_token is not None and begin_token >> 3 < len(mask):
+            mask[begin_token >> 3] |= 1 << (begin_token & 7)
         rules = request.token_rules
         if rules is not None and rules.allowed is not None:
-            both = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed, "little")
-            mask = bytearray(both.to_bytes(len(mask), "little"))
+            common = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed, "little")
+            mask = bytearray(common.to_bytes(len(mask), "little"))
         if mask != bytes(len(mask)):
             return bytes(mask)
         if may_end:
@@ -190,10 +189,10 @@ def masked_rows(step: ScheduledStep) -> list[int]:
     ]
 
 
-_NUM_AHEAD = 16
+_NUM_MASKS_AHEAD = 16
 """Number of masks after a slow one that are computed ahead of their steps, even quick ones."""
 
-_SLOW_FRACTION = 1 / 8
+_SLOW_MASK_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
 
 
@@ -247,7 +246,7 @@ class MaskMaker:
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
-            if seconds > limit * _SLOW_FRACTION:
+            if seconds > limit * _SLOW_MASK_FRACTION:
                 slow.append((request, grammar))
             elif grammar.num_masks_ahead:
                 self._count_quick_mask(request, grammar)
@@ -258,7 +257,7 @@ class MaskMaker:
                 masks.masks.append(mask)
         for request, grammar in slow:
             if grammar.num_masks_ahead or (total > limit and len(slow) < len(step.requests)):
-                grammar.num_masks_ahead = _NUM_AHEAD
+                grammar.num_masks_ahead = _NUM_MASKS_AHEAD
                 request.run_ahead_end = 0
         return masks, ends
 
@@ -271,10 +270,9 @@ class MaskMaker:
                 continue
             grammar = request.structured_output
             assert isinstance(grammar, StructuredOutput)
-            if not grammar.num_masks_ahead:
+            # The step of a request that is already scheduled makes the mask.
+            if not grammar.num_masks_ahead or request.num_placeholders:
                 continue
-            if request.num_placeholders:
-                continue  # The request is already scheduled; its step makes the mask.
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
             try:

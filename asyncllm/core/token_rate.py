@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-_HALF_LIFE = 5.0
-_MAX_ERROR = 0.2
+_HALF_LIFE_SECONDS = 5.0
+_MAX_RELATIVE_ERROR = 0.2
 """Maximum relative standard error of the rate; with a larger error the rate counts as unknown."""
 
 
 class TokenRate:
-    """Rate at which tokens are added to steps, in tokens a second.
+    """Rate at which an engine computes tokens, in tokens a second.
 
     A step takes a fixed time besides the time of its tokens. So the rate is the slope of a
     least-squares fit of the steps' tokens by their times, in which the weight of a step halves with
@@ -22,30 +22,35 @@ class TokenRate:
         self._token_squares = self._second_squares = self._products = 0.0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Add a step.
+        """Add a finished step to the rate.
 
         Args:
             num_tokens: number of tokens that the step computed.
             seconds: duration of the step, without the time of earlier steps in flight.
         """
-        kept = 0.5 ** (seconds / _HALF_LIFE)
-        self._count = self._count * kept + 1
-        self._tokens = self._tokens * kept + num_tokens
-        self._seconds = self._seconds * kept + seconds
-        self._token_squares = self._token_squares * kept + num_tokens * num_tokens
-        self._second_squares = self._second_squares * kept + seconds * seconds
-        self._products = self._products * kept + num_tokens * seconds
+        decay = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
+        self._count = self._count * decay + 1
+        self._tokens = self._tokens * decay + num_tokens
+        self._seconds = self._seconds * decay + seconds
+        self._token_squares = self._token_squares * decay + num_tokens * num_tokens
+        self._second_squares = self._second_squares * decay + seconds * seconds
+        self._products = self._products * decay + num_tokens * seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate; 0.0 while it is not known."""
+        """Rate in tokens a second; 0.0 while it is not known."""
         count = self._count
-        squares = count * self._token_squares - self._tokens * self._tokens
-        times = count * self._second_squares - self._seconds * self._seconds
-        products = count * self._products - self._tokens * self._seconds
+        # Variances and covariance, times the square of ``count``.
+        token_variance = count * self._token_squares - self._tokens * self._tokens
+        time_variance = count * self._second_squares - self._seconds * self._seconds
+        covariance = count * self._products - self._tokens * self._seconds
         # The sums are rounded, so equal steps may differ in the last digits.
-        if count <= 2.0 or products <= 0.0 or squares <= 1e-6 * self._tokens * self._tokens:
+        if (
+            count <= 2.0
+            or covariance <= 0.0
+            or token_variance <= 1e-6 * self._tokens * self._tokens
+        ):
             return 0.0
-        unexplained = squares * times - products * products
-        allowed = _MAX_ERROR * _MAX_ERROR * (count - 2.0) * products * products
-        return squares / products if unexplained <= allowed else 0.0
+        residual = token_variance * time_variance - covariance * covariance
+        max_residual = _MAX_RELATIVE_ERROR**2 * (count - 2.0) * covariance * covariance
+        return token_variance / covariance if residual <= max_residual else 0.0

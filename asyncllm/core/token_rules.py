@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_ZERO, _ONE = b"01"
+_ASCII_ZERO, _ASCII_ONE = b"01"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRules:
-    """Rules of a request, prepared when it is submitted and shared by all its outputs.
+    """Token rules of a request, prepared when it is submitted and shared by all its outputs.
 
     If they were prepared only when an output enters a step, a list as long as the vocabulary would
     delay the step by 12 ms.
@@ -34,39 +34,39 @@ class TokenRules:
         bad_words: Iterable[Sequence[int]],
         vocab_size: int,
     ) -> TokenRules | None:
-        """Prepare the rules; None if there are none.
+        """Prepare the token rules of a request; None if it has none.
 
         Raises:
             IndexError: for a token id outside the vocabulary.
         """
         trie: dict[tuple[int, int], int] = {}
         last_tokens: dict[int, list[int]] = {}
-        single: list[int] = []
-        for *others, last in bad_words:
+        single_tokens: list[int] = []
+        for *earlier_tokens, last in bad_words:
             node = 0
-            for token in reversed(others):
+            for token in reversed(earlier_tokens):
                 node = trie.setdefault((node, token), len(trie) + 1)
-            (last_tokens.setdefault(node, []) if others else single).append(last)
-        if allowed_token_ids is None and not single and not trie:
+            (last_tokens.setdefault(node, []) if earlier_tokens else single_tokens).append(last)
+        if allowed_token_ids is None and not single_tokens and not trie:
             return None
         allowed = None
-        if allowed_token_ids is not None or single:
+        if allowed_token_ids is not None or single_tokens:
             size = -(-vocab_size // 32) * 32
-            digits = bytearray((b"1" if allowed_token_ids is None else b"0") * size)
+            bits = bytearray((b"1" if allowed_token_ids is None else b"0") * size)
             for token in allowed_token_ids or ():
-                digits[token] = _ONE
-            for token in single:
-                digits[token] = _ZERO
-            allowed = int(digits[::-1], 2).to_bytes(size // 8, "little")
+                bits[token] = _ASCII_ONE
+            for token in single_tokens:
+                bits[token] = _ASCII_ZERO
+            allowed = int(bits[::-1], 2).to_bytes(size // 8, "little")
         return cls(allowed, trie, last_tokens)
 
     def excluded_tokens(self, output: Sequence[int]) -> list[int]:
         """Tokens that would complete a bad word after ``output``."""
-        found: list[int] = []
+        excluded: list[int] = []
         node: int | None = 0
         for i in range(len(output) - 1, -1, -1):
             node = self.bad_words.get((node, int(output[i])))
             if node is None:
                 break
-            found += self.last_tokens.get(node, ())
-        return found
+            excluded += self.last_tokens.get(node, ())
+        return excluded

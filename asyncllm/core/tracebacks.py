@@ -21,6 +21,6 @@ def clear_frames(error: BaseException) -> None:
         seen.add(id(current))
         # Read the attributes by BaseException's own descriptors: a subclass may override them, and
         # raise.
-        tb, *causes = (one.__get__(current) for one in _EXCEPTION_LINKS)
+        tb, *causes = (descriptor.__get__(current) for descriptor in _EXCEPTION_LINKS)
         traceback.clear_frames(tb)
         pending += causes

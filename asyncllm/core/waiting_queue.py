@@ -35,15 +35,15 @@ class _Owner:
     heap: list[tuple[Rank, int, Request]] = field(default_factory=list)
     num_running: int = 0
     last_turn: int = 0
-    entry: _Entry | None = None
+    entry: _OwnerEntry | None = None
 
 
-_Entry = tuple[Rank, int, int, _Owner]
+_OwnerEntry = tuple[Rank, int, int, _Owner]
 """``(rank, place, serial, owner)``: an owner's entry in the heap of owners. The place packs the
 owner's running requests, its first request's arrival and a serial into one number, because one
 number is compared faster."""
 
-_RUNNING, _ARRIVAL = 128, 64
+_NUM_RUNNING_SHIFT, _ARRIVAL_SHIFT = 128, 64
 """Bit positions, in an entry's place, of the number of running requests and of the arrival."""
 
 
@@ -62,7 +62,7 @@ class WaitingQueue:
     def __init__(self, policy: str) -> None:
         self._rank_request = POLICIES[policy]
         self._owners: dict[str | None, _Owner] = {}
-        self._owner_heap: list[_Entry] = []
+        self._owner_heap: list[_OwnerEntry] = []
         self._waiting_requests: dict[Request, int] = {}
         self._num_entries = 0
         self._serial = 0
@@ -85,9 +85,9 @@ class WaitingQueue:
             self._newest_arrival_index = index
         owner = self._owners.get(request.owner)
         if owner is None:
-            alone = list(self._owners.values()) if len(self._owners) == 1 else ()
+            sole_owners = list(self._owners.values()) if len(self._owners) == 1 else ()
             owner = self._owners[request.owner] = _Owner(request.owner)
-            for other in alone:
+            for other in sole_owners:
                 self._requeue_owner(other)
         self._serial += 1
         self._waiting_requests[request] = self._serial
@@ -117,7 +117,7 @@ class WaitingQueue:
         owner = self._owners[request.owner]
         owner.num_running += 1
         self._serial += 1
-        owner.last_turn = (self._newest_arrival_index << _ARRIVAL) + self._serial
+        owner.last_turn = (self._newest_arrival_index << _ARRIVAL_SHIFT) + self._serial
         del self._waiting_requests[request]
         self._drop_entry(request, owner)
 
@@ -154,18 +154,18 @@ class WaitingQueue:
             return  # A sole owner needs no place; ``push`` requeues it when another arrives.
         heap = self._owner_heap
         sort_key = owner.heap[0][0]
-        turn = owner.heap[0][2].arrival_index << _ARRIVAL
+        turn = owner.heap[0][2].arrival_index << _ARRIVAL_SHIFT
         if turn < owner.last_turn:
             turn = owner.last_turn
         self._serial += 1
-        place = (owner.num_running << _RUNNING) + turn
+        place = (owner.num_running << _NUM_RUNNING_SHIFT) + turn
         owner.entry = entry = (sort_key[:-1], place, self._serial, owner)
         if heap and heap[0] is old:
             heapq.heapreplace(heap, entry)
             return
         heapq.heappush(heap, entry)
         if len(heap) > 64 and len(heap) > 4 * len(self._owners):
-            self._owner_heap = [one for one in heap if one[3].entry is one]
+            self._owner_heap = [entry for entry in heap if entry[3].entry is entry]
             heapq.heapify(self._owner_heap)
 
     def _compact(self) -> None:
@@ -174,5 +174,5 @@ class WaitingQueue:
         self._num_entries = len(members)
         for owner in self._owners.values():
             # The owner's first request stays the first, so that the owner keeps its place.
-            owner.heap = [one for one in owner.heap if members.get(one[2]) == one[1]]
+            owner.heap = [entry for entry in owner.heap if members.get(entry[2]) == entry[1]]
             heapq.heapify(owner.heap)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncllm.core.reasoning import ReasoningTracker
-from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.tool_calls.response_format import ResponseFormat
+from asyncllm.validation import argument_error
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
@@ -48,11 +48,11 @@ class DelimiterTokens:
         opened = bool(form.begin) and prompt_end.endswith(form.begin)
         if not self.begin or not self.end:
             if opened and grammar is not None:
-                raise InvalidRequestError(
-                    "structured_outputs: the prompt has opened the model's thoughts, and the "
-                    f"tokenizer has no token for their end, {form.end!r}; expected a chat "
-                    "template that does not open them",
-                    param="structured_outputs",
+                raise argument_error(
+                    "structured_outputs",
+                    "the prompt has opened the model's thoughts, and the tokenizer has no token "
+                    f"for their end, {form.end!r}; expected a chat template that does not open "
+                    "them",
                 )
             return None
         may_begin = not opened and not prompt_end.endswith(form.end)

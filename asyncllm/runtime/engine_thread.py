@@ -17,16 +17,15 @@ from asyncllm.checkpoint.progress import LoadStage
 from asyncllm.config import EngineConfig
 from asyncllm.core.admission import Admission
 from asyncllm.core.engine_core import CLOSED_MESSAGE, EngineCore, close_executor
-from asyncllm.core.executor import Executor
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError
+from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
 from asyncllm.runtime.loading import LoadedModel, Loader, check_processors, make_grammar_compiler
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.validation import explain
 
-_JOIN_AT_EXIT = 2.0
+_EXIT_JOIN_SECONDS = 2.0
 _NEVER_SECONDS = 1e9
 """Timeout, in seconds (31 years), of a timer that never has to fire."""
 
@@ -91,7 +90,15 @@ class EngineThread:
         executor = self.loaded.executor
         try:
             check_processors(self._config, executor)
-            self.core = self._make_core(executor)
+            config, clock = self._config, time.monotonic
+            scheduler = Scheduler(
+                executor.info,
+                policy=config.scheduling_policy,
+                enable_prefix_caching=config.enable_prefix_caching is not False,
+                in_process=getattr(executor, "in_process", None),
+            )
+            admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock)
+            self.core = EngineCore(executor, scheduler, admission)
             self.core.thread = self._thread
             self.grammars = make_grammar_compiler(self._config, self.loaded)
             atexit.register(self._at_exit)
@@ -99,17 +106,6 @@ class EngineThread:
         except BaseException:
             close_executor(executor)
             raise
-
-    def _make_core(self, executor: Executor) -> EngineCore:
-        config = self._config
-        scheduler = Scheduler(
-            executor.info,
-            policy=config.scheduling_policy,
-            enable_prefix_caching=config.enable_prefix_caching is not False,
-            in_process=getattr(executor, "in_process", None),
-        )
-        admission = Admission(config.max_queued_requests, config.max_queued_tokens, time.monotonic)
-        return EngineCore(executor, scheduler, admission)
 
     def _log_start(self, seconds: float) -> None:
         info = self.loaded.executor.info
@@ -183,10 +179,9 @@ class EngineThread:
         ``aclose``."""
         if not self.in_own_process():
             return self.forked_error()
-        closed_by_application = (
-            self.core.fatal_error is None and self.core.close_reason == CLOSED_MESSAGE
-        )
-        return None if closed_by_application else self.core.shutdown_error()
+        if self.core.fatal_error is None and self.core.close_reason == CLOSED_MESSAGE:
+            return None
+        return self.core.shutdown_error()
 
     @property
     def thread_to_join(self) -> threading.Thread | None:
@@ -217,7 +212,7 @@ class EngineThread:
     def _at_exit(self) -> None:
         if self.in_own_process():
             self.close(0.0, "the interpreter is exiting")
-            self._thread.join(_JOIN_AT_EXIT)
+            self._thread.join(_EXIT_JOIN_SECONDS)
 
     # --- on the loop that started it ---------------------------------------------------
 
@@ -231,10 +226,12 @@ class EngineThread:
             # A closed loop never ends its tasks but drops its timers, so a timer's finalizer
             # detects the loop's end.
             timer = loop.call_later(_NEVER_SECONDS, bool)
-            alarm = weakref.finalize(timer, self.loop_ended)
-            alarm.atexit = False
+            finalizer = weakref.finalize(timer, self.loop_ended)
+            finalizer.atexit = False
             del timer
-            self._task.add_done_callback(lambda _: (left := alarm.detach()) and left[0].cancel())
+            self._task.add_done_callback(
+                lambda _: (alive := finalizer.detach()) and alive[0].cancel()
+            )
         else:
             from trio.lowlevel import spawn_system_task
 
@@ -296,10 +293,7 @@ async def _watch_thread(thread: EngineThread) -> None:
 
 
 def _as_start_error(error: BaseException) -> AsyncLLMError:
-    if issubclass(
-        type(error), AsyncLLMError
-    ):  # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    # ``isinstance`` may run the exception's own ``__class__``, which may raise.
+    if issubclass(type(error), AsyncLLMError):
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
-    wrapped = EngineError(f"the engine could not start: {explain(error)}")
-    wrapped.__cause__ = error
-    return wrapped
+    return with_cause(EngineError(f"the engine could not start: {explain(error)}"), error)

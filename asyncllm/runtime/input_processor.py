@@ -19,7 +19,7 @@ from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.token_rules import TokenRules
-from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
+from asyncllm.errors import ContextLengthExceededError
 from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
@@ -36,6 +36,7 @@ from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
 _RuleLists = tuple[Sequence[int] | None, Sequence[str]]
+"""``(allowed_token_ids, bad_words)`` of a request."""
 
 _PROMPT_END_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
@@ -109,16 +110,16 @@ class InputProcessor:
         sampling: dict[str, Any],
     ) -> Submission:
         """Make a Submission from a conversation."""
-        use = ToolUse.parse(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        tool_use = ToolUse.parse(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, chat.response_format)
-        form, free = self.prompts.response_format(use, chat), True
-        given = self.prompts.template_input(messages, use, chat)
-        if use is not None:
+        form, text_is_free = self.prompts.response_format(tool_use, chat), True
+        template_input = self.prompts.template_input(messages, tool_use, chat)
+        if tool_use is not None:
             assert form is not None
-            sampling, free = with_tool_grammar(sampling, sampling_params, use, form)
+            sampling, text_is_free = with_tool_grammar(sampling, sampling_params, tool_use, form)
         request = self._make_group(sampling_params, sampling, options)
-        asks_for_form = request.sampling.structured_outputs is not None
-        if not request.sampling.detokenize and (form is not None or asks_for_form):
+        has_grammar = request.sampling.structured_outputs is not None
+        if not request.sampling.detokenize and (form is not None or has_grammar):
             accepted = (
                 "true in a chat with tools, thoughts or a response format, which are read from "
                 "the text; or stream(await engine.tokenize(messages))"
@@ -128,15 +129,17 @@ class InputProcessor:
         if form is not None:
             parser = MessageParser(
                 form,
-                {} if use is None else use.parameters,
-                one_call=use is not None and not use.parallel,
-                text_is_free=free if use else not asks_for_form,
+                {} if tool_use is None else tool_use.parameters,
+                one_call=tool_use is not None and not tool_use.parallel,
+                text_is_free=text_is_free if tool_use else not has_grammar,
             )
         call: CallArguments = ("chat", messages)
-        longest = request.max_model_len - 1 if self._max_prompt_tokens(request) is None else None
-        self._check_length(request, given.num_characters, 0)
-        encode = partial(self.prompts.encode_chat, given, longest, chat.split_special_tokens)
-        return self._submission(request, call, encode, given.num_characters // 4, parser)
+        is_truncated = self._max_prompt_tokens(request) is not None
+        max_tokens = None if is_truncated else request.max_model_len - 1
+        self._check_length(request, template_input.num_characters, 0)
+        split = chat.split_special_tokens
+        encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
+        return self._submission(request, call, encode, template_input.num_characters // 4, parser)
 
     def prompt_or_conversation(
         self, prompt: Any, sampling_params: SamplingParams | None, options: dict[str, Any]
@@ -186,14 +189,14 @@ class InputProcessor:
 
         if token_ids is not None:
             estimate = len(token_ids)
-        most = self._max_prompt_tokens(request) or request.max_model_len
-        return Submission(request, call, min(estimate, most), parser, make_prompt)
+        max_tokens = self._max_prompt_tokens(request) or request.max_model_len
+        return Submission(request, call, min(estimate, max_tokens), parser, make_prompt)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Maximum number of prompt tokens that a request keeps; None if the prompt is not
         truncated."""
-        kept = request.sampling.truncate_prompt_tokens
-        return request.max_model_len - 1 if kept == -1 else kept
+        num_kept = request.sampling.truncate_prompt_tokens
+        return request.max_model_len - 1 if num_kept == -1 else num_kept
 
     def _check_length(self, request: Request, num_characters: int, min_tokens: int) -> None:
         """Refuse a text by its length alone; it has ``min_tokens`` tokens or more. A prompt that
@@ -225,10 +228,10 @@ class InputProcessor:
             sampling, model.generation_defaults or {}, self._draw_seed
         )
         resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
-        kept, longest = resolved.truncate_prompt_tokens, info.max_model_len - 1
-        if kept is not None and kept > longest:
-            accepted = f"at most {longest}, so that one more fits into max_model_len, -1 or None"
-            raise check.invalid("truncate_prompt_tokens", kept, accepted)
+        num_kept, max_kept = resolved.truncate_prompt_tokens, info.max_model_len - 1
+        if num_kept is not None and num_kept > max_kept:
+            accepted = f"at most {max_kept}, so that one more fits into max_model_len, -1 or None"
+            raise check.invalid("truncate_prompt_tokens", num_kept, accepted)
         in_process = getattr(self.loaded.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
@@ -268,8 +271,8 @@ class InputProcessor:
         """
         allowed, words = lists = _rule_lists(sampling)
         vocab_size = self.loaded.executor.info.vocab_size
-        found = bad_words_token_ids(words, self.loaded.tokenizer, vocab_size)
-        rules = TokenRules.create(allowed, found, vocab_size)
+        word_token_ids = bad_words_token_ids(words, self.loaded.tokenizer, vocab_size)
+        rules = TokenRules.create(allowed, word_token_ids, vocab_size)
         if len(words) > _MAX_QUICK_WORDS // 2 and len(allowed or ()) <= _MAX_QUICK_TOKENS:
             with self._cache_lock:
                 self._cached_rules[lists] = rules
@@ -327,12 +330,10 @@ class InputProcessor:
     ) -> None:
         """Set the prompt of a group's members, and make a detokenizer for each."""
         if not token_ids:
-            raise InvalidRequestError(
-                "prompt: has no tokens, expected at least one", param="prompt"
-            )
-        if (kept := self._max_prompt_tokens(request)) is not None and len(token_ids) > kept:
-            request.group.num_truncated_tokens = len(token_ids) - kept
-            token_ids = token_ids[-kept:]
+            raise check.argument_error("prompt", "has no tokens, expected at least one")
+        if (num_kept := self._max_prompt_tokens(request)) is not None and len(token_ids) > num_kept:
+            request.group.num_truncated_tokens = len(token_ids) - num_kept
+            token_ids = token_ids[-num_kept:]
         if len(token_ids) >= request.max_model_len:
             raise self.prompts.too_long_error(len(token_ids))
         vocab_size = self.loaded.executor.info.vocab_size
@@ -341,10 +342,10 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        shown: dict[str, frozenset[int]] = {}
+        detokenizer_options: dict[str, frozenset[int]] = {}
         if parser is not None:
             delimiters = self._delimiters(parser.form)
-            shown["visible"] = delimiters.special
+            detokenizer_options["visible"] = delimiters.special
             end = tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.form.answer_begins_in(end)
             for member in request.group.members:
@@ -353,7 +354,7 @@ class InputProcessor:
         for member in request.group.members:
             sampling = member.sampling
             member.output.detokenizer = (
-                tokenizer.detokenizer(sampling, token_ids, **shown)
+                tokenizer.detokenizer(sampling, token_ids, **detokenizer_options)
                 if sampling.detokenize
                 else NoText()
             )
@@ -362,11 +363,11 @@ class InputProcessor:
     def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
         """Delimiters of a response format as tokens; cached, because every conversation needs
         them."""
-        found = self._delimiter_tokens.get(form)
-        if found is None:
-            found = DelimiterTokens.of(form, self.loaded.tokenizer)
-            self._delimiter_tokens[form] = found
-        return found
+        delimiters = self._delimiter_tokens.get(form)
+        if delimiters is None:
+            delimiters = DelimiterTokens.of(form, self.loaded.tokenizer)
+            self._delimiter_tokens[form] = delimiters
+        return delimiters
 
 
 def _rule_lists(sampling: SamplingParams) -> _RuleLists:

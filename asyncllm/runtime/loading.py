@@ -101,10 +101,15 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         use_generation_defaults=config.generation_config == "auto",
     )
     text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
+
+    def report(done: int, total: int, stage: LoadStage = "weights") -> None:
+        text.begin()
+        progress(done, total, stage)
+
     if not _can_read_in_parallel(tokenizer_path, model_config):
         text.result()
     try:
-        executor = build_model_runner(config, model_config, partial(_report, text, progress))
+        executor = build_model_runner(config, model_config, report)
     except BaseException:
         # Raise an error of the tokenizer first, as if it had been read before the weights.
         text.result()
@@ -115,17 +120,6 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         close_executor(executor)
         raise
     return LoadedModel(executor, tokenizer, model_config, formats)
-
-
-def _report(
-    text: TokenizerLoad[Any],
-    progress: Progress,
-    done: int,
-    total: int,
-    stage: LoadStage = "weights",
-) -> None:
-    text.begin()
-    progress(done, total, stage)
 
 
 def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ResponseFormats]:

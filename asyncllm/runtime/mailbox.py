@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from asyncllm.core.channel import Channel
@@ -84,9 +84,6 @@ class MailboxRegistry:
 
     def __init__(self) -> None:
         self._mailbox_by_loop: dict[object, LoopMailbox] = {}
-
-    def __iter__(self) -> Iterator[LoopMailbox]:
-        return iter(self._mailbox_by_loop.copy().values())
 
     def of_running_loop(self) -> LoopMailbox:
         """Mailbox of the running event loop; always the same object.

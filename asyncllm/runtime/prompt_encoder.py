@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.config import EngineConfig
-from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
+from asyncllm.errors import ContextLengthExceededError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
 from asyncllm.runtime.worker_thread import Cooldown, WorkerThread
@@ -69,15 +69,14 @@ class PromptEncoder:
             self.response_format(tool_use, options)
             chat = self.template_input(prompt, tool_use, options, generation)
             return partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
-        of_chat = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
-        for name, (value, neutral) in (
-            of_chat | {"add_generation_prompt": (generation, True)}
-        ).items():
+        chat_only = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
+        chat_only["add_generation_prompt"] = generation, True
+        for name, (value, neutral) in chat_only.items():
             if value is not neutral:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
-        least = self.loaded.tokenizer.min_num_tokens(len(text))
-        if max_tokens is not None and least > max_tokens:
-            raise self.too_long_error(least, "at least ")
+        min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
+        if max_tokens is not None and min_tokens > max_tokens:
+            raise self.too_long_error(min_tokens, "at least ")
         return partial(self.encode_text, text, special is not False)
 
     def prepare_detokenize(
@@ -97,12 +96,12 @@ class PromptEncoder:
         return self.loaded.tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(
-        self, chat: TemplateInput, most: int | None, split: bool, *, at_once: bool = False
+        self, chat: TemplateInput, max_tokens: int | None, split: bool, *, at_once: bool = False
     ) -> list[int] | None:
         if at_once and chat.num_characters >= LONG_TEXT:
             return None
         return self.loaded.tokenizer.encode_chat(
-            chat, most, split_special_tokens=split, at_once=at_once
+            chat, max_tokens, split_special_tokens=split, at_once=at_once
         )
 
     def template_input(
@@ -113,27 +112,22 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
     ) -> TemplateInput:
         """Check and copy the messages and variables of a conversation for its template."""
-        variables = options.chat_template_kwargs
-        accepted = "a dict of names to values, or None"
-        if variables is None:
-            variables = {}
-        if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
-            raise check.invalid("chat_template_kwargs", variables, accepted)
-        given = dict(variables)
+        kwargs: Any = {} if options.chat_template_kwargs is None else options.chat_template_kwargs
+        if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+            accepted = "a dict of names to values, or None"
+            raise check.invalid("chat_template_kwargs", kwargs, accepted)
+        variables = dict(kwargs)
         if not add_generation_prompt:
-            given["add_generation_prompt"] = False
-        own = {
-            "tools": None if tool_use is None else tool_use.schemas,
-            "chat_template": options.chat_template,
-        }
-        for name, value in own.items():
+            variables["add_generation_prompt"] = False
+        schemas = None if tool_use is None else tool_use.schemas
+        for name, value in (("tools", schemas), ("chat_template", options.chat_template)):
             if value is None:
                 continue
-            if name in given:
+            if name in variables:
                 accepted = f"no {name} beside {name}="
-                raise check.invalid("chat_template_kwargs", variables, accepted)
-            given[name] = value
-        return TemplateInput(messages, given, arguments_as_text=self._formats.arguments_as_text)
+                raise check.invalid("chat_template_kwargs", kwargs, accepted)
+            variables[name] = value
+        return TemplateInput(messages, variables, arguments_as_text=self._formats.arguments_as_text)
 
     def response_format(
         self, tool_use: ToolUse | None, options: TemplateOptions
@@ -145,13 +139,13 @@ class PromptEncoder:
         """
         template = self.loaded.tokenizer.chat_template
         if tool_use is not None and not template.reads("tools", options.chat_template):
-            raise InvalidRequestError("tools: the chat template takes none", param="tools")
+            raise check.argument_error("tools", "the chat template takes none")
         return self._formats.format_for(tool_use is not None)
 
     @cached_property
     def _formats(self) -> ResponseFormats:
-        made = self.loaded.response_formats
-        return made or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
+        formats = self.loaded.response_formats
+        return formats or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
     def check_ids(self, prompt: Any, num_kept: int | None) -> list[int]:
         """Check a prompt of token ids; returns the last ``num_kept`` of them (None: all) as plain
@@ -163,15 +157,14 @@ class PromptEncoder:
         if isinstance(first, (str, list)):
             accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
             raise check.invalid("prompt", prompt, accepted)
-        if num_kept is not None:
-            most = max(check.MAX_ITEMS, info.max_model_len)
-            return list(check.token_ids("prompt", prompt, info.vocab_size, most))
-        length = 0
+        max_tokens, length = info.max_model_len, 0
         with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
             length = len(prompt)
-        if length >= info.max_model_len:
+        if num_kept is not None:
+            max_tokens = max(check.MAX_ITEMS, max_tokens)
+        elif length >= max_tokens:
             raise self.too_long_error(length)
-        return list(check.token_ids("prompt", prompt, info.vocab_size, info.max_model_len))
+        return list(check.token_ids("prompt", prompt, info.vocab_size, max_tokens))
 
     def too_long_error(self, num_tokens: int, qualifier: str = "") -> ContextLengthExceededError:
         longest = self.loaded.executor.info.max_model_len

@@ -70,25 +70,22 @@ class ChatOptions(TemplateOptions):
     response_format: Any = None
 
 
-def pop_fields(kind: type[T], given: dict[str, Any]) -> T:
-    """Move the fields of a dataclass out of ``given`` into a new instance."""
-    names: Any = [one.name for one in fields(kind)]  # pyright: ignore[reportArgumentType]
-    return kind(**{name: given.pop(name) for name in names if name in given})
+def pop_fields(kind: type[T], options: dict[str, Any]) -> T:
+    """Move the fields of a dataclass out of ``options`` into a new instance."""
+    names: Any = [option.name for option in fields(kind)]  # pyright: ignore[reportArgumentType]
+    return kind(**{name: options.pop(name) for name in names if name in options})
 
 
-def request_ids(given: Any) -> list[str]:
+def request_ids(value: Any) -> list[str]:
     """Normalise one request id or several to plain strings.
 
     Raises:
         InvalidRequestError: for anything but a string, or strings.
     """
     accepted = "a string, or several"
-    is_one = given is None or isinstance(given, str)
-    ids = (given,) if is_one else check.items("request_id", given, accepted)
-    found = []
-    for one in ids:
-        text = check.plain_text(one)
-        if text is None:
-            raise check.invalid("request_id", one, accepted)
-        found.append(text)
-    return found
+    is_one = value is None or isinstance(value, str)
+    ids: Any = (value,) if is_one else check.items("request_id", value, accepted)
+    for request_id in ids:
+        if not isinstance(request_id, str):
+            raise check.invalid("request_id", request_id, accepted)
+    return list(map(str.__str__, ids))  # A subclass of str may override its methods.

@@ -15,7 +15,7 @@ from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.structured_output import StructuredOutput
-from asyncllm.errors import InvalidRequestError, RequestError
+from asyncllm.errors import RequestError
 from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
@@ -31,7 +31,7 @@ CallArguments = tuple[Operation, Any]
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """A checked call, to be queued.
+    """Request of a call whose arguments are checked, ready to be queued.
 
     Attributes:
         request: first member of its group.
@@ -60,14 +60,14 @@ class Submission:
     def copy_for_retry(self, stream: TokenStream | None = None) -> Submission:
         """Copy the submission of a request without output, to send it to another engine. The copy
         has the same id, seeds, arrival and deadline, and the prompt if it was tokenised already."""
-        old = self.request.group
-        channel = Channel(old.channel.max_unread, old.channel.on_slow)
+        old_group = self.request.group
+        channel = Channel(old_group.channel.max_unread, old_group.channel.on_slow)
         group = RequestGroup(
-            old.request_id,
+            old_group.request_id,
             channel,
-            old.arrived_at,
-            old.deadline,
-            num_truncated_tokens=old.num_truncated_tokens,
+            old_group.arrived_at,
+            old_group.deadline,
+            num_truncated_tokens=old_group.num_truncated_tokens,
         )
         for member in self._members:
             prompt = member.token_ids[: member.num_prompt_tokens]
@@ -188,16 +188,11 @@ class Submitter:
         If Ctrl-C interrupts an observer, the stream is dropped, which aborts the request."""
         if submission.notifier is not None:
             submission.notifier.submitted(RequestInfo(*submission.call))
-        if submission.make_prompt is None:
-            self._send(submission.request)
-        else:
-            self._make_prompt_on_thread(submission.request, submission.make_prompt)
-
-    def _make_prompt_on_thread(
-        self, request: Request, make_prompt: Callable[[Request], None]
-    ) -> None:
-        """Send a request once a thread has made its prompt."""
-        core, group = self.core, request.group
+        core, request, make_prompt = self.core, submission.request, submission.make_prompt
+        if make_prompt is None:
+            self._send(request)
+            return
+        group = request.group
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
@@ -211,7 +206,7 @@ class Submitter:
             except BaseException as error:
                 # A Rust panic in the tokenizer is a BaseException.
                 if not issubclass(type(error), Exception):
-                    error = InvalidRequestError(f"prompt: {check.describe(error)}", param="prompt")
+                    error = check.argument_error("prompt", check.describe(error))
                 core.send(core.on_fail, group, error)
 
         try:

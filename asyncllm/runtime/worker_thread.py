@@ -33,7 +33,8 @@ class Cooldown:
     seconds, unless the engine has no steps to run. Jobs may overlap.
 
     Args:
-        is_needed: whether the engine has running requests. Any thread may call it.
+        is_needed: function that tells whether the engine has running requests; called on any
+            thread.
     """
 
     def __init__(self, is_needed: Callable[[], bool]) -> None:

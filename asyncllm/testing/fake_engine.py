@@ -15,7 +15,7 @@ from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import KVCacheTooSmallError
+from asyncllm.errors import KVCacheTooSmallError, with_cause
 from asyncllm.llm import LLM
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.testing.byte_tokenizer import TURN_END, TURN_START, byte_tokenizer
@@ -30,8 +30,8 @@ Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
 """One answer for every prompt; or a mapping from prompt to answer; or a function from prompt to
 answer. For a conversation, the prompt is the user's last message."""
 
-_ACCEPTED = "a text, an exception, or a sequence of texts, token ids and exceptions"
-_USER_HEADER = b"user\n"
+_ACCEPTED_ANSWERS = "a text, an exception, or a sequence of texts, token ids and exceptions"
+_USER_TURN_HEADER = b"user\n"
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,14 @@ class ScriptedExecutor(FakeExecutor):
     Args:
         info: limits that the executor reports to the engine.
         answers: the script. A request whose prompt has no answer fails.
-        sleep: function that is called on the engine thread before each step's result is returned.
     """
 
-    def __init__(
-        self,
-        info: ExecutorInfo,
-        tokenizer: Tokenizer,
-        answers: Answers,
-        sleep: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, info: ExecutorInfo, tokenizer: Tokenizer, answers: Answers) -> None:
         super().__init__(info)
         self._tokenizer = tokenizer
         self._script = answers
-        self._sleep = sleep
         self._answers: dict[tuple[str, int | None], list[int | Exception]] = {}
         self._rows: dict[int, tuple[tuple[str, int | None], int]] = {}
-
-    def collect(self) -> StepResult:
-        self._sleep()
-        return super().collect()
 
     def _execute(self, batch: StepBatch) -> StepResult:
         for assignment in batch.assignments:
@@ -83,14 +71,7 @@ class ScriptedExecutor(FakeExecutor):
                 self._answers[output] = self._answer_tokens(assignment.token_ids[:length])
         return super()._execute(batch)
 
-    def _sample(
-        self,
-        batch: StepBatch,
-        row: int,
-        states: Sequence[int],
-        result: StepResult,
-        mask: bytes | None,
-    ) -> None:
+    def _sampled_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
         output, num_prompt_tokens = self._rows[batch.req_indices[row]]
         request_id, answer = output[0], self._answers[output]
         position = batch.starts[row] + batch.counts[row] - num_prompt_tokens
@@ -100,7 +81,7 @@ class ScriptedExecutor(FakeExecutor):
             token_id = TURN_END
         else:
             self.row_errors.pop(request_id, None)
-        super()._sample(batch, row, (token_id,), result, mask)
+        return (token_id,)
 
     def _answer_tokens(self, prompt: Sequence[int]) -> list[int | Exception]:
         try:
@@ -108,16 +89,14 @@ class ScriptedExecutor(FakeExecutor):
             if isinstance(answer, (str, Exception)):
                 return self._piece_tokens(answer)
             if answer is None:
-                raise check.invalid("answers", answer, _ACCEPTED)
-            pieces = check.items("answers", answer, _ACCEPTED, self.info.max_model_len)
+                raise check.invalid("answers", answer, _ACCEPTED_ANSWERS)
+            pieces = check.items("answers", answer, _ACCEPTED_ANSWERS, self.info.max_model_len)
             return [token for piece in pieces for token in self._piece_tokens(piece)]
         except Exception as error:  # The test's own function raised it.
             return [error]
         except BaseException as error:
             # A BaseException that is not an Exception would end the engine instead of the request.
-            failure = RuntimeError(f"answers raised {check.describe(error)}")
-            failure.__cause__ = error
-            return [failure]
+            return [with_cause(RuntimeError(f"answers raised {check.describe(error)}"), error)]
 
     def _piece_tokens(self, piece: str | int | Exception) -> list[int | Exception]:
         if isinstance(piece, str):
@@ -138,9 +117,9 @@ class ScriptedExecutor(FakeExecutor):
 
     def _question_text(self, prompt: Sequence[int]) -> str:
         for start in reversed(range(len(prompt))):
-            begin = start + 1 + len(_USER_HEADER)
+            begin = start + 1 + len(_USER_TURN_HEADER)
             if prompt[start] == TURN_START and list(prompt[start + 1 : begin]) == list(
-                _USER_HEADER
+                _USER_TURN_HEADER
             ):
                 return self._tokenizer.decode(prompt[begin : prompt.index(TURN_END, begin)])
         return self._tokenizer.decode(prompt, skip_special_tokens=False)
@@ -182,7 +161,6 @@ def fake_engine(
         check.integer("fail_at", step, 0)
         if not isinstance(fault, BaseException):
             raise check.invalid("fail_at", fault, "an exception for each step")
-    pause = _make_pause(step_time, sleep)
 
     def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         if load_error is not None:
@@ -192,8 +170,8 @@ def fake_engine(
             tokenizer = tokenizer.with_chat_template(config.chat_template)
         tokenizer.chat_template.compile()
         info = _executor_info(config, tokenizer.vocab_size)
-        executor = ScriptedExecutor(info, tokenizer, answers, pause)
-        executor.gate = gate
+        executor = ScriptedExecutor(info, tokenizer, answers)
+        executor.gate, executor.step_time, executor.sleep = gate, step_time, sleep
         executor.faults.update(faults)
         return LoadedModel(executor, tokenizer, FakeModelConfig(info.max_model_len))
 
@@ -207,10 +185,6 @@ def fake_llm(answers: Answers, **options: Any) -> LLM:
     llm = LLM(engine=engine)
     llm._owns_engine = True
     return llm
-
-
-def _make_pause(seconds: float, sleep: Callable[[float], None]) -> Callable[[], None]:
-    return lambda: sleep(seconds) if seconds else None
 
 
 def _executor_info(config: EngineConfig, vocab_size: int) -> ExecutorInfo:

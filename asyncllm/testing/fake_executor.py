@@ -68,10 +68,10 @@ def allowed_tokens(mask: bytes, vocab_size: int) -> list[int]:
     size = 4 * -(-vocab_size // 32)
     if len(mask) != size:
         raise ValueError(f"a grammar's mask has {len(mask)} bytes; expected {size}")
-    found = [t for t in range(vocab_size) if mask[t // 8] >> t % 8 & 1]
-    if not found:
+    allowed = [t for t in range(vocab_size) if mask[t // 8] >> t % 8 & 1]
+    if not allowed:
         raise ValueError("no token is left to sample: the grammar allows none")
-    return found
+    return allowed
 
 
 class FakeExecutor:
@@ -97,13 +97,14 @@ class FakeExecutor:
 
     Args:
         info: limits that the executor reports to the engine.
-        step_time: duration of each step in seconds, slept with the GIL released.
+        step_time: duration of each step in seconds.
         record: keep every executed batch in ``batches``.
 
     Attributes:
         faults: faults by step number, for ``collect`` of that step: an exception to raise, or a
             function that gets the result and returns another.
         gate: semaphore that each ``collect`` acquires; None for no wait.
+        sleep: function that is called with ``step_time`` in each step.
         batches: the executed batches, if ``record`` is True.
         row_errors: exceptions by request id, with which each sampled row of the request fails.
     """
@@ -112,6 +113,7 @@ class FakeExecutor:
         self.info = info
         self.in_process = InProcess()
         self.step_time = step_time
+        self.sleep: Callable[[float], None] = time.sleep
         self.record = record
         self.batches: list[StepBatch] = []
         self.faults: dict[int, BaseException | Callable[[StepResult], StepResult]] = {}
@@ -132,11 +134,11 @@ class FakeExecutor:
         digests = self._digests()
         states = list(range(len(digests)))
         for token_id in prompt:
-            states = [one.append(token_id) for one in digests]
+            states = [group_digests.append(token_id) for group_digests in digests]
         tokens = []
         for _ in range(count):
             tokens.append(self._next_token(states))
-            states = [one.append(tokens[-1]) for one in digests]
+            states = [group_digests.append(tokens[-1]) for group_digests in digests]
         return tokens
 
     def reference_prompt_logprobs(self, prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
@@ -147,11 +149,11 @@ class FakeExecutor:
             count: number of most likely tokens to add at each position.
         """
         digests = self._digests()[: len(self.info.kv_groups)]
-        found = []
+        entries = []
         for position in range(1, len(prompt)):
-            states = [one.append(prompt[position - 1]) for one in digests]
-            found.append(self._logprobs(states, prompt[position], count))
-        return found
+            states = [group_digests.append(prompt[position - 1]) for group_digests in digests]
+            entries.append(self._logprobs(states, prompt[position], count))
+        return entries
 
     def _digests(self) -> list[_Digests]:
         """Make an empty ``_Digests`` per KV group, and one for the recurrent state if any."""
@@ -174,10 +176,10 @@ class FakeExecutor:
         self._launched_batches.append(batch)
 
     def sample(self, masks: GrammarMask) -> None:
-        awaiting = (
+        awaiting_masks = (
             b for b in self._launched_batches if b.masked_rows and b.step not in self._masks
         )
-        batch = next(awaiting, None)
+        batch = next(awaiting_masks, None)
         if batch is None or batch.step != masks.step:
             expected = "none" if batch is None else f"those of step {batch.step}"
             raise RuntimeError(f"masks of step {masks.step} came; expected {expected}")
@@ -188,16 +190,14 @@ class FakeExecutor:
         self._masks[masks.step] = masks
 
     def collect(self) -> StepResult:
-        if (
-            self._launched_batches[0].masked_rows
-            and self._launched_batches[0].step not in self._masks
-        ):
-            raise RuntimeError(f"step {self._launched_batches[0].step} awaits its masks")
-        batch = self._launched_batches.popleft()
+        batch = self._launched_batches[0]
+        if batch.masked_rows and batch.step not in self._masks:
+            raise RuntimeError(f"step {batch.step} awaits its masks")
+        self._launched_batches.popleft()
         if self.gate is not None:
             self.gate.acquire()
         if self.step_time:
-            time.sleep(self.step_time)
+            self.sleep(self.step_time)
         fault = self.faults.pop(batch.step, None)
         if isinstance(fault, BaseException):
             raise fault
@@ -242,16 +242,21 @@ class FakeExecutor:
             result.prompt_logprobs[row] = self._span_logprobs(batch.req_indices[row], span)
         for row, states in enumerate(forwarded):
             if batch.samples[row]:
-                self._sample(batch, row, states, result, mask_of.get(row))
+                digests = self._sampled_digests(batch, row, states)
+                self._sample(batch, row, digests, result, mask_of.get(row))
         return result
 
+    def _sampled_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
+        """Digests from which a row's token is computed. A subclass may replace them."""
+        return digests
+
     def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
-        groups, found = range(len(self.info.kv_groups)), []
+        groups, entries = range(len(self.info.kv_groups)), []
         for position in range(span.first, span.end):
             states = [self._kv_digests[self._kv_index(g, req_index, position)] for g in groups]
             token_id = self._tokens_by_index[req_index][position + 1]
-            found.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
-        return found
+            entries.append(self._logprobs(cast("list[int]", states), token_id, span.num_top))
+        return entries
 
     def _forward_group(self, batch: StepBatch, group: int) -> list[int]:
         """Compute the digest at the last position of each row, in one KV group.
