@@ -153,23 +153,14 @@ class TorchAttention:
         Keys and values that a row must not see are replaced: they may be NaN, and NaN times a
         weight of zero is NaN.
         """
-        shape, rows = self.shape, plan.blocks.shape[0]
-        gathered = cache.index_select(1, plan.blocks.view(-1))
-        gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
+        rows = plan.blocks.shape[0]
+        gathered = cache.index_select(1, plan.blocks.view(-1)).view(2, rows, -1, *cache.shape[3:])
         gathered = gathered.masked_fill(plan.masked_keys[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
         # Let a padded row, whose sequence is empty, see all keys: a softmax over no key is NaN.
-        seen = ~plan.masked_keys
-        seen = seen | (seen.sum(-1, keepdim=True) == 0)
-        if self._has_plain_softmax:
-            q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen[:, None, None], scale=shape.scale
-            )
-        else:
-            mask = torch.where(seen, 0.0, -torch.inf)[:, None, None]
-            out = scored_attention(q.unsqueeze(2), k, v, mask, shape, sinks)
-        return out.reshape(rows, -1)
+        masked = plan.masked_keys & ~plan.masked_keys.all(-1, keepdim=True)
+        mask = torch.where(masked, -torch.inf, 0.0).to(q.dtype)[:, None, None]
+        return self._attend_to_keys(q, k, v, mask, sinks).reshape(rows, -1)
 
     @property
     def _has_plain_softmax(self) -> bool:
@@ -220,34 +211,40 @@ class TorchAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of one group; returns ``[tokens of the group, Hq, D]``, padding included."""
-        shape = self.shape
-        rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
+        shape, queries = self.shape, group.num_queries
         if group.blocks is None:
             q, k, v = (x[group.tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            if not self._has_plain_softmax:
+            if self._has_plain_softmax:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
+                )
+            else:
                 causal = torch.full((queries, queries), -torch.inf, device=q.device).triu_(1)
-                return scored_attention(q, k, v, causal, shape, sinks)[0].transpose(0, 1)
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
-            )
+                out = scored_attention(q, k, v, causal, shape, sinks)
             return out.squeeze(0).transpose(0, 1)
-        q = q[group.tokens]
         gathered = self._gather_blocks(cache, group.blocks)
-        gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
+        gathered = gathered.view(2, group.num_rows, -1, *cache.shape[3:])
         k, v = gathered[:, :, : group.length].transpose(2, 3)
-        if not self._has_plain_softmax:
-            q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
-            out = scored_attention(q, k, v, group.mask, shape, sinks)
-            return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
-        if queries == 1:
-            q = q.view(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=shape.scale)
-            return out.reshape(rows, heads, shape.head_dim)
-        q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, scale=shape.scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
+        return self._attend_to_keys(q[group.tokens], k, v, group.mask, sinks)
+
+    def _attend_to_keys(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of ``q [rows * queries, Hq, D]`` to ``k`` and ``v [rows, Hk, keys, D]``;
+        returns the shape of q."""
+        shape, rows = self.shape, len(k)
+        if len(q) == rows and self._has_plain_softmax:
+            grouped = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
+            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=shape.scale)
+            return out.reshape(q.shape)
+        heads = q.view(rows, -1, shape.num_heads, shape.head_dim).transpose(1, 2)
+        if self._has_plain_softmax:
+            out = F.scaled_dot_product_attention(
+                heads, k, v, attn_mask=mask, scale=shape.scale, enable_gqa=True
+            )
+        else:
+            out = scored_attention(heads, k, v, mask, shape, sinks)
+        return out.transpose(1, 2).reshape(q.shape)
 
     def _gather_blocks(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Gathers blocks of ``cache`` into a buffer that all layers and steps reuse.
