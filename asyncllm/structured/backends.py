@@ -35,7 +35,6 @@ class Backends:
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
-        self._installed_names: tuple[str, ...] | None = None
 
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
@@ -82,14 +81,9 @@ class Backends:
         return grammar
 
     def _backend_names(self) -> tuple[str, ...]:
-        if self._installed_names is None:
-            names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
-            found = tuple(name for name in names if importlib.util.find_spec(name) is not None)
-            if not found:
-                # Do not cache an empty result: a backend may be installed while the process runs.
-                return ()
-            self._installed_names = found
-        return self._installed_names
+        # Do not cache the result: a backend may be installed while the process runs.
+        names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
+        return tuple(name for name in names if importlib.util.find_spec(name) is not None)
 
     def _get_backend(self, name: str) -> GrammarBackend:
         with self._lock:

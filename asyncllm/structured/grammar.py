@@ -149,7 +149,9 @@ class Vocabulary:
         return cut
 
 
-WHITESPACE = "[ \\n\\r\\t]"
 MAX_WHITESPACE = 1
 """Maximum number of white-space characters between two tokens of JSON. If indentation is allowed, a
 small model may write little else."""
+
+WHITESPACE_PATTERN = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"
+"""Regular expression of the white space between two tokens of JSON."""

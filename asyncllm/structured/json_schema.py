@@ -110,5 +110,5 @@ def refuse_ignored_by_xgrammar(schema: Any) -> None:
             for name in required:
                 if name not in properties:
                     raise GrammarError(f"the required {name!r}, not in properties, is not enforced")
-            for keyword in sorted(keywords - {"type"} - XGRAMMAR_KEYWORDS.get(kind, frozenset())):
+            for keyword in sorted(keywords - {"type"} - XGRAMMAR_KEYWORDS[kind]):
                 raise GrammarError(f"the keyword {keyword!r} is not enforced with type {kind!r}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from asyncllm.structured.grammar import (
-    MAX_WHITESPACE,
-    WHITESPACE,
+    WHITESPACE_PATTERN,
     Grammar,
     GrammarError,
     GrammarMemory,
@@ -19,8 +19,8 @@ from asyncllm.structured.grammar import (
 )
 from asyncllm.structured.parser_limits import (
     COMPILE_FUEL,
-    MAX_ITEMS,
-    MAX_LEXER_FUEL,
+    MAX_FUEL_PER_MASK,
+    MAX_ITEMS_PER_MASK,
     MAX_STATES,
     check_first_states,
     estimate_memory,
@@ -34,7 +34,7 @@ from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import to_lark
 
 _JSON_OPTIONS = {
-    "whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}",
+    "whitespace_pattern": WHITESPACE_PATTERN,
     "lenient": False,
     "coerce_one_of": False,
     # Allow \u escapes of any character, as JSON and xgrammar do.
@@ -72,9 +72,9 @@ class LLGuidanceBackend:
     def compile(self, spec: StructuredOutputs) -> Grammar:
         limits = self._library.LLParserLimits(
             max_items_in_row=max_items_in_row(spec),
-            step_max_items=MAX_ITEMS,
+            step_max_items=MAX_ITEMS_PER_MASK,
             initial_lexer_fuel=COMPILE_FUEL,
-            step_lexer_fuel=MAX_LEXER_FUEL,
+            step_lexer_fuel=MAX_FUEL_PER_MASK,
             max_lexer_states=MAX_STATES,
             verbose_errors=False,
         )
@@ -124,22 +124,14 @@ class LLGuidanceBackend:
             raise GrammarError(str(error)) from None
 
 
+@dataclass(slots=True, eq=False)
 class LLGuidanceMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_matcher", "_memory", "_spec", "_vocabulary")
-
-    def __init__(
-        self,
-        matcher: Any,
-        vocabulary: Vocabulary,
-        spec: StructuredOutputs,
-        memory: GrammarMemory,
-    ) -> None:
-        self._matcher = matcher
-        self._memory = memory
-        self._vocabulary = vocabulary
-        self._spec = spec
+    _matcher: Any
+    _vocabulary: Vocabulary
+    _spec: StructuredOutputs
+    _memory: GrammarMemory
 
     def accept(self, token_id: int) -> bool:
         self._memory.num_tokens += 1

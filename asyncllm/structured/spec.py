@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.json_tree import walk_json
 from asyncllm.structured.python_types import is_schema_type, schema_of
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
@@ -160,7 +161,7 @@ def _parse_json(name: str, text: str) -> Any:
 
 def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
-    for count, (item, depth) in enumerate(_walk_items(value)):
+    for count, (item, depth) in enumerate(walk_json(value)):
         if depth > MAX_DEPTH:
             raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
         if count > MAX_CHARACTERS:
@@ -183,18 +184,6 @@ def _check_references(name: str, text: str, num_rules: int = 0) -> str:
             name, text, f"at most {MAX_REFERENCES} references and rules, not {count}"
         )
     return text
-
-
-def _walk_items(value: Any) -> Iterator[tuple[Any, int]]:
-    """Iterate over nested items with their depths; without end if an object contains itself."""
-    pending = [(value, 1)]
-    while pending:
-        item, depth = pending.pop()
-        yield item, depth
-        if isinstance(item, Mapping):
-            pending += [(one, depth + 1) for one in item.values()]
-        elif isinstance(item, (list, tuple)):
-            pending += [(one, depth + 1) for one in item]
 
 
 def _mapping_to_dict(value: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
+from asyncllm.structured.grammar import WHITESPACE_PATTERN, GrammarError
 from asyncllm.structured.parser_limits import refuse_unsupported_by_llguidance
 
 MAX_RULES = 4096
@@ -128,7 +128,7 @@ def _require_field(form: Any, name: str, kind: type) -> Any:
 def _json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
-    options = {"whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}"}
+    options = {"whitespace_pattern": WHITESPACE_PATTERN}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 

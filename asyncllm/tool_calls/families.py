@@ -40,35 +40,44 @@ class CallForm:
     restart_text: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Base of ToolFamily and ReasoningFamily.
+
+    Attributes:
+        markers: lists of texts. The family matches if the model's chat template contains all texts
+            of one list; the first family of a table that matches is the model's.
+        excluded_markers: texts of similar, unsupported formats. If the chat template contains one
+            of them, the family does not match.
+        ignored_pattern: pattern of output that is neither text, reasoning nor a call, such as the
+            end of a list of calls.
+        prompt_end: literal text that belongs to the answer if the prompt ends with it.
+    """
+
+    markers: tuple[tuple[str, ...], ...] = ()
+    excluded_markers: tuple[str, ...] = ()
+    ignored_pattern: str | None = None
+    prompt_end: str = ""
+
+
 @dataclass(frozen=True, slots=True)
-class ToolFamily:
+class ToolFamily(Family):
     """Format of a model family's tool calls.
 
     Attributes:
         calls: field ``tool_calls`` of a response template, to parse calls.
         form: syntax of calls in a grammar; None if unknown.
-        markers: lists of texts. The family matches if the model's chat template contains all texts
-            of one list; the first family in TOOL_FAMILIES that matches is the model's.
-        excluded_markers: texts of similar, unsupported formats. If the chat template contains one
-            of them, the family does not match.
-        ignored_pattern: pattern of output that is neither text nor a call, such as the end of a
-            list of calls.
         arguments_as_text: the chat template expects the arguments of past calls as JSON text, not
             as a dict.
-        prompt_end: literal text that belongs to the answer if the prompt ends with it.
     """
 
     calls: Mapping[str, Any]
     form: CallForm | None
-    markers: tuple[tuple[str, ...], ...]
-    excluded_markers: tuple[str, ...] = ()
-    ignored_pattern: str | None = None
     arguments_as_text: bool = False
-    prompt_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFamily:
+class ReasoningFamily(Family):
     """Format of a model family's reasoning.
 
     Attributes:
@@ -76,16 +85,11 @@ class ReasoningFamily:
         begin, end: texts at whose token ids reasoning begins and ends for the engine, which applies
             no grammar in between.
         end_before_call: text that ends reasoning if a call must follow; empty if ``end`` does.
-        markers, excluded_markers, ignored_pattern, prompt_end: as for ``ToolFamily``.
     """
 
     thoughts: Mapping[str, Any]
     begin: str
     end: str
-    markers: tuple[tuple[str, ...], ...]
-    excluded_markers: tuple[str, ...] = ()
-    ignored_pattern: str | None = None
-    prompt_end: str = ""
     end_before_call: str = ""
 
 
@@ -246,7 +250,7 @@ _THINK_TAGS = ReasoningFamily(
     {"open": "<think>", "close": "</think>"},
     "<think>",
     "</think>",
-    (("<think>",), ("</think>",)),
+    markers=(("<think>",), ("</think>",)),
     prompt_end="<think>",
 )
 
@@ -257,7 +261,7 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         {"open": "[THINK]", "close": "[/THINK]"},
         "[THINK]",
         "[/THINK]",
-        (("[THINK]",),),
+        markers=(("[THINK]",),),
         prompt_end="[THINK]",
     ),
     "gpt_oss": ReasoningFamily(
@@ -267,7 +271,7 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         },
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
-        (("<|channel|>", "analysis", "<|message|>"),),
+        markers=(("<|channel|>", "analysis", "<|message|>"),),
         ignored_pattern=_HARMONY_IGNORED,
         prompt_end="<|start|>assistant",
         end_before_call="<|end|>",

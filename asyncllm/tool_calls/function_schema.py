@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.python_types import typed_dict_fields
 from asyncllm.validation import explain
 
 _SCALAR_TYPES = {
@@ -192,35 +193,19 @@ def _nested_model_schema(model: Any, at: str, definitions: dict[str, Any]) -> di
 
 
 def _fields_schema(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
-        # With string annotations, ``__required_keys__`` ignores NotRequired.
-        required = [
-            name
-            for name, hint in hints.items()
-            if name in kind.__required_keys__ and typing.get_origin(hint) is not typing.NotRequired
-        ]
-        hints = {name: _strip_required_marker(hint) for name, hint in hints.items()}
+        fields = typed_dict_fields(kind)
     else:
-        fields = [field for field in dataclasses.fields(kind) if field.init]
-        hints = {field.name: hints[field.name] for field in fields}
-        missing = dataclasses.MISSING
-        required = [
-            field.name
-            for field in fields
-            if field.default is missing and field.default_factory is missing
-        ]
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {name: schema_of(hint) for name, hint in hints.items()},
-    }
+        hints, missing = typing.get_type_hints(kind, include_extras=True), dataclasses.MISSING
+        fields = {
+            field.name: (hints[field.name], field.default is field.default_factory is missing)
+            for field in dataclasses.fields(kind)
+            if field.init
+        }
+    properties = {name: schema_of(hint) for name, (hint, _) in fields.items()}
+    required = [name for name, (_, is_required) in fields.items() if is_required]
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
     return schema | ({"required": required} if required else {})
-
-
-def _strip_required_marker(hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
-        return typing.get_args(hint)[0]
-    return hint
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -263,16 +263,8 @@ class MessageParser:
         text, reasoning, calls = output.take_increments()
         if text == delta.text and not reasoning and not calls and reason == delta.finish_reason:
             return delta
-        return Delta(
-            text,
-            delta.token_ids,
-            delta.index,
-            delta.logprobs,
-            reason,
-            delta.stop_reason,
-            delta.usage,
-            reasoning,
-            calls,
+        return replace(
+            delta, text=text, finish_reason=reason, reasoning=reasoning, tool_calls=calls
         )
 
     def interrupt(self) -> bool:
@@ -300,19 +292,12 @@ class MessageParser:
 
 def _join_fragments(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Join adjacent fragments of the same call."""
-    if len(deltas) < 2:
-        return tuple(deltas)
     joined: list[ToolCallDelta] = []
     for delta in deltas:
         if joined and joined[-1].index == delta.index:
-            before = joined[-1]
-            joined[-1] = ToolCallDelta(
-                before.index,
-                before.id,
-                before.name,
-                before.arguments + delta.arguments,
-                before.done or delta.done,
-            )
+            first = joined[-1]
+            arguments, done = first.arguments + delta.arguments, first.done or delta.done
+            joined[-1] = replace(first, arguments=arguments, done=done)
         else:
             joined.append(delta)
     return tuple(joined)

@@ -217,7 +217,7 @@ class ResponseFormats:
             if not isinstance(begin, str) or not isinstance(end, str):
                 begin = end = ""
             reasoning_family = ReasoningFamily(
-                own, begin, end, (), ignored_pattern=ignored, prompt_end=begin
+                own, begin, end, ignored_pattern=ignored, prompt_end=begin
             )
         elif reasoning_parser == "auto" and template is None:
             reasoning_family = _recognise_family(REASONING_FAMILIES, sources)
@@ -228,9 +228,7 @@ class ResponseFormats:
         if tool_call_parser == "auto" and CALLS in fields:
             form = known.form if known is not None else None
             as_text = known is not None and known.arguments_as_text
-            tool_family = ToolFamily(
-                fields[CALLS], form, (), ignored_pattern=ignored, arguments_as_text=as_text
-            )
+            tool_family = ToolFamily(fields[CALLS], form, as_text, ignored_pattern=ignored)
         else:
             tool_family = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
         self._reasoning_family = reasoning_family

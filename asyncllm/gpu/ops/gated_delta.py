@@ -53,34 +53,24 @@ class GatedDelta(Protocol):
         ...
 
 
-class _Inputs:
+def _recurrence_inputs(
+    shape: LinearAttentionConfig, biases: DeltaBiases, qkv: Tensor, gates: Tensor
+) -> tuple[Tensor, ...]:
     """Inputs of the gated delta rule for T tokens, in float32.
 
-    Attributes:
-        q, k: ``[T, num_value_heads, key_dim]``.
-        v: ``[T, num_value_heads, value_dim]``.
-        beta, decay: ``[T, num_value_heads]``; ``decay`` is the logarithm g.
+    Returns:
+        q and k ``[T, num_value_heads, key_dim]``, v ``[T, num_value_heads, value_dim]``, beta and
+        the decay g ``[T, num_value_heads]``.
     """
-
-    def __init__(
-        self, shape: LinearAttentionConfig, biases: DeltaBiases, qkv: Tensor, gates: Tensor
-    ) -> None:
-        group = shape.num_value_heads // shape.num_key_heads
-        wide, keys = qkv.float(), shape.key_size
-        self.q, self.k = (
-            _normalise_rows(part.unflatten(1, (-1, shape.key_dim))).repeat_interleave(group, 1)
-            for part in (wide[:, :keys], wide[:, keys : 2 * keys])
-        )
-        self.q = self.q * shape.key_dim**-0.5
-        self.v = wide[:, 2 * keys :].unflatten(1, (-1, shape.value_dim))
-        b, a = gates.float().chunk(2, 1)
-        self.beta = b.sigmoid()
-        self.decay = -biases.log_rate.exp() * F.softplus(a + biases.dt_bias)
-
-    def slice_tokens(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """Returns q, k, v, beta and decay of tokens ``start`` to ``end - 1``."""
-        parts = self.q, self.k, self.v, self.beta, self.decay
-        return tuple(part[start:end] for part in parts)
+    group, wide, keys = shape.num_value_heads // shape.num_key_heads, qkv.float(), shape.key_size
+    q, k = (
+        _normalise_rows(part.unflatten(1, (-1, shape.key_dim))).repeat_interleave(group, 1)
+        for part in (wide[:, :keys], wide[:, keys : 2 * keys])
+    )
+    v = wide[:, 2 * keys :].unflatten(1, (-1, shape.value_dim))
+    b, a = gates.float().chunk(2, 1)
+    decay = -biases.log_rate.exp() * F.softplus(a + biases.dt_bias)
+    return q * shape.key_dim**-0.5, k, v, b.sigmoid(), decay
 
 
 def _normalise_rows(x: Tensor) -> Tensor:
@@ -99,18 +89,18 @@ class TorchGatedDelta:
         self.shape, self.biases = shape, biases
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-        shape, inputs = self.shape, _Inputs(self.shape, self.biases, qkv, gates)
-        out = inputs.v.new_empty((len(qkv), shape.num_value_heads, shape.value_dim))
+        inputs = _recurrence_inputs(self.shape, self.biases, qkv, gates)
+        out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         if rows.slots is not None and not rows.batch_spans:
             count, held = len(rows.slots), rows.gather(state)
-            out[:count] = _compute_token(held, *inputs.slice_tokens(0, count))
+            out[:count] = _compute_token(held, *(part[:count] for part in inputs))
             state.index_copy_(0, rows.slots, held)
         for span in (*rows.batch_spans, *rows.spans):
             held = span_state(state, span)
             for start in range(span.start, span.end, CHUNK_TOKENS):
                 end = min(start + CHUNK_TOKENS, span.end)
                 step = _compute_token if end - start == 1 else _compute_chunk
-                out[start:end] = step(held, *inputs.slice_tokens(start, end))
+                out[start:end] = step(held, *(part[start:end] for part in inputs))
         return out.flatten(1).to(qkv.dtype)
 
 

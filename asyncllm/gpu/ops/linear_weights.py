@@ -143,6 +143,19 @@ class LinearWeights:
                 + " or ".join(map(str, choices))
             )
 
+    def quantised(
+        self, scheme: QuantScheme, values: Tensor, scales: Tensor, columns: int,
+        zeros: Tensor | None = None,
+    ) -> LinearWeights:  # fmt: skip
+        """Returns the quantised form of plain weights.
+
+        Args:
+            columns: number of columns of a row that share a scale.
+        """
+        return replace(
+            self, values=values, scheme=scheme, scales=scales, scale_block=(1, columns), zeros=zeros
+        )
+
     @property
     def form(self) -> WeightForm:
         zeros, order = self.zeros is not None, self.column_order is not None

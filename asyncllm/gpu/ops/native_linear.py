@@ -75,8 +75,7 @@ class NativeLinear:
 
     def check_input(self, x: Tensor) -> Tensor:
         x = contiguous_rows(x, self.dtype or x.dtype)
-        if x.shape[1] != self.k:
-            raise ValueError(f"native linear: x has {x.shape[1]} columns, expected {self.k}")
+        self._linear.check_shape("x", x, (len(x), self.k))
         return x
 
 

@@ -50,6 +50,14 @@ class NativeOp:
         )
         self._sizes, self._failed = (ctypes.c_int64 * NUM_SIZES)(), (ctypes.c_int64 * 1)()
 
+    def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+        """Raises ValueError for a tensor of another shape, which the op would read or write out of
+        bounds."""
+        if tensor.shape != expected:
+            raise ValueError(
+                f"native {self.name}: {name} is {tuple(tensor.shape)}, expected {tuple(expected)}"
+            )
+
     def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocates an output ``[T, width]`` for ``like [T, ...]``, by default of its dtype."""
         if (recorder := self.context.recorder) is not None:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import num_words
-from asyncllm.gpu.batch.sampling_inputs import DrawRows, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import (
+    DrawRows,
+    LogitsTables,
+    SamplingRows,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, LOGITS_STAGE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context, raise_status
@@ -126,35 +132,34 @@ def _set_masks(args: Any, rows: SamplingRows) -> None:
 
 
 def _set_rules(args: Any, rows: SamplingRows) -> None:
-    tables, lines = rows.tables, args.lines
+    tables = rows.tables
     args.rules = 1
     _set_scalars(args, rows, "restricted", "num_bias", "num_stop_ids", "min_end")
     args.max_bias, args.max_stop_ids = tables.bias_ids.shape[1], tables.stop_ids.shape[1]
-    args.allowed = checked_address("allowed", tables.allowed, torch.int32, lines, args.words)
-    args.bias_ids = checked_address("bias_ids", tables.bias_ids, torch.int32, lines, args.max_bias)
-    args.bias_values = checked_address(
-        "bias_values", tables.bias_values, torch.float32, lines, args.max_bias
-    )
-    args.stop_ids = checked_address(
-        "stop_ids", tables.stop_ids, torch.int32, lines, args.max_stop_ids
-    )
+    widths = {"allowed": args.words, "bias_ids": args.max_bias, "stop_ids": args.max_stop_ids}
+    _set_tables(args, tables, widths, torch.int32)
+    _set_tables(args, tables, {"bias_values": args.max_bias}, torch.float32)
 
 
 def _set_penalties(args: Any, rows: SamplingRows) -> None:
-    tables, lines = rows.tables, args.lines
     args.penalties = 1
     _set_scalars(args, rows, "counted_from", "repetition", "frequency", "presence")
-    args.counts = checked_address("counts", tables.counts, torch.int32, lines, args.vocab_size)
-    args.in_prompt = checked_address("in_prompt", tables.in_prompt, torch.int32, lines, args.words)
+    widths = {"counts": args.vocab_size, "in_prompt": args.words}
+    _set_tables(args, rows.tables, widths, torch.int32)
 
 
 def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
     for name in names:
-        setattr(
-            args,
-            name,
-            checked_address(name, rows.rules[name], LOGITS_STAGE_SCALARS[name].dtype, args.lines),
-        )
+        dtype = LOGITS_STAGE_SCALARS[name].dtype
+        setattr(args, name, checked_address(name, rows.rules[name], dtype, args.lines))
+
+
+def _set_tables(
+    args: Any, tables: LogitsTables, widths: Mapping[str, int], dtype: torch.dtype
+) -> None:
+    for name, width in widths.items():
+        table = getattr(tables, name)
+        setattr(args, name, checked_address(name, table, dtype, args.lines, width))
 
 
 def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -51,7 +50,7 @@ def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
     _round_values(context, weights.values, values, scales, None, 8)
-    return replace(weights, values=values, scheme="int8", scales=scales, scale_block=(1, columns))
+    return weights.quantised("int8", values, scales, columns)
 
 
 def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
@@ -67,14 +66,7 @@ def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
     _round_values(context, weights.values, values, scales, zeros, 4)
-    return replace(
-        weights,
-        values=values,
-        scheme="int4",
-        scales=scales,
-        scale_block=(1, INT4_GROUP_SIZE),
-        zeros=zeros,
-    )
+    return weights.quantised("int4", values, scales, INT4_GROUP_SIZE, zeros)
 
 
 def _round_values(

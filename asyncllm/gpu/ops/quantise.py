@@ -47,13 +47,7 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
     integers = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     for (part, scale), target in zip(chunks, integers.split(rows), strict=True):
         target.copy_((part / scale).round_().clamp_(-127.0, 127.0))
-    return LinearWeights(
-        integers,
-        bias=weights.bias,
-        scheme="int8",
-        scales=scales,
-        scale_block=(1, values.shape[1]),
-    )
+    return weights.quantised("int8", integers, scales, values.shape[1])
 
 
 def quantise_int4(weights: LinearWeights) -> LinearWeights:
@@ -89,14 +83,7 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
         scales[span], zeros[span] = scale.squeeze(2), zero.squeeze(2)
         quantised = quantised.flatten(1)[:, :columns]
         torch.bitwise_or(quantised[:, ::2], quantised[:, 1::2] << 4, out=packed[span])
-    return LinearWeights(
-        packed,
-        bias=weights.bias,
-        scheme="int4",
-        scales=scales,
-        scale_block=(1, INT4_GROUP_SIZE),
-        zeros=zeros,
-    )
+    return weights.quantised("int4", packed, scales, INT4_GROUP_SIZE, zeros)
 
 
 def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.step_inputs import RowArrays, StepInputs
+from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
@@ -101,9 +101,7 @@ class TorchAttention:
             first_keys = np.maximum(rows.starts - window + 1, 0) // block_size * block_size
         lengths = rows.seq_lens - first_keys
         return [
-            self._plan_group(
-                _GroupRows(step, rows, group, some), first_keys[some], lengths[some], window
-            )
+            self._plan_group(step, some, first_keys[some], lengths[some], window, group)
             for some in self._group_rows(step, rows, lengths, block_size)
         ]
 
@@ -186,19 +184,24 @@ class TorchAttention:
         return groups + [np.array(sorted(each)) for each in joined]
 
     def _plan_group(
-        self, rows: _GroupRows, first_keys: np.ndarray, lengths: np.ndarray, window: int | None
-    ) -> AttentionGroup:
-        first_tokens, counts, starts = rows.first_tokens, rows.counts, rows.starts
+        self, step: StepInputs, rows: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray,
+        window: int | None, group: int,
+    ) -> AttentionGroup:  # fmt: skip
+        """Plans the rows of the indices ``rows``, whose keys begin at ``first_keys``."""
+        host, device = step.host, step.token_ids.device
+        assert host is not None
+        first_tokens, starts = host.query_start_loc[rows], host.starts[rows]
+        counts = host.query_start_loc[rows + 1] - first_tokens
         num_rows, num_queries, length = len(counts), int(counts.max()), int(lengths.max())
-        tokens, outputs = _token_index(first_tokens, counts, rows.device)
+        tokens, outputs = _token_index(first_tokens, counts, device)
         whole = num_rows == 1 and starts[0] == 0
         if whole and (window is None or length <= window):
             return AttentionGroup(1, num_queries, tokens, None, length, None, None)
-        blocks = rows.block_index(first_keys, lengths)
-        mask = None
+        block_ids = _block_index(step.groups[group], host.req_indices[rows], first_keys, lengths)
+        blocks, mask = copy_to_device(block_ids, device), None
         if num_rows > 1 or num_queries > 1 or window is not None:
             mask = _make_mask(starts - first_keys, lengths, num_queries, window)
-            mask = copy_to_device(mask, rows.device).unsqueeze(1).to(self.dtype)
+            mask = copy_to_device(mask, device).unsqueeze(1).to(self.dtype)
         return AttentionGroup(num_rows, num_queries, tokens, blocks, length, mask, outputs)
 
     def _attend(
@@ -370,21 +373,13 @@ def _make_mask(
     return np.where(masked_keys, np.float32(-math.inf), np.float32(0.0))
 
 
-class _GroupRows:
-    """Rows of one AttentionGroup, with their block tables in its KV group."""
-
-    def __init__(self, step: StepInputs, host: RowArrays, group: int, rows: np.ndarray) -> None:
-        self.device = step.token_ids.device
-        self.first_tokens = host.query_start_loc[rows]
-        self.counts = host.query_start_loc[rows + 1] - self.first_tokens
-        self.starts = host.starts[rows]
-        self._req_indices, self._inputs = host.req_indices[rows], step.groups[group]
-
-    def block_index(self, first_keys: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Ids of each row's blocks from its first key on, padded with the null block."""
-        block, table = self._inputs.block_size, self._inputs.host_table
-        columns = np.arange(-(-int(lengths.max()) // block))
-        used = columns < -(-lengths[:, None] // block)
-        columns = np.minimum(columns + (first_keys // block)[:, None], table.shape[1] - 1)
-        blocks = np.where(used, table[self._req_indices[:, None], columns], 0)
-        return copy_to_device(blocks.reshape(-1).astype(np.int64), self.device)
+def _block_index(
+    group: GroupInputs, req_indices: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Ids of each row's blocks from its first key on, padded with the null block."""
+    block, table = group.block_size, group.host_table
+    columns = np.arange(-(-int(lengths.max()) // block))
+    used = columns < -(-lengths[:, None] // block)
+    columns = np.minimum(columns + (first_keys // block)[:, None], table.shape[1] - 1)
+    blocks = np.where(used, table[req_indices[:, None], columns], 0)
+    return blocks.reshape(-1).astype(np.int64)
