@@ -66,6 +66,12 @@ class Context:
         layouts are equal."""
         return f"{self.isa}-{self.functions.layout()}"
 
+    def call(self, op: str, *args: Any) -> None:
+        """Calls an op of the library directly; raises as ``raise_status``."""
+        status = getattr(self.functions, op)(self.handle, *args)
+        if status:
+            raise_status(op, status)
+
     def checksums(self, address: int, places: Sequence[tuple[int, int]]) -> list[int]:
         """Checksums of pieces of memory, unsigned numbers of 64 bits. One call computes them all
         without the GIL.
@@ -76,9 +82,7 @@ class Context:
         count = len(places)
         offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*places, strict=True))
         found = (ctypes.c_uint64 * count)()
-        status = self.functions.checksums(self.handle, address, offsets, sizes, count, found)
-        if status:
-            raise_status("checksums", status)
+        self.call("checksums", address, offsets, sizes, count, found)
         return list(found)
 
 
@@ -92,7 +96,7 @@ class PackedWeights:
     Attributes:
         address, num_bytes: memory of the packed weights, without the bias.
         form: ctypes structure ``PanelArgs``: sizes and dtypes, from which ``view`` computes
-        offsets.
+            offsets.
 
     Raises:
         MemoryError: the packed weights cannot be allocated.
@@ -109,27 +113,6 @@ class PackedWeights:
         weakref.finalize(self, library.free_weights, handle).atexit = False
 
     @classmethod
-    def pack_plain(
-        cls, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
-        scales: int | None, bias: int | None,
-    ) -> PackedWeights:  # fmt: skip
-        """Packs floating point weights, or 8-bit weights with a scale per output channel.
-
-        Args:
-            values: address of ``[n, k]``, rows ``stride`` elements apart.
-            dtype: value of ``enum DType`` in ``src/interface.h``.
-            scales: address of ``[n]`` float32, for 8-bit weights; else None.
-            bias: address of ``[n]`` float32, or None.
-        """
-        handle = context.functions.pack(context.handle, values, dtype, n, k, stride, scales, bias)
-        return cls(context, handle, n, k)
-
-    @classmethod
-    def pack_grouped(cls, context: Context, args: Any) -> PackedWeights:
-        """Packs 4-bit or 8-bit weights with a scale per output channel and group of inputs."""
-        return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
-
-    @classmethod
     def view(
         cls, context: Context, form: Any, address: int, num_bytes: int, bias: int | None,
         owner: object,
@@ -139,7 +122,7 @@ class PackedWeights:
         Args:
             form: the ``form`` of PackedWeights of a context with an equal ``layout``.
             address: address of the packed weights, ``num_bytes`` long and aligned to 64 bytes.
-            bias: as for ``pack_plain``.
+            bias: address of ``[n]`` float32, or None.
             owner: object that owns this memory; referenced as long as the weights exist.
         """
         handle = context.functions.view_weights(context.handle, form, address, num_bytes, bias)

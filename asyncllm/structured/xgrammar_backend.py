@@ -54,12 +54,8 @@ class XGrammarBackend:
         refuse_ambiguous(spec)
         try:
             compiled = self._compile_spec(spec)
-        except (
-            AttributeError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # xgrammar's own errors are RuntimeErrors.
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            # xgrammar's own errors are RuntimeErrors.
             raise GrammarError(_shorten_message(error)) from None
 
         def new_matcher() -> XGrammarMatcher:

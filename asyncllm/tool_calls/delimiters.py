@@ -78,11 +78,9 @@ def _starting_characters(pattern: Any, source: str) -> set[str] | None:
         match = pattern.match(character, partial=True)
         return match is not None and (match.partial or match.end() > 0)
 
-    return (
-        None
-        if can_begin_with(_PRIVATE_CHARACTER)
-        else {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
-    )
+    if can_begin_with(_PRIVATE_CHARACTER):
+        return None
+    return {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:

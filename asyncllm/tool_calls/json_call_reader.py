@@ -130,11 +130,8 @@ class JsonCallReader:
             if position == len(text):
                 break
             first = text[position]
-            if (
-                first in "{[,}]:"
-                if self._state == "other"
-                else first not in _TRANSITIONS[self._state]
-            ):
+            in_value = self._state == "other"
+            if first in "{[,}]:" if in_value else first not in _TRANSITIONS[self._state]:
                 raise _NotACallError(position)
             match = _TOKEN_PATTERN.match(text, position)
             end = len(text) if match is None else match.end()

@@ -134,15 +134,11 @@ class OutputParser:
 
     def take_increments(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         """Remove and return the new text, the new reasoning, and a fragment of each tool call."""
-        new = (
-            "".join(self._new_text),
-            "".join(self._new_reasoning),
-            _join_fragments(self._new_calls),
-        )
-        self._new_text.clear()
-        self._new_reasoning.clear()
-        self._new_calls.clear()
-        return new
+        text, reasoning = "".join(self._new_text), "".join(self._new_reasoning)
+        calls = _join_fragments(self._new_calls)
+        for parts in (self._new_text, self._new_reasoning, self._new_calls):
+            parts.clear()
+        return text, reasoning, calls
 
     def _parse_piece(self, text: str, last: bool) -> None:
         while True:

@@ -53,7 +53,7 @@ class ResponseFormat:
 
     Attributes:
         delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
-        calls, thoughts: the template's fields for calls and for reasoning; None without.
+        calls, thoughts: the template's fields for calls and for reasoning; empty without.
         form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
         begin, end: texts at whose token ids reasoning begins and ends for the engine; empty if the
@@ -66,37 +66,31 @@ class ResponseFormat:
     def __init__(
         self, tool_family: ToolFamily | None, reasoning_family: ReasoningFamily | None
     ) -> None:
-        families = [family for family in (tool_family, reasoning_family) if family is not None]
-        ends = (family.prompt_end for family in families)
-        self.prompt_ends = tuple(dict.fromkeys(end for end in ends if end))
-        ignored = (family.ignored_pattern for family in families)
-        self.ignored_pattern = next(filter(None, ignored), None)
-        self.calls = None if tool_family is None else tool_family.calls
-        self.form = None if tool_family is None else tool_family.form
-        self.thoughts = None if reasoning_family is None else reasoning_family.thoughts
-        self.begin = "" if reasoning_family is None else reasoning_family.begin
-        self.end = "" if reasoning_family is None else reasoning_family.end
-        self.end_before_call = "" if reasoning_family is None else reasoning_family.end_before_call
-        opens = []
-        for name, part in ((CALLS, self.calls), (THOUGHTS, self.thoughts)):
-            if part is not None and (given := literals_or_pattern(part, "open")) is not None:
-                opens.append((name, given))
-        if self.ignored_pattern is not None:
-            opens.append((IGNORED, self.ignored_pattern))
-        self.delimiters = Delimiters(opens)
-        self.calls_close, self.thoughts_close = (
-            _closing_delimiters(self.calls),
-            _closing_delimiters(self.thoughts),
+        tool = tool_family or ToolFamily({}, None)
+        reasoning = reasoning_family or ReasoningFamily({}, "", "")
+        ends = filter(None, (tool.prompt_end, reasoning.prompt_end))
+        self.prompt_ends = tuple(dict.fromkeys(ends))
+        self.ignored_pattern = tool.ignored_pattern or reasoning.ignored_pattern
+        self.calls, self.form, self.thoughts = tool.calls, tool.form, reasoning.thoughts
+        self.begin, self.end = reasoning.begin, reasoning.end
+        self.end_before_call = reasoning.end_before_call
+        opens = (
+            (CALLS, literals_or_pattern(self.calls, "open")),
+            (THOUGHTS, literals_or_pattern(self.thoughts, "open")),
+            (IGNORED, self.ignored_pattern),
         )
-        self.syntax = None if self.calls is None else _json_syntax(self.calls)
+        self.delimiters = Delimiters([(name, given) for name, given in opens if given is not None])
+        self.calls_close = _closing_delimiters(self.calls)
+        self.thoughts_close = _closing_delimiters(self.thoughts)
+        self.syntax = _json_syntax(self.calls)
 
     def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.ignored_pattern, *self.prompt_ends]
         for part in (self.calls, self.thoughts):
             for side in ("open", "close"):
-                given = None if part is None else literals_or_pattern(part, side)
-                sources += given if isinstance(given, list) else [given]
+                delimiter = literals_or_pattern(part, side)
+                sources += delimiter if isinstance(delimiter, list) else [delimiter]
         return any(token in source.replace("\\", "") for source in sources if source)
 
     def answer_begins_in(self, prompt_end: str) -> str:
@@ -155,9 +149,9 @@ def _name_and_arguments(call: Any) -> tuple[str, str] | None:
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-def _closing_delimiters(part: Mapping[str, Any] | None) -> Delimiters | None:
-    given = None if part is None else literals_or_pattern(part, "close")
-    return None if given is None else Delimiters([("close", given)])
+def _closing_delimiters(field: Mapping[str, Any]) -> Delimiters | None:
+    delimiter = literals_or_pattern(field, "close")
+    return None if delimiter is None else Delimiters([("close", delimiter)])
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:

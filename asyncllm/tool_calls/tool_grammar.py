@@ -159,11 +159,9 @@ def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     """Schema of a tool's arguments. It refuses additional properties unless the tool allows them,
     because a function accepts no further arguments."""
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-    return (
-        schema | {"additionalProperties": False}
-        if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS
-        else schema
-    )
+    if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS:
+        schema["additionalProperties"] = False
+    return schema
 
 
 def _calls_format(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:

@@ -24,23 +24,20 @@ class NativeRouting:
 
     def __init__(self, context: Context, config: RoutingConfig, weights: RouterWeights) -> None:
         self.top_k, self.router = config.top_k, NativeLinear(context, weights.linear)
-        correction = _check_expert_vector("correction bias", weights.correction, config)
-        expert_scale = _check_expert_vector("scale of experts", weights.expert_scale, config)
         self._op = NativeOp(
             context,
             "routing",
-            [correction, expert_scale],
             stride=config.num_experts,
             num_experts=config.num_experts,
             top_k=config.top_k,
             num_groups=config.num_groups,
             top_groups=config.top_groups,
-            correction=None if correction is None else correction.data_ptr(),
+            correction=_check_expert_vector("correction bias", weights.correction, config),
             scale=config.scale,
             least_sum=config.min_weight_sum,
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
-            expert_scale=None if expert_scale is None else expert_scale.data_ptr(),
+            expert_scale=_check_expert_vector("scale of experts", weights.expert_scale, config),
             dtype=DTYPES[weights.linear.values.dtype],
         )
 

@@ -42,9 +42,8 @@ class NativeRMSNorm:
     ) -> None:  # fmt: skip
         self.weight, self.width = checked_parameter(weight), weight.shape[0]
         self._op = NativeOp(
-            context, "rms_norm", [self.weight],
-            weight=self.weight.data_ptr(), weight_dtype=DTYPES[weight.dtype], width=self.width,
-            eps=eps, multiplier=multiplier, scale=scale,
+            context, "rms_norm", weight=self.weight, weight_dtype=DTYPES[weight.dtype],
+            width=self.width, eps=eps, multiplier=multiplier, scale=scale,
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:

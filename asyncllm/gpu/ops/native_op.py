@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,9 @@ class NativeOp:
 
     Args:
         name: the op's name in OP_KINDS.
-        keep_alive: objects that own the memory behind the pointers in ``constants``.
-        constants: the arguments that are the same in each call.
+        keep_alive: objects that own the memory behind addresses in ``constants``.
+        constants: the arguments that are the same in each call. A tensor or array is passed by its
+            address, and kept alive.
 
     Attributes:
         args: ctypes structure of the op's arguments. A call sets the pointers to its tensors.
@@ -35,12 +37,12 @@ class NativeOp:
     def __init__(
         self, context: Context, name: str, keep_alive: Sequence[object] = (), **constants: Any
     ) -> None:
-        self.context, self.name, self._keep_alive = context, name, (*keep_alive,)
+        self.context, self.name, self._keep_alive = context, name, (*keep_alive, constants)
         ops = (Op * 1)()
         ops[0].kind, ops[0].size, ops[0].x_size = OP_KINDS.index(name), Size.TOKENS, -1
         self.args = getattr(ops[0].args, name)
         for field, value in constants.items():
-            setattr(self.args, field, value)
+            setattr(self.args, field, _address(value))
         self._program = STRUCTS["Program"](
             ops=ops,
             num_ops=1,
@@ -94,3 +96,10 @@ class NativeOp:
         status = context.functions.run(context.handle, self._program, sizes, self._failed)
         if status:
             raise_status(self.name, status)
+
+
+def _address(value: Any) -> Any:
+    """Address of a tensor or array; any other value itself."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value.ctypes.data if isinstance(value, np.ndarray) else value

@@ -36,7 +36,7 @@ from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprob
 from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing
-from asyncllm.native.context import Context, raise_status
+from asyncllm.native.context import Context
 
 
 class NativeOps(CpuOps):
@@ -107,12 +107,8 @@ class NativeOps(CpuOps):
         return NativeEmbedding(head, dtype, multiplier), head
 
     def sum_words(self, memory: Tensor) -> int:
-        total, context = ctypes.c_uint64(), self.context
-        status = context.functions.read(
-            context.handle, memory.data_ptr(), memory.nbytes, ctypes.byref(total)
-        )
-        if status:
-            raise_status("read", status)
+        total = ctypes.c_uint64()
+        self.context.call("read", memory.data_ptr(), memory.nbytes, ctypes.byref(total))
         return ctypes.c_int64(total.value).value
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,8 @@ class NativeCausalConv:
         weight = weight.float().T.contiguous()
         self.width, self.channels = weight.shape
         self._op = NativeOp(
-            context, "causal_conv", [weight],
-            weight=weight.data_ptr(), channels=self.channels, width=self.width,
-        )  # fmt: skip
+            context, "causal_conv", weight=weight, channels=self.channels, width=self.width
+        )
 
     def __call__(self, x: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
         x, op = contiguous_rows(x, x.dtype), self._op
@@ -68,12 +67,9 @@ class NativeGatedDelta:
 
     def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.shape = shape
-        dt_bias, log_rate = (
-            each.float().contiguous() for each in (biases.dt_bias, biases.log_rate)
-        )
         self._op = NativeOp(
-            context, "gated_delta", [dt_bias, log_rate],
-            dt_bias=dt_bias.data_ptr(), log_rate=log_rate.data_ptr(),
+            context, "gated_delta", dt_bias=biases.dt_bias.float().contiguous(),
+            log_rate=biases.log_rate.float().contiguous(),
             key_heads=shape.num_key_heads, value_heads=shape.num_value_heads,
             key_dim=shape.key_dim, value_dim=shape.value_dim,
         )  # fmt: skip
@@ -102,11 +98,10 @@ class NativeGatedNorm:
 
     def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
         self.weight = weight.contiguous()
+        dtype = DTYPES[weight.dtype]
         self._op = NativeOp(
-            context, "gated_norm", [self.weight],
-            weight=self.weight.data_ptr(), head_size=len(weight), eps=eps,
-            dtype=DTYPES[weight.dtype],
-        )  # fmt: skip
+            context, "gated_norm", weight=self.weight, head_size=len(weight), eps=eps, dtype=dtype
+        )
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         weight, size, op = self.weight, len(self.weight), self._op

@@ -18,7 +18,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 )
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, LOGITS_STAGE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.native.context import Context, raise_status
+from asyncllm.native.context import Context
 from asyncllm.native.interface import STRUCTS
 
 
@@ -85,9 +85,7 @@ def sample(
     in their last bits, so that another token may be sampled where two tokens almost tie.
     """
     logits = contiguous_logits(logits)
-    status = context.functions.sample(context.handle, sample_args(logits, sampling, rows, out))
-    if status:
-        raise_status("sample", status)
+    context.call("sample", sample_args(logits, sampling, rows, out))
 
 
 def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
@@ -117,9 +115,7 @@ def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages:
         _set_rules(args, rows)
     if stages & Stages.PENALTIES:
         _set_penalties(args, rows)
-    status = context.functions.process_logits(context.handle, args)
-    if status:
-        raise_status("process_logits", status)
+    context.call("process_logits", args)
     return out
 
 
@@ -169,11 +165,9 @@ def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogpr
     count, width = len(tokens), out.values.shape[1]
     if len(logits) < count:
         raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
-    status = context.functions.top_logprobs(
-        context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
+    context.call(
+        "top_logprobs", logits.data_ptr(), logits.stride(0), count, logits.shape[1],
         DTYPES[logits.dtype], checked_address("tokens", tokens, torch.int64, count), width - 1,
         checked_address("values", out.values, torch.float32, count, width),
         checked_address("ids", out.ids, torch.int64, count, width),
     )  # fmt: skip
-    if status:
-        raise_status("top_logprobs", status)

@@ -136,10 +136,8 @@ class TorchAttention:
             result = self._attend(q, k, v, cache, group, sinks)
             if isinstance(group.tokens, slice):
                 out[group.tokens] = result
-            elif group.outputs is None:
-                out.index_copy_(0, group.tokens, result)
             else:
-                valid, target = group.outputs
+                valid, target = group.outputs or (slice(None), group.tokens)
                 out.index_copy_(0, target, result[valid])
         return out.view(q.shape[0], -1)
 

@@ -16,7 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.sample.host_rules import ClaimedRequest, check_storage, type_and_shape
+from asyncllm.gpu.sample.host_rules import ClaimedRequest, checked_logits
 from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
 
@@ -112,14 +112,7 @@ class _ProcessorRequests:
     def apply(self, logits: Tensor, indices: list[int]) -> Tensor:
         shape = logits.shape
         try:
-            value = self.processor.apply(logits, indices)
-            if not isinstance(value, Tensor) or value.shape != shape:
-                raise TypeError(
-                    f"apply returned {type_and_shape(value)}, expected a tensor of shape "
-                    f"{tuple(shape)}"
-                )
-            check_storage(value)
-            return value.to(logits)
+            return checked_logits(self.processor.apply(logits, indices), shape, "apply").to(logits)
         except BaseException as error:
             raise self._processor_error(error) from error
 

@@ -88,10 +88,8 @@ class HostRows:
         errors: dict[int, Exception] = {}
         self._apply_processors(errors)
         table_rows = torch.arange(len(self.places), device=self._positions.device)
-        last, tokens = (
-            torch.zeros_like(torch.cat((table_rows, table_rows[:1]))),
-            torch.empty_like(table_rows),
-        )
+        last = table_rows.new_zeros(len(table_rows) + 1)
+        tokens = torch.empty_like(table_rows)
         drawn = DrawRows(table_rows, self._positions, last)
         self._sampler.ops.sample(self._processed_logits, self._draw_scalars, drawn, tokens)
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
