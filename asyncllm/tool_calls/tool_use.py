@@ -100,7 +100,7 @@ def _parse_tool(tool: Any, where: str) -> dict[str, Any]:
     plain = plain_values(tool, where, "tools")
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
     _require(is_tool, where, tool, f"one of {_ACCEPTED}")
-    function = plain.get("function")
+    function: Any = plain.get("function")
     if "function" not in plain:  # OpenAI's Responses protocol has the fields at the top.
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"

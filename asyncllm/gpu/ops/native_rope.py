@@ -27,7 +27,7 @@ class _Rotation:
         **norms: Tensor | None,
     ) -> None:  # fmt: skip
         self.shape, self._num_heads = shape, shape.num_heads + 2 * kv_heads
-        weights = {
+        weights: dict[str, Any] = {
             name: checked_parameter(norm) for name, norm in norms.items() if norm is not None
         }
         self._norm_dtypes = {norm.dtype for norm in weights.values()} - {torch.float32}
