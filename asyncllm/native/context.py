@@ -43,8 +43,8 @@ class Context:
         self.num_threads = num_threads
         self._handle = library.create(num_threads, None if isa is None else isa.encode())
         if not self._handle:
-            what = isa or library.best_isa().decode()
-            raise NativeUnavailableError(f"{what} with {num_threads} threads cannot be started")
+            isa_name = isa or library.best_isa().decode()
+            raise NativeUnavailableError(f"{isa_name} with {num_threads} threads cannot be started")
         self.isa = library.isa(self._handle).decode()
         self._finalizer = weakref.finalize(self, library.close, self._handle)
         self._finalizer.atexit = False
@@ -72,18 +72,18 @@ class Context:
         if status:
             raise_status(op, status)
 
-    def checksums(self, address: int, places: Sequence[tuple[int, int]]) -> list[int]:
+    def checksums(self, address: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
         """Checksums of pieces of memory, unsigned numbers of 64 bits. One call computes them all
         without the GIL.
 
         Args:
-            places: offset from ``address`` and size in bytes of each piece.
+            pieces: offset from ``address`` and size in bytes of each piece.
         """
-        count = len(places)
-        offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*places, strict=True))
-        found = (ctypes.c_uint64 * count)()
-        self.call("checksums", address, offsets, sizes, count, found)
-        return list(found)
+        count = len(pieces)
+        offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*pieces, strict=True))
+        results = (ctypes.c_uint64 * count)()
+        self.call("checksums", address, offsets, sizes, count, results)
+        return list(results)
 
 
 class PackedWeights:
@@ -126,9 +126,9 @@ class PackedWeights:
             owner: object that owns this memory; referenced as long as the weights exist.
         """
         handle = context.functions.view_weights(context.handle, form, address, num_bytes, bias)
-        made = cls(context, handle, form.n, form.k)
-        made._owner = owner
-        return made
+        weights = cls(context, handle, form.n, form.k)
+        weights._owner = owner
+        return weights
 
 
 def raise_status(op: str, status: int) -> NoReturn:

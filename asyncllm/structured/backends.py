@@ -39,10 +39,10 @@ class Backends:
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
         if not self._backend_names():
-            wanted = "llguidance" if self._choice == "auto" else self._choice
+            name = "llguidance" if self._choice == "auto" else self._choice
             raise InvalidRequestError(
-                f"structured_outputs: {wanted} is not installed, expected "
-                f"`pip install asyncllm[{_EXTRAS[wanted]}]`",
+                f"structured_outputs: {name} is not installed, expected "
+                f"`pip install asyncllm[{_EXTRAS[name]}]`",
                 param="structured_outputs",
             )
 

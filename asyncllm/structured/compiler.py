@@ -257,8 +257,8 @@ class GrammarCompiler:
                 except RequestError as error:
                     refused += [(queued, error) for queued in self._queue]
                     self._queue.clear()
-            told = [(self._drop_job(one), error) for one, error in refused]
-        for waiting, error in told:
+            failures = [(self._drop_job(failed_job), error) for failed_job, error in refused]
+        for waiting, error in failures:
             for done, _ in waiting:
                 done(None, copy(error))
 

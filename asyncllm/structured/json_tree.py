@@ -16,6 +16,6 @@ def walk_json(value: Any) -> Iterator[tuple[Any, int]]:
         item, depth = pending.pop()
         yield item, depth
         if isinstance(item, Mapping):
-            pending += [(one, depth + 1) for one in item.values()]
+            pending += [(nested, depth + 1) for nested in item.values()]
         elif isinstance(item, (list, tuple)):
-            pending += [(one, depth + 1) for one in item]
+            pending += [(nested, depth + 1) for nested in item]

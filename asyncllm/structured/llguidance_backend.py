@@ -189,25 +189,25 @@ class _TokenizerAdapter:
         only the first token of this tokenisation."""
         data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED_BYTES]
         with suppress(Exception):
-            found = self._encode(data.decode())
-            if b"".join(self._token_bytes[i] for i in found) == data:
-                return found
+            token_ids = self._encode(data.decode())
+            if b"".join(self._token_bytes[i] for i in token_ids) == data:
+                return token_ids
         # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
         # special token, or the tokenizer puts a space before every text.
         return self._tokenise_longest_first(data)
 
     def _tokenise_longest_first(self, data: bytes) -> list[int]:
-        found, start = [], 0
+        token_ids, start = [], 0
         while start < len(data):
             for end in range(min(start + self._max_token_bytes, len(data)), start, -1):
                 token_id = self._id_by_bytes.get(data[start:end])
                 if token_id is not None:
-                    found.append(token_id)
+                    token_ids.append(token_id)
                     break
             else:
                 break  # No token of the vocabulary begins the rest of the text.
             start = end
-        return found
+        return token_ids
 
 
 def _grammar_to_lark(text: str) -> str:
@@ -239,7 +239,7 @@ def _choices_regex(choices: list[str], depth: int = 0) -> str:
         group = choices[first:end]
         pairs = enumerate(zip(group[0], group[-1], strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), len(group[0]))
-        head, tails = _escape_regex(group[0][:shared]), [one[shared:] for one in group]
+        head, tails = _escape_regex(group[0][:shared]), [choice[shared:] for choice in group]
         if len(group) > 1 and depth < _MAX_PREFIX_DEPTH and shared:
             parts.append(f"{head}({_choices_regex(tails, depth + 1)})")
         else:

@@ -92,10 +92,10 @@ class _MergeChecker:
         if size is None:
             self._sizes[id(schema)] = 1  # A schema's reference to itself adds nothing.
             parts = [
-                one
+                part
                 for keyword in ("allOf", "anyOf", "oneOf")
-                if isinstance(found := schema.get(keyword), list)
-                for one in found
+                if isinstance(listed := schema.get(keyword), list)
+                for part in listed
             ]
             size = self._sizes[id(schema)] = 1 + sum(
                 map(self.num_expanded, [*parts, *self._target(schema)])
@@ -109,11 +109,11 @@ class _MergeChecker:
                 return [resolve(pointer, self._root)]
         return []
 
-    def examine_value(self, schemas: list[Any], known: frozenset[int] = frozenset()) -> int:
+    def examine_value(self, schemas: list[Any], expanded: frozenset[int] = frozenset()) -> int:
         """Check schemas that apply to one value, then those of its items and properties.
 
         Args:
-            known: ids of the ``anyOf`` and ``oneOf`` lists that are expanded already.
+            expanded: ids of the ``anyOf`` and ``oneOf`` lists that are expanded already.
 
         Returns:
             The work to compare ``patternProperties``; 0 for one schema that is examined already,
@@ -123,16 +123,16 @@ class _MergeChecker:
         self._num_applied_schemas += 1 + num_merged
         if self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
             raise GrammarError("too many combinations of schemas apply to one value")
-        key = frozenset(map(id, applied)), known
+        key = frozenset(map(id, applied)), expanded
         if key in self._pattern_work:
-            is_merged = sum(isinstance(one, Mapping) for one in schemas) > 1
+            is_merged = sum(isinstance(part, Mapping) for part in schemas) > 1
             return self._pattern_work[key] if is_merged else 0
         self._pattern_work[key] = 0
         alternative_lists = [
             choices
             for schema in applied
             for keyword in ("anyOf", "oneOf")
-            if isinstance(choices := schema.get(keyword), list) and id(choices) not in known
+            if isinstance(choices := schema.get(keyword), list) and id(choices) not in expanded
         ]
         self._check_patterns(applied, alternative_lists)
         if (count := len(_names(applied, "properties"))) > MAX_PROPERTIES:
@@ -143,12 +143,12 @@ class _MergeChecker:
         work *= num_merged + sum(_num_constants(schema) for schema in applied)
         repeats = num_merged - len(applied) + 1
         work += repeats * sum(self.examine_value(group) for group in _child_groups(applied))
-        known |= set(map(id, alternative_lists))
+        expanded |= set(map(id, alternative_lists))
         num_combinations = math.prod(max(1, len(choices)) for choices in alternative_lists)
         for choices in alternative_lists:
             for choice in choices:
-                found = self.examine_value([*schemas, choice], known)
-                work += found * (num_combinations // len(choices))
+                choice_work = self.examine_value([*schemas, choice], expanded)
+                work += choice_work * (num_combinations // len(choices))
         self._check_pattern_work(work)
         self._pattern_work[key] = work
         return work
@@ -163,7 +163,7 @@ class _MergeChecker:
     def _included_schemas(self, schemas: Iterable[Any]) -> tuple[list[Schema], int]:
         """Schemas that apply to the value: ``schemas``, and those that they include by ``allOf``
         and ``$ref``; and how many they are if one that is included again counts again."""
-        found: dict[int, Schema] = {}
+        by_id: dict[int, Schema] = {}
         pending = list(schemas)
         count = 0
         while pending:
@@ -171,13 +171,13 @@ class _MergeChecker:
             if not isinstance(schema, Mapping):
                 continue
             count += 1
-            if id(schema) in found:
+            if id(schema) in by_id:
                 continue
-            found[id(schema)] = schema
+            by_id[id(schema)] = schema
             if isinstance(included := schema.get("allOf"), list):
                 pending += included
             pending += self._target(schema)
-        return list(found.values()), count
+        return list(by_id.values()), count
 
     def _num_patterns(self, schema: Any) -> int:
         return len(_patterns(self._included_schemas([schema])[0]))
@@ -192,9 +192,9 @@ class _MergeChecker:
                 f"{count} patterns and formats apply to one value, expected at most {MAX_PATTERNS}"
             )
         multiples = frozenset(
-            Fraction(Decimal(repr(one)))
-            for one in (schema.get("multipleOf") for schema in applied)
-            if isinstance(one, int | float) and one > 0
+            Fraction(Decimal(repr(number)))
+            for number in (schema.get("multipleOf") for schema in applied)
+            if isinstance(number, int | float) and number > 0
         )
         if multiples in self._multiples:
             return
@@ -212,23 +212,23 @@ def _child_groups(applied: list[Schema]) -> Iterable[list[Any]]:
     by_name: dict[str, list[Any]] = {}
     for schema in applied:
         for keyword in ("properties", "patternProperties"):
-            if isinstance(found := schema.get(keyword), Mapping):
-                for name, one in found.items():
-                    by_name.setdefault(name, []).append(one)
-    others = [
+            if isinstance(values := schema.get(keyword), Mapping):
+                for name, item in values.items():
+                    by_name.setdefault(name, []).append(item)
+    additional = [
         schema["additionalProperties"] for schema in applied if "additionalProperties" in schema
     ]
     for group in by_name.values():
-        yield group + others
-    yield others
+        yield group + additional
+    yield additional
     for keyword in ("items", "prefixItems", "additionalItems"):
-        found = [schema[keyword] for schema in applied if keyword in schema]
-        yield [one for part in found for one in (part if isinstance(part, list) else [part])]
+        values = [schema[keyword] for schema in applied if keyword in schema]
+        yield [item for part in values for item in (part if isinstance(part, list) else [part])]
 
 
 def _names(applied: list[Schema], keyword: str) -> set[str]:
     maps = (schema.get(keyword) for schema in applied)
-    return {name for one in maps if isinstance(one, Mapping) for name in one}
+    return {name for by_name in maps if isinstance(by_name, Mapping) for name in by_name}
 
 
 def _pattern_work(applied: list[Schema]) -> int:
@@ -239,16 +239,16 @@ def _pattern_work(applied: list[Schema]) -> int:
 
 def _num_constants(schema: Schema) -> int:
     """Number of constants, each of which llguidance merges with the keywords beside it."""
-    return len(found) if isinstance(found := schema.get("enum"), list) else 0
+    return len(constants) if isinstance(constants := schema.get("enum"), list) else 0
 
 
 def _patterns(applied: list[Schema]) -> set[tuple[str, str]]:
     names = ("pattern", "format")
-    return {(name, str(one[name])) for one in applied for name in names if name in one}
+    return {(name, str(schema[name])) for schema in applied for name in names if name in schema}
 
 
 def _num_remainders(multiples: frozenset[Fraction]) -> int:
     """Number of remainders that an automaton has to distinguish to check divisibility by all
     ``multiples``."""
-    unit = math.lcm(*(one.denominator for one in multiples))
-    return math.lcm(*(int(one * unit) for one in multiples)) if multiples else 0
+    unit = math.lcm(*(number.denominator for number in multiples))
+    return math.lcm(*(int(number * unit) for number in multiples)) if multiples else 0

@@ -120,7 +120,7 @@ def refuse_unsupported_in_lark(grammar: str) -> None:
         # llguidance's own JSON could hide ``%json`` behind an escape.
         raise GrammarError("begins with '{', expected a grammar in Lark or GBNF")
     schemas = []
-    for start in (found.end() - 1 for found in _INLINE_SCHEMA.finditer(grammar)):
+    for start in (match.end() - 1 for match in _INLINE_SCHEMA.finditer(grammar)):
         try:
             schemas.append(json.JSONDecoder().raw_decode(grammar, start)[0])
         except (ValueError, RecursionError) as error:
@@ -147,11 +147,11 @@ def check_first_states(matcher: Any, mask_size: int, num_characters: int) -> Non
             mask = state.compute_bitmask()
             _check_limits(state)
             for token_id in _sample_allowed_tokens(mask[:mask_size]):
-                tried = state.deep_copy()
-                tried.consume_token(token_id)
-                _check_limits(tried)
-                if not tried.is_stopped():
-                    following.append(tried)
+                next_state = state.deep_copy()
+                next_state.consume_token(token_id)
+                _check_limits(next_state)
+                if not next_state.is_stopped():
+                    following.append(next_state)
         states = following
 
 
@@ -162,8 +162,8 @@ def _check_limits(matcher: Any) -> None:
 
 def _sample_allowed_tokens(mask: bytes) -> list[int]:
     """Up to four tokens that a mask allows, spread over the vocabulary."""
-    found = [8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte]
-    return found[:: max(1, len(found) // 4)][:4]
+    token_ids = [8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte]
+    return token_ids[:: max(1, len(token_ids) // 4)][:4]
 
 
 def shorten_message(error: str) -> str:

@@ -72,13 +72,13 @@ def _parse_mapping(value: Any) -> StructuredOutputs:
     if not isinstance(value, Mapping):
         raise check.invalid(_PARAM, value, _ACCEPTED_VALUES + ", or None")
     check.refuse_unknown(f"kind of {_PARAM}", value, KINDS)
-    given: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
-    if given.get("json_object") is False:
-        del given["json_object"]
-    if len(given) != 1:
+    by_kind: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
+    if by_kind.get("json_object") is False:
+        del by_kind["json_object"]
+    if len(by_kind) != 1:
         raise check.invalid(_PARAM, dict(value), _ACCEPTED_VALUES)
-    kind, found = next(iter(given.items()))
-    return StructuredOutputs(kind, _PARSERS[kind](found))
+    kind, kind_value = next(iter(by_kind.items()))
+    return StructuredOutputs(kind, _PARSERS[kind](kind_value))
 
 
 def _check_json(value: Any) -> str:
@@ -117,7 +117,7 @@ def _check_choice(value: Any) -> str:
     name = f"{_PARAM}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.items(name, value, accepted, MAX_CHOICES)
-    choices = [check.string(name, one) for one in choices]
+    choices = [check.string(name, choice) for choice in choices]
     if not choices or len(set(choices)) != len(choices):
         raise check.invalid(name, value, accepted)
     return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)

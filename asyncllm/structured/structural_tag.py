@@ -137,9 +137,9 @@ def convert_to_format(tag: dict[str, Any]) -> dict[str, Any]:
     if "format" in tag:
         return tag
     tags = []
-    for one in _require_field(tag, "structures", list):
-        content = {"type": "json_schema", "json_schema": _require_field(one, "schema", dict)}
-        tags.append({"type": "tag", **one, "content": content})
+    for structure in _require_field(tag, "structures", list):
+        content = {"type": "json_schema", "json_schema": _require_field(structure, "schema", dict)}
+        tags.append({"type": "tag", **structure, "content": content})
     form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
     return {"type": "structural_tag", "format": form}
 

@@ -74,7 +74,7 @@ class XGrammarBackend:
                     text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                 )
             case "choice":
-                choices = " | ".join(json.dumps(one) for one in json.loads(text))
+                choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
                 tag = json.loads(text)
@@ -159,10 +159,10 @@ def estimate_work(schema: Any) -> int:
     its properties, and longer if others may follow them.
     """
     work = 0
-    for one in subschemas(schema):
-        num_properties = len(found) if isinstance(found := one.get("properties"), Mapping) else 0
-        is_closed = one.get("additionalProperties") is False
-        work += 2 + 2 * sum(keyword in one for keyword in _BOUNDS)
+    for part in subschemas(schema):
+        num_properties = len(names) if isinstance(names := part.get("properties"), Mapping) else 0
+        is_closed = part.get("additionalProperties") is False
+        work += 2 + 2 * sum(keyword in part for keyword in _BOUNDS)
         work += num_properties**2 // (160 if is_closed else 40)
     return work
 

@@ -35,16 +35,16 @@ class Delimiters:
 
         self.patterns: list[tuple[str, Any, bool]] = []
         starters: set[str] | None = set()
-        for name, given in patterns:
-            if isinstance(given, list):
-                literal = not any(a != b and a.startswith(b) for a in given for b in given)
-                source = "|".join(map(regex.escape, sorted(given, key=len, reverse=True)))
+        for name, pattern in patterns:
+            if isinstance(pattern, list):
+                literal = not any(a != b and a.startswith(b) for a in pattern for b in pattern)
+                source = "|".join(map(regex.escape, sorted(pattern, key=len, reverse=True)))
             else:
-                literal, source = False, given
+                literal, source = False, pattern
             compiled = regex.compile(source, regex.DOTALL)
             self.patterns.append((name, compiled, literal))
-            found = _starting_characters(compiled, source)
-            starters = None if starters is None or found is None else starters | found
+            characters = _starting_characters(compiled, source)
+            starters = None if starters is None or characters is None else starters | characters
         self._starting_characters = None if starters is None else frozenset(starters)
 
     def may_begin_in(self, text: str) -> bool:
@@ -130,8 +130,8 @@ class DelimiterScanner:
             elif best is not None:
                 name, match = best
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
-                found = DelimiterMatch(name, match[0], captures)
-                return buffer[: match.start()], found, buffer[match.end() :]
+                delimiter = DelimiterMatch(name, match[0], captures)
+                return buffer[: match.start()], delimiter, buffer[match.end() :]
             elif len(buffer) - hold > MAX_DELIMITER_LENGTH:
                 position = hold + 1
             else:

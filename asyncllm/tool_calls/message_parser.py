@@ -151,37 +151,37 @@ class OutputParser:
                     return
                 self._call_reader = None
             elif self._reasoning_scanner is not None:
-                thought, found, rest = self._reasoning_scanner.feed(text, last)
+                thought, delimiter, rest = self._reasoning_scanner.feed(text, last)
                 self._add_reasoning(self._thoughts.push(thought))
-                if found is None:
+                if delimiter is None:
                     return
                 self._reasoning_scanner = None
                 self._thoughts.add_delimiter()
             else:
-                content, found, rest = self._scanner.feed(text, last)
+                content, delimiter, rest = self._scanner.feed(text, last)
                 self._add_text(content)
-                if found is None:
+                if delimiter is None:
                     return
-                if self._is_text(found):
-                    self._add_text(found.text or rest[:1])
+                if self._is_text(delimiter):
+                    self._add_text(delimiter.text or rest[:1])
                     # An empty match would be found again at the same place: skip one character.
-                    rest = rest if found.text else rest[1:]
+                    rest = rest if delimiter.text else rest[1:]
                 else:
-                    self._open_region(found)
+                    self._open_region(delimiter)
             text = rest
 
-    def _is_text(self, found: DelimiterMatch) -> bool:
+    def _is_text(self, delimiter: DelimiterMatch) -> bool:
         if self._content_text.has_text and not self._text_is_free:
             return True
-        return found.name == CALLS and self._one_call and bool(self.calls)
+        return delimiter.name == CALLS and self._one_call and bool(self.calls)
 
-    def _open_region(self, found: DelimiterMatch) -> None:
+    def _open_region(self, delimiter: DelimiterMatch) -> None:
         self._prompt_characters_left = 0
-        if found.name == CALLS:
-            self._call_reader = self._form.call_reader(self._tools, found)
+        if delimiter.name == CALLS:
+            self._call_reader = self._form.call_reader(self._tools, delimiter)
             return
         self._content_text.add_delimiter()
-        if found.name != IGNORED and self._form.thoughts_close is not None:
+        if delimiter.name != IGNORED and self._form.thoughts_close is not None:
             self._reasoning_scanner = DelimiterScanner(self._form.thoughts_close)
 
     def _add_text(self, text: str) -> None:
@@ -189,8 +189,8 @@ class OutputParser:
             dropped = min(len(text), self._prompt_characters_left)
             self._prompt_characters_left -= dropped
             text = text[dropped:]
-        if said := self._content_text.push(text):
-            self._new_text.append(said)
+        if released := self._content_text.push(text):
+            self._new_text.append(released)
 
     def _add_reasoning(self, thought: str) -> None:
         if thought:
@@ -278,12 +278,12 @@ class MessageParser:
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 
     def output(self, index: int) -> OutputParser:
-        found = self._outputs.get(index)
-        if found is None:
-            found = self._make_output(self.answer_begin)
-            self._outputs[index] = found
+        parser = self._outputs.get(index)
+        if parser is None:
+            parser = self._make_output(self.answer_begin)
+            self._outputs[index] = parser
             self._unfinished_outputs.add(index)
-        return found
+        return parser
 
 
 def _join_fragments(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:

@@ -41,8 +41,8 @@ class ToolUse:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
                 message has the path of the invalid value.
         """
-        given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
-        schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        items = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
+        schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):

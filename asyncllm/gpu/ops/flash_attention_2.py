@@ -48,8 +48,8 @@ class FlashAttention2(FlashAttention):
 def _import_library() -> ModuleType:
     library = import_library("flash_attn", "flash_attn", 'pip install "asyncllm[flash-attn]"')
     version = str(getattr(library, "__version__", "without a version"))
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < MIN_VERSION:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < MIN_VERSION:
         raise EngineError(
             f'attention_backend="flash_attn": flash_attn {version} is too old: expected 2.7 or '
             'later; or choose attention_backend="auto"'

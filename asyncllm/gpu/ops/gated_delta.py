@@ -92,15 +92,15 @@ class TorchGatedDelta:
         inputs = _recurrence_inputs(self.shape, self.biases, qkv, gates)
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         if rows.slots is not None and not rows.batch_spans:
-            count, held = len(rows.slots), rows.gather(state)
-            out[:count] = _compute_token(held, *(part[:count] for part in inputs))
-            state.index_copy_(0, rows.slots, held)
+            count, states = len(rows.slots), rows.gather(state)
+            out[:count] = _compute_token(states, *(part[:count] for part in inputs))
+            state.index_copy_(0, rows.slots, states)
         for span in (*rows.batch_spans, *rows.spans):
-            held = span_state(state, span)
+            states = span_state(state, span)
             for start in range(span.start, span.end, CHUNK_TOKENS):
                 end = min(start + CHUNK_TOKENS, span.end)
                 step = _compute_token if end - start == 1 else _compute_chunk
-                out[start:end] = step(held, *(part[start:end] for part in inputs))
+                out[start:end] = step(states, *(part[start:end] for part in inputs))
         return out.flatten(1).to(qkv.dtype)
 
 
@@ -129,7 +129,7 @@ def _compute_chunk(
     token's change of the state depends on the changes of the tokens before it in the chunk, so that
     the changes solve a triangular system (the WY form of Yang et al., 2025, section 3.3).
     """
-    held = state[0]
+    matrices = state[0]
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))
     beta, total = beta.T.unsqueeze(-1), decay.T.cumsum(1)
     between = total.unsqueeze(2) - total.unsqueeze(1)
@@ -137,10 +137,10 @@ def _compute_chunk(
     # Mask later tokens before the exponential, which would overflow for them.
     between = between.masked_fill(later, -torch.inf).exp()
     past = total.exp().unsqueeze(-1)
-    wanted = (v - (k * past) @ held) * beta
+    targets = (v - (k * past) @ matrices) * beta
     system = (beta * k) @ k.mT * between
-    changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (q * past) @ held + (q @ k.mT * between) @ changes
-    rest = (total[:, -1:] - total).exp().unsqueeze(-1)
-    held.mul_(past[:, -1:]).add_((k * rest).mT @ changes)
+    changes = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+    out = (q * past) @ matrices + (q @ k.mT * between) @ changes
+    later_decay = (total[:, -1:] - total).exp().unsqueeze(-1)
+    matrices.mul_(past[:, -1:]).add_((k * later_decay).mT @ changes)
     return out.transpose(0, 1)

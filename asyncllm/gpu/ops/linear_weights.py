@@ -135,11 +135,11 @@ class LinearWeights:
                     f"shape of {name}", tuple(tensor.shape), shape, tensor.shape == shape
                 )
 
-    def _check_field(self, field: str, found: object, accepted: object, is_met: bool) -> None:
+    def _check_field(self, field: str, value: object, accepted: object, is_met: bool) -> None:
         if not is_met:
             choices = accepted if isinstance(accepted, (dict, list)) else [accepted]
             raise ModelLoadError(
-                f"weights of scheme {self.scheme!r}: {field} is {found}, expected "
+                f"weights of scheme {self.scheme!r}: {field} is {value}, expected "
                 + " or ".join(map(str, choices))
             )
 
@@ -164,8 +164,8 @@ class LinearWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of values, scales and zeros."""
-        own = (self.values, self.scales, self.zeros)
-        return sum(each.nbytes for each in own if each is not None) + sum(
+        tensors = (self.values, self.scales, self.zeros)
+        return sum(each.nbytes for each in tensors if each is not None) + sum(
             part.num_bytes for part in self.next_parts
         )
 

@@ -116,9 +116,9 @@ def set_cache_args(args: Any, cache: Tensor, shape: AttentionShape, dtype: torch
         ValueError: the op cannot write a cache of this shape, dtype, device or last stride.
     """
     expected = (2, shape.num_kv_heads, shape.head_dim)
-    found = (cache.shape[0], *cache.shape[3:])
+    fixed_dims = (cache.shape[0], *cache.shape[3:])
     *strides, last = cache.stride()
-    if found != expected or cache.dtype != dtype or cache.device.type != "cpu" or last != 1:
+    if fixed_dims != expected or cache.dtype != dtype or cache.device.type != "cpu" or last != 1:
         raise ValueError(
             f"native ops: a KV cache {tuple(cache.shape)} of {cache.dtype} on {cache.device}, "
             f"expected [2, blocks, tokens, {shape.num_kv_heads}, {shape.head_dim}] of {dtype}"

@@ -28,8 +28,8 @@ def checked_address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *
     Raises:
         ValueError: the tensor has another shape, dtype or device, or is not contiguous.
     """
-    found = tensor.dtype, tensor.device.type, tensor.is_contiguous(), tensor.shape[1:]
-    if found != (dtype, "cpu", True, width) or len(tensor) < count:
+    properties = tensor.dtype, tensor.device.type, tensor.is_contiguous(), tensor.shape[1:]
+    if properties != (dtype, "cpu", True, width) or len(tensor) < count:
         raise ValueError(
             f"native sampling: {name} is {tuple(tensor.shape)} of {tensor.dtype} on "
             f"{tensor.device}, expected {(count, *width)} or more adjacent {dtype} on cpu"
@@ -66,8 +66,8 @@ def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, 
         req_indices=checked_address("req_indices", rows.req_indices, torch.int64, count),
         positions=checked_address("positions", rows.positions, torch.int64, count),
         **{
-            name: checked_address(name, sampling[name], each.dtype, lines)
-            for name, each in DRAW_SCALARS.items()
+            name: checked_address(name, sampling[name], scalar.dtype, lines)
+            for name, scalar in DRAW_SCALARS.items()
         },
         lines=lines,
         last_sampled=checked_address("last_sampled_tokens", last, torch.int64, lines),

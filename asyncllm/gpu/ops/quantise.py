@@ -90,7 +90,7 @@ def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales and zero points ``[rows, groups, 1]``, and integers of the shape of ``values``."""
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
-    best, least = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
+    best, least_error = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
     for fraction in RANGE_FRACTIONS:
         scale, zero = _scale_and_zero(low, high, fraction)
         exact = values * _reciprocal(scale)
@@ -98,11 +98,11 @@ def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         while (half := error.shape[2] // 2) > 0:
             error = error[:, :, :half] + error[:, :, half:]
         error = error.sqrt_().mul_(scale)
-        if least is None:
-            least = error
+        if least_error is None:
+            least_error = error
             continue
-        better = error < least
-        least = torch.where(better, error, least)
+        better = error < least_error
+        least_error = torch.where(better, error, least_error)
         best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
     scale, zero = best
     quantised = (values * _reciprocal(scale)).round_().add_(zero).clamp_(0.0, 15.0)

@@ -101,8 +101,8 @@ class TorchAttention:
             first_keys = np.maximum(rows.starts - window + 1, 0) // block_size * block_size
         lengths = rows.seq_lens - first_keys
         return [
-            self._plan_group(step, some, first_keys[some], lengths[some], window, group)
-            for some in self._group_rows(step, rows, lengths, block_size)
+            self._plan_group(step, members, first_keys[members], lengths[members], window, group)
+            for members in self._group_rows(step, rows, lengths, block_size)
         ]
 
     def _plan_fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:

@@ -54,8 +54,8 @@ def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    known: Any = output  # An array serves as a list: tokens are read one by one.
-    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(known)):
+    tokens: Any = output  # An array serves as a list: tokens are read one by one.
+    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(tokens)):
         row[excluded] = -torch.inf
 
 
@@ -95,8 +95,8 @@ def checked_logits(value: object, shape: torch.Size, name: str) -> Tensor:
     """
     if not isinstance(value, Tensor) or value.shape != shape:
         is_tensor = isinstance(value, Tensor)
-        found = f"tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
-        raise TypeError(f"{name} returned a {found}, expected a tensor of shape {tuple(shape)}")
+        kind = f"tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+        raise TypeError(f"{name} returned a {kind}, expected a tensor of shape {tuple(shape)}")
     spans = zip(value.shape, value.stride(), strict=True)
     last = value.storage_offset() + sum((count - 1) * stride for count, stride in spans)
     if value.untyped_storage().nbytes() < (last + 1) * value.itemsize:

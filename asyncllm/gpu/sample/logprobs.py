@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import starmap
+
 import numpy as np
 from torch import Tensor
 
@@ -45,6 +47,5 @@ def logprobs_of_row(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     values, ids = order.values.tolist(), order.indices.tolist()
     sampled = values[ids.index(token)]
     top = zip(ids[:count], values[:count], range(1, count + 1), strict=False)
-    return TokenLogprobs(
-        Logprob(token, sampled, values.index(sampled) + 1), tuple(Logprob(*one) for one in top)
-    )
+    rank = values.index(sampled) + 1
+    return TokenLogprobs(Logprob(token, sampled, rank), tuple(starmap(Logprob, top)))

@@ -116,8 +116,8 @@ class SamplingState:
             self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
         has_host = req_index in self.host_rules or req_index in self.host_logprobs
-        drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
-        self.needs_logits[req_index] = bool(update.stages) or has_host or drawn
+        is_drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
+        self.needs_logits[req_index] = bool(update.stages) or has_host or is_drawn
         return update if update.stages & (Stages.TOKEN_RULES | Stages.PENALTIES) else None
 
     def _assign_logprobs(self, update: TableUpdate, count: int) -> None:
@@ -201,10 +201,10 @@ class SamplingState:
         These requests have bad words of several tokens, logits processors, or more
         log-probabilities than a step's buffers hold.
         """
-        known = self.host_rules.keys() | self.host_logprobs.keys()
-        if not known:
+        host_indices = self.host_rules.keys() | self.host_logprobs.keys()
+        if not host_indices:
             return NO_ROWS
-        return np.flatnonzero([req_index in known for req_index in req_indices.tolist()])
+        return np.flatnonzero([req_index in host_indices for req_index in req_indices.tolist()])
 
 
 def mix_seed(seed: int) -> int:
