@@ -130,7 +130,7 @@ class InputProcessor:
                 form,
                 {} if use is None else use.parameters,
                 one_call=use is not None and not use.parallel,
-                text_is_free=free if use else not asks_for_form,
+                calls_may_follow_text=free if use else not asks_for_form,
             )
         call: CallArguments = ("chat", messages)
         longest = request.max_model_len - 1 if self._max_prompt_tokens(request) is None else None

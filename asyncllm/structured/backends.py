@@ -47,8 +47,10 @@ class Backends:
             )
 
     def prepare(self) -> None:
-        """Make the first backend: import it and pass it the vocabulary. Takes about a second for a
-        large vocabulary."""
+        """Import the first backend, and pass it the vocabulary.
+
+        This takes about a second for a large vocabulary.
+        """
         self._get_backend(self._backend_names()[0])
 
     def compile(self, spec: StructuredOutputs, before_compile: Callable[[], None]) -> Grammar:

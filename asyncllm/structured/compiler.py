@@ -28,8 +28,8 @@ NICENESS = 5
 time on a busy processor."""
 
 MAX_EXTRA_THREADS = 1
-"""Maximum number of threads in place of those whose compilation is overdue, and cannot be stopped.
-While the compilations of all threads are overdue, no other begins."""
+"""Maximum number of threads that replace threads with an overdue compilation, which cannot be
+stopped. While the compilations of all threads are overdue, no other begins."""
 
 COOLDOWN_FACTOR = 2
 MAX_COOLDOWN = 1.0
@@ -75,10 +75,10 @@ class GrammarCompiler:
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
     for it fail. It cannot be interrupted, so it continues on its thread, and the result is cached.
-    Up to ``MAX_EXTRA_THREADS`` threads take the places of such ones. A queued compilation that no
-    request waits for any more is dropped. A thread has a low priority on Linux, and rests after
-    each compilation. A result after the end of the engine is dropped. The interpreter's exit waits
-    up to ``timeout`` for compilations that have begun.
+    Up to ``MAX_EXTRA_THREADS`` threads replace those with overdue compilations. A queued
+    compilation that no request waits for any more is dropped. A thread has a low priority on Linux,
+    and rests after each compilation. A result after the end of the engine is dropped. The
+    interpreter's exit waits up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.
@@ -150,8 +150,10 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
-        """Start a thread, unless so many run that another has to take the job. The caller holds the
-        lock until it has queued a job for the thread."""
+        """Start a thread, unless a running one has to take the job.
+
+        The caller holds the lock until it has queued a job for the thread.
+        """
         if len(self._threads) >= MAX_THREADS + MAX_EXTRA_THREADS:
             if len(self._threads) > self._num_overdue:
                 return

@@ -29,10 +29,11 @@ def too_complex_error(spec: StructuredOutputs, reason: str) -> InvalidRequestErr
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is GBNF rather than Lark: a line begins with a rule's name and ``::=``.
+    """Whether a grammar is GBNF rather than Lark.
 
-    Lark may contain ``::=`` elsewhere, in a string or comment. Its ``start:`` is not looked for,
-    because it may also be written ``?start:`` or ``start[…]:``.
+    In GBNF a line begins with a rule's name and ``::=``. Lark may contain ``::=`` elsewhere, in a
+    string or comment. Its ``start:`` is not looked for, because it may also be written ``?start:``
+    or ``start[…]:``.
     """
     return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
 

@@ -28,10 +28,10 @@ MAX_REMAINDERS = 16_384
 """Maximum number of remainders over all ``multipleOf`` of a schema: they take 50 ms and 8 MB."""
 
 MAX_APPLIED_SCHEMAS = 200_000
-"""Maximum number of values that are examined and of schemas that apply to them, counted each time:
-0.5 s."""
+"""Maximum number of examined values plus the schemas that apply to them, repetitions included. As
+many take 0.5 s."""
 
-MAX_EXPANDED = 4096
+MAX_EXPANDED_SCHEMAS = 4096
 """Maximum number of schemas of one value when each reference is replaced by its target, as
 llguidance does: 30 levels of two equal references have a billion."""
 
@@ -40,8 +40,8 @@ MAX_PROPERTIES = 3000
 0.4 s for 3,000."""
 
 MAX_PATTERN_WORK = 100_000
-"""Maximum work to compare the ``patternProperties`` of the objects of a form: the characters of
-each two patterns, and PATTERN_COST for each of the two. As much takes up to 0.6 s."""
+"""Maximum work to compare the ``patternProperties`` of objects, over all schemas. A comparison of
+two patterns counts their characters and twice PATTERN_COST. As much takes up to 0.6 s."""
 
 PATTERN_COST = 32
 
@@ -52,7 +52,7 @@ def refuse_large_merges(*roots: Any) -> None:
     """Raise GrammarError if llguidance could take very long to merge schemas of one value.
 
     Args:
-        roots: all schemas of one form, whose work is counted together.
+        roots: all schemas of one specification, whose work is counted together.
     """
     try:
         merges = _MergeChecker()
@@ -73,9 +73,10 @@ class _MergeChecker:
     def examine_root(self, root: Any) -> None:
         self._root = root
         for schema in subschemas(root):
-            if self.num_expanded(schema) > MAX_EXPANDED:
+            if self.num_expanded(schema) > MAX_EXPANDED_SCHEMAS:
                 raise GrammarError(
-                    f"more than {MAX_EXPANDED} schemas apply to one value or are its alternatives"
+                    f"more than {MAX_EXPANDED_SCHEMAS} schemas apply to one value or are its "
+                    "alternatives"
                 )
             types = schema.get("type")
             if isinstance(types, list) and len(types) > len(set(map(str, types))):

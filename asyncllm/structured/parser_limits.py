@@ -102,7 +102,7 @@ def refuse_unsupported_by_llguidance(*schemas: Any) -> None:
     never end, and for those whose parts llguidance could take hours to merge.
 
     Args:
-        schemas: all schemas of one form.
+        schemas: all schemas of one specification.
     """
     for schema in schemas:
         refuse_unenforced(schema, LLGUIDANCE_KEYWORDS)

@@ -24,7 +24,7 @@ MAX_REFERENCES = 512
 """Maximum number of references in a schema, and of rules and references in a grammar. llguidance
 follows a chain of them recursively: 2,500 overflow a stack of 8 MiB, which ends the process."""
 
-_RULE = re.compile(r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:")
+_RULE_START = re.compile(r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:")
 
 MAX_DEPTH = 48
 """Maximum nesting depth of a schema, which backends parse recursively."""
@@ -110,7 +110,7 @@ def _check_grammar(value: Any) -> str:
     name = f"{_PARAM}.grammar"
     text = _check_length(name, check.string(name, value), MAX_CHARACTERS)
     # A JSON escape within a rule may hide a reference.
-    return _check_references(name, text, len(_RULE.findall(text)) + text.count("\\u00"))
+    return _check_references(name, text, len(_RULE_START.findall(text)) + text.count("\\u00"))
 
 
 def _check_choice(value: Any) -> str:

@@ -30,7 +30,7 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
         GrammarError: for an unsupported format.
     """
     refuse_unsupported_by_llguidance(*schemas_in_tag(tag))
-    lark = _Lark(special_tokens)
+    lark = _LarkBuilder(special_tokens)
     form = convert_to_format(tag)["format"]
     if _require_field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
@@ -39,7 +39,7 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
     return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *lark.rules, ""])
 
 
-class _Lark:
+class _LarkBuilder:
     """Builder of a Lark grammar's rules."""
 
     def __init__(self, special_tokens: Mapping[int, str]) -> None:

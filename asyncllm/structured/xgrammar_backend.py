@@ -25,10 +25,10 @@ MAX_FREE_TEXT_SPANS = 4
 """Maximum number of ``any_text`` parts in a structural tag. With more, the tag may be ambiguous."""
 
 MAX_WORK = 2000
-"""Maximum work to compile a form, by ``estimate_work``. As much takes up to 2.5 s with a vocabulary
-of 2,000 tokens, and longer with a larger one."""
+"""Maximum sum of ``estimate_work`` over the schemas of a specification. As much takes up to 2.5 s
+with a vocabulary of 2,000 tokens, and longer with a larger one."""
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 class XGrammarBackend:
@@ -122,7 +122,7 @@ class XGrammarMatcher:
 
 
 def refuse_ambiguous(spec: StructuredOutputs) -> None:
-    """Raise GrammarError for a caller's own rules, and for other forms that may be ambiguous."""
+    """Raise GrammarError for a specification whose grammar may be ambiguous."""
     if spec.kind == "structural_tag":
         rules = len(re.findall('"(?:regex|grammar)"', spec.text))
         repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
@@ -140,8 +140,8 @@ def refuse_ambiguous(spec: StructuredOutputs) -> None:
 
 
 def _check_schemas(schemas: list[Any]) -> None:
-    """Raise GrammarError for the schemas of a form that xgrammar would partly ignore, or whose
-    compilation takes too much work."""
+    """Raise GrammarError for schemas that xgrammar would partly ignore, or that take too much
+    work to compile."""
     for schema in schemas:
         refuse_ignored_by_xgrammar(schema)
     work = sum(map(estimate_work, schemas))
@@ -162,7 +162,7 @@ def estimate_work(schema: Any) -> int:
     for part in subschemas(schema):
         num_properties = len(names) if isinstance(names := part.get("properties"), Mapping) else 0
         is_closed = part.get("additionalProperties") is False
-        work += 2 + 2 * sum(keyword in part for keyword in _BOUNDS)
+        work += 2 + 2 * sum(keyword in part for keyword in _NUMBER_BOUNDS)
         work += num_properties**2 // (160 if is_closed else 40)
     return work
 

@@ -35,10 +35,6 @@ _SPHINX_ARGUMENT = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
 _MAX_DEPTH = 32
 
 
-def is_function(tool: Any) -> bool:
-    return inspect.isroutine(tool)
-
-
 def is_model(tool: Any) -> bool:
     return isinstance(tool, type) and hasattr(tool, "model_json_schema")
 

@@ -41,7 +41,10 @@ arguments, where only brackets are counted.
 
 
 class _NotACallError(Exception):
-    """Signal that the text is no call; the argument is the position at which this is certain."""
+    """Signal that the text is no call.
+
+    The argument is the position in the text from which on this is certain.
+    """
 
 
 class JsonSyntax(NamedTuple):

@@ -77,8 +77,8 @@ class OutputParser:
         tools: schema of the parameters of each tool, by tool name.
         answer_begin: beginning of the answer that is already part of the prompt.
         one_call: treat everything after the first call as text.
-        text_is_free: calls and reasoning may follow text. False under a grammar that allows text
-            only as the answer; a delimiter in the text is then a part of it.
+        calls_may_follow_text: calls and reasoning may follow text. False under a grammar that
+            allows text only as the answer; a delimiter in the text is then a part of it.
 
     Attributes:
         calls: the complete calls.
@@ -91,19 +91,19 @@ class OutputParser:
         answer_begin: str,
         *,
         one_call: bool = False,
-        text_is_free: bool = True,
+        calls_may_follow_text: bool = True,
     ) -> None:
         self.calls: list[ToolCall] = []
-        self._thoughts_read: list[str] = []
+        self._reasoning_parts: list[str] = []
         self._new_text: list[str] = []
         self._new_reasoning: list[str] = []
         self._new_calls: list[ToolCallDelta] = []
         self._form = form
         self._tools = tools
         self._one_call = one_call
-        self._text_is_free = text_is_free
+        self._calls_may_follow_text = calls_may_follow_text
         self._content_text = TrimmedText(behind_delimiter=bool(answer_begin))
-        self._thoughts = TrimmedText(behind_delimiter=True)
+        self._reasoning_text = TrimmedText(behind_delimiter=True)
         self._scanner = DelimiterScanner(form.delimiters)
         self._reasoning_scanner: DelimiterScanner | None = None
         self._call_reader: CallReader | None = None
@@ -123,12 +123,12 @@ class OutputParser:
     @property
     def reasoning(self) -> str:
         """The reasoning parsed so far."""
-        return "".join(self._thoughts_read)
+        return "".join(self._reasoning_parts)
 
     def finish(self) -> None:
         """End the output: no more text will come."""
         self._parse_piece("", last=True)
-        self._add_reasoning(self._thoughts.finish())
+        self._add_reasoning(self._reasoning_text.finish())
         if rest := self._content_text.finish():
             self._new_text.append(rest)
 
@@ -152,11 +152,11 @@ class OutputParser:
                 self._call_reader = None
             elif self._reasoning_scanner is not None:
                 thought, delimiter, rest = self._reasoning_scanner.feed(text, last)
-                self._add_reasoning(self._thoughts.push(thought))
+                self._add_reasoning(self._reasoning_text.push(thought))
                 if delimiter is None:
                     return
                 self._reasoning_scanner = None
-                self._thoughts.add_delimiter()
+                self._reasoning_text.add_delimiter()
             else:
                 content, delimiter, rest = self._scanner.feed(text, last)
                 self._add_text(content)
@@ -171,7 +171,7 @@ class OutputParser:
             text = rest
 
     def _is_text(self, delimiter: DelimiterMatch) -> bool:
-        if self._content_text.has_text and not self._text_is_free:
+        if self._content_text.has_text and not self._calls_may_follow_text:
             return True
         return delimiter.name == CALLS and self._one_call and bool(self.calls)
 
@@ -195,7 +195,7 @@ class OutputParser:
     def _add_reasoning(self, thought: str) -> None:
         if thought:
             self._new_reasoning.append(thought)
-            self._thoughts_read.append(thought)
+            self._reasoning_parts.append(thought)
 
     def _handle_events(self, events: list[Event]) -> None:
         for kind, text in events:
@@ -219,7 +219,7 @@ class MessageParser:
     """Parser of the outputs of one request, delta by delta, on the reader's thread.
 
     Args:
-        form, tools, one_call, text_is_free: as for ``OutputParser``.
+        form, tools, one_call, calls_may_follow_text: as for OutputParser.
 
     Attributes:
         form: format of the outputs.
@@ -233,12 +233,16 @@ class MessageParser:
         tools: Mapping[str, Mapping[str, Any]],
         *,
         one_call: bool = False,
-        text_is_free: bool = True,
+        calls_may_follow_text: bool = True,
     ) -> None:
         self.answer_begin = ""
         self.form = form
         self._make_output = partial(
-            OutputParser, form, tools, one_call=one_call, text_is_free=text_is_free
+            OutputParser,
+            form,
+            tools,
+            one_call=one_call,
+            calls_may_follow_text=calls_may_follow_text,
         )
         self._outputs: dict[int, OutputParser] = {}
         self._unfinished_outputs: set[int] = set()

@@ -34,7 +34,8 @@ def with_tool_grammar(
         template: format of the model's calls.
 
     Returns:
-        ``sampling`` with the grammar, if one is needed; and whether the answer may have free text.
+        ``sampling`` with the grammar, if one is needed; and whether calls may follow text in the
+        answer.
 
     Raises:
         InvalidRequestError: in one of these cases.
@@ -133,8 +134,10 @@ def tool_grammar(
 
 
 def _ends_with_a_call(tool_use: ToolUse, form: CallForm | None) -> bool:
-    """Whether an answer ends with its first call in this format, so that no grammar is needed to
-    prevent a second."""
+    """Whether an answer ends with its first call in this format.
+
+    Then no grammar is needed to prevent a second call.
+    """
     return tool_use.choice == "auto" and form is not None and not form.parallel
 
 

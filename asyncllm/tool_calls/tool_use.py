@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.json_tree import walk_json
 from asyncllm.structured.references import is_local, resolve
 from asyncllm.text.template_input import plain_values
-from asyncllm.tool_calls.function_schema import function_schema, is_function, is_model
+from asyncllm.tool_calls.function_schema import function_schema, is_model
 
 MAX_TOOLS = 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -95,7 +96,7 @@ def _parse_choice(value: Any) -> str | dict[str, str]:
 
 
 def _parse_tool(tool: Any, where: str) -> dict[str, Any]:
-    if is_function(tool) or is_model(tool):
+    if inspect.isroutine(tool) or is_model(tool):
         tool = function_schema(tool, where)
     plain = plain_values(tool, where, "tools")
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"

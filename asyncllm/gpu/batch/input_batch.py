@@ -70,7 +70,7 @@ class InputBatch:
                 table.append(req_index, block_ids)
 
     def unfilled_blocks(self, batch: StepBatch) -> np.ndarray:
-        """Ids, int64, of blocks that get an owner with this step but are not filled by it.
+        """Ids of new blocks that a step does not fill, ``[n]`` int64.
 
         Attention that reads whole blocks would read the stale contents of such blocks.
         """

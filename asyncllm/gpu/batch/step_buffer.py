@@ -93,7 +93,7 @@ class StepLimits:
 class StepBuffer(Sections):
     """The inputs of a step, as sections of one allocation.
 
-    ``write`` writes the *given* sections: for each row ``req_indices``, ``starts`` and ``counts``;
+    ``write`` writes the *host* sections: for each row ``req_indices``, ``starts`` and ``counts``;
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
     token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
     before the sampled one, -1 if only the device has it. The other sections of StepInputs are

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Lifetime(NamedTuple):
-    """A buffer's size in bytes, and the indices of the first and the last op that use it."""
+    """Size of a buffer, and the first and last op that use it, as indices."""
 
     num_bytes: int
     first_op: int

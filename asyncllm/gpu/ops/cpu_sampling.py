@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.gumbel import (
     truncated_rows,
 )
 
-BLOCK_LOGITS = 2**20
+LOGITS_PER_BLOCK = 2**20
 """Number of logits to process at a time, rounded to whole rows."""
 
 SPAN_TOKENS = 32
@@ -46,7 +46,7 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: 
     out.fill_(-1)
     width = -(-logits.shape[1] // CHUNK) * CHUNK
     drawn = torch.nonzero(rows.req_indices >= 0).flatten()
-    for block in drawn.split(max(1, BLOCK_LOGITS // width)):
+    for block in drawn.split(max(1, LOGITS_PER_BLOCK // width)):
         requests = rows.req_indices[block]
         temperature = sampling["temperature"][requests]
         scaled = logits.new_full((len(block), width), -torch.inf, dtype=torch.float32)

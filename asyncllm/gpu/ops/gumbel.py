@@ -29,7 +29,7 @@ is sampled in two rounds: first one chunk is drawn by its mass, then a token in 
 NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""
 
-_MOST_NEGATIVE = -3.4028234663852886e38
+_MIN_FLOAT32 = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
 
 
@@ -106,7 +106,7 @@ def kept_tokens(
             top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
-    is_kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MOST_NEGATIVE)
+    is_kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MIN_FLOAT32)
     limit = torch.where(top_k <= 0, 2**31 - 1, top_k).unsqueeze(1)
     is_kept &= torch.arange(count, device=values.device) < limit
     mass = torch.where(is_kept, (values.double() - largest).exp(), 0.0)

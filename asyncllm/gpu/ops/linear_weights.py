@@ -36,8 +36,8 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "e2m1": ([torch.uint8], (2, 1)),
     **{scheme: ([torch.uint8], sizes) for scheme, sizes in BLOCK_SIZES.items()},
 }
-"""Storage by scheme: the dtypes that ``values`` may have, and ``(weights, stored values)``: how
-many stored values hold how many weights."""
+"""Storage by scheme: dtypes that ``values`` may have, and how many weights are in how many stored
+values. ``(2, 1)`` is two weights in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +182,8 @@ class LinearWeights:
         if not self.next_parts:
             return [self]
         parts = [replace(self, bias=None, next_parts=()), *self.next_parts]
-        biases = (
-            [None] * len(parts)
-            if self.bias is None
-            else self.bias.split([part.shape[0] for part in parts])
-        )
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if self.bias is None else self.bias.split(sizes)
         return [
             replace(part, bias=bias, panels=self.panels)
             for part, bias in zip(parts, biases, strict=True)

@@ -24,7 +24,7 @@ BUILD_REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ comp
 
 @dataclass(slots=True)
 class NativeAttentionPlan:
-    """Plan of a step: a native attention op with all arguments but those that differ by layer."""
+    """Plan of a step: a native attention op without the arguments that differ by layer."""
 
     op: NativeOp
     num_rows: int
@@ -77,7 +77,10 @@ class NativeAttention:
         self.context, self.shape, self.dtype = context, shape, dtype
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> NativeAttentionPlan:
-        """Plans a step or a recorded step, whose arrays are read in place when the op runs."""
+        """Plans a step or a recorded step.
+
+        When the op of a recorded step runs, it reads the step's arrays in place.
+        """
         rows, table = step.host, step.groups[group].host_table
         if rows is None:
             raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")

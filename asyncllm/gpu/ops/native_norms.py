@@ -47,7 +47,7 @@ class NativeRMSNorm:
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [T, width]``, or of each part of a contiguous ``x [T, parts, width]``."""
+        """Norms ``x [T, width]``, or each part of a contiguous ``x [T, parts, width]``."""
         if x.dim() == 2:
             return self._norm(x, None)
         if not x.is_contiguous():

@@ -20,7 +20,7 @@ _ROWS, _TOKENS = Size.ROWS.value, Size.TOKENS.value
 
 
 class NativeOp:
-    """An op of the native library, with its arguments in memory as a program of one op.
+    """An op of the native library: a program of one op, with its arguments in memory.
 
     Only one thread at a time may use it, as with its context.
 
@@ -53,8 +53,10 @@ class NativeOp:
         self._sizes, self._failed = (ctypes.c_int64 * NUM_SIZES)(), (ctypes.c_int64 * 1)()
 
     def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-        """Raises ValueError for a tensor of another shape, which the op would read or write out of
-        bounds."""
+        """Raises ValueError for a tensor of another shape than ``expected``.
+
+        The op would read or write it out of bounds.
+        """
         if tensor.shape != expected:
             raise ValueError(
                 f"native {self.name}: {name} is {tuple(tensor.shape)}, expected {tuple(expected)}"

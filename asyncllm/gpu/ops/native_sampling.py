@@ -56,24 +56,31 @@ def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, 
 
     The result holds addresses: the caller has to keep the tensors alive.
     """
-    count, last = len(logits), rows.last_sampled_tokens
-    lines = min(len(sampling["states"]), len(last))
+    lines = min(len(sampling["states"]), len(rows.last_sampled_tokens))
     return STRUCTS["SampleArgs"](
-        logits=logits.data_ptr(),
-        row_stride=logits.stride(0),
-        rows=count,
-        vocab_size=logits.shape[1],
-        req_indices=checked_address("req_indices", rows.req_indices, torch.int64, count),
-        positions=checked_address("positions", rows.positions, torch.int64, count),
+        **_row_args(logits, rows, lines),
         **{
             name: checked_address(name, sampling[name], scalar.dtype, lines)
             for name, scalar in DRAW_SCALARS.items()
         },
-        lines=lines,
-        last_sampled=checked_address("last_sampled_tokens", last, torch.int64, lines),
-        out=checked_address("out", out, torch.int64, count),
-        dtype=DTYPES[logits.dtype],
+        out=checked_address("out", out, torch.int64, len(logits)),
     )
+
+
+def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, lines: int) -> dict[str, Any]:
+    """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common, for ``lines`` table rows."""
+    count, last = len(logits), rows.last_sampled_tokens
+    return {
+        "logits": logits.data_ptr(),
+        "row_stride": logits.stride(0),
+        "rows": count,
+        "vocab_size": logits.shape[1],
+        "req_indices": checked_address("req_indices", rows.req_indices, torch.int64, count),
+        "positions": checked_address("positions", rows.positions, torch.int64, count),
+        "last_sampled": checked_address("last_sampled_tokens", last, torch.int64, lines),
+        "lines": lines,
+        "dtype": DTYPES[logits.dtype],
+    }
 
 
 def sample(
@@ -93,21 +100,12 @@ def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages:
     logits = contiguous_logits(logits)
     count, vocab_size = logits.shape
     out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-    last = rows.last_sampled_tokens
-    lines = min(len(last), len(rows.rules["restricted"]), rows.tables.table_rows)
+    num_scalars = min(len(rows.last_sampled_tokens), len(rows.rules["restricted"]))
     args = STRUCTS["LogitsArgs"](
-        logits=logits.data_ptr(),
-        row_stride=logits.stride(0),
-        rows=count,
-        vocab_size=vocab_size,
+        **_row_args(logits, rows, min(num_scalars, rows.tables.table_rows)),
         out=out.data_ptr(),
-        req_indices=checked_address("req_indices", rows.req_indices, torch.int64, count),
-        positions=checked_address("positions", rows.positions, torch.int64, count),
         host_token_ids=checked_address("host_token_ids", rows.host_token_ids, torch.int64, count),
-        last_sampled=checked_address("last_sampled_tokens", last, torch.int64, lines),
-        lines=lines,
         words=num_words(vocab_size),
-        dtype=DTYPES[logits.dtype],
     )
     if stages & Stages.MASKS:
         _set_masks(args, rows)

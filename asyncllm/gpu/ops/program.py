@@ -42,8 +42,7 @@ def checked_parameter(x: Tensor) -> Tensor:
 
 
 def _writes_state(name: str, op: Any) -> bool:
-    """Whether this op writes the KV cache, or is the last op of its layer that writes recurrent
-    states.
+    """Whether an op writes the KV cache, or is its layer's last to write recurrent states.
 
     A "rope_and_cache" op that only rotates queries has a null cache.
     """

@@ -41,11 +41,9 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
     # Divide a channel of zeros by 1, so that it stays zero.
     divisors = scales.masked_fill(scales == 0.0, 1.0)
     rows = max(1, CHUNK // values.shape[1])
-    chunks: list[tuple[Tensor, Tensor]] = list(
-        zip(values.split(rows), divisors.split(rows), strict=True)
-    )
     integers = torch.empty(values.shape, dtype=torch.int8, device=values.device)
-    for (part, scale), target in zip(chunks, integers.split(rows), strict=True):
+    chunks = (tensor.split(rows) for tensor in (values, divisors, integers))
+    for part, scale, target in zip(*chunks, strict=True):
         target.copy_((part / scale).round_().clamp_(-127.0, 127.0))
     return weights.quantised("int8", integers, scales, values.shape[1])
 

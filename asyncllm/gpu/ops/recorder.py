@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 class Unrecordable(Exception):
-    """Error for a step that calls an op that is not native; the message names the op."""
+    """Error for a step with an op that is not native; the message names the op."""
 
 
 class Size(IntEnum):
@@ -81,7 +81,7 @@ def _address(buffer: _Buffer) -> int:
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """A recorded op, with pointers as pairs of a buffer and a byte offset in its first row."""
+    """A recorded op; a pointer is a buffer and a byte offset in its first row."""
 
     name: str
     size: Size

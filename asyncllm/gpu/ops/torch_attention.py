@@ -269,7 +269,7 @@ def scored_attention(
     shape: AttentionShape,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft cap on the scores or with sinks; scores and softmax are in float32.
+    """Attention with a soft cap or sinks; scores and softmax are in float32.
 
     Args:
         q: ``[rows, Hq, queries, D]``.
