@@ -9,10 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.ops.base import Embedding
 from asyncllm.gpu.ops.cpu_ops import CpuOps
-from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativeTable
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
@@ -35,7 +33,6 @@ from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
 from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
-from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.native.context import Context
 
 
@@ -65,6 +62,9 @@ class NativeOps(CpuOps):
         self.causal_conv = partial(NativeCausalConv, context)
         self.gated_delta = partial(NativeGatedDelta, context)
         self.gated_norm = partial(NativeGatedNorm, context)
+        self.routing = partial(NativeRouting, context)
+        self.make_experts = partial(NativeExperts, context)
+        self.embedding = partial(NativeTable, context)
         self.sample = partial(sample, context)
         self.process_logits = partial(process_logits, context)
         self.top_logprobs = partial(top_logprobs, context)
@@ -81,15 +81,6 @@ class NativeOps(CpuOps):
         if weights.next_parts:
             return NativeJoinedLinear(self.context, weights)
         return NativeLinear(self.context, weights)
-
-    def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        return NativeRouting(self.context, config, weights)
-
-    def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        return NativeExperts(self.context, weights, config)
-
-    def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
-        return NativeTable(self.context, values, multiplier)
 
     def packed_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
