@@ -183,9 +183,9 @@ class GrammarCompiler:
         which changes its exit status.
         """
         if os.getpid() == self._pid:  # A forked child has no threads of its parent.
-            until = time.monotonic() + self._timeout
+            deadline = time.monotonic() + self._timeout
             for thread in self.close():
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_jobs(self) -> None:
         if sys.platform == "linux":  # Elsewhere the whole process would become nicer.
@@ -202,12 +202,12 @@ class GrammarCompiler:
             if job is None:
                 self._cooldown_ends.wait(_MEMORY_CHECK_INTERVAL)
                 continue
-            began = time.perf_counter()
+            start = time.perf_counter()
             grammar, error = self._compile_job(job)
-            took = time.perf_counter() - began
+            duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
             del job, grammar, error
-            self._cooldown_ends.wait(min(COOLDOWN_FACTOR * took, MAX_COOLDOWN))
+            self._cooldown_ends.wait(min(COOLDOWN_FACTOR * duration, MAX_COOLDOWN))
 
     def _drop_unwanted(self) -> None:
         """Drop the next jobs that no request waits for. The caller holds the lock."""
@@ -250,8 +250,8 @@ class GrammarCompiler:
         with self._lock:
             if job.waiting is None or self._closed:
                 return
-            late = f"was not compiled within grammar_timeout={self._timeout:g} s"
-            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, late))]
+            reason = f"was not compiled within grammar_timeout={self._timeout:g} s"
+            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, reason))]
             self._num_overdue += 1
             if self._queue:
                 try:

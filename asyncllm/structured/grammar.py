@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.spec import StructuredOutputs
 
 
@@ -17,15 +16,6 @@ class GrammarError(Exception):
     The grammar is malformed, has a feature that the backend does not enforce, or exceeds its
     limits. The message says which.
     """
-
-
-def too_complex_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
-    """Make the error for an output whose next token exceeds the limits of the parser."""
-    what = f"{spec.param}.{spec.kind}" if spec.param == "structured_outputs" else spec.param
-    return InvalidRequestError(
-        f"{what}: too complex for the next token, expected fewer alternatives at a time: {reason}",
-        param=spec.param,
-    )
 
 
 def is_gbnf(text: str) -> bool:

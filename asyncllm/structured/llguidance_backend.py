@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.grammar import (
     WHITESPACE_PATTERN,
     Grammar,
@@ -15,7 +16,6 @@ from asyncllm.structured.grammar import (
     GrammarMemory,
     Vocabulary,
     is_gbnf,
-    too_complex_error,
 )
 from asyncllm.structured.parser_limits import (
     COMPILE_FUEL,
@@ -162,9 +162,16 @@ class LLGuidanceMatcher:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def _error(self, message: str) -> Exception:
+        """Make the error for an output whose next token exceeds the limits of the parser."""
         # The grammar's matchers share the lexer, and so its errors.
         self._memory.exhausted |= "lexer error" in message
-        return too_complex_error(self._spec, shorten_message(message))
+        reason, param = shorten_message(message), self._spec.param
+        what = f"{param}.{self._spec.kind}" if param == "structured_outputs" else param
+        return InvalidRequestError(
+            f"{what}: too complex for the next token, expected fewer alternatives at a time: "
+            f"{reason}",
+            param=param,
+        )
 
 
 class _TokenizerAdapter:

@@ -95,8 +95,8 @@ class _MergeChecker:
             parts = [
                 part
                 for keyword in ("allOf", "anyOf", "oneOf")
-                if isinstance(listed := schema.get(keyword), list)
-                for part in listed
+                if isinstance(members := schema.get(keyword), list)
+                for part in members
             ]
             size = self._sizes[id(schema)] = 1 + sum(
                 map(self.num_expanded, [*parts, *self._target(schema)])
@@ -140,8 +140,10 @@ class _MergeChecker:
             raise GrammarError(
                 f"an object has {count} properties, expected at most {MAX_PROPERTIES}"
             )
-        work = _pattern_work(applied)
-        work *= num_merged + sum(_num_constants(schema) for schema in applied)
+        # llguidance merges each constant with the keywords beside it.
+        constants = (schema.get("enum") for schema in applied)
+        num_constants = sum(len(values) for values in constants if isinstance(values, list))
+        work = _pattern_work(applied) * (num_merged + num_constants)
         repeats = num_merged - len(applied) + 1
         work += repeats * sum(self.examine_value(group) for group in _child_groups(applied))
         expanded |= set(map(id, alternative_lists))
@@ -236,11 +238,6 @@ def _pattern_work(applied: list[Schema]) -> int:
     """Work to compare each two ``patternProperties`` of the value."""
     names = _names(applied, "patternProperties")
     return max(0, len(names) - 1) * sum(len(name) + PATTERN_COST for name in names)
-
-
-def _num_constants(schema: Schema) -> int:
-    """Number of constants, each of which llguidance merges with the keywords beside it."""
-    return len(constants) if isinstance(constants := schema.get("enum"), list) else 0
 
 
 def _patterns(applied: list[Schema]) -> set[tuple[str, str]]:

@@ -80,13 +80,14 @@ def may_force_text(spec: StructuredOutputs) -> bool:
 
 def estimate_memory(spec: StructuredOutputs) -> GrammarMemory:
     """Bound on a grammar's memory, by its length and accepted tokens."""
-    text, forces = spec.text, may_force_text(spec)
-    per_character = BYTES_PER_CHARACTER + BYTES_PER_FORCED_CHARACTER * forces
+    text, forces_text = spec.text, may_force_text(spec)
+    per_character = BYTES_PER_CHARACTER + BYTES_PER_FORCED_CHARACTER * forces_text
     size = BYTES_PER_GRAMMAR + len(text) * per_character
     if '"multipleOf"' in text:
         size += BYTES_PER_REMAINDER * MAX_REMAINDERS
-    grows = spec.kind == "regex" or not forces or any(name in text for name in _COUNTING_KEYWORDS)
-    return GrammarMemory(size, BYTES_PER_TOKEN * grows, BYTES_PER_STATE * MAX_STATES)
+    counts = any(name in text for name in _COUNTING_KEYWORDS)
+    may_grow = spec.kind == "regex" or not forces_text or counts
+    return GrammarMemory(size, BYTES_PER_TOKEN * may_grow, BYTES_PER_STATE * MAX_STATES)
 
 
 def max_items_in_row(spec: StructuredOutputs) -> int:

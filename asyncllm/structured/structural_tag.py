@@ -69,7 +69,8 @@ class _LarkBuilder:
             return self.add_rule(self._tag_body(form, _require_field(form, "begin", str)))
         if kind == "tags_with_separator":
             return self.add_rule(self._with_separator(form))
-        raise GrammarError(f"{_describe_format(form)} {_NEEDS_XGRAMMAR}")
+        style = f" in the style {form['style']!r}" if "style" in form else ""
+        raise GrammarError(f"the format {kind!r}{style} {_NEEDS_XGRAMMAR}")
 
     def _tag_body(self, form: Any, begin: str) -> str:
         content, end = self.add_expression(form.get("content")), _require_field(form, "end", str)
@@ -111,11 +112,6 @@ class _LarkBuilder:
         if form.get("stop_after_first", False):
             return f"{' | '.join(tags)} | {self.add_rule('TEXT')}"
         return f"({' | '.join(tags)})* {self.add_rule('TEXT')}"
-
-
-def _describe_format(form: dict[str, Any]) -> str:
-    style = f" in the style {form['style']!r}" if "style" in form else ""
-    return f"the format {form['type']!r}{style}"
 
 
 def _require_field(form: Any, name: str, kind: type) -> Any:

@@ -28,6 +28,8 @@ MAX_WORK = 2000
 """Maximum sum of ``estimate_work`` over the schemas of a specification. As much takes up to 2.5 s
 with a vocabulary of 2,000 tokens, and longer with a larger one."""
 
+_REPETITION = '"(?:tags_with_separator|optional|plus|star|repeat)"'
+
 _NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -124,16 +126,16 @@ class XGrammarMatcher:
 def refuse_ambiguous(spec: StructuredOutputs) -> None:
     """Raise GrammarError for a specification whose grammar may be ambiguous."""
     if spec.kind == "structural_tag":
-        rules = len(re.findall('"(?:regex|grammar)"', spec.text))
-        repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
-        texts = spec.text.count('"any_text"')
-        refused = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXT_SPANS
+        num_rules = len(re.findall('"(?:regex|grammar)"', spec.text))
+        num_repetitions = len(re.findall(_REPETITION, spec.text))
+        num_free_texts = spec.text.count('"any_text"')
+        is_refused = num_rules > 0 or num_repetitions > 1 or num_free_texts > MAX_FREE_TEXT_SPANS
         what = (
             f"a rule, two repetitions or {MAX_FREE_TEXT_SPANS + 1} free texts in a structural tag"
         )
     else:
-        refused, what = spec.kind in ("regex", "grammar"), f"the kind {spec.kind!r}"
-    if refused:
+        is_refused, what = spec.kind in ("regex", "grammar"), f"the kind {spec.kind!r}"
+    if is_refused:
         raise GrammarError(
             f"xgrammar has no limit of work for {what}, expected the llguidance backend"
         )

@@ -124,7 +124,7 @@ class DelimiterScanner:
         buffer, self._held_text = self._held_text + text, ""
         position = 0
         while True:
-            best, hold = self._scan(buffer, position, last)
+            best, hold_from = self._scan(buffer, position, last)
             if best is not None and len(best[1][0]) > MAX_DELIMITER_LENGTH:
                 position = best[1].start() + 1
             elif best is not None:
@@ -132,11 +132,11 @@ class DelimiterScanner:
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
                 delimiter = DelimiterMatch(name, match[0], captures)
                 return buffer[: match.start()], delimiter, buffer[match.end() :]
-            elif len(buffer) - hold > MAX_DELIMITER_LENGTH:
-                position = hold + 1
+            elif len(buffer) - hold_from > MAX_DELIMITER_LENGTH:
+                position = hold_from + 1
             else:
-                self._held_text = buffer[hold:]
-                return buffer[:hold], None, ""
+                self._held_text = buffer[hold_from:]
+                return buffer[:hold_from], None, ""
 
     def _scan(self, buffer: str, position: int, last: bool) -> tuple[tuple[str, Any] | None, int]:
         """Search ``buffer`` from ``position`` on.
@@ -146,18 +146,18 @@ class DelimiterScanner:
             position of the first text that may become one.
         """
         best: tuple[str, Any] | None = None
-        hold = end = len(buffer)
+        hold_from = end = len(buffer)
         for name, pattern, literal in self._delimiters.patterns:
             match = pattern.search(buffer, position, partial=not last)
             if match is None:
                 continue
             if not last and (match.partial or (match.end() == end and not literal)):
-                hold = min(hold, match.start())
+                hold_from = min(hold_from, match.start())
             elif best is None or _match_rank(match) < _match_rank(best[1]):
                 best = (name, match)
-        if best is not None and best[1].start() >= hold:
+        if best is not None and best[1].start() >= hold_from:
             best = None
-        return best, hold
+        return best, hold_from
 
 
 def _match_rank(match: Any) -> tuple[int, int]:

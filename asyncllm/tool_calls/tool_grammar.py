@@ -78,8 +78,8 @@ def with_tool_grammar(
     except InvalidRequestError as error:
         raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
     assert spec is not None
-    free = tool_use.choice == "auto" and answer is None
-    return {**sampling, "structured_outputs": replace(spec, param="tools")}, free
+    calls_may_follow_text = tool_use.choice == "auto" and answer is None
+    return {**sampling, "structured_outputs": replace(spec, param="tools")}, calls_may_follow_text
 
 
 def tool_grammar(

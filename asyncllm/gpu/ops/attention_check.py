@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -46,9 +47,9 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
     remedy = 'install another build of its library, or choose attention_backend="auto"'
     bound = 2 * torch.finfo(request.dtype).eps
     # Shorten windows to less than the sequences' lengths, so that they hide some keys.
-    windows = {None if one is None else min(one, size + 3) for one in request.windows}
+    windows = {None if window is None else min(window, size + 3) for window in request.windows}
     with torch.inference_mode():
-        for step, window in ((step, one) for step in _make_steps(request, size) for one in windows):
+        for step, window in itertools.product(_make_steps(request, size), windows):
             where = f"{step.name} rows, {'no window' if window is None else f'window {window}'}"
             try:
                 error = step.max_error(attention, window)

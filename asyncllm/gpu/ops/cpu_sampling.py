@@ -45,8 +45,8 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: 
     """
     out.fill_(-1)
     width = -(-logits.shape[1] // CHUNK) * CHUNK
-    drawn = torch.nonzero(rows.req_indices >= 0).flatten()
-    for block in drawn.split(max(1, LOGITS_PER_BLOCK // width)):
+    sampled_rows = torch.nonzero(rows.req_indices >= 0).flatten()
+    for block in sampled_rows.split(max(1, LOGITS_PER_BLOCK // width)):
         requests = rows.req_indices[block]
         temperature = sampling["temperature"][requests]
         scaled = logits.new_full((len(block), width), -torch.inf, dtype=torch.float32)
@@ -69,16 +69,16 @@ def _sample_rows(
 ) -> Tensor:
     maxima = scaled.view(len(scaled), SPAN_TOKENS, -1).amax(1)
     largest = maxima.amax(-1)
-    finite = torch.isfinite(largest)
+    is_finite = torch.isfinite(largest)
     tokens = torch.where(largest == -torch.inf, NO_TOKEN_LEFT, -1)
-    greedy = temperature < MIN_TEMPERATURE
-    truncated = truncated_rows(*limits, vocab_size)
-    if len(rows := torch.nonzero(finite & greedy).flatten()):
+    is_greedy = temperature < MIN_TEMPERATURE
+    is_truncated = truncated_rows(*limits, vocab_size)
+    if len(rows := torch.nonzero(is_finite & is_greedy).flatten()):
         tokens[rows] = scaled[rows].argmax(-1)
-    drawn = finite & ~greedy
-    if len(rows := torch.nonzero(drawn & ~truncated).flatten()):
+    is_drawn = is_finite & ~is_greedy
+    if len(rows := torch.nonzero(is_drawn & ~is_truncated).flatten()):
         tokens[rows] = _race_untruncated(scaled[rows], largest[rows], keys[rows])
-    if len(rows := torch.nonzero(drawn & truncated).flatten()):
+    if len(rows := torch.nonzero(is_drawn & is_truncated).flatten()):
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
         tokens[rows] = _race_truncated(
             scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SPAN_COUNTS[0]

@@ -59,13 +59,13 @@ class FlashAttention3(FlashAttention):
 def _import_function() -> AttentionFunction:
     library = import_library("flash_attn_3", "flash_attn_interface", INSTALL_REMEDY)
     function = getattr(library, "flash_attn_with_kvcache", None)
-    lacking = set(REQUIRED_ARGUMENTS)
+    missing = set(REQUIRED_ARGUMENTS)
     if function is not None:
-        lacking -= set(inspect.signature(function).parameters)
-    if function is None or lacking:
+        missing -= set(inspect.signature(function).parameters)
+    if function is None or missing:
         raise EngineError(
             'attention_backend="flash_attn_3": this flash_attn_interface is too old, its '
-            f"flash_attn_with_kvcache lacks {', '.join(sorted(lacking))}: expected 3.0.0b1 or "
+            f"flash_attn_with_kvcache lacks {', '.join(sorted(missing))}: expected 3.0.0b1 or "
             'later; or choose attention_backend="auto"'
         )
     return function

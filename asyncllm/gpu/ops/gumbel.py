@@ -75,8 +75,8 @@ def gumbel_sample(
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
-    raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
-    tokens = torch.where(raced, race_in_rounds(scaled, keys), tokens)
+    is_raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
+    tokens = torch.where(is_raced, race_in_rounds(scaled, keys), tokens)
     # The total mass is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)

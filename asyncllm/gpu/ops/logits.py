@@ -85,9 +85,9 @@ def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None
     allowed = unpack_bits(tables.allowed[table_rows], logits.shape[1])
     allowed |= (rules["restricted"][table_rows] == 0).unsqueeze(1)
     logits.masked_fill_(allowed.logical_not_(), -torch.inf)
-    early = rows.positions + 1 < rules["min_end"][table_rows]
+    before_min_end = rows.positions + 1 < rules["min_end"][table_rows]
     active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][table_rows].unsqueeze(1)
-    active &= early.unsqueeze(1)
+    active &= before_min_end.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
     # For unused entries of ``stop_ids`` the minimum with infinity leaves the logit as it is.
     floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
@@ -108,13 +108,13 @@ def _count_last_tokens(table_rows: Tensor, rows: SamplingRows) -> None:
 def _apply_penalties(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
     rules, counts = rows.rules, rows.tables.counts[table_rows]
     in_output = counts > 0
-    occurs = unpack_bits(rows.tables.in_prompt[table_rows], logits.shape[1])
-    occurs |= in_output
+    in_text = unpack_bits(rows.tables.in_prompt[table_rows], logits.shape[1])
+    in_text |= in_output
     repetition = rules["repetition"][table_rows].unsqueeze(1)
     scaled = logits * repetition
     torch.where(logits > 0, logits / repetition, scaled, out=scaled)
-    torch.where(occurs, scaled, logits, out=logits)
-    del scaled, occurs
+    torch.where(in_text, scaled, logits, out=logits)
+    del scaled, in_text
     logits -= rules["frequency"][table_rows].unsqueeze(1) * counts
     logits -= rules["presence"][table_rows].unsqueeze(1) * in_output
 
