@@ -67,7 +67,11 @@ class Context:
         return f"{self.isa}-{self.functions.layout()}"
 
     def call(self, op: str, *args: Any) -> None:
-        """Calls an op of the library directly; raises as ``raise_status``."""
+        """Calls an op of the library directly.
+
+        Raises:
+            MemoryError, RuntimeError: the op fails, see ``raise_status``.
+        """
         status = getattr(self.functions, op)(self.handle, *args)
         if status:
             raise_status(op, status)

@@ -24,8 +24,8 @@ MAX_THREADS = 2
 """Maximum number of concurrent compilations, not counting overdue ones."""
 
 NICENESS = 5
-"""Increase of a compiling thread's niceness, on Linux: the threads of a step get three times its
-time on a busy processor."""
+"""Increase of a compiling thread's niceness, on Linux. On a busy processor a thread of a step then
+gets three times the time of a compiling thread."""
 
 MAX_EXTRA_THREADS = 1
 """Maximum number of threads that replace threads with an overdue compilation, which cannot be

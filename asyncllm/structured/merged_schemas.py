@@ -235,7 +235,7 @@ def _names(applied: list[Schema], keyword: str) -> set[str]:
 
 
 def _pattern_work(applied: list[Schema]) -> int:
-    """Work to compare each two ``patternProperties`` of the value."""
+    """Work to compare all pairs of a value's ``patternProperties``."""
     names = _names(applied, "patternProperties")
     return max(0, len(names) - 1) * sum(len(name) + PATTERN_COST for name in names)
 

@@ -91,7 +91,7 @@ def estimate_memory(spec: StructuredOutputs) -> GrammarMemory:
 
 
 def max_items_in_row(spec: StructuredOutputs) -> int:
-    """Maximum number of Earley items after one token; they determine the time to accept it."""
+    """Maximum number of Earley items after one token; more items make the next token slower."""
     # A structural tag can be ambiguous only if it has a repetition within a repetition.
     nested = spec.kind == "structural_tag" and spec.text.count('"tags_with_separator"') > 1
     is_ambiguous = nested or spec.kind == "grammar"

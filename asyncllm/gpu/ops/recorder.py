@@ -209,8 +209,10 @@ class Recorder(TorchDispatchMode):
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
     def _find_buffer(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
-        """Finds the buffer that contains a tensor, and the tensor's byte offset in it minus
-        ``skipped`` rows.
+        """Finds the buffer that contains a tensor, and the tensor's byte offset in it.
+
+        Args:
+            skipped: number of rows before the tensor that do not count in the offset.
 
         Raises:
             Unrecordable: no buffer contains it, or it does not start in the row after ``skipped``.
