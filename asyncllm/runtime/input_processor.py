@@ -239,7 +239,7 @@ class InputProcessor:
         if processors or resolved.extra_args:
             claiming_processors = applicable_processors(processors, resolved)
         if resolved.structured_outputs is not None:
-            self.submitter.grammars.check_installed()
+            self.submitter.grammars.backends.check_installed()
             if info.max_tokens_per_row > 1:
                 accepted = "None with an executor that drafts tokens"
                 raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)

@@ -86,7 +86,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, backends: Backends, timeout: float) -> None:
-        self._backends = backends
+        self.backends = backends
         self._timeout = timeout
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
@@ -98,10 +98,6 @@ class GrammarCompiler:
         self._closed = False
         self._cooldown_ends = threading.Event()
         self._pid = os.getpid()
-
-    def check_installed(self) -> None:
-        """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
-        self._backends.check_installed()
 
     def find(self, spec: StructuredOutputs) -> Grammar | None:
         """Look up a cached grammar; None if it is not cached. Any thread may call it."""
@@ -225,8 +221,8 @@ class GrammarCompiler:
 
     def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
         try:
-            self._backends.prepare()
-            return self._backends.compile(job.spec, partial(self._start_timer, job)), None
+            self.backends.prepare()
+            return self.backends.compile(job.spec, partial(self._start_timer, job)), None
         except GrammarError as error:
             return None, _refusal_error(job.spec, str(error))
         except Exception as error:

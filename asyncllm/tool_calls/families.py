@@ -99,6 +99,7 @@ def _call_transform(name: str, arguments: str) -> dict[str, Any]:
 
 _WHOLE_CALL = {"type": "function", "function": "{content}"}
 _NAMED_CALL = _call_transform("{name}", "{content}")
+_NAMED_JSON_CALLS = {"repeats": True, "content": "json", "transform": _NAMED_CALL}
 
 # In Harmony, a message has a header, with its channel and recipient, and a body.
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
@@ -112,6 +113,34 @@ _HARMONY_IGNORED = (
     rf"{_HARMONY_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
+
+
+def _deepseek_family(
+    header: str, header_pattern: str, close: str, separator: str = "", *markers: str
+) -> ToolFamily:
+    """Tool family of a version of DeepSeek.
+
+    Args:
+        header: text between the beginning of a call and its arguments, with NAME for the name.
+        header_pattern: pattern of such a text, with the group "name".
+        close: text after the arguments.
+        separator: text before ``close``, and between two calls.
+        markers: texts in the chat template that tell this version from later ones.
+    """
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    call_begin = "<｜tool▁call▁begin｜>"
+    return ToolFamily(
+        calls={
+            "open_pattern": rf"(?:{begin}\s*)?{call_begin}{header_pattern}",
+            "close": close,
+            **_NAMED_JSON_CALLS,
+        },
+        form=CallForm(call_begin + header, separator + close, separator, begin, end, begin),
+        markers=((begin, *markers),),
+        ignored_pattern=end,
+        arguments_as_text=True,
+    )
+
 
 TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "qwen3_coder": ToolFamily(
@@ -155,9 +184,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "mistral_v11": ToolFamily(
         calls={
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
+            **_NAMED_JSON_CALLS,
         },
         form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
@@ -174,55 +201,21 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         ),
         markers=(("[TOOL_CALLS]",),),
     ),
-    "deepseek_v3": ToolFamily(
-        calls={
-            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function"
-            r"<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
-            "close": "```<｜tool▁call▁end｜>",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
-        },
-        form=CallForm(
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
-            "\n```<｜tool▁call▁end｜>",
-            "\n",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            trigger="<｜tool▁calls▁begin｜>",
-        ),
-        markers=(("<｜tool▁calls▁begin｜>", "```json"),),
-        ignored_pattern="<｜tool▁calls▁end｜>",
-        arguments_as_text=True,
+    "deepseek_v3": _deepseek_family(
+        "function<｜tool▁sep｜>NAME\n```json\n",
+        r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+        "```<｜tool▁call▁end｜>",
+        "\n",
+        "```json",
     ),
-    "deepseek_v31": ToolFamily(
-        calls={
-            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
-            r"(?P<name>[^<\n]+)<｜tool▁sep｜>",
-            "close": "<｜tool▁call▁end｜>",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
-        },
-        form=CallForm(
-            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            "",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            trigger="<｜tool▁calls▁begin｜>",
-        ),
-        markers=(("<｜tool▁calls▁begin｜>",),),
-        ignored_pattern="<｜tool▁calls▁end｜>",
-        arguments_as_text=True,
+    "deepseek_v31": _deepseek_family(
+        "NAME<｜tool▁sep｜>", r"(?P<name>[^<\n]+)<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     ),
     "gpt_oss": ToolFamily(
         calls={
             "open_pattern": _HARMONY_CALL,
             "close": ["<|call|>", "<|end|>"],
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
+            **_NAMED_JSON_CALLS,
         },
         form=CallForm(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",

@@ -162,13 +162,7 @@ class GroupedExperts(TorchExperts):
     ) -> None:
         super().__init__(config, gated_mul)
         self.num_experts, self.hidden_size = weights.num_experts, weights.hidden_size
-        count = self.num_experts
-        self.gate_up = weights.gate_up.values.view(count, -1, self.hidden_size)
-        self.down = weights.down.values.view(count, self.hidden_size, -1)
-        self.biases = [
-            None if layer.bias is None else layer.bias.view(count, -1)
-            for layer in (weights.gate_up, weights.down)
-        ]
+        self.gate_up, self.down = weights.gate_up, weights.down
 
     def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         tokens, top_k = ids.shape
@@ -176,18 +170,16 @@ class GroupedExperts(TorchExperts):
         counts = torch.zeros(self.num_experts, dtype=torch.int32, device=x.device)
         ends = counts.scatter_add_(0, experts, torch.ones_like(order, dtype=torch.int32)).cumsum(0)
         ends = ends.to(torch.int32)
-        inner = self.activation(self._linear(x[order // top_k], self.gate_up, 0, experts, ends))
-        sorted_out = self._linear(inner, self.down, 1, experts, ends).float()
+        inner = self.activation(self._linear(x[order // top_k], self.gate_up, experts, ends))
+        sorted_out = self._linear(inner, self.down, experts, ends).float()
         out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
         summed = (out.view(tokens, top_k, self.hidden_size) * weights.unsqueeze(-1)).sum(1)
         return summed.to(x.dtype)
 
-    def _linear(
-        self, x: Tensor, stack: Tensor, layer_index: int, experts: Tensor, ends: Tensor
-    ) -> Tensor:
-        bias = self.biases[layer_index]
+    def _linear(self, x: Tensor, layer: LinearWeights, experts: Tensor, ends: Tensor) -> Tensor:
+        stack = layer.values.view(self.num_experts, -1, x.shape[1])
         out = F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
-        return out if bias is None else out + bias[experts]
+        return out if layer.bias is None else out + layer.bias.view(len(stack), -1)[experts]
 
 
 def chosen_experts(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
