@@ -43,12 +43,12 @@ class UnmetConstraint:
 
     Attributes:
         field: name of the request's field. Only "block_size" is also a setting of the engine.
-        actual: the request's value.
+        found: the request's value.
         expected: the field and its limit, such as "head size at most 256".
     """
 
     field: str
-    actual: str
+    found: str
     expected: str
 
 
