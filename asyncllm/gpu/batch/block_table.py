@@ -41,17 +41,16 @@ class BlockTable:
         end = start + len(block_ids)
         self.table[req_index, start:end] = block_ids
         self.num_blocks[req_index] = end
-        self._record_changes(req_index, start, end)
+        if self.tracks_changes and block_ids:
+            first = req_index * self.table.shape[1]
+            self._changes.append(np.arange(first + start, first + end))
 
     def set_null(self, req_index: int, first: int, end: int) -> None:
         """Sets entries ``first`` to ``end - 1`` to the null block."""
         self.table[req_index, first:end] = NULL_BLOCK_ID
-        self._record_changes(req_index, first, end)
-
-    def _record_changes(self, req_index: int, first: int, end: int) -> None:
-        if self.tracks_changes and first < end:
-            row_start = req_index * self.table.shape[1]
-            self._changes.append(np.arange(row_start + first, row_start + end))
+        if self.tracks_changes:
+            line = req_index * self.table.shape[1]
+            self._changes.append(np.arange(line + first, line + end))
 
     def unfilled_blocks(self, req_index: int, first: int, length: int) -> np.ndarray:
         """Ids of the blocks, from entry ``first`` on, that a sequence of ``length`` tokens does not
