@@ -124,14 +124,14 @@ async def test_aborted_requests_compile_nothing():
     gate = threading.Event()
     async with ByteRig().engine() as engine:
         compiler: Any = thread_of(engine).grammars
-        compile_ = compiler._backends.compile
+        compile_ = compiler.backends.compile
 
         def compile_slowly(spec: Any, begin: Any) -> Grammar:
             begun.append(spec.text)
             assert gate.wait(10)
             return compile_(spec, begin)
 
-        compiler._backends.compile = compile_slowly
+        compiler.backends.compile = compile_slowly
         streams = [engine.stream("x", structured_outputs={"regex": f"a{i}"}) for i in range(20)]
         await until(lambda: len(begun) == 2)
         for stream in streams[2:]:

@@ -268,7 +268,10 @@ def test_inputs_without_an_op_are_refused():
         rope(qkv, (table, torch.tensor([0])), cache, slots.int())
     assert not cache.any()
     linear = ops.linear(LinearWeights(torch.randn(6, 8)))
-    for wrong, words in ((torch.randn(2, 7), "7 columns"), (torch.randn(2, 8).half(), "float16")):
+    for wrong, words in (
+        (torch.randn(2, 7), r"x is \(2, 7\), expected \(2, 8\)"),
+        (torch.randn(2, 8).half(), "float16"),
+    ):
         with pytest.raises(ValueError, match=words):
             linear(wrong)
 

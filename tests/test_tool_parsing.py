@@ -322,7 +322,7 @@ def test_answer_beginning_in_prompt() -> None:
 def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
     form = form_for([source], "auto", "auto")
     assert form.calls is TOOL_FAMILIES[family].calls
-    assert form.thoughts is None
+    assert not form.thoughts
 
 
 def test_a_family_is_named_or_unknown() -> None:

@@ -114,8 +114,8 @@ def build(
         raise BuildError(f"native ops are for {', '.join(LIBRARY_NAMES)}, and this is {system}")
     command = list(compiler or find_compiler())
     units = ISA_FLAGS.get(_MACHINES.get(name := machine or platform.machine(), name), {})
-    wanted = units if only is None else [name for name in units if name in only]
-    sets = [name for name in wanted if _compiler_accepts(command, units[name])]
+    chosen = units if only is None else [name for name in units if name in only]
+    sets = [name for name in chosen if _compiler_accepts(command, units[name])]
     defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
     defines += [f"-DASYNCLLM_{name.upper()}" for name in sets]
     sources: dict[str, Sequence[str]] = dict.fromkeys(BASELINE_UNITS, ())
@@ -124,11 +124,11 @@ def build(
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
 
         def compile_unit(item: tuple[str, Sequence[str]]) -> str:
-            name, own = item
+            name, unit_flags = item
             target = f"{folder}/{name}.o"
             source = str(SOURCES / f"{name}.cpp")
-            every = [*FLAGS, *SYSTEM_FLAGS[system]]
-            _run_compiler([*command, *every, *own, *flags, "-c", source, "-o", target])
+            every_flag = [*FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *flags]
+            _run_compiler([*command, *every_flag, "-c", source, "-o", target])
             return target
 
         objects = list(threads.map(compile_unit, sorted(sources.items())))
@@ -161,10 +161,10 @@ def _run_compiler(command: list[str]) -> None:
 
 def main() -> None:
     try:
-        found = build()
+        sets = build()
     except BuildError as error:
         sys.exit(str(error))
-    sys.stdout.write(f"{LIBRARY}: {', '.join(found)}\n")
+    sys.stdout.write(f"{LIBRARY}: {', '.join(sets)}\n")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class Context:
         self.num_threads = num_threads
         self._handle = library.create(num_threads, None if isa is None else isa.encode())
         if not self._handle:
-            what = isa or library.best_isa().decode()
-            raise NativeUnavailableError(f"{what} with {num_threads} threads cannot be started")
+            isa_name = isa or library.best_isa().decode()
+            raise NativeUnavailableError(f"{isa_name} with {num_threads} threads cannot be started")
         self.isa = library.isa(self._handle).decode()
         self._finalizer = weakref.finalize(self, library.close, self._handle)
         self._finalizer.atexit = False
@@ -66,20 +66,28 @@ class Context:
         layouts are equal."""
         return f"{self.isa}-{self.functions.layout()}"
 
-    def checksums(self, address: int, places: Sequence[tuple[int, int]]) -> list[int]:
+    def call(self, op: str, *args: Any) -> None:
+        """Calls an op of the library directly.
+
+        Raises:
+            MemoryError, RuntimeError: the op fails, see ``raise_status``.
+        """
+        status = getattr(self.functions, op)(self.handle, *args)
+        if status:
+            raise_status(op, status)
+
+    def checksums(self, address: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
         """Checksums of pieces of memory, unsigned numbers of 64 bits. One call computes them all
         without the GIL.
 
         Args:
-            places: offset from ``address`` and size in bytes of each piece.
+            pieces: offset from ``address`` and size in bytes of each piece.
         """
-        count = len(places)
-        offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*places, strict=True))
-        found = (ctypes.c_uint64 * count)()
-        status = self.functions.checksums(self.handle, address, offsets, sizes, count, found)
-        if status:
-            raise_status("checksums", status)
-        return list(found)
+        count = len(pieces)
+        offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*pieces, strict=True))
+        results = (ctypes.c_uint64 * count)()
+        self.call("checksums", address, offsets, sizes, count, results)
+        return list(results)
 
 
 class PackedWeights:
@@ -92,7 +100,7 @@ class PackedWeights:
     Attributes:
         address, num_bytes: memory of the packed weights, without the bias.
         form: ctypes structure ``PanelArgs``: sizes and dtypes, from which ``view`` computes
-        offsets.
+            offsets.
 
     Raises:
         MemoryError: the packed weights cannot be allocated.
@@ -109,27 +117,6 @@ class PackedWeights:
         weakref.finalize(self, library.free_weights, handle).atexit = False
 
     @classmethod
-    def pack_plain(
-        cls, context: Context, values: int, dtype: int, n: int, k: int, stride: int,
-        scales: int | None, bias: int | None,
-    ) -> PackedWeights:  # fmt: skip
-        """Packs floating point weights, or 8-bit weights with a scale per output channel.
-
-        Args:
-            values: address of ``[n, k]``, rows ``stride`` elements apart.
-            dtype: value of ``enum DType`` in ``src/interface.h``.
-            scales: address of ``[n]`` float32, for 8-bit weights; else None.
-            bias: address of ``[n]`` float32, or None.
-        """
-        handle = context.functions.pack(context.handle, values, dtype, n, k, stride, scales, bias)
-        return cls(context, handle, n, k)
-
-    @classmethod
-    def pack_grouped(cls, context: Context, args: Any) -> PackedWeights:
-        """Packs 4-bit or 8-bit weights with a scale per output channel and group of inputs."""
-        return cls(context, context.functions.pack_grouped(context.handle, args), args.n, args.k)
-
-    @classmethod
     def view(
         cls, context: Context, form: Any, address: int, num_bytes: int, bias: int | None,
         owner: object,
@@ -139,13 +126,13 @@ class PackedWeights:
         Args:
             form: the ``form`` of PackedWeights of a context with an equal ``layout``.
             address: address of the packed weights, ``num_bytes`` long and aligned to 64 bytes.
-            bias: as for ``pack_plain``.
+            bias: address of ``[n]`` float32, or None.
             owner: object that owns this memory; referenced as long as the weights exist.
         """
         handle = context.functions.view_weights(context.handle, form, address, num_bytes, bias)
-        made = cls(context, handle, form.n, form.k)
-        made._owner = owner
-        return made
+        weights = cls(context, handle, form.n, form.k)
+        weights._owner = owner
+        return weights
 
 
 def raise_status(op: str, status: int) -> NoReturn:

@@ -41,8 +41,8 @@ def _read_fields(body: str, structs: Mapping[str, type[Structure]]) -> list[tupl
     for members, union, declaration in re.findall(statements, body, re.S):
         if union:
             kinds = (kind for _, kind in _read_fields(members, structs))
-            own = {"_fields_": list(zip(OP_KINDS, kinds, strict=True))}
-            fields.append((union, type(union, (Union,), own)))
+            namespace = {"_fields_": list(zip(OP_KINDS, kinds, strict=True))}
+            fields.append((union, type(union, (Union,), namespace)))
             continue
         kind = _ctypes_type(declaration, structs)
         if declaration.endswith("[NUM_SIZES]"):

@@ -112,11 +112,13 @@ class InputProcessor:
         """Make a Submission from a conversation."""
         tool_use = ToolUse.parse(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, chat.response_format)
-        form, text_is_free = self.prompts.response_format(tool_use, chat), True
+        form, calls_may_follow_text = self.prompts.response_format(tool_use, chat), True
         template_input = self.prompts.template_input(messages, tool_use, chat)
         if tool_use is not None:
             assert form is not None
-            sampling, text_is_free = with_tool_grammar(sampling, sampling_params, tool_use, form)
+            sampling, calls_may_follow_text = with_tool_grammar(
+                sampling, sampling_params, tool_use, form
+            )
         request = self._make_group(sampling_params, sampling, options)
         has_grammar = request.sampling.structured_outputs is not None
         if not request.sampling.detokenize and (form is not None or has_grammar):
@@ -131,7 +133,7 @@ class InputProcessor:
                 form,
                 {} if tool_use is None else tool_use.parameters,
                 one_call=tool_use is not None and not tool_use.parallel,
-                text_is_free=text_is_free if tool_use else not has_grammar,
+                calls_may_follow_text=calls_may_follow_text if tool_use else not has_grammar,
             )
         call: CallArguments = ("chat", messages)
         is_truncated = self._max_prompt_tokens(request) is not None
@@ -242,7 +244,7 @@ class InputProcessor:
         if processors or resolved.extra_args:
             claiming_processors = applicable_processors(processors, resolved)
         if resolved.structured_outputs is not None:
-            self.submitter.grammars.check_installed()
+            self.submitter.grammars.backends.check_installed()
             if info.max_tokens_per_row > 1:
                 accepted = "None with an executor that drafts tokens"
                 raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)

@@ -35,21 +35,22 @@ class Backends:
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
-        self._installed_names: tuple[str, ...] | None = None
 
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
         if not self._backend_names():
-            wanted = "llguidance" if self._choice == "auto" else self._choice
+            name = "llguidance" if self._choice == "auto" else self._choice
             raise InvalidRequestError(
-                f"structured_outputs: {wanted} is not installed, expected "
-                f"`pip install asyncllm[{_EXTRAS[wanted]}]`",
+                f"structured_outputs: {name} is not installed, expected "
+                f"`pip install asyncllm[{_EXTRAS[name]}]`",
                 param="structured_outputs",
             )
 
     def prepare(self) -> None:
-        """Make the first backend: import it and pass it the vocabulary. Takes about a second for a
-        large vocabulary."""
+        """Import the first backend, and pass it the vocabulary.
+
+        This takes about a second for a large vocabulary.
+        """
         self._get_backend(self._backend_names()[0])
 
     def compile(self, spec: StructuredOutputs, before_compile: Callable[[], None]) -> Grammar:
@@ -82,14 +83,9 @@ class Backends:
         return grammar
 
     def _backend_names(self) -> tuple[str, ...]:
-        if self._installed_names is None:
-            names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
-            found = tuple(name for name in names if importlib.util.find_spec(name) is not None)
-            if not found:
-                # Do not cache an empty result: a backend may be installed while the process runs.
-                return ()
-            self._installed_names = found
-        return self._installed_names
+        # Do not cache the result: a backend may be installed while the process runs.
+        names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
+        return tuple(name for name in names if importlib.util.find_spec(name) is not None)
 
     def _get_backend(self, name: str) -> GrammarBackend:
         with self._lock:

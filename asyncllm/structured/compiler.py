@@ -24,12 +24,12 @@ MAX_THREADS = 2
 """Maximum number of concurrent compilations, not counting overdue ones."""
 
 NICENESS = 5
-"""Increase of a compiling thread's niceness, on Linux: the threads of a step get three times its
-time on a busy processor."""
+"""Increase of a compiling thread's niceness, on Linux. On a busy processor a thread of a step then
+gets three times the time of a compiling thread."""
 
 MAX_EXTRA_THREADS = 1
-"""Maximum number of threads in place of those whose compilation is overdue, and cannot be stopped.
-While the compilations of all threads are overdue, no other begins."""
+"""Maximum number of threads that replace threads with an overdue compilation, which cannot be
+stopped. While the compilations of all threads are overdue, no other begins."""
 
 COOLDOWN_FACTOR = 2
 MAX_COOLDOWN = 1.0
@@ -75,10 +75,10 @@ class GrammarCompiler:
     At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
     compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
     for it fail. It cannot be interrupted, so it continues on its thread, and the result is cached.
-    Up to ``MAX_EXTRA_THREADS`` threads take the places of such ones. A queued compilation that no
-    request waits for any more is dropped. A thread has a low priority on Linux, and rests after
-    each compilation. A result after the end of the engine is dropped. The interpreter's exit waits
-    up to ``timeout`` for compilations that have begun.
+    Up to ``MAX_EXTRA_THREADS`` threads replace those with overdue compilations. A queued
+    compilation that no request waits for any more is dropped. A thread has a low priority on Linux,
+    and rests after each compilation. A result after the end of the engine is dropped. The
+    interpreter's exit waits up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.
@@ -86,7 +86,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, backends: Backends, timeout: float) -> None:
-        self._backends = backends
+        self.backends = backends
         self._timeout = timeout
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
@@ -98,10 +98,6 @@ class GrammarCompiler:
         self._closed = False
         self._cooldown_ends = threading.Event()
         self._pid = os.getpid()
-
-    def check_installed(self) -> None:
-        """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
-        self._backends.check_installed()
 
     def find(self, spec: StructuredOutputs) -> Grammar | None:
         """Look up a cached grammar; None if it is not cached. Any thread may call it."""
@@ -150,8 +146,10 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
-        """Start a thread, unless so many run that another has to take the job. The caller holds the
-        lock until it has queued a job for the thread."""
+        """Start a thread, unless a running one has to take the job.
+
+        The caller holds the lock until it has queued a job for the thread.
+        """
         if len(self._threads) >= MAX_THREADS + MAX_EXTRA_THREADS:
             if len(self._threads) > self._num_overdue:
                 return
@@ -181,9 +179,9 @@ class GrammarCompiler:
         which changes its exit status.
         """
         if os.getpid() == self._pid:  # A forked child has no threads of its parent.
-            until = time.monotonic() + self._timeout
+            deadline = time.monotonic() + self._timeout
             for thread in self.close():
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_jobs(self) -> None:
         if sys.platform == "linux":  # Elsewhere the whole process would become nicer.
@@ -200,12 +198,12 @@ class GrammarCompiler:
             if job is None:
                 self._cooldown_ends.wait(_MEMORY_CHECK_INTERVAL)
                 continue
-            began = time.perf_counter()
+            start = time.perf_counter()
             grammar, error = self._compile_job(job)
-            took = time.perf_counter() - began
+            duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
             del job, grammar, error
-            self._cooldown_ends.wait(min(COOLDOWN_FACTOR * took, MAX_COOLDOWN))
+            self._cooldown_ends.wait(min(COOLDOWN_FACTOR * duration, MAX_COOLDOWN))
 
     def _drop_unwanted(self) -> None:
         """Drop the next jobs that no request waits for. The caller holds the lock."""
@@ -223,8 +221,8 @@ class GrammarCompiler:
 
     def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
         try:
-            self._backends.prepare()
-            return self._backends.compile(job.spec, partial(self._start_timer, job)), None
+            self.backends.prepare()
+            return self.backends.compile(job.spec, partial(self._start_timer, job)), None
         except GrammarError as error:
             return None, _refusal_error(job.spec, str(error))
         except Exception as error:
@@ -248,8 +246,8 @@ class GrammarCompiler:
         with self._lock:
             if job.waiting is None or self._closed:
                 return
-            late = f"was not compiled within grammar_timeout={self._timeout:g} s"
-            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, late))]
+            reason = f"was not compiled within grammar_timeout={self._timeout:g} s"
+            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, reason))]
             self._num_overdue += 1
             if self._queue:
                 try:
@@ -257,8 +255,8 @@ class GrammarCompiler:
                 except RequestError as error:
                     refused += [(queued, error) for queued in self._queue]
                     self._queue.clear()
-            told = [(self._drop_job(one), error) for one, error in refused]
-        for waiting, error in told:
+            failures = [(self._drop_job(failed_job), error) for failed_job, error in refused]
+        for waiting, error in failures:
             for done, _ in waiting:
                 done(None, copy(error))
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.spec import StructuredOutputs
 
 
@@ -19,20 +18,12 @@ class GrammarError(Exception):
     """
 
 
-def too_complex_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
-    """Make the error for an output whose next token exceeds the limits of the parser."""
-    what = f"{spec.param}.{spec.kind}" if spec.param == "structured_outputs" else spec.param
-    return InvalidRequestError(
-        f"{what}: too complex for the next token, expected fewer alternatives at a time: {reason}",
-        param=spec.param,
-    )
-
-
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is GBNF rather than Lark: a line begins with a rule's name and ``::=``.
+    """Whether a grammar is GBNF rather than Lark.
 
-    Lark may contain ``::=`` elsewhere, in a string or comment. Its ``start:`` is not looked for,
-    because it may also be written ``?start:`` or ``start[…]:``.
+    In GBNF a line begins with a rule's name and ``::=``. Lark may contain ``::=`` elsewhere, in a
+    string or comment. Its ``start:`` is not looked for, because it may also be written ``?start:``
+    or ``start[…]:``.
     """
     return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
 
@@ -149,7 +140,9 @@ class Vocabulary:
         return cut
 
 
-WHITESPACE = "[ \\n\\r\\t]"
 MAX_WHITESPACE = 1
 """Maximum number of white-space characters between two tokens of JSON. If indentation is allowed, a
 small model may write little else."""
+
+WHITESPACE_PATTERN = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"
+"""Regular expression of the white space between two tokens of JSON."""

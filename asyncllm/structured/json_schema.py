@@ -57,11 +57,11 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
     """Raise GrammarError for a keyword that is neither ``enforced`` nor an annotation."""
-    for one in subschemas(schema):
-        if one is not schema and "$ref" in one and ("$id" in one or "id" in one):
+    for part in subschemas(schema):
+        if part is not schema and "$ref" in part and ("$id" in part or "id" in part):
             # Drafts of JSON Schema disagree on whether "$id" or "$ref" wins.
             raise GrammarError("'$id' beside '$ref' is not enforced")
-        for keyword in one:
+        for keyword in part:
             if keyword not in enforced and keyword not in ANNOTATIONS:
                 if not keyword.startswith("x-") or keyword == "x-guidance":
                     raise GrammarError(f"the keyword {keyword!r} is not enforced")
@@ -88,27 +88,27 @@ def refuse_ignored_by_xgrammar(schema: Any) -> None:
     constants, alternatives, or a type with its keywords.
     """
     refuse_infinite_references(schema)
-    for one in subschemas(schema):
-        keywords = one.keys() - ANNOTATIONS
-        if not str(one.get("$ref", "#/")).startswith("#/") or "%" in str(one.get("$ref")):
-            raise GrammarError(f"the reference {one['$ref']!r} is not resolved")
-        for alone in ("$ref", "const", "enum", "anyOf"):
-            if alone in keywords:
-                known = {alone, "type"} if alone in ("const", "enum") else {alone}
-                if keywords - known:
-                    names = ", ".join(sorted(keywords - known))
-                    raise GrammarError(f"{alone!r} beside {names} is not enforced")
+    for part in subschemas(schema):
+        keywords = part.keys() - ANNOTATIONS
+        if not str(part.get("$ref", "#/")).startswith("#/") or "%" in str(part.get("$ref")):
+            raise GrammarError(f"the reference {part['$ref']!r} is not resolved")
+        for form in ("$ref", "const", "enum", "anyOf"):
+            if form in keywords:
+                allowed = {form, "type"} if form in ("const", "enum") else {form}
+                if keywords - allowed:
+                    names = ", ".join(sorted(keywords - allowed))
+                    raise GrammarError(f"{form!r} beside {names} is not enforced")
                 break
         else:
-            kind = one.get("type")
+            kind = part.get("type")
             if not isinstance(kind, str) or kind not in XGRAMMAR_KEYWORDS:
                 if not keywords:
                     continue
                 names = ", ".join(sorted(keywords))
                 raise GrammarError(f"{names} without a single type are not enforced")
-            required, properties = one.get("required", ()), one.get("properties", {})
+            required, properties = part.get("required", ()), part.get("properties", {})
             for name in required:
                 if name not in properties:
                     raise GrammarError(f"the required {name!r}, not in properties, is not enforced")
-            for keyword in sorted(keywords - {"type"} - XGRAMMAR_KEYWORDS.get(kind, frozenset())):
+            for keyword in sorted(keywords - {"type"} - XGRAMMAR_KEYWORDS[kind]):
                 raise GrammarError(f"the keyword {keyword!r} is not enforced with type {kind!r}")

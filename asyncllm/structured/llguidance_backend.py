@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib
 import json
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.grammar import (
-    MAX_WHITESPACE,
-    WHITESPACE,
+    WHITESPACE_PATTERN,
     Grammar,
     GrammarError,
     GrammarMemory,
     Vocabulary,
     is_gbnf,
-    too_complex_error,
 )
 from asyncllm.structured.parser_limits import (
     COMPILE_FUEL,
-    MAX_ITEMS,
-    MAX_LEXER_FUEL,
+    MAX_FUEL_PER_MASK,
+    MAX_ITEMS_PER_MASK,
     MAX_STATES,
     check_first_states,
     estimate_memory,
@@ -34,7 +34,7 @@ from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import to_lark
 
 _JSON_OPTIONS = {
-    "whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}",
+    "whitespace_pattern": WHITESPACE_PATTERN,
     "lenient": False,
     "coerce_one_of": False,
     # Allow \u escapes of any character, as JSON and xgrammar do.
@@ -72,9 +72,9 @@ class LLGuidanceBackend:
     def compile(self, spec: StructuredOutputs) -> Grammar:
         limits = self._library.LLParserLimits(
             max_items_in_row=max_items_in_row(spec),
-            step_max_items=MAX_ITEMS,
+            step_max_items=MAX_ITEMS_PER_MASK,
             initial_lexer_fuel=COMPILE_FUEL,
-            step_lexer_fuel=MAX_LEXER_FUEL,
+            step_lexer_fuel=MAX_FUEL_PER_MASK,
             max_lexer_states=MAX_STATES,
             verbose_errors=False,
         )
@@ -124,22 +124,14 @@ class LLGuidanceBackend:
             raise GrammarError(str(error)) from None
 
 
+@dataclass(slots=True, eq=False)
 class LLGuidanceMatcher:
     """State of one output in a grammar; see GrammarMatcher."""
 
-    __slots__ = ("_matcher", "_memory", "_spec", "_vocabulary")
-
-    def __init__(
-        self,
-        matcher: Any,
-        vocabulary: Vocabulary,
-        spec: StructuredOutputs,
-        memory: GrammarMemory,
-    ) -> None:
-        self._matcher = matcher
-        self._memory = memory
-        self._vocabulary = vocabulary
-        self._spec = spec
+    _matcher: Any
+    _vocabulary: Vocabulary
+    _spec: StructuredOutputs
+    _memory: GrammarMemory
 
     def accept(self, token_id: int) -> bool:
         self._memory.num_tokens += 1
@@ -170,9 +162,16 @@ class LLGuidanceMatcher:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def _error(self, message: str) -> Exception:
+        """Make the error for an output whose next token exceeds the limits of the parser."""
         # The grammar's matchers share the lexer, and so its errors.
         self._memory.exhausted |= "lexer error" in message
-        return too_complex_error(self._spec, shorten_message(message))
+        reason, param = shorten_message(message), self._spec.param
+        what = f"{param}.{self._spec.kind}" if param == "structured_outputs" else param
+        return InvalidRequestError(
+            f"{what}: too complex for the next token, expected fewer alternatives at a time: "
+            f"{reason}",
+            param=param,
+        )
 
 
 class _TokenizerAdapter:
@@ -197,25 +196,25 @@ class _TokenizerAdapter:
         only the first token of this tokenisation."""
         data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED_BYTES]
         with suppress(Exception):
-            found = self._encode(data.decode())
-            if b"".join(self._token_bytes[i] for i in found) == data:
-                return found
+            token_ids = self._encode(data.decode())
+            if b"".join(self._token_bytes[i] for i in token_ids) == data:
+                return token_ids
         # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
         # special token, or the tokenizer puts a space before every text.
         return self._tokenise_longest_first(data)
 
     def _tokenise_longest_first(self, data: bytes) -> list[int]:
-        found, start = [], 0
+        token_ids, start = [], 0
         while start < len(data):
             for end in range(min(start + self._max_token_bytes, len(data)), start, -1):
                 token_id = self._id_by_bytes.get(data[start:end])
                 if token_id is not None:
-                    found.append(token_id)
+                    token_ids.append(token_id)
                     break
             else:
                 break  # No token of the vocabulary begins the rest of the text.
             start = end
-        return found
+        return token_ids
 
 
 def _grammar_to_lark(text: str) -> str:
@@ -247,7 +246,7 @@ def _choices_regex(choices: list[str], depth: int = 0) -> str:
         group = choices[first:end]
         pairs = enumerate(zip(group[0], group[-1], strict=False))
         shared = next((i for i, (a, b) in pairs if a != b), len(group[0]))
-        head, tails = _escape_regex(group[0][:shared]), [one[shared:] for one in group]
+        head, tails = _escape_regex(group[0][:shared]), [choice[shared:] for choice in group]
         if len(group) > 1 and depth < _MAX_PREFIX_DEPTH and shared:
             parts.append(f"{head}({_choices_regex(tails, depth + 1)})")
         else:

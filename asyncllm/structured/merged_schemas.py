@@ -28,10 +28,10 @@ MAX_REMAINDERS = 16_384
 """Maximum number of remainders over all ``multipleOf`` of a schema: they take 50 ms and 8 MB."""
 
 MAX_APPLIED_SCHEMAS = 200_000
-"""Maximum number of values that are examined and of schemas that apply to them, counted each time:
-0.5 s."""
+"""Maximum number of examined values plus the schemas that apply to them, repetitions included. As
+many take 0.5 s."""
 
-MAX_EXPANDED = 4096
+MAX_EXPANDED_SCHEMAS = 4096
 """Maximum number of schemas of one value when each reference is replaced by its target, as
 llguidance does: 30 levels of two equal references have a billion."""
 
@@ -40,8 +40,8 @@ MAX_PROPERTIES = 3000
 0.4 s for 3,000."""
 
 MAX_PATTERN_WORK = 100_000
-"""Maximum work to compare the ``patternProperties`` of the objects of a form: the characters of
-each two patterns, and PATTERN_COST for each of the two. As much takes up to 0.6 s."""
+"""Maximum work to compare the ``patternProperties`` of objects, over all schemas. A comparison of
+two patterns counts their characters and twice PATTERN_COST. As much takes up to 0.6 s."""
 
 PATTERN_COST = 32
 
@@ -52,7 +52,7 @@ def refuse_large_merges(*roots: Any) -> None:
     """Raise GrammarError if llguidance could take very long to merge schemas of one value.
 
     Args:
-        roots: all schemas of one form, whose work is counted together.
+        roots: all schemas of one specification, whose work is counted together.
     """
     try:
         merges = _MergeChecker()
@@ -73,9 +73,10 @@ class _MergeChecker:
     def examine_root(self, root: Any) -> None:
         self._root = root
         for schema in subschemas(root):
-            if self.num_expanded(schema) > MAX_EXPANDED:
+            if self.num_expanded(schema) > MAX_EXPANDED_SCHEMAS:
                 raise GrammarError(
-                    f"more than {MAX_EXPANDED} schemas apply to one value or are its alternatives"
+                    f"more than {MAX_EXPANDED_SCHEMAS} schemas apply to one value or are its "
+                    "alternatives"
                 )
             types = schema.get("type")
             if isinstance(types, list) and len(types) > len(set(map(str, types))):
@@ -92,10 +93,10 @@ class _MergeChecker:
         if size is None:
             self._sizes[id(schema)] = 1  # A schema's reference to itself adds nothing.
             parts = [
-                one
+                part
                 for keyword in ("allOf", "anyOf", "oneOf")
-                if isinstance(found := schema.get(keyword), list)
-                for one in found
+                if isinstance(members := schema.get(keyword), list)
+                for part in members
             ]
             size = self._sizes[id(schema)] = 1 + sum(
                 map(self.num_expanded, [*parts, *self._target(schema)])
@@ -109,11 +110,11 @@ class _MergeChecker:
                 return [resolve(pointer, self._root)]
         return []
 
-    def examine_value(self, schemas: list[Any], known: frozenset[int] = frozenset()) -> int:
+    def examine_value(self, schemas: list[Any], expanded: frozenset[int] = frozenset()) -> int:
         """Check schemas that apply to one value, then those of its items and properties.
 
         Args:
-            known: ids of the ``anyOf`` and ``oneOf`` lists that are expanded already.
+            expanded: ids of the ``anyOf`` and ``oneOf`` lists that are expanded already.
 
         Returns:
             The work to compare ``patternProperties``; 0 for one schema that is examined already,
@@ -123,32 +124,34 @@ class _MergeChecker:
         self._num_applied_schemas += 1 + num_merged
         if self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
             raise GrammarError("too many combinations of schemas apply to one value")
-        key = frozenset(map(id, applied)), known
+        key = frozenset(map(id, applied)), expanded
         if key in self._pattern_work:
-            is_merged = sum(isinstance(one, Mapping) for one in schemas) > 1
+            is_merged = sum(isinstance(part, Mapping) for part in schemas) > 1
             return self._pattern_work[key] if is_merged else 0
         self._pattern_work[key] = 0
         alternative_lists = [
             choices
             for schema in applied
             for keyword in ("anyOf", "oneOf")
-            if isinstance(choices := schema.get(keyword), list) and id(choices) not in known
+            if isinstance(choices := schema.get(keyword), list) and id(choices) not in expanded
         ]
         self._check_patterns(applied, alternative_lists)
         if (count := len(_names(applied, "properties"))) > MAX_PROPERTIES:
             raise GrammarError(
                 f"an object has {count} properties, expected at most {MAX_PROPERTIES}"
             )
-        work = _pattern_work(applied)
-        work *= num_merged + sum(_num_constants(schema) for schema in applied)
+        # llguidance merges each constant with the keywords beside it.
+        constants = (schema.get("enum") for schema in applied)
+        num_constants = sum(len(values) for values in constants if isinstance(values, list))
+        work = _pattern_work(applied) * (num_merged + num_constants)
         repeats = num_merged - len(applied) + 1
         work += repeats * sum(self.examine_value(group) for group in _child_groups(applied))
-        known |= set(map(id, alternative_lists))
+        expanded |= set(map(id, alternative_lists))
         num_combinations = math.prod(max(1, len(choices)) for choices in alternative_lists)
         for choices in alternative_lists:
             for choice in choices:
-                found = self.examine_value([*schemas, choice], known)
-                work += found * (num_combinations // len(choices))
+                choice_work = self.examine_value([*schemas, choice], expanded)
+                work += choice_work * (num_combinations // len(choices))
         self._check_pattern_work(work)
         self._pattern_work[key] = work
         return work
@@ -163,7 +166,7 @@ class _MergeChecker:
     def _included_schemas(self, schemas: Iterable[Any]) -> tuple[list[Schema], int]:
         """Schemas that apply to the value: ``schemas``, and those that they include by ``allOf``
         and ``$ref``; and how many they are if one that is included again counts again."""
-        found: dict[int, Schema] = {}
+        by_id: dict[int, Schema] = {}
         pending = list(schemas)
         count = 0
         while pending:
@@ -171,13 +174,13 @@ class _MergeChecker:
             if not isinstance(schema, Mapping):
                 continue
             count += 1
-            if id(schema) in found:
+            if id(schema) in by_id:
                 continue
-            found[id(schema)] = schema
+            by_id[id(schema)] = schema
             if isinstance(included := schema.get("allOf"), list):
                 pending += included
             pending += self._target(schema)
-        return list(found.values()), count
+        return list(by_id.values()), count
 
     def _num_patterns(self, schema: Any) -> int:
         return len(_patterns(self._included_schemas([schema])[0]))
@@ -192,9 +195,9 @@ class _MergeChecker:
                 f"{count} patterns and formats apply to one value, expected at most {MAX_PATTERNS}"
             )
         multiples = frozenset(
-            Fraction(Decimal(repr(one)))
-            for one in (schema.get("multipleOf") for schema in applied)
-            if isinstance(one, int | float) and one > 0
+            Fraction(Decimal(repr(number)))
+            for number in (schema.get("multipleOf") for schema in applied)
+            if isinstance(number, int | float) and number > 0
         )
         if multiples in self._multiples:
             return
@@ -212,43 +215,38 @@ def _child_groups(applied: list[Schema]) -> Iterable[list[Any]]:
     by_name: dict[str, list[Any]] = {}
     for schema in applied:
         for keyword in ("properties", "patternProperties"):
-            if isinstance(found := schema.get(keyword), Mapping):
-                for name, one in found.items():
-                    by_name.setdefault(name, []).append(one)
-    others = [
+            if isinstance(values := schema.get(keyword), Mapping):
+                for name, item in values.items():
+                    by_name.setdefault(name, []).append(item)
+    additional = [
         schema["additionalProperties"] for schema in applied if "additionalProperties" in schema
     ]
     for group in by_name.values():
-        yield group + others
-    yield others
+        yield group + additional
+    yield additional
     for keyword in ("items", "prefixItems", "additionalItems"):
-        found = [schema[keyword] for schema in applied if keyword in schema]
-        yield [one for part in found for one in (part if isinstance(part, list) else [part])]
+        values = [schema[keyword] for schema in applied if keyword in schema]
+        yield [item for part in values for item in (part if isinstance(part, list) else [part])]
 
 
 def _names(applied: list[Schema], keyword: str) -> set[str]:
     maps = (schema.get(keyword) for schema in applied)
-    return {name for one in maps if isinstance(one, Mapping) for name in one}
+    return {name for by_name in maps if isinstance(by_name, Mapping) for name in by_name}
 
 
 def _pattern_work(applied: list[Schema]) -> int:
-    """Work to compare each two ``patternProperties`` of the value."""
+    """Work to compare all pairs of a value's ``patternProperties``."""
     names = _names(applied, "patternProperties")
     return max(0, len(names) - 1) * sum(len(name) + PATTERN_COST for name in names)
 
 
-def _num_constants(schema: Schema) -> int:
-    """Number of constants, each of which llguidance merges with the keywords beside it."""
-    return len(found) if isinstance(found := schema.get("enum"), list) else 0
-
-
 def _patterns(applied: list[Schema]) -> set[tuple[str, str]]:
     names = ("pattern", "format")
-    return {(name, str(one[name])) for one in applied for name in names if name in one}
+    return {(name, str(schema[name])) for schema in applied for name in names if name in schema}
 
 
 def _num_remainders(multiples: frozenset[Fraction]) -> int:
     """Number of remainders that an automaton has to distinguish to check divisibility by all
     ``multiples``."""
-    unit = math.lcm(*(one.denominator for one in multiples))
-    return math.lcm(*(int(one * unit) for one in multiples)) if multiples else 0
+    unit = math.lcm(*(number.denominator for number in multiples))
+    return math.lcm(*(int(number * unit) for number in multiples)) if multiples else 0

@@ -21,8 +21,8 @@ def parse_output(text: str, finish_reason: str | None, kind: Any = None) -> Any:
     except InvalidRequestError:
         raise
     except (ValueError, RecursionError) as error:
-        cut = finish_reason in ("length", "abort")
-        what = f"was cut off ({finish_reason})" if cut else "cannot be parsed"
+        is_cut_off = finish_reason in ("length", "abort")
+        what = f"was cut off ({finish_reason})" if is_cut_off else "cannot be parsed"
         raise InvalidOutputError(
             f"the output {what} after {len(text)} characters: {error}",
             text=text,

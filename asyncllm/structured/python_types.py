@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.json_tree import walk_json
 
 
 def is_schema_type(value: Any) -> bool:
@@ -52,15 +53,10 @@ def schema_of(kind: type, name: str) -> dict[str, Any]:
 def forbid_additional_properties(schema: dict[str, Any]) -> dict[str, Any]:
     """Set ``additionalProperties`` to False, in place, in objects that have ``properties`` and do
     not set it."""
-    pending: list[Any] = [schema]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            if item.get("type") == "object" and isinstance(item.get("properties"), dict):
-                item.setdefault("additionalProperties", False)
-            pending += item.values()
-        elif isinstance(item, list):
-            pending += item
+    for item, _ in walk_json(schema):
+        is_object = isinstance(item, dict) and item.get("type") == "object"
+        if is_object and isinstance(item.get("properties"), dict):
+            item.setdefault("additionalProperties", False)
     return schema
 
 
@@ -85,6 +81,19 @@ def from_json(kind: Any, text: str, name: str) -> Any:
         raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
 
 
+def typed_dict_fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Type hints of a TypedDict's fields by name, each with whether the field is required."""
+    fields: dict[str, tuple[Any, bool]] = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        is_required = name in kind.__required_keys__
+        if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
+            # With string annotations, ``__required_keys__`` is wrong.
+            is_required = typing.get_origin(hint) is typing.Required
+            (hint,) = typing.get_args(hint)
+        fields[name] = hint, is_required
+    return fields
+
+
 def _make_adapter(kind: Any, name: str) -> Any:
     try:
         pydantic = importlib.import_module("pydantic")
@@ -107,13 +116,9 @@ def _with_known_typed_dicts(kind: Any) -> Any:
     if typing.is_typeddict(kind) and type(kind).__module__ == "typing":
         extensions = importlib.import_module("typing_extensions")
         fields = {}
-        for key, hint in typing.get_type_hints(kind, include_extras=True).items():
-            required = key in kind.__required_keys__
-            if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
-                # With string annotations, ``__required_keys__`` is wrong.
-                required = typing.get_origin(hint) is typing.Required
-            hint = _with_known_typed_dicts(hint)
-            fields[key] = (extensions.Required if required else extensions.NotRequired)[hint]
+        for name, (hint, is_required) in typed_dict_fields(kind).items():
+            marker = extensions.Required if is_required else extensions.NotRequired
+            fields[name] = marker[_with_known_typed_dicts(hint)]
         return extensions.TypedDict(kind.__name__, fields)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is None or origin is typing.Literal or not args:

@@ -23,16 +23,16 @@ def resolve(pointer: str, root: Any) -> Any:
     Raises:
         LookupError: if the pointer refers to no value.
     """
-    found = root
+    value = root
     for part in pointer.split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found[part]
-        elif isinstance(found, (list, tuple)) and part.isdecimal() and len(part) < 10:
-            found = found[int(part)]
+        if isinstance(value, Mapping):
+            value = value[part]
+        elif isinstance(value, (list, tuple)) and part.isdecimal() and len(part) < 10:
+            value = value[int(part)]
         else:
             raise LookupError(pointer)
-    return found
+    return value
 
 
 def refuse_infinite_references(root: Any) -> None:
@@ -52,12 +52,12 @@ def refuse_infinite_references(root: Any) -> None:
         pointer = pending.pop()
         if pointer in finite:
             continue
-        missing: list[str] = []
-        if _has_finite_value(targets[pointer], finite, targets, missing):
+        needed: list[str] = []
+        if _has_finite_value(targets[pointer], finite, targets, needed):
             finite.add(pointer)
             pending += waiting.pop(pointer, ())
-        for one in missing:
-            waiting[one].append(pointer)
+        for needed_pointer in needed:
+            waiting[needed_pointer].append(pointer)
     for pointer in targets:
         if pointer not in finite:
             raise GrammarError(
@@ -91,56 +91,59 @@ def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_finite_value(
-    schema: Any, finite: set[str], known: Mapping[str, Any], missing: list[str]
+    schema: Any, finite: set[str], targets: Mapping[str, Any], needed: list[str]
 ) -> bool:
     """Whether a schema has a finite value.
 
     Args:
         finite: references that are known to have a finite value.
-        known: target of every reference.
-        missing: list that receives the needed references not known to have a finite value.
+        targets: target of every reference.
+        needed: list that receives the needed references not known to have a finite value.
     """
 
-    def is_finite(one: Any) -> bool:
-        return _has_finite_value(one, finite, known, missing)
+    def is_finite(subschema: Any) -> bool:
+        return _has_finite_value(subschema, finite, targets, needed)
 
     if not isinstance(schema, Mapping):
         return True
     pointer = schema.get("$ref")
-    if isinstance(pointer, str) and pointer in known and pointer not in finite:
-        missing.append(pointer)
+    if isinstance(pointer, str) and pointer in targets and pointer not in finite:
+        needed.append(pointer)
         return False
     if "enum" in schema or "const" in schema:
         return True
-    for keyword, among in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        given = schema.get(keyword)
-        if isinstance(given, list) and given and not among(map(is_finite, given)):
+    for keyword, quantifier in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        parts = schema.get(keyword)
+        if isinstance(parts, list) and parts and not quantifier(map(is_finite, parts)):
             return False
     kinds = schema.get("type", "null")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    needed = {"object": _needed_properties, "array": _needed_items}
+    children = {"object": _needed_properties, "array": _needed_items}
     return any(
-        kind not in _CONTAINER_TYPES or all(map(is_finite, needed[kind](schema))) for kind in kinds
+        kind not in _CONTAINER_TYPES or all(map(is_finite, children[kind](schema)))
+        for kind in kinds
     )
 
 
 def _needed_properties(schema: Mapping[str, Any]) -> Iterator[Any]:
-    properties, others = schema.get("properties") or {}, schema.get("additionalProperties")
+    properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
     required = schema.get("required")
     if isinstance(required, list):
         for name in required:
-            given = isinstance(properties, Mapping) and isinstance(name, str) and name in properties
-            yield properties[name] if given else others
+            if isinstance(properties, Mapping) and isinstance(name, str) and name in properties:
+                yield properties[name]
+            else:
+                yield additional
     if not properties and isinstance(schema.get("minProperties"), int) and schema["minProperties"]:
-        yield others
+        yield additional
 
 
 def _needed_items(schema: Mapping[str, Any]) -> Iterator[Any]:
-    least, items = schema.get("minItems", 0), schema.get("items")
+    min_items, items = schema.get("minItems", 0), schema.get("items")
     first = schema.get("prefixItems", items if isinstance(items, list) else ())
     if isinstance(items, list):
         items = schema.get("additionalItems")
-    if isinstance(least, int) and isinstance(first, list | tuple):
-        yield from first[:least]
-        if least > len(first):
+    if isinstance(min_items, int) and isinstance(first, list | tuple):
+        yield from first[:min_items]
+        if min_items > len(first):
             yield items

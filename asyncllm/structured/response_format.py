@@ -29,11 +29,11 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
     if value is None:
         return None
     try:
-        found = parse_structured_outputs(_structured_outputs(value))
+        spec = parse_structured_outputs(_structured_outputs(value))
     except InvalidRequestError as error:
         error.param = _PARAM
         raise
-    return None if found is None else replace(found, param=_PARAM)
+    return None if spec is None else replace(spec, param=_PARAM)
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
@@ -44,19 +44,19 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return {"json": _check_schema(value)}
     if check.equal_json(kind, "structural_tag"):
         return {"structural_tag": dict(value)}
-    known = {"text": None, "json_object": {"json_object": True}}
-    if not isinstance(kind, str) or kind not in known or len(value) != 1:
+    by_type = {"text": None, "json_object": {"json_object": True}}
+    if not isinstance(kind, str) or kind not in by_type or len(value) != 1:
         raise check.invalid(_PARAM, value, _ACCEPTED_VALUES)
-    return known[kind]
+    return by_type[kind]
 
 
 def _check_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
     check.refuse_unknown(f"field of {_PARAM}", value, ("type", "json_schema"))
-    found: Any = value.get("json_schema")
-    if not isinstance(found, Mapping) or not isinstance(found.get("schema"), Mapping):
-        raise check.invalid(f"{_PARAM}.json_schema", found, 'a dict with a "name" and a "schema"')
-    known = ("name", "schema", "strict", "description")
-    check.refuse_unknown(f"field of {_PARAM}.json_schema", found, known)
-    check.string(f"{_PARAM}.json_schema.name", found.get("name"), optional=True)
-    check.boolean(f"{_PARAM}.json_schema.strict", found.get("strict"), optional=True)
-    return found["schema"]
+    field: Any = value.get("json_schema")
+    if not isinstance(field, Mapping) or not isinstance(field.get("schema"), Mapping):
+        raise check.invalid(f"{_PARAM}.json_schema", field, 'a dict with a "name" and a "schema"')
+    fields = ("name", "schema", "strict", "description")
+    check.refuse_unknown(f"field of {_PARAM}.json_schema", field, fields)
+    check.string(f"{_PARAM}.json_schema.name", field.get("name"), optional=True)
+    check.boolean(f"{_PARAM}.json_schema.strict", field.get("strict"), optional=True)
+    return field["schema"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.json_tree import walk_json
 from asyncllm.structured.python_types import is_schema_type, schema_of
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
@@ -23,7 +24,7 @@ MAX_REFERENCES = 512
 """Maximum number of references in a schema, and of rules and references in a grammar. llguidance
 follows a chain of them recursively: 2,500 overflow a stack of 8 MiB, which ends the process."""
 
-_RULE = re.compile(r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:")
+_RULE_START = re.compile(r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:")
 
 MAX_DEPTH = 48
 """Maximum nesting depth of a schema, which backends parse recursively."""
@@ -71,13 +72,13 @@ def _parse_mapping(value: Any) -> StructuredOutputs:
     if not isinstance(value, Mapping):
         raise check.invalid(_PARAM, value, _ACCEPTED_VALUES + ", or None")
     check.refuse_unknown(f"kind of {_PARAM}", value, KINDS)
-    given: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
-    if given.get("json_object") is False:
-        del given["json_object"]
-    if len(given) != 1:
+    by_kind: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
+    if by_kind.get("json_object") is False:
+        del by_kind["json_object"]
+    if len(by_kind) != 1:
         raise check.invalid(_PARAM, dict(value), _ACCEPTED_VALUES)
-    kind, found = next(iter(given.items()))
-    return StructuredOutputs(kind, _PARSERS[kind](found))
+    kind, kind_value = next(iter(by_kind.items()))
+    return StructuredOutputs(kind, _PARSERS[kind](kind_value))
 
 
 def _check_json(value: Any) -> str:
@@ -109,14 +110,14 @@ def _check_grammar(value: Any) -> str:
     name = f"{_PARAM}.grammar"
     text = _check_length(name, check.string(name, value), MAX_CHARACTERS)
     # A JSON escape within a rule may hide a reference.
-    return _check_references(name, text, len(_RULE.findall(text)) + text.count("\\u00"))
+    return _check_references(name, text, len(_RULE_START.findall(text)) + text.count("\\u00"))
 
 
 def _check_choice(value: Any) -> str:
     name = f"{_PARAM}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.items(name, value, accepted, MAX_CHOICES)
-    choices = [check.string(name, one) for one in choices]
+    choices = [check.string(name, choice) for choice in choices]
     if not choices or len(set(choices)) != len(choices):
         raise check.invalid(name, value, accepted)
     return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
@@ -160,7 +161,7 @@ def _parse_json(name: str, text: str) -> Any:
 
 def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
-    for count, (item, depth) in enumerate(_walk_items(value)):
+    for count, (item, depth) in enumerate(walk_json(value)):
         if depth > MAX_DEPTH:
             raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
         if count > MAX_CHARACTERS:
@@ -183,18 +184,6 @@ def _check_references(name: str, text: str, num_rules: int = 0) -> str:
             name, text, f"at most {MAX_REFERENCES} references and rules, not {count}"
         )
     return text
-
-
-def _walk_items(value: Any) -> Iterator[tuple[Any, int]]:
-    """Iterate over nested items with their depths; without end if an object contains itself."""
-    pending = [(value, 1)]
-    while pending:
-        item, depth = pending.pop()
-        yield item, depth
-        if isinstance(item, Mapping):
-            pending += [(one, depth + 1) for one in item.values()]
-        elif isinstance(item, (list, tuple)):
-            pending += [(one, depth + 1) for one in item]
 
 
 def _mapping_to_dict(value: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from asyncllm.structured.grammar import MAX_WHITESPACE, WHITESPACE, GrammarError
+from asyncllm.structured.grammar import WHITESPACE_PATTERN, GrammarError
 from asyncllm.structured.parser_limits import refuse_unsupported_by_llguidance
 
 MAX_RULES = 4096
@@ -30,7 +30,7 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
         GrammarError: for an unsupported format.
     """
     refuse_unsupported_by_llguidance(*schemas_in_tag(tag))
-    lark = _Lark(special_tokens)
+    lark = _LarkBuilder(special_tokens)
     form = convert_to_format(tag)["format"]
     if _require_field(form, "type", str) == "triggered_tags":
         start = lark.triggered_tags(form)
@@ -39,7 +39,7 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
     return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *lark.rules, ""])
 
 
-class _Lark:
+class _LarkBuilder:
     """Builder of a Lark grammar's rules."""
 
     def __init__(self, special_tokens: Mapping[int, str]) -> None:
@@ -69,7 +69,8 @@ class _Lark:
             return self.add_rule(self._tag_body(form, _require_field(form, "begin", str)))
         if kind == "tags_with_separator":
             return self.add_rule(self._with_separator(form))
-        raise GrammarError(f"{_describe_format(form)} {_NEEDS_XGRAMMAR}")
+        style = f" in the style {form['style']!r}" if "style" in form else ""
+        raise GrammarError(f"the format {kind!r}{style} {_NEEDS_XGRAMMAR}")
 
     def _tag_body(self, form: Any, begin: str) -> str:
         content, end = self.add_expression(form.get("content")), _require_field(form, "end", str)
@@ -113,11 +114,6 @@ class _Lark:
         return f"({' | '.join(tags)})* {self.add_rule('TEXT')}"
 
 
-def _describe_format(form: dict[str, Any]) -> str:
-    style = f" in the style {form['style']!r}" if "style" in form else ""
-    return f"the format {form['type']!r}{style}"
-
-
 def _require_field(form: Any, name: str, kind: type) -> Any:
     value = form.get(name) if isinstance(form, dict) else None
     if not isinstance(value, kind):
@@ -128,7 +124,7 @@ def _require_field(form: Any, name: str, kind: type) -> Any:
 def _json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema is True else {"not": {}}
-    options = {"whitespace_pattern": f"{WHITESPACE}{{0,{MAX_WHITESPACE}}}"}
+    options = {"whitespace_pattern": WHITESPACE_PATTERN}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 
@@ -137,9 +133,9 @@ def convert_to_format(tag: dict[str, Any]) -> dict[str, Any]:
     if "format" in tag:
         return tag
     tags = []
-    for one in _require_field(tag, "structures", list):
-        content = {"type": "json_schema", "json_schema": _require_field(one, "schema", dict)}
-        tags.append({"type": "tag", **one, "content": content})
+    for structure in _require_field(tag, "structures", list):
+        content = {"type": "json_schema", "json_schema": _require_field(structure, "schema", dict)}
+        tags.append({"type": "tag", **structure, "content": content})
     form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
     return {"type": "structural_tag", "format": form}
 

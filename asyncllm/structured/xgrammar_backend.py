@@ -25,10 +25,12 @@ MAX_FREE_TEXT_SPANS = 4
 """Maximum number of ``any_text`` parts in a structural tag. With more, the tag may be ambiguous."""
 
 MAX_WORK = 2000
-"""Maximum work to compile a form, by ``estimate_work``. As much takes up to 2.5 s with a vocabulary
-of 2,000 tokens, and longer with a larger one."""
+"""Maximum sum of ``estimate_work`` over the schemas of a specification. As much takes up to 2.5 s
+with a vocabulary of 2,000 tokens, and longer with a larger one."""
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_REPETITION = '"(?:tags_with_separator|optional|plus|star|repeat)"'
+
+_NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 class XGrammarBackend:
@@ -54,12 +56,8 @@ class XGrammarBackend:
         refuse_ambiguous(spec)
         try:
             compiled = self._compile_spec(spec)
-        except (
-            AttributeError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # xgrammar's own errors are RuntimeErrors.
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            # xgrammar's own errors are RuntimeErrors.
             raise GrammarError(_shorten_message(error)) from None
 
         def new_matcher() -> XGrammarMatcher:
@@ -78,7 +76,7 @@ class XGrammarBackend:
                     text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                 )
             case "choice":
-                choices = " | ".join(json.dumps(one) for one in json.loads(text))
+                choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
                 tag = json.loads(text)
@@ -126,26 +124,26 @@ class XGrammarMatcher:
 
 
 def refuse_ambiguous(spec: StructuredOutputs) -> None:
-    """Raise GrammarError for a caller's own rules, and for other forms that may be ambiguous."""
+    """Raise GrammarError for a specification whose grammar may be ambiguous."""
     if spec.kind == "structural_tag":
-        rules = len(re.findall('"(?:regex|grammar)"', spec.text))
-        repeated = len(re.findall('"(?:tags_with_separator|optional|plus|star|repeat)"', spec.text))
-        texts = spec.text.count('"any_text"')
-        refused = rules > 0 or repeated > 1 or texts > MAX_FREE_TEXT_SPANS
+        num_rules = len(re.findall('"(?:regex|grammar)"', spec.text))
+        num_repetitions = len(re.findall(_REPETITION, spec.text))
+        num_free_texts = spec.text.count('"any_text"')
+        is_refused = num_rules > 0 or num_repetitions > 1 or num_free_texts > MAX_FREE_TEXT_SPANS
         what = (
             f"a rule, two repetitions or {MAX_FREE_TEXT_SPANS + 1} free texts in a structural tag"
         )
     else:
-        refused, what = spec.kind in ("regex", "grammar"), f"the kind {spec.kind!r}"
-    if refused:
+        is_refused, what = spec.kind in ("regex", "grammar"), f"the kind {spec.kind!r}"
+    if is_refused:
         raise GrammarError(
             f"xgrammar has no limit of work for {what}, expected the llguidance backend"
         )
 
 
 def _check_schemas(schemas: list[Any]) -> None:
-    """Raise GrammarError for the schemas of a form that xgrammar would partly ignore, or whose
-    compilation takes too much work."""
+    """Raise GrammarError for schemas that xgrammar would partly ignore, or that take too much
+    work to compile."""
     for schema in schemas:
         refuse_ignored_by_xgrammar(schema)
     work = sum(map(estimate_work, schemas))
@@ -163,10 +161,10 @@ def estimate_work(schema: Any) -> int:
     its properties, and longer if others may follow them.
     """
     work = 0
-    for one in subschemas(schema):
-        num_properties = len(found) if isinstance(found := one.get("properties"), Mapping) else 0
-        is_closed = one.get("additionalProperties") is False
-        work += 2 + 2 * sum(keyword in one for keyword in _BOUNDS)
+    for part in subschemas(schema):
+        num_properties = len(names) if isinstance(names := part.get("properties"), Mapping) else 0
+        is_closed = part.get("additionalProperties") is False
+        work += 2 + 2 * sum(keyword in part for keyword in _NUMBER_BOUNDS)
         work += num_properties**2 // (160 if is_closed else 40)
     return work
 

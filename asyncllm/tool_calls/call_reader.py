@@ -68,11 +68,11 @@ class RegionCallReader:
         if self._scanner is None:
             self._region_texts.append(text)
             return None
-        before, found, rest = self._scanner.feed(text, last)
+        before, delimiter, rest = self._scanner.feed(text, last)
         self._region_texts.append(before)
-        if found is None:
+        if delimiter is None:
             return None
-        self._region_texts.append(found.text)
+        self._region_texts.append(delimiter.text)
         self._parse_region()
         return rest
 

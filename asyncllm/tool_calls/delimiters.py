@@ -35,16 +35,16 @@ class Delimiters:
 
         self.patterns: list[tuple[str, Any, bool]] = []
         starters: set[str] | None = set()
-        for name, given in patterns:
-            if isinstance(given, list):
-                literal = not any(a != b and a.startswith(b) for a in given for b in given)
-                source = "|".join(map(regex.escape, sorted(given, key=len, reverse=True)))
+        for name, pattern in patterns:
+            if isinstance(pattern, list):
+                literal = not any(a != b and a.startswith(b) for a in pattern for b in pattern)
+                source = "|".join(map(regex.escape, sorted(pattern, key=len, reverse=True)))
             else:
-                literal, source = False, given
+                literal, source = False, pattern
             compiled = regex.compile(source, regex.DOTALL)
             self.patterns.append((name, compiled, literal))
-            found = _starting_characters(compiled, source)
-            starters = None if starters is None or found is None else starters | found
+            characters = _starting_characters(compiled, source)
+            starters = None if starters is None or characters is None else starters | characters
         self._starting_characters = None if starters is None else frozenset(starters)
 
     def may_begin_in(self, text: str) -> bool:
@@ -78,11 +78,9 @@ def _starting_characters(pattern: Any, source: str) -> set[str] | None:
         match = pattern.match(character, partial=True)
         return match is not None and (match.partial or match.end() > 0)
 
-    return (
-        None
-        if can_begin_with(_PRIVATE_CHARACTER)
-        else {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
-    )
+    if can_begin_with(_PRIVATE_CHARACTER):
+        return None
+    return {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:
@@ -126,19 +124,19 @@ class DelimiterScanner:
         buffer, self._held_text = self._held_text + text, ""
         position = 0
         while True:
-            best, hold = self._scan(buffer, position, last)
+            best, hold_from = self._scan(buffer, position, last)
             if best is not None and len(best[1][0]) > MAX_DELIMITER_LENGTH:
                 position = best[1].start() + 1
             elif best is not None:
                 name, match = best
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
-                found = DelimiterMatch(name, match[0], captures)
-                return buffer[: match.start()], found, buffer[match.end() :]
-            elif len(buffer) - hold > MAX_DELIMITER_LENGTH:
-                position = hold + 1
+                delimiter = DelimiterMatch(name, match[0], captures)
+                return buffer[: match.start()], delimiter, buffer[match.end() :]
+            elif len(buffer) - hold_from > MAX_DELIMITER_LENGTH:
+                position = hold_from + 1
             else:
-                self._held_text = buffer[hold:]
-                return buffer[:hold], None, ""
+                self._held_text = buffer[hold_from:]
+                return buffer[:hold_from], None, ""
 
     def _scan(self, buffer: str, position: int, last: bool) -> tuple[tuple[str, Any] | None, int]:
         """Search ``buffer`` from ``position`` on.
@@ -148,18 +146,18 @@ class DelimiterScanner:
             position of the first text that may become one.
         """
         best: tuple[str, Any] | None = None
-        hold = end = len(buffer)
+        hold_from = end = len(buffer)
         for name, pattern, literal in self._delimiters.patterns:
             match = pattern.search(buffer, position, partial=not last)
             if match is None:
                 continue
             if not last and (match.partial or (match.end() == end and not literal)):
-                hold = min(hold, match.start())
+                hold_from = min(hold_from, match.start())
             elif best is None or _match_rank(match) < _match_rank(best[1]):
                 best = (name, match)
-        if best is not None and best[1].start() >= hold:
+        if best is not None and best[1].start() >= hold_from:
             best = None
-        return best, hold
+        return best, hold_from
 
 
 def _match_rank(match: Any) -> tuple[int, int]:

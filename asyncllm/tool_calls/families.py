@@ -40,35 +40,44 @@ class CallForm:
     restart_text: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Base of ToolFamily and ReasoningFamily.
+
+    Attributes:
+        markers: lists of texts. The family matches if the model's chat template contains all texts
+            of one list; the first family of a table that matches is the model's.
+        excluded_markers: texts of similar, unsupported formats. If the chat template contains one
+            of them, the family does not match.
+        ignored_pattern: pattern of output that is neither text, reasoning nor a call, such as the
+            end of a list of calls.
+        prompt_end: literal text that belongs to the answer if the prompt ends with it.
+    """
+
+    markers: tuple[tuple[str, ...], ...] = ()
+    excluded_markers: tuple[str, ...] = ()
+    ignored_pattern: str | None = None
+    prompt_end: str = ""
+
+
 @dataclass(frozen=True, slots=True)
-class ToolFamily:
+class ToolFamily(Family):
     """Format of a model family's tool calls.
 
     Attributes:
         calls: field ``tool_calls`` of a response template, to parse calls.
         form: syntax of calls in a grammar; None if unknown.
-        markers: lists of texts. The family matches if the model's chat template contains all texts
-            of one list; the first family in TOOL_FAMILIES that matches is the model's.
-        excluded_markers: texts of similar, unsupported formats. If the chat template contains one
-            of them, the family does not match.
-        ignored_pattern: pattern of output that is neither text nor a call, such as the end of a
-            list of calls.
         arguments_as_text: the chat template expects the arguments of past calls as JSON text, not
             as a dict.
-        prompt_end: literal text that belongs to the answer if the prompt ends with it.
     """
 
     calls: Mapping[str, Any]
     form: CallForm | None
-    markers: tuple[tuple[str, ...], ...]
-    excluded_markers: tuple[str, ...] = ()
-    ignored_pattern: str | None = None
     arguments_as_text: bool = False
-    prompt_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFamily:
+class ReasoningFamily(Family):
     """Format of a model family's reasoning.
 
     Attributes:
@@ -76,16 +85,11 @@ class ReasoningFamily:
         begin, end: texts at whose token ids reasoning begins and ends for the engine, which applies
             no grammar in between.
         end_before_call: text that ends reasoning if a call must follow; empty if ``end`` does.
-        markers, excluded_markers, ignored_pattern, prompt_end: as for ``ToolFamily``.
     """
 
     thoughts: Mapping[str, Any]
     begin: str
     end: str
-    markers: tuple[tuple[str, ...], ...]
-    excluded_markers: tuple[str, ...] = ()
-    ignored_pattern: str | None = None
-    prompt_end: str = ""
     end_before_call: str = ""
 
 
@@ -95,6 +99,7 @@ def _call_transform(name: str, arguments: str) -> dict[str, Any]:
 
 _WHOLE_CALL = {"type": "function", "function": "{content}"}
 _NAMED_CALL = _call_transform("{name}", "{content}")
+_NAMED_JSON_CALLS = {"repeats": True, "content": "json", "transform": _NAMED_CALL}
 
 # In Harmony, a message has a header, with its channel and recipient, and a body.
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
@@ -108,6 +113,34 @@ _HARMONY_IGNORED = (
     rf"{_HARMONY_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
+
+
+def _deepseek_family(
+    header: str, header_pattern: str, close: str, separator: str = "", *markers: str
+) -> ToolFamily:
+    """Tool family of a version of DeepSeek.
+
+    Args:
+        header: text between the beginning of a call and its arguments, with NAME for the name.
+        header_pattern: pattern of such a text, with the group "name".
+        close: text after the arguments.
+        separator: text before ``close``, and between two calls.
+        markers: texts in the chat template that tell this version from later ones.
+    """
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    call_begin = "<｜tool▁call▁begin｜>"
+    return ToolFamily(
+        calls={
+            "open_pattern": rf"(?:{begin}\s*)?{call_begin}{header_pattern}",
+            "close": close,
+            **_NAMED_JSON_CALLS,
+        },
+        form=CallForm(call_begin + header, separator + close, separator, begin, end, begin),
+        markers=((begin, *markers),),
+        ignored_pattern=end,
+        arguments_as_text=True,
+    )
+
 
 TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "qwen3_coder": ToolFamily(
@@ -151,9 +184,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "mistral_v11": ToolFamily(
         calls={
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
+            **_NAMED_JSON_CALLS,
         },
         form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
@@ -170,55 +201,21 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         ),
         markers=(("[TOOL_CALLS]",),),
     ),
-    "deepseek_v3": ToolFamily(
-        calls={
-            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>function"
-            r"<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
-            "close": "```<｜tool▁call▁end｜>",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
-        },
-        form=CallForm(
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
-            "\n```<｜tool▁call▁end｜>",
-            "\n",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            trigger="<｜tool▁calls▁begin｜>",
-        ),
-        markers=(("<｜tool▁calls▁begin｜>", "```json"),),
-        ignored_pattern="<｜tool▁calls▁end｜>",
-        arguments_as_text=True,
+    "deepseek_v3": _deepseek_family(
+        "function<｜tool▁sep｜>NAME\n```json\n",
+        r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+        "```<｜tool▁call▁end｜>",
+        "\n",
+        "```json",
     ),
-    "deepseek_v31": ToolFamily(
-        calls={
-            "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
-            r"(?P<name>[^<\n]+)<｜tool▁sep｜>",
-            "close": "<｜tool▁call▁end｜>",
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
-        },
-        form=CallForm(
-            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            "",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            trigger="<｜tool▁calls▁begin｜>",
-        ),
-        markers=(("<｜tool▁calls▁begin｜>",),),
-        ignored_pattern="<｜tool▁calls▁end｜>",
-        arguments_as_text=True,
+    "deepseek_v31": _deepseek_family(
+        "NAME<｜tool▁sep｜>", r"(?P<name>[^<\n]+)<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     ),
     "gpt_oss": ToolFamily(
         calls={
             "open_pattern": _HARMONY_CALL,
             "close": ["<|call|>", "<|end|>"],
-            "repeats": True,
-            "content": "json",
-            "transform": _NAMED_CALL,
+            **_NAMED_JSON_CALLS,
         },
         form=CallForm(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
@@ -246,7 +243,7 @@ _THINK_TAGS = ReasoningFamily(
     {"open": "<think>", "close": "</think>"},
     "<think>",
     "</think>",
-    (("<think>",), ("</think>",)),
+    markers=(("<think>",), ("</think>",)),
     prompt_end="<think>",
 )
 
@@ -257,7 +254,7 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         {"open": "[THINK]", "close": "[/THINK]"},
         "[THINK]",
         "[/THINK]",
-        (("[THINK]",),),
+        markers=(("[THINK]",),),
         prompt_end="[THINK]",
     ),
     "gpt_oss": ReasoningFamily(
@@ -267,7 +264,7 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
         },
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
-        (("<|channel|>", "analysis", "<|message|>"),),
+        markers=(("<|channel|>", "analysis", "<|message|>"),),
         ignored_pattern=_HARMONY_IGNORED,
         prompt_end="<|start|>assistant",
         end_before_call="<|end|>",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.python_types import typed_dict_fields
 from asyncllm.validation import explain
 
 _SCALAR_TYPES = {
@@ -32,10 +33,6 @@ _SECTION_HEADING = re.compile(
 _ARGUMENT = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _SPHINX_ARGUMENT = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
 _MAX_DEPTH = 32
-
-
-def is_function(tool: Any) -> bool:
-    return inspect.isroutine(tool)
 
 
 def is_model(tool: Any) -> bool:
@@ -108,14 +105,14 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
     required: list[str] = []
     definitions: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
-        at = f"{name}({parameter.name})"
+        where = f"{name}({parameter.name})"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise _UnsupportedTypeError(
-                f"{at} is passed by position or collects others, expected a name"
+                f"{where} is passed by position or collects others, expected a name"
             )
         if parameter.name not in hints:
-            raise _UnsupportedTypeError(f"{at} has no type hint, expected one")
-        schema = _schema_of(hints[parameter.name], at, definitions)
+            raise _UnsupportedTypeError(f"{where} has no type hint, expected one")
+        schema = _schema_of(hints[parameter.name], where, definitions)
         if parameter.name in arguments:
             schema = {**schema, "description": arguments[parameter.name]}
         if parameter.default is parameter.empty:
@@ -131,12 +128,14 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
     return _make_tool(name, description, parameters)
 
 
-def _schema_of(kind: Any, at: str, definitions: dict[str, Any], depth: int = 0) -> dict[str, Any]:
+def _schema_of(
+    kind: Any, where: str, definitions: dict[str, Any], depth: int = 0
+) -> dict[str, Any]:
     if depth > _MAX_DEPTH:
-        raise _UnsupportedTypeError(f"{at} has a type nested more than {_MAX_DEPTH} levels deep")
+        raise _UnsupportedTypeError(f"{where} has a type nested more than {_MAX_DEPTH} levels deep")
 
     def schema_of(inner: Any) -> dict[str, Any]:
-        return _schema_of(inner, at, definitions, depth + 1)
+        return _schema_of(inner, where, definitions, depth + 1)
 
     if kind is Any:
         return {}
@@ -147,20 +146,20 @@ def _schema_of(kind: Any, at: str, definitions: dict[str, Any], depth: int = 0) 
         texts = [extra for extra in arguments[1:] if isinstance(extra, str)]
         return schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
     if origin is typing.Literal:
-        return _enum_schema(arguments, at)
+        return _enum_schema(arguments, where)
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [schema_of(one) for one in arguments]}
+        return {"anyOf": [schema_of(argument) for argument in arguments]}
     container = origin or kind
     if not isinstance(container, type):
-        raise _UnsupportedTypeError(f"{at} is of {kind!r}, which has no JSON schema")
+        raise _UnsupportedTypeError(f"{where} is of {kind!r}, which has no JSON schema")
     if issubclass(container, enum.Enum):
-        return _enum_schema([member.value for member in container], at)
+        return _enum_schema([member.value for member in container], where)
     if is_model(container):
-        return _nested_model_schema(container, at, definitions)
+        return _nested_model_schema(container, where, definitions)
     if typing.is_typeddict(container) or dataclasses.is_dataclass(container):
         return _fields_schema(container, schema_of)
     if issubclass(container, tuple) and arguments and arguments[-1] is not Ellipsis:
-        items = [schema_of(one) for one in arguments]
+        items = [schema_of(argument) for argument in arguments]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
     if issubclass(container, Mapping):
         values = schema_of(arguments[1]) if arguments else {}
@@ -170,57 +169,41 @@ def _schema_of(kind: Any, at: str, definitions: dict[str, Any], depth: int = 0) 
         if arguments:
             array["items"] = schema_of(arguments[0])
         return array | ({"uniqueItems": True} if issubclass(container, Set) else {})
-    raise _UnsupportedTypeError(f"{at} is of {kind!r}, which has no JSON schema")
+    raise _UnsupportedTypeError(f"{where} is of {kind!r}, which has no JSON schema")
 
 
-def _enum_schema(values: Sequence[Any], at: str) -> dict[str, Any]:
+def _enum_schema(values: Sequence[Any], where: str) -> dict[str, Any]:
     kinds = {type(value) for value in values}
     if not kinds <= _SCALAR_TYPES.keys():
-        raise _UnsupportedTypeError(f"{at} has {list(values)!r:.80}, expected values of JSON")
+        raise _UnsupportedTypeError(f"{where} has {list(values)!r:.80}, expected values of JSON")
     schema: dict[str, Any] = {"enum": list(values)}
     return {"type": _SCALAR_TYPES[kinds.pop()], **schema} if len(kinds) == 1 else schema
 
 
-def _nested_model_schema(model: Any, at: str, definitions: dict[str, Any]) -> dict[str, Any]:
+def _nested_model_schema(model: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
     """Schema of a Pydantic model within a tool's schema. Its definitions are moved to
     ``definitions`` at the root, where its references point."""
     schema = model.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
-            raise _UnsupportedTypeError(f"{at} has a type {name!r} beside another of that name")
+            raise _UnsupportedTypeError(f"{where} has a type {name!r} beside another of that name")
     return schema
 
 
 def _fields_schema(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
     if typing.is_typeddict(kind):
-        # With string annotations, ``__required_keys__`` ignores NotRequired.
-        required = [
-            name
-            for name, hint in hints.items()
-            if name in kind.__required_keys__ and typing.get_origin(hint) is not typing.NotRequired
-        ]
-        hints = {name: _strip_required_marker(hint) for name, hint in hints.items()}
+        fields = typed_dict_fields(kind)
     else:
-        fields = [field for field in dataclasses.fields(kind) if field.init]
-        hints = {field.name: hints[field.name] for field in fields}
-        missing = dataclasses.MISSING
-        required = [
-            field.name
-            for field in fields
-            if field.default is missing and field.default_factory is missing
-        ]
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {name: schema_of(hint) for name, hint in hints.items()},
-    }
+        hints, missing = typing.get_type_hints(kind, include_extras=True), dataclasses.MISSING
+        fields = {
+            field.name: (hints[field.name], field.default is field.default_factory is missing)
+            for field in dataclasses.fields(kind)
+            if field.init
+        }
+    properties = {name: schema_of(hint) for name, (hint, _) in fields.items()}
+    required = [name for name, (_, is_required) in fields.items() if is_required]
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
     return schema | ({"required": required} if required else {})
-
-
-def _strip_required_marker(hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
-        return typing.get_args(hint)[0]
-    return hint
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -41,7 +41,10 @@ arguments, where only brackets are counted.
 
 
 class _NotACallError(Exception):
-    """Signal that the text is no call; the argument is the position at which this is certain."""
+    """Signal that the text is no call.
+
+    The argument is the position in the text from which on this is certain.
+    """
 
 
 class JsonSyntax(NamedTuple):
@@ -130,11 +133,8 @@ class JsonCallReader:
             if position == len(text):
                 break
             first = text[position]
-            if (
-                first in "{[,}]:"
-                if self._state == "other"
-                else first not in _TRANSITIONS[self._state]
-            ):
+            in_value = self._state == "other"
+            if first in "{[,}]:" if in_value else first not in _TRANSITIONS[self._state]:
                 raise _NotACallError(position)
             match = _TOKEN_PATTERN.match(text, position)
             end = len(text) if match is None else match.end()

@@ -77,8 +77,8 @@ class OutputParser:
         tools: schema of the parameters of each tool, by tool name.
         answer_begin: beginning of the answer that is already part of the prompt.
         one_call: treat everything after the first call as text.
-        text_is_free: calls and reasoning may follow text. False under a grammar that allows text
-            only as the answer; a delimiter in the text is then a part of it.
+        calls_may_follow_text: calls and reasoning may follow text. False under a grammar that
+            allows text only as the answer; a delimiter in the text is then a part of it.
 
     Attributes:
         calls: the complete calls.
@@ -91,19 +91,19 @@ class OutputParser:
         answer_begin: str,
         *,
         one_call: bool = False,
-        text_is_free: bool = True,
+        calls_may_follow_text: bool = True,
     ) -> None:
         self.calls: list[ToolCall] = []
-        self._thoughts_read: list[str] = []
+        self._reasoning_parts: list[str] = []
         self._new_text: list[str] = []
         self._new_reasoning: list[str] = []
         self._new_calls: list[ToolCallDelta] = []
         self._form = form
         self._tools = tools
         self._one_call = one_call
-        self._text_is_free = text_is_free
+        self._calls_may_follow_text = calls_may_follow_text
         self._content_text = TrimmedText(behind_delimiter=bool(answer_begin))
-        self._thoughts = TrimmedText(behind_delimiter=True)
+        self._reasoning_text = TrimmedText(behind_delimiter=True)
         self._scanner = DelimiterScanner(form.delimiters)
         self._reasoning_scanner: DelimiterScanner | None = None
         self._call_reader: CallReader | None = None
@@ -123,26 +123,22 @@ class OutputParser:
     @property
     def reasoning(self) -> str:
         """The reasoning parsed so far."""
-        return "".join(self._thoughts_read)
+        return "".join(self._reasoning_parts)
 
     def finish(self) -> None:
         """End the output: no more text will come."""
         self._parse_piece("", last=True)
-        self._add_reasoning(self._thoughts.finish())
+        self._add_reasoning(self._reasoning_text.finish())
         if rest := self._content_text.finish():
             self._new_text.append(rest)
 
     def take_increments(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         """Remove and return the new text, the new reasoning, and a fragment of each tool call."""
-        new = (
-            "".join(self._new_text),
-            "".join(self._new_reasoning),
-            _join_fragments(self._new_calls),
-        )
-        self._new_text.clear()
-        self._new_reasoning.clear()
-        self._new_calls.clear()
-        return new
+        text, reasoning = "".join(self._new_text), "".join(self._new_reasoning)
+        calls = _join_fragments(self._new_calls)
+        for parts in (self._new_text, self._new_reasoning, self._new_calls):
+            parts.clear()
+        return text, reasoning, calls
 
     def _parse_piece(self, text: str, last: bool) -> None:
         while True:
@@ -155,37 +151,37 @@ class OutputParser:
                     return
                 self._call_reader = None
             elif self._reasoning_scanner is not None:
-                thought, found, rest = self._reasoning_scanner.feed(text, last)
-                self._add_reasoning(self._thoughts.push(thought))
-                if found is None:
+                thought, delimiter, rest = self._reasoning_scanner.feed(text, last)
+                self._add_reasoning(self._reasoning_text.push(thought))
+                if delimiter is None:
                     return
                 self._reasoning_scanner = None
-                self._thoughts.add_delimiter()
+                self._reasoning_text.add_delimiter()
             else:
-                content, found, rest = self._scanner.feed(text, last)
+                content, delimiter, rest = self._scanner.feed(text, last)
                 self._add_text(content)
-                if found is None:
+                if delimiter is None:
                     return
-                if self._is_text(found):
-                    self._add_text(found.text or rest[:1])
+                if self._is_text(delimiter):
+                    self._add_text(delimiter.text or rest[:1])
                     # An empty match would be found again at the same place: skip one character.
-                    rest = rest if found.text else rest[1:]
+                    rest = rest if delimiter.text else rest[1:]
                 else:
-                    self._open_region(found)
+                    self._open_region(delimiter)
             text = rest
 
-    def _is_text(self, found: DelimiterMatch) -> bool:
-        if self._content_text.has_text and not self._text_is_free:
+    def _is_text(self, delimiter: DelimiterMatch) -> bool:
+        if self._content_text.has_text and not self._calls_may_follow_text:
             return True
-        return found.name == CALLS and self._one_call and bool(self.calls)
+        return delimiter.name == CALLS and self._one_call and bool(self.calls)
 
-    def _open_region(self, found: DelimiterMatch) -> None:
+    def _open_region(self, delimiter: DelimiterMatch) -> None:
         self._prompt_characters_left = 0
-        if found.name == CALLS:
-            self._call_reader = self._form.call_reader(self._tools, found)
+        if delimiter.name == CALLS:
+            self._call_reader = self._form.call_reader(self._tools, delimiter)
             return
         self._content_text.add_delimiter()
-        if found.name != IGNORED and self._form.thoughts_close is not None:
+        if delimiter.name != IGNORED and self._form.thoughts_close is not None:
             self._reasoning_scanner = DelimiterScanner(self._form.thoughts_close)
 
     def _add_text(self, text: str) -> None:
@@ -193,13 +189,13 @@ class OutputParser:
             dropped = min(len(text), self._prompt_characters_left)
             self._prompt_characters_left -= dropped
             text = text[dropped:]
-        if said := self._content_text.push(text):
-            self._new_text.append(said)
+        if released := self._content_text.push(text):
+            self._new_text.append(released)
 
     def _add_reasoning(self, thought: str) -> None:
         if thought:
             self._new_reasoning.append(thought)
-            self._thoughts_read.append(thought)
+            self._reasoning_parts.append(thought)
 
     def _handle_events(self, events: list[Event]) -> None:
         for kind, text in events:
@@ -223,7 +219,7 @@ class MessageParser:
     """Parser of the outputs of one request, delta by delta, on the reader's thread.
 
     Args:
-        form, tools, one_call, text_is_free: as for ``OutputParser``.
+        form, tools, one_call, calls_may_follow_text: as for OutputParser.
 
     Attributes:
         form: format of the outputs.
@@ -237,12 +233,16 @@ class MessageParser:
         tools: Mapping[str, Mapping[str, Any]],
         *,
         one_call: bool = False,
-        text_is_free: bool = True,
+        calls_may_follow_text: bool = True,
     ) -> None:
         self.answer_begin = ""
         self.form = form
         self._make_output = partial(
-            OutputParser, form, tools, one_call=one_call, text_is_free=text_is_free
+            OutputParser,
+            form,
+            tools,
+            one_call=one_call,
+            calls_may_follow_text=calls_may_follow_text,
         )
         self._outputs: dict[int, OutputParser] = {}
         self._unfinished_outputs: set[int] = set()
@@ -263,16 +263,8 @@ class MessageParser:
         text, reasoning, calls = output.take_increments()
         if text == delta.text and not reasoning and not calls and reason == delta.finish_reason:
             return delta
-        return Delta(
-            text,
-            delta.token_ids,
-            delta.index,
-            delta.logprobs,
-            reason,
-            delta.stop_reason,
-            delta.usage,
-            reasoning,
-            calls,
+        return replace(
+            delta, text=text, finish_reason=reason, reasoning=reasoning, tool_calls=calls
         )
 
     def interrupt(self) -> bool:
@@ -290,29 +282,22 @@ class MessageParser:
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 
     def output(self, index: int) -> OutputParser:
-        found = self._outputs.get(index)
-        if found is None:
-            found = self._make_output(self.answer_begin)
-            self._outputs[index] = found
+        parser = self._outputs.get(index)
+        if parser is None:
+            parser = self._make_output(self.answer_begin)
+            self._outputs[index] = parser
             self._unfinished_outputs.add(index)
-        return found
+        return parser
 
 
 def _join_fragments(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Join adjacent fragments of the same call."""
-    if len(deltas) < 2:
-        return tuple(deltas)
     joined: list[ToolCallDelta] = []
     for delta in deltas:
         if joined and joined[-1].index == delta.index:
-            before = joined[-1]
-            joined[-1] = ToolCallDelta(
-                before.index,
-                before.id,
-                before.name,
-                before.arguments + delta.arguments,
-                before.done or delta.done,
-            )
+            first = joined[-1]
+            arguments, done = first.arguments + delta.arguments, first.done or delta.done
+            joined[-1] = replace(first, arguments=arguments, done=done)
         else:
             joined.append(delta)
     return tuple(joined)

@@ -53,7 +53,7 @@ class ResponseFormat:
 
     Attributes:
         delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
-        calls, thoughts: the template's fields for calls and for reasoning; None without.
+        calls, thoughts: the template's fields for calls and for reasoning; empty without.
         form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
         begin, end: texts at whose token ids reasoning begins and ends for the engine; empty if the
@@ -66,37 +66,33 @@ class ResponseFormat:
     def __init__(
         self, tool_family: ToolFamily | None, reasoning_family: ReasoningFamily | None
     ) -> None:
-        families = [family for family in (tool_family, reasoning_family) if family is not None]
-        ends = (family.prompt_end for family in families)
-        self.prompt_ends = tuple(dict.fromkeys(end for end in ends if end))
-        ignored = (family.ignored_pattern for family in families)
-        self.ignored_pattern = next(filter(None, ignored), None)
-        self.calls = None if tool_family is None else tool_family.calls
-        self.form = None if tool_family is None else tool_family.form
-        self.thoughts = None if reasoning_family is None else reasoning_family.thoughts
-        self.begin = "" if reasoning_family is None else reasoning_family.begin
-        self.end = "" if reasoning_family is None else reasoning_family.end
-        self.end_before_call = "" if reasoning_family is None else reasoning_family.end_before_call
-        opens = []
-        for name, part in ((CALLS, self.calls), (THOUGHTS, self.thoughts)):
-            if part is not None and (given := literals_or_pattern(part, "open")) is not None:
-                opens.append((name, given))
-        if self.ignored_pattern is not None:
-            opens.append((IGNORED, self.ignored_pattern))
-        self.delimiters = Delimiters(opens)
-        self.calls_close, self.thoughts_close = (
-            _closing_delimiters(self.calls),
-            _closing_delimiters(self.thoughts),
+        tool = tool_family or ToolFamily({}, None)
+        reasoning = reasoning_family or ReasoningFamily({}, "", "")
+        ends = filter(None, (tool.prompt_end, reasoning.prompt_end))
+        self.prompt_ends = tuple(dict.fromkeys(ends))
+        self.ignored_pattern = tool.ignored_pattern or reasoning.ignored_pattern
+        self.calls, self.form, self.thoughts = tool.calls, tool.form, reasoning.thoughts
+        self.begin, self.end = reasoning.begin, reasoning.end
+        self.end_before_call = reasoning.end_before_call
+        opens = (
+            (CALLS, literals_or_pattern(self.calls, "open")),
+            (THOUGHTS, literals_or_pattern(self.thoughts, "open")),
+            (IGNORED, self.ignored_pattern),
         )
-        self.syntax = None if self.calls is None else _json_syntax(self.calls)
+        self.delimiters = Delimiters(
+            [(name, delimiter) for name, delimiter in opens if delimiter is not None]
+        )
+        self.calls_close = _closing_delimiters(self.calls)
+        self.thoughts_close = _closing_delimiters(self.thoughts)
+        self.syntax = _json_syntax(self.calls)
 
     def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.ignored_pattern, *self.prompt_ends]
         for part in (self.calls, self.thoughts):
             for side in ("open", "close"):
-                given = None if part is None else literals_or_pattern(part, side)
-                sources += given if isinstance(given, list) else [given]
+                delimiter = literals_or_pattern(part, side)
+                sources += delimiter if isinstance(delimiter, list) else [delimiter]
         return any(token in source.replace("\\", "") for source in sources if source)
 
     def answer_begins_in(self, prompt_end: str) -> str:
@@ -105,18 +101,18 @@ class ResponseFormat:
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
     def call_reader(
-        self, tools: Mapping[str, Mapping[str, Any]], found: DelimiterMatch
+        self, tools: Mapping[str, Mapping[str, Any]], opening: DelimiterMatch
     ) -> CallReader:
         """Make a reader for the calls after an opening delimiter.
 
         Args:
             tools: schema of the parameters of each tool, by tool name.
-            found: the opening delimiter.
+            opening: the opening delimiter.
         """
         if self.syntax is not None:
-            name = found.captures.get("name", "").strip() or None
-            return JsonCallReader(self.syntax, tools.keys(), found.text, name, self.calls_close)
-        return RegionCallReader(partial(self._parse_region, tools), found.text, self.calls_close)
+            name = opening.captures.get("name", "").strip() or None
+            return JsonCallReader(self.syntax, tools.keys(), opening.text, name, self.calls_close)
+        return RegionCallReader(partial(self._parse_region, tools), opening.text, self.calls_close)
 
     def _parse_region(
         self, tools: Mapping[str, Mapping[str, Any]], raw: str
@@ -132,8 +128,8 @@ class ResponseFormat:
             message = parse_response(raw, template, prefix="", tools=schemas)
         except Exception:  # transformers' parser raises errors of any class for malformed calls.
             return None
-        found = message.get(CALLS)
-        calls = [_name_and_arguments(call) for call in _flatten_lists(found)]
+        parsed = message.get(CALLS)
+        calls = [_name_and_arguments(call) for call in _flatten_lists(parsed)]
         if not calls or any(call is None or call[0] not in tools for call in calls):
             return None
         return [call for call in calls if call is not None]
@@ -141,7 +137,7 @@ class ResponseFormat:
 
 def _flatten_lists(value: Any) -> list[Any]:
     if isinstance(value, list):
-        return [item for one in value for item in _flatten_lists(one)]
+        return [item for nested in value for item in _flatten_lists(nested)]
     return [] if value is None else [value]
 
 
@@ -155,9 +151,9 @@ def _name_and_arguments(call: Any) -> tuple[str, str] | None:
     return name, json.dumps(arguments, ensure_ascii=False)
 
 
-def _closing_delimiters(part: Mapping[str, Any] | None) -> Delimiters | None:
-    given = None if part is None else literals_or_pattern(part, "close")
-    return None if given is None else Delimiters([("close", given)])
+def _closing_delimiters(field: Mapping[str, Any]) -> Delimiters | None:
+    delimiter = literals_or_pattern(field, "close")
+    return None if delimiter is None else Delimiters([("close", delimiter)])
 
 
 def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
@@ -182,13 +178,13 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
 def _placeholder_keys(function: Any, prefix: str) -> tuple[str, str] | None:
     if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
         return None
-    found = []
+    keys = []
     for value in (function["name"], function["arguments"]):
         key = value[1:-1] if isinstance(value, str) else ""
         if value != f"{{{key}}}" or not key.startswith(prefix):
             return None
-        found.append(key.removeprefix(prefix))
-    return None if any("." in key for key in found) else (found[0], found[1])
+        keys.append(key.removeprefix(prefix))
+    return None if any("." in key for key in keys) else (keys[0], keys[1])
 
 
 class ResponseFormats:
@@ -209,30 +205,30 @@ class ResponseFormats:
         reasoning_parser: str | None,
     ) -> None:
         fields = _check_template(template) if template is not None else {}
-        own = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
+        own_reasoning = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
         ignored = _text_end_pattern(fields)
         reasoning_family: ReasoningFamily | None = None
-        if reasoning_parser == "auto" and own is not None:
-            begin, end = own.get("open"), own.get("close")
+        if reasoning_parser == "auto" and own_reasoning is not None:
+            begin, end = own_reasoning.get("open"), own_reasoning.get("close")
             if not isinstance(begin, str) or not isinstance(end, str):
                 begin = end = ""
             reasoning_family = ReasoningFamily(
-                own, begin, end, (), ignored_pattern=ignored, prompt_end=begin
+                own_reasoning, begin, end, ignored_pattern=ignored, prompt_end=begin
             )
         elif reasoning_parser == "auto" and template is None:
             reasoning_family = _recognise_family(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
             reasoning_family = REASONING_FAMILIES[reasoning_parser]
         tool_family: ToolFamily | None = None
-        known = _recognise_family(TOOL_FAMILIES, sources)
+        recognised = _recognise_family(TOOL_FAMILIES, sources)
         if tool_call_parser == "auto" and CALLS in fields:
-            form = known.form if known is not None else None
-            as_text = known is not None and known.arguments_as_text
-            tool_family = ToolFamily(
-                fields[CALLS], form, (), ignored_pattern=ignored, arguments_as_text=as_text
-            )
+            form = recognised.form if recognised is not None else None
+            as_text = recognised is not None and recognised.arguments_as_text
+            tool_family = ToolFamily(fields[CALLS], form, as_text, ignored_pattern=ignored)
         else:
-            tool_family = known if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
+            tool_family = (
+                recognised if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
+            )
         self._reasoning_family = reasoning_family
         self._tool_family = tool_family
         self._formats: dict[bool, ResponseFormat] = {}
@@ -317,6 +313,8 @@ def _text_end_pattern(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
 
     for part in fields.values():
         if literals_or_pattern(part, "open") is None:
-            given = literals_or_pattern(part, "close")
-            return "|".join(map(regex.escape, given)) if isinstance(given, list) else given
+            delimiter = literals_or_pattern(part, "close")
+            return (
+                "|".join(map(regex.escape, delimiter)) if isinstance(delimiter, list) else delimiter
+            )
     return None

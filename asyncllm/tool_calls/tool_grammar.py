@@ -34,7 +34,8 @@ def with_tool_grammar(
         template: format of the model's calls.
 
     Returns:
-        ``sampling`` with the grammar, if one is needed; and whether the answer may have free text.
+        ``sampling`` with the grammar, if one is needed; and whether calls may follow text in the
+        answer.
 
     Raises:
         InvalidRequestError: in one of these cases.
@@ -44,10 +45,10 @@ def with_tool_grammar(
             - A grammar is needed, and the model's format of calls is unknown or does not allow it.
             - The grammar exceeds the limits of ``structured_outputs``.
     """
-    given = sampling.get("structured_outputs")
-    if given is None and isinstance(params, SamplingParams):
-        given = params.structured_outputs
-    answer, form = parse_structured_outputs(given), template.form
+    structured_outputs = sampling.get("structured_outputs")
+    if structured_outputs is None and isinstance(params, SamplingParams):
+        structured_outputs = params.structured_outputs
+    answer, form = parse_structured_outputs(structured_outputs), template.form
     if answer is None and (not tool_use.is_constrained or _ends_with_a_call(tool_use, form)):
         if tool_use.is_strict:
             raise InvalidRequestError(
@@ -73,12 +74,12 @@ def with_tool_grammar(
         )
     grammar = tool_grammar(template, tool_use.schemas, tool_use.choice, tool_use.parallel, answer)
     try:
-        found = parse_structured_outputs({"structural_tag": grammar})
+        spec = parse_structured_outputs({"structural_tag": grammar})
     except InvalidRequestError as error:
         raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
-    assert found is not None
-    free = tool_use.choice == "auto" and answer is None
-    return {**sampling, "structured_outputs": replace(found, param="tools")}, free
+    assert spec is not None
+    calls_may_follow_text = tool_use.choice == "auto" and answer is None
+    return {**sampling, "structured_outputs": replace(spec, param="tools")}, calls_may_follow_text
 
 
 def tool_grammar(
@@ -114,27 +115,29 @@ def tool_grammar(
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
     # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
-    just_strict = choice == "auto" and parallel and answer is None
+    only_strict_schemas = choice == "auto" and parallel and answer is None
     tags = [
-        _tool_tag(form, one, before, just_strict and not one.get("strict"))
-        for one in functions
-        if name in (None, one["name"])
-        for before in dict.fromkeys(("", form.restart_text))
+        _tool_tag(form, function, prefix, only_strict_schemas and not function.get("strict"))
+        for function in functions
+        if name in (None, function["name"])
+        for prefix in dict.fromkeys(("", form.restart_text))
     ]
     parallel = parallel and form.parallel and name is None
     if choice == "auto" and answer is None:
-        found = _text_with_calls_format(form, tags, parallel)
+        root_format = _text_with_calls_format(form, tags, parallel)
     else:
-        found = _calls_format(form, tags, parallel)
+        root_format = _calls_format(form, tags, parallel)
         if answer is not None:
             schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
-            found = {"type": "or", "elements": [found, schema]}
-    return {"type": "structural_tag", "format": found}
+            root_format = {"type": "or", "elements": [root_format, schema]}
+    return {"type": "structural_tag", "format": root_format}
 
 
 def _ends_with_a_call(tool_use: ToolUse, form: CallForm | None) -> bool:
-    """Whether an answer ends with its first call in this format, so that no grammar is needed to
-    prevent a second."""
+    """Whether an answer ends with its first call in this format.
+
+    Then no grammar is needed to prevent a second call.
+    """
     return tool_use.choice == "auto" and form is not None and not form.parallel
 
 
@@ -159,11 +162,9 @@ def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     """Schema of a tool's arguments. It refuses additional properties unless the tool allows them,
     because a function accepts no further arguments."""
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-    return (
-        schema | {"additionalProperties": False}
-        if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS
-        else schema
-    )
+    if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS:
+        schema["additionalProperties"] = False
+    return schema
 
 
 def _calls_format(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.json_tree import walk_json
 from asyncllm.structured.references import is_local, resolve
 from asyncllm.text.template_input import plain_values
-from asyncllm.tool_calls.function_schema import function_schema, is_function, is_model
+from asyncllm.tool_calls.function_schema import function_schema, is_model
 
 MAX_TOOLS = 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -40,8 +42,8 @@ class ToolUse:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
                 message has the path of the invalid value.
         """
-        given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
-        schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
+        items = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
+        schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):
@@ -94,72 +96,52 @@ def _parse_choice(value: Any) -> str | dict[str, str]:
 
 
 def _parse_tool(tool: Any, where: str) -> dict[str, Any]:
-    if is_function(tool) or is_model(tool):
+    if inspect.isroutine(tool) or is_model(tool):
         tool = function_schema(tool, where)
     plain = plain_values(tool, where, "tools")
-    if not isinstance(plain, dict) or plain.get("type", "function") != "function":
-        raise _invalid_tool(where, check.describe(tool), f"one of {_ACCEPTED}")
-    function = plain.get("function")
+    is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
+    _require(is_tool, where, tool, f"one of {_ACCEPTED}")
+    function: Any = plain.get("function")
     if "function" not in plain:  # OpenAI's Responses protocol has the fields at the top.
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"
-    if not isinstance(function, dict):
-        raise _invalid_tool(where, check.describe(function), "a dict with a name")
+    _require(isinstance(function, dict), where, function, "a dict with a name")
     name = function.get("name")
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        accepted = "1 to 64 letters, digits, underscores, dashes and dots"
-        raise _invalid_tool(f"{where}.name", check.describe(name), accepted)
-    if not isinstance(function.get("description", ""), (str, type(None))):
-        raise _invalid_tool(
-            f"{where}.description", check.describe(function["description"]), "a string"
-        )
+    is_name = isinstance(name, str) and _TOOL_NAME.fullmatch(name) is not None
+    accepted = "1 to 64 letters, digits, underscores, dashes and dots"
+    _require(is_name, f"{where}.name", name, accepted)
     function = {key: value for key, value in function.items() if value is not None}
-    if not isinstance(function.get("strict", False), bool):
-        raise _invalid_tool(
-            f"{where}.strict", check.describe(function["strict"]), "true, false or null"
-        )
+    description, strict = function.get("description", ""), function.get("strict", False)
+    _require(isinstance(description, str), f"{where}.description", description, "a string")
+    _require(isinstance(strict, bool), f"{where}.strict", strict, "true, false or null")
     if "parameters" in function:
         _check_parameters(function["parameters"], f"{where}.parameters")
     return {"type": "function", "function": function}
 
 
 def _check_parameters(schema: Any, where: str) -> None:
-    if not isinstance(schema, dict):
-        raise _invalid_tool(where, check.describe(schema), "a JSON schema of an object")
-    if schema.get("type", "object") != "object":
-        raise _invalid_tool(f"{where}.type", check.describe(schema["type"]), '"object"')
+    _require(isinstance(schema, dict), where, schema, "a JSON schema of an object")
+    kind, required = schema.get("type", "object"), schema.get("required", [])
+    _require(kind == "object", f"{where}.type", kind, '"object"')
     properties = schema.get("properties", {})
-    if not isinstance(properties, dict) or not all(
+    is_map = isinstance(properties, dict) and all(
         isinstance(key, str) and isinstance(value, (dict, bool))
         for key, value in properties.items()
-    ):
-        raise _invalid_tool(
-            f"{where}.properties", check.describe(properties), "names to JSON schemas"
-        )
-    required = schema.get("required", [])
-    if not isinstance(required, (list, tuple)) or not all(isinstance(r, str) for r in required):
-        raise _invalid_tool(f"{where}.required", check.describe(required), "a list of names")
-    _check_references(schema, where)
+    )
+    _require(is_map, f"{where}.properties", properties, "names to JSON schemas")
+    is_list = isinstance(required, (list, tuple)) and all(isinstance(r, str) for r in required)
+    _require(is_list, f"{where}.required", required, "a list of names")
+    for value, _ in walk_json(schema):
+        if isinstance(value, dict) and "$ref" in value:
+            _check_reference(value, schema, where)
 
 
-def _check_references(root: dict[str, Any], where: str) -> None:
-    """Check that each ``$ref`` leads to a schema within ``root``.
+def _check_reference(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
+    """Check that the ``$ref`` of a schema leads to a schema within ``root``.
 
     A ``$ref`` that leads back to itself only through other ``$ref`` is refused. A recursive schema,
     such as that of a tree, is accepted.
     """
-    pending: list[Any] = [root]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if "$ref" in value:
-                _resolve_ref(value, root, where)
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
-
-
-def _resolve_ref(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
@@ -178,6 +160,11 @@ def _resolve_ref(schema: dict[str, Any], root: dict[str, Any], where: str) -> No
             raise _invalid_tool(
                 where, f"$ref {pointer!r}, which leads nowhere", "one to a schema"
             ) from None
+
+
+def _require(is_valid: bool, where: str, value: object, accepted: str) -> None:
+    if not is_valid:
+        raise _invalid_tool(where, check.describe(value), accepted)
 
 
 def _invalid_tool(where: str, value: str, accepted: str) -> InvalidRequestError:

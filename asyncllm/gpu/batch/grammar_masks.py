@@ -75,7 +75,7 @@ def mask_words(mask: bytes, count: int) -> np.ndarray:
     """
     if len(mask) != 4 * count:
         raise ValueError(
-            f"a grammar's mask has {len(mask)} bytes; expected {4 * count}, a bit per token"
+            f"a mask of tokens has {len(mask)} bytes; expected {4 * count}, a bit per token"
         )
     return np.frombuffer(mask, dtype="<i4")
 

@@ -64,13 +64,14 @@ class HostBuffer(StepBuffer):
         """
         overflow: list[TableChange] = []
         for group, (indices, values) in enumerate(changes):
-            to, new = self.arrays[f"changed_{group}"], self.arrays[f"new_blocks_{group}"]
+            changed = self.arrays[f"changed_{group}"]
+            new_blocks = self.arrays[f"new_blocks_{group}"]
             count = len(indices)
-            if count > len(to):
+            if count > len(changed):
                 overflow.append((group, indices, values))
                 count = 0
-            to[:count], to[count:] = indices[:count], self._padding_indices[group]
-            new[:count], new[count:] = values[:count], 0
+            changed[:count], changed[count:] = indices[:count], self._padding_indices[group]
+            new_blocks[:count], new_blocks[count:] = values[:count], 0
         return overflow
 
     def set_scalars(self, state: SamplingState) -> None:

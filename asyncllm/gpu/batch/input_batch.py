@@ -70,25 +70,25 @@ class InputBatch:
                 table.append(req_index, block_ids)
 
     def unfilled_blocks(self, batch: StepBatch) -> np.ndarray:
-        """Ids, int64, of blocks that get an owner with this step but are not filled by it.
+        """Ids of new blocks that a step does not fill, ``[n]`` int64.
 
         Attention that reads whole blocks would read the stale contents of such blocks.
         """
         row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
-        found = [NO_BLOCKS]
+        unfilled = [NO_BLOCKS]
         for assignment in batch.assignments:
             start, end = _token_span(batch, row_of.get(assignment.req_index))
             for table in self.tables:
                 # Skip blocks before ``start``: they come from the prefix cache, and other requests
                 # may read them.
                 shared = -(-start // table.block_size)
-                found.append(table.unfilled_blocks(assignment.req_index, shared, end))
+                unfilled.append(table.unfilled_blocks(assignment.req_index, shared, end))
         for req_index, new_blocks in batch.new_blocks:
             _, end = _token_span(batch, row_of.get(req_index))
             for table, block_ids in zip(self.tables, new_blocks, strict=True):
                 first = int(table.num_blocks[req_index]) - len(block_ids)
-                found.append(table.unfilled_blocks(req_index, first, end))
-        return np.concatenate(found).astype(np.int64)
+                unfilled.append(table.unfilled_blocks(req_index, first, end))
+        return np.concatenate(unfilled).astype(np.int64)
 
     def output_token_ids(self, req_index: int, end: int) -> np.ndarray:
         """Output tokens before position ``end``: a view ``[n]`` int32."""

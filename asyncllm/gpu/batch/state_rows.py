@@ -65,14 +65,14 @@ class StateRows:
     def gather(self, state: Tensor) -> Tensor:
         """Copies the batch's states ``[D, *shape]`` from their slots; zeros at position 0."""
         assert self.slots is not None
-        held = state.index_select(0, self.slots)
+        gathered = state.index_select(0, self.slots)
         if self.is_fresh is not None:
             # Use masked_fill: a state of NaN times 0 would stay NaN.
-            held.masked_fill_(self.is_fresh.view(-1, *[1] * (held.dim() - 1)), 0)
-        return held
+            gathered.masked_fill_(self.is_fresh.view(-1, *[1] * (gathered.dim() - 1)), 0)
+        return gathered
 
 
 def span_state(state: Tensor, span: RowSpan) -> Tensor:
     """View ``[1, *shape]`` of a span's state in its slot; zeroed first at position 0."""
-    held = state[span.slot : span.slot + 1]
-    return held.zero_() if span.is_fresh else held
+    row_state = state[span.slot : span.slot + 1]
+    return row_state.zero_() if span.is_fresh else row_state

@@ -93,7 +93,7 @@ class StepLimits:
 class StepBuffer(Sections):
     """The inputs of a step, as sections of one allocation.
 
-    ``write`` writes the *given* sections: for each row ``req_indices``, ``starts`` and ``counts``;
+    ``write`` writes the *host* sections: for each row ``req_indices``, ``starts`` and ``counts``;
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
     token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
     before the sampled one, -1 if only the device has it. The other sections of StepInputs are
@@ -150,11 +150,11 @@ class StepBuffer(Sections):
         if tokens != rows:
             table_rows = np.repeat(table_rows, counts)
             positions = np.arange(tokens) + np.repeat(starts - first[:-1], counts)
-        found = {"token_ids": inputs.token_ids[table_rows, positions], "positions": positions}
+        derived = {"token_ids": inputs.token_ids[table_rows, positions], "positions": positions}
         for group, table in enumerate(inputs.tables):
-            found[f"slots_{group}"] = table.slot_mapping(table_rows, positions)
+            derived[f"slots_{group}"] = table.slot_mapping(table_rows, positions)
         padded = self.limits.padded_tokens
-        for name, values in found.items():
+        for name, values in derived.items():
             arrays[name][:tokens] = values
             if tokens < padded:
                 # Padding is token 0 at position 0, whose KV goes to the null block.
@@ -193,10 +193,10 @@ class StepBuffer(Sections):
             host: buffer with the same step's sections on the host.
         """
         rows, tokens, wanted, num_logits, num_greedy = sizes
-        tensors, own = self.tensors, host.rows(rows)
+        tensors, host_rows = self.tensors, host.rows(rows)
         # If all rows are decodes, and not reordered, the hidden states of every token are returned,
         # so no indices are needed.
-        every = num_decodes == rows and 0 in (num_logits, num_greedy)
+        returns_all = num_decodes == rows and 0 in (num_logits, num_greedy)
         return StepInputs(
             num_decodes=num_decodes,
             token_ids=tensors["token_ids"][:tokens],
@@ -207,11 +207,11 @@ class StepBuffer(Sections):
             prefill_start_loc=tensors["prefill_start_loc"][: rows - num_decodes + 1],
             groups=self.groups(batch, tables, tokens),
             max_num_seqs=self.limits.rows,
-            max_len=int(own.seq_lens.max()),
+            max_len=int(host_rows.seq_lens.max()),
             num_logits=num_logits,
             num_greedy=num_greedy,
-            wanted=None if every else tensors["wanted"][:wanted],
-            host=own,
+            wanted=None if returns_all else tensors["wanted"][:wanted],
+            host=host_rows,
         )
 
 
@@ -243,11 +243,11 @@ def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> S
     host = StepBuffer(limits, torch.device("cpu"))
     sizes = host.write(batch, req_indices, starts, rows, len(rows))
     host.derive_sections(inputs, sizes, batch.num_decodes)
-    own = host if device.type == "cpu" else StepBuffer(limits, device)
-    if own is not host:
-        own.copy_from(host, next(reversed(own.tensors)))
+    buffer = host if device.type == "cpu" else StepBuffer(limits, device)
+    if buffer is not host:
+        buffer.copy_from(host, next(reversed(buffer.tensors)))
     tables = [torch.from_numpy(table.table).to(device) for table in inputs.tables]
-    return own.inputs(inputs, sizes, batch.num_decodes, tables, host)
+    return buffer.inputs(inputs, sizes, batch.num_decodes, tables, host)
 
 
 def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:

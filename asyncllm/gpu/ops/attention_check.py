@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -42,23 +43,23 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
     """
     size = request.block_size
     assert size is not None
-    which = f"attention_backend={attention.name!r}"
+    setting = f"attention_backend={attention.name!r}"
     remedy = 'install another build of its library, or choose attention_backend="auto"'
     bound = 2 * torch.finfo(request.dtype).eps
     # Shorten windows to less than the sequences' lengths, so that they hide some keys.
-    windows = {None if one is None else min(one, size + 3) for one in request.windows}
+    windows = {None if window is None else min(window, size + 3) for window in request.windows}
     with torch.inference_mode():
-        for step, window in ((step, one) for step in _make_steps(request, size) for one in windows):
+        for step, window in itertools.product(_make_steps(request, size), windows):
             where = f"{step.name} rows, {'no window' if window is None else f'window {window}'}"
             try:
                 error = step.max_error(attention, window)
             except Exception as failure:
                 raise EngineError(
-                    f"{which} fails its check at start ({where}): {explain(failure)}; {remedy}"
+                    f"{setting} fails its check at start ({where}): {explain(failure)}; {remedy}"
                 ) from failure
             if not error <= bound:
                 raise EngineError(
-                    f"{which} does not compute what plain torch does ({where}): a row is off by "
+                    f"{setting} does not compute what plain torch does ({where}): a row is off by "
                     f"{error:.3g} of its norm, expected at most {bound:.3g}; {remedy}"
                 )
 
@@ -87,16 +88,16 @@ class _Step:
         It is infinite if any output is not finite. Outputs of padded rows count as well, because
         later layers write their keys and values to the null block.
         """
-        found = self._run(attention, self.q, self.cache, window).double()
-        if not bool(found.isfinite().all()):
+        output = self._run(attention, self.q, self.cache, window).double()
+        if not bool(output.isfinite().all()):
             return float("inf")
         exact = TorchAttention(self.shape, torch.float64)
-        wanted = self._run(exact, self.q.double(), self.cache.double(), window)
-        found, wanted = (
+        exact_output = self._run(exact, self.q.double(), self.cache.double(), window)
+        output, exact_output = (
             each.view(len(self.q), -1, self.q.shape[-1])[: len(self.slots)]
-            for each in (found, wanted)
+            for each in (output, exact_output)
         )
-        return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+        return float(((output - exact_output).norm(dim=-1) / exact_output.norm(dim=-1)).max())
 
     def _run(self, attention: Attention, q: Tensor, cache: Tensor, window: int | None) -> Tensor:
         plan = attention.plan(self.inputs, window, 0)
@@ -122,7 +123,7 @@ def _make_step(
     Block 0 is the null block. Steps of decode rows alone have the inputs of a captured graph.
     """
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
-    pair = (shape.num_kv_heads, shape.head_dim)
+    head_shape = (shape.num_kv_heads, shape.head_dim)
     starts, counts = zip(*rows, strict=True)
     lengths = [start + count for start, count in rows]
     width = -(-max(lengths) // size) + 1
@@ -132,11 +133,11 @@ def _make_step(
     # The last row of the block table is for padded rows.
     persistent = InputBatch(len(rows) + 1, width * size, [KVCacheSpec((0,), size)])
     (table,) = persistent.tables
-    cache = torch.full((2, len(blocks) + 1, size, *pair), UNOWNED_VALUE)
+    cache = torch.full((2, len(blocks) + 1, size, *head_shape), UNOWNED_VALUE)
     for row, (req_index, length) in enumerate(zip(batch.req_indices, lengths, strict=True)):
         table.append(req_index, blocks[row * width : (row + 1) * width].tolist())
-        own = table.slot_mapping(req_index, np.arange(length))
-        cache.flatten(1, 2)[:, own] = torch.randn(2, length, *pair, generator=random)
+        row_slots = table.slot_mapping(req_index, np.arange(length))
+        cache.flatten(1, 2)[:, row_slots] = torch.randn(2, length, *head_shape, generator=random)
     inputs = step_inputs(batch, persistent, device)
     slots = inputs.groups[0].slot_mapping
     if name == "decode":

@@ -122,7 +122,9 @@ class Constraints:
         low, high = self.min_capability, self.max_capability
         if (low and capability < low) or (high and capability > high):
             limits = [
-                f" {word} {capability_text(at)}" for word, at in (("from", low), ("to", high)) if at
+                f" {word} {capability_text(limit)}"
+                for word, limit in (("from", low), ("to", high))
+                if limit
             ]
             expected = f"compute capability{''.join(limits)}"
             yield UnmetConstraint("compute capability", capability_text(capability), expected)

@@ -69,7 +69,7 @@ class BlockLayout:
 
 
 class Linear(Protocol):
-    """Linear layer, ``x [T, in] -> [T, out]``; owns its weight, in the op set's own layout."""
+    """Linear layer, ``x [T, in] -> [T, out]``, with its weight in the op set's own layout."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -79,16 +79,18 @@ class ArgmaxLinear(Linear, Protocol):
     """Output head that can find the index of the largest logit without writing the logits."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """``x [T, in] -> [T]`` int64: index of each row's largest output, the first of equal ones.
+        """Index of each row's largest output, ``x [T, in] -> [T]`` int64.
 
-        The index is -1 for a row whose outputs include NaN or infinity, and NO_TOKEN_LEFT for a row
-        whose outputs are all minus infinity.
+        Of equal outputs the first counts. The index is -1 for a row whose outputs include NaN or
+        infinity, and NO_TOKEN_LEFT for a row whose outputs are all minus infinity.
         """
         ...
 
 
 class Embedding(Protocol):
-    """Embedding, token ids ``[T] -> [T, H]``; owns its table, or shares it with the output head.
+    """Embedding, token ids ``[T] -> [T, H]``.
+
+    It owns its table, or shares it with the output head.
 
     Attributes:
         dtype, device: dtype and device of the result.
@@ -124,13 +126,16 @@ class Rope(Protocol):
     """Per-head norm, if the model has one, and RoPE of queries without keys."""
 
     def __call__(self, q: Tensor, rotary: Any) -> Tensor:
-        """Maps q ``[T, Hq * D]``, which may be overwritten, to ``[T, Hq, D]``; ``rotary`` as in
-        RopeAndCache."""
+        """Maps q ``[T, Hq * D]`` to ``[T, Hq, D]``; q may be overwritten.
+
+        Args:
+            rotary: as in RopeAndCache.
+        """
         ...
 
 
 class RopeAndCache(Protocol):
-    """Norms of q, k and v (if the model has them), RoPE, and the write of k and v to the cache."""
+    """QK-norm and norm of values, if the model has them, RoPE, and the KV cache write."""
 
     def __call__(
         self, qkv: Tensor, rotary: Any, cache: Tensor, slot_mapping: Tensor
@@ -168,7 +173,7 @@ class Attention(Protocol):
     needs_zeroed_blocks: bool
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> Any:
-        """Makes the plan of a step for all layers of a KV group that have this window.
+        """Makes the plan of a step for the layers of a KV group with this window.
 
         It is called once per step. While a CUDA graph is captured it is called once per graph, and
         then

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Lifetime(NamedTuple):
-    """A buffer's size in bytes, and the indices of the first and the last op that use it."""
+    """Size of a buffer, and the first and last op that use it, as indices."""
 
     num_bytes: int
     first_op: int
@@ -22,17 +22,17 @@ def lay_out_buffers(buffers: Sequence[Lifetime], alignment: int) -> tuple[list[i
     """
     starts, total = [0] * len(buffers), 0
     # Each entry is a placed buffer: first byte, end byte, index of its last op.
-    taken: list[tuple[int, int, int]] = []
+    placed: list[tuple[int, int, int]] = []
     for index in sorted(range(len(buffers)), key=lambda each: buffers[each].first_op):
         num_bytes, first_op, last_op = buffers[index]
-        need = -(-num_bytes // alignment) * alignment
-        taken = sorted(place for place in taken if place[2] >= first_op)
-        at = 0
-        for first_byte, end_byte, _ in taken:
-            if at + need <= first_byte:
+        size = -(-num_bytes // alignment) * alignment
+        placed = sorted(place for place in placed if place[2] >= first_op)
+        offset = 0
+        for first_byte, end_byte, _ in placed:
+            if offset + size <= first_byte:
                 break
-            at = max(at, end_byte)
-        starts[index] = at
-        taken.append((at, at + need, last_op))
-        total = max(total, at + need)
+            offset = max(offset, end_byte)
+        starts[index] = offset
+        placed.append((offset, offset + size, last_op))
+        total = max(total, offset + size)
     return starts, total

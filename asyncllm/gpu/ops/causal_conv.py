@@ -46,16 +46,16 @@ class TorchCausalConv:
             out[:count] = self._convolve(inputs).squeeze(1)
             state.index_copy_(0, rows.slots, inputs[:, 1:])
         for span in rows.spans:
-            held = span_state(state, span)
-            inputs = torch.cat((held, x[span.start : span.end].unsqueeze(0)), 1)
+            row_state = span_state(state, span)
+            inputs = torch.cat((row_state, x[span.start : span.end].unsqueeze(0)), 1)
             out[span.start : span.end] = self._convolve(inputs)[0]
-            held.copy_(inputs[:, 1 - width :])
+            row_state.copy_(inputs[:, 1 - width :])
         return out
 
     def _convolve(self, inputs: Tensor) -> Tensor:
         """Convolves ``inputs [B, n + W - 1, C] -> [B, n, C]``."""
         count = inputs.shape[1] + 1 - len(self.weight)
         total = inputs[:, :count].float() * self.weight[0]
-        for place, weight in enumerate(self.weight[1:], 1):
-            total.addcmul_(inputs[:, place : place + count].float(), weight)
+        for index, weight in enumerate(self.weight[1:], 1):
+            total.addcmul_(inputs[:, index : index + count].float(), weight)
         return F.silu(total.to(inputs.dtype))

@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.gumbel import (
     truncated_rows,
 )
 
-BLOCK_LOGITS = 2**20
+LOGITS_PER_BLOCK = 2**20
 """Number of logits to process at a time, rounded to whole rows."""
 
 SPAN_TOKENS = 32
@@ -45,18 +45,18 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: 
     """
     out.fill_(-1)
     width = -(-logits.shape[1] // CHUNK) * CHUNK
-    drawn = torch.nonzero(rows.req_indices >= 0).flatten()
-    for some in drawn.split(max(1, BLOCK_LOGITS // width)):
-        requests = rows.req_indices[some]
+    sampled_rows = torch.nonzero(rows.req_indices >= 0).flatten()
+    for block in sampled_rows.split(max(1, LOGITS_PER_BLOCK // width)):
+        requests = rows.req_indices[block]
         temperature = sampling["temperature"][requests]
-        scaled = logits.new_full((len(some), width), -torch.inf, dtype=torch.float32)
+        scaled = logits.new_full((len(block), width), -torch.inf, dtype=torch.float32)
         factors = temperature_factors(temperature).unsqueeze(1)
-        torch.mul(logits[some].float(), factors, out=scaled[:, : logits.shape[1]])
-        keys = gumbel_keys(sampling["states"][requests], rows.positions[some] + 1)
+        torch.mul(logits[block].float(), factors, out=scaled[:, : logits.shape[1]])
+        keys = gumbel_keys(sampling["states"][requests], rows.positions[block] + 1)
         top_k, top_p, min_p = (sampling[name][requests] for name in ("top_k", "top_p", "min_p"))
         limits = top_k, top_p, min_p
         tokens = _sample_rows(scaled, keys, temperature, limits, logits.shape[1])
-        out[some] = tokens
+        out[block] = tokens
         rows.last_sampled_tokens[requests] = tokens.clamp(min=0)
 
 
@@ -69,16 +69,16 @@ def _sample_rows(
 ) -> Tensor:
     maxima = scaled.view(len(scaled), SPAN_TOKENS, -1).amax(1)
     largest = maxima.amax(-1)
-    finite = torch.isfinite(largest)
+    is_finite = torch.isfinite(largest)
     tokens = torch.where(largest == -torch.inf, NO_TOKEN_LEFT, -1)
-    greedy = temperature < MIN_TEMPERATURE
-    truncated = truncated_rows(*limits, vocab_size)
-    if len(rows := torch.nonzero(finite & greedy).flatten()):
+    is_greedy = temperature < MIN_TEMPERATURE
+    is_truncated = truncated_rows(*limits, vocab_size)
+    if len(rows := torch.nonzero(is_finite & is_greedy).flatten()):
         tokens[rows] = scaled[rows].argmax(-1)
-    drawn = finite & ~greedy
-    if len(rows := torch.nonzero(drawn & ~truncated).flatten()):
+    is_drawn = is_finite & ~is_greedy
+    if len(rows := torch.nonzero(is_drawn & ~is_truncated).flatten()):
         tokens[rows] = _race_untruncated(scaled[rows], largest[rows], keys[rows])
-    if len(rows := torch.nonzero(drawn & truncated).flatten()):
+    if len(rows := torch.nonzero(is_drawn & is_truncated).flatten()):
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
         tokens[rows] = _race_truncated(
             scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SPAN_COUNTS[0]
@@ -110,23 +110,23 @@ def _race_truncated(
     top_k, top_p, min_p = limits
     values, ids, bound = _find_candidates(scaled, maxima, width)
     largest = values[:, 0]
-    known = values > bound.unsqueeze(1)
+    is_known = values > bound.unsqueeze(1)
     limited = (top_k > 0) & (top_k < vocab_size)
-    complete = limited & (known.sum(-1) >= top_k)
+    complete = limited & (is_known.sum(-1) >= top_k)
     complete |= largest + min_p.log() > bound
     total = torch.full_like(largest, torch.inf, dtype=torch.float64)
     if len(rows := torch.nonzero(~limited & (min_p == 0.0)).flatten()):
         # Without top_k and min_p, top_p is a fraction of the mass of all tokens, not of the
         # candidates.
         total[rows] = _chunk_mass(scaled[rows], largest[rows]).sum(-1, dtype=torch.float64)
-    values = values.masked_fill(~known, -torch.inf)
+    values = values.masked_fill(~is_known, -torch.inf)
     mass = (values.double() - largest.unsqueeze(1)).exp().sum(-1)
     complete |= (total < torch.inf) & (mass >= top_p * total)
-    kept = kept_tokens(values, top_k, top_p, min_p, total)
-    most = int(kept.sum(-1).max())
-    kept, ids = kept[:, :most], ids[:, :most]
-    score = values[:, :most] - token_exponentials(keys, ids).log()
-    winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
+    is_kept = kept_tokens(values, top_k, top_p, min_p, total)
+    max_kept = int(is_kept.sum(-1).max())
+    is_kept, ids = is_kept[:, :max_kept], ids[:, :max_kept]
+    score = values[:, :max_kept] - token_exponentials(keys, ids).log()
+    winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     tokens = ids.gather(1, winner).squeeze(1)
     if len(rows := torch.nonzero(~complete & (bound > -torch.inf)).flatten()):
         wider = next((count for count in SPAN_COUNTS if count > width), maxima.shape[1])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -111,16 +113,6 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
 
 
-def make_activation(
-    config: ActivationConfig, gated_mul: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """Returns the activation ``[T, 2 * I] -> [T, I]``: ``clamped_swiglu`` or ``gated_mul``."""
-    limit = config.limit
-    if limit is None:
-        return gated_mul
-    return lambda gate_up: clamped_swiglu(gate_up, limit, config.alpha)
-
-
 def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Returns ``out + sigmoid(gate) * shared``, ``out + shared`` without a gate, ``out`` without
     shared."""
@@ -129,24 +121,19 @@ def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tenso
     return out + (shared if gate is None else gate.sigmoid() * shared)
 
 
-class GroupedExperts:
-    """Experts by grouped matrix products, without reads on the host, so that CUDA graphs can
-    capture it."""
+class TorchExperts(ABC):
+    """Base of ``Experts`` in plain torch, which adds the shared experts to the weighted sum.
 
-    def __init__(
-        self,
-        weights: ExpertsWeights,
-        config: ActivationConfig,
-        gated_mul: Callable[[Tensor], Tensor],
-    ) -> None:
-        count, self.hidden_size = weights.num_experts, weights.hidden_size
-        self.num_experts, self.activation = count, make_activation(config, gated_mul)
-        self.gate_up = weights.gate_up.values.view(count, -1, self.hidden_size)
-        self.down = weights.down.values.view(count, self.hidden_size, -1)
-        self.biases = [
-            None if layer.bias is None else layer.bias.view(count, -1)
-            for layer in (weights.gate_up, weights.down)
-        ]
+    Args:
+        gated_mul: ``TorchOps.silu_mul`` or ``TorchOps.gelu_mul``, the activation unless ``config``
+            has the limit of a clamped SwiGLU.
+    """
+
+    def __init__(self, config: ActivationConfig, gated_mul: Callable[[Tensor], Tensor]) -> None:
+        limit = config.limit
+        self.activation = gated_mul
+        if limit is not None:
+            self.activation = partial(clamped_swiglu, limit=limit, alpha=config.alpha)
 
     def __call__(
         self,
@@ -156,23 +143,43 @@ class GroupedExperts:
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
+        return add_shared(self.weighted_sum(x, ids, weights), shared, gate)
+
+    @abstractmethod
+    def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sums each token's experts by weight; see ``Experts``."""
+
+
+class GroupedExperts(TorchExperts):
+    """Experts by grouped matrix products, without reads on the host, so that CUDA graphs can
+    capture it."""
+
+    def __init__(
+        self,
+        weights: ExpertsWeights,
+        config: ActivationConfig,
+        gated_mul: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(config, gated_mul)
+        self.num_experts, self.hidden_size = weights.num_experts, weights.hidden_size
+        self.gate_up, self.down = weights.gate_up, weights.down
+
+    def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         tokens, top_k = ids.shape
         experts, order = ids.flatten().long().sort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.int32, device=x.device)
         ends = counts.scatter_add_(0, experts, torch.ones_like(order, dtype=torch.int32)).cumsum(0)
         ends = ends.to(torch.int32)
-        inner = self.activation(self._linear(x[order // top_k], self.gate_up, 0, experts, ends))
-        sorted_out = self._linear(inner, self.down, 1, experts, ends).float()
+        inner = self.activation(self._linear(x[order // top_k], self.gate_up, experts, ends))
+        sorted_out = self._linear(inner, self.down, experts, ends).float()
         out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
         summed = (out.view(tokens, top_k, self.hidden_size) * weights.unsqueeze(-1)).sum(1)
-        return add_shared(summed.to(x.dtype), shared, gate)
+        return summed.to(x.dtype)
 
-    def _linear(
-        self, x: Tensor, stack: Tensor, layer_index: int, experts: Tensor, ends: Tensor
-    ) -> Tensor:
-        bias = self.biases[layer_index]
+    def _linear(self, x: Tensor, layer: LinearWeights, experts: Tensor, ends: Tensor) -> Tensor:
+        stack = layer.values.view(self.num_experts, -1, x.shape[1])
         out = F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
-        return out if bias is None else out + bias[experts]
+        return out if layer.bias is None else out + layer.bias.view(len(stack), -1)[experts]
 
 
 def chosen_experts(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -193,7 +200,7 @@ def chosen_experts(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, 
             yield expert, tokens[start:end], factors[start:end]
 
 
-class LoopedExperts:
+class LoopedExperts(TorchExperts):
     """Experts in a loop, each with its own linear layers of the op set.
 
     Only experts that a token of the step was routed to are computed. On a CPU this is faster than
@@ -208,22 +215,15 @@ class LoopedExperts:
         gated_mul: Callable[[Tensor], Tensor],
         make_linear: Callable[[LinearWeights], Linear],
     ) -> None:
-        self.activation = make_activation(config, gated_mul)
+        super().__init__(config, gated_mul)
         self.gate_up, self.down = (
             [make_linear(part) for part in split_experts(layer, weights.num_experts)]
             for layer in (weights.gate_up, weights.down)
         )
 
-    def __call__(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        shared: Tensor | None = None,
-        gate: Tensor | None = None,
-    ) -> Tensor:
+    def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert, tokens, factors in chosen_experts(ids, weights):
             inner = self.activation(self.gate_up[expert](x[tokens]))
             out.index_add_(0, tokens, self.down[expert](inner).float() * factors)
-        return add_shared(out.to(x.dtype), shared, gate)
+        return out.to(x.dtype)

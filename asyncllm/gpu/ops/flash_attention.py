@@ -7,9 +7,11 @@ causal sequences of different lengths.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.attention_check import check_attention
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
@@ -82,6 +85,7 @@ class FlashAttention(ABC):
     )
     block_size: ClassVar[int]
     _with_cache: AttentionFunction
+    _prefill: AttentionFunction
 
     @classmethod
     def default_block_size(cls, device: torch.device) -> int:
@@ -157,11 +161,24 @@ class FlashAttention(ABC):
         )
         return out.squeeze(1)
 
-    @abstractmethod
     def prefill(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
         """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
+        return self._prefill(
+            q,
+            cache[0],
+            cache[1],
+            cu_seqlens_q=rows.query_starts,
+            max_seqlen_q=rows.max_queries,
+            **{self.table_argument: rows.block_table},
+            **self.prefill_options(rows),
+            **self.call_options(window),
+        )
+
+    @abstractmethod
+    def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:
+        """Keyword arguments of a call for prefill rows that FlashAttention 2 and 3 do not share."""
 
     def call_options(self, window: tuple[int, int]) -> dict[str, Any]:
         """Keyword arguments of every call, which FlashAttention 2 and 3 have in common."""
@@ -171,6 +188,25 @@ class FlashAttention(ABC):
             "window_size": window,
             "softcap": self.softcap,
         }
+
+
+def import_library(backend: str, module: str, remedy: str) -> ModuleType:
+    """Imports a FlashAttention library.
+
+    Args:
+        backend: name of the attention backend, for the error.
+        remedy: how to install the library.
+
+    Raises:
+        EngineError: the library cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise EngineError(
+            f'attention_backend="{backend}": {module} cannot be imported ({error}): {remedy}, or '
+            'choose attention_backend="auto"'
+        ) from error
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from dataclasses import replace
 from types import ModuleType
-from typing import ClassVar
-
-from torch import Tensor
+from typing import Any, ClassVar
 
 from asyncllm.errors import EngineError
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.flash_attention import AttentionFunction, FlashAttention, PrefillRows
+from asyncllm.gpu.ops.flash_attention import FlashAttention, PrefillRows, import_library
 
 MIN_VERSION = (2, 7)
 
@@ -38,39 +35,21 @@ class FlashAttention2(FlashAttention):
         super().__init__(shape)
         library = _import_library()
         self._with_cache = library.flash_attn_with_kvcache
-        self._varlen: AttentionFunction = library.flash_attn_varlen_func
+        self._prefill = library.flash_attn_varlen_func
         # By default some versions split the keys, which gives wrong results with a paged cache.
-        splits = "num_splits" in inspect.signature(self._varlen).parameters
+        splits = "num_splits" in inspect.signature(self._prefill).parameters
         self._varlen_options = {"num_splits": 1} if splits else {}
 
-    def prefill(
-        self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
-    ) -> Tensor:
-        return self._varlen(
-            q,
-            cache[0],
-            cache[1],
-            cu_seqlens_q=rows.query_starts,
-            cu_seqlens_k=rows.key_starts,
-            max_seqlen_q=rows.max_queries,
-            max_seqlen_k=rows.max_keys,
-            block_table=rows.block_table,
-            **self._varlen_options,
-            **self.call_options(window),
-        )
+    def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:
+        lengths = {"cu_seqlens_k": rows.key_starts, "max_seqlen_k": rows.max_keys}
+        return lengths | self._varlen_options
 
 
 def _import_library() -> ModuleType:
-    try:
-        library = importlib.import_module("flash_attn")
-    except (ImportError, OSError) as error:
-        raise EngineError(
-            f'attention_backend="flash_attn": flash_attn cannot be imported ({error}): pip install '
-            '"asyncllm[flash-attn]", or choose attention_backend="auto"'
-        ) from error
+    library = import_library("flash_attn", "flash_attn", 'pip install "asyncllm[flash-attn]"')
     version = str(getattr(library, "__version__", "without a version"))
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < MIN_VERSION:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < MIN_VERSION:
         raise EngineError(
             f'attention_backend="flash_attn": flash_attn {version} is too old: expected 2.7 or '
             'later; or choose attention_backend="auto"'

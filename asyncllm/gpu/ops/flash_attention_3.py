@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import replace
-from typing import ClassVar
-
-from torch import Tensor
+from typing import Any, ClassVar
 
 from asyncllm.errors import EngineError
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.flash_attention import AttentionFunction, FlashAttention, PrefillRows
+from asyncllm.gpu.ops.flash_attention import (
+    AttentionFunction,
+    FlashAttention,
+    PrefillRows,
+    import_library,
+)
 
 REQUIRED_ARGUMENTS = frozenset(
     "cache_seqlens page_table cu_seqlens_q max_seqlen_q softmax_scale causal window_size softcap "
@@ -48,41 +50,22 @@ class FlashAttention3(FlashAttention):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self._with_cache = _import_function()
+        self._prefill = self._with_cache = _import_function()
 
-    def prefill(
-        self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
-    ) -> Tensor:
-        return self._with_cache(
-            q,
-            cache[0],
-            cache[1],
-            cache_seqlens=rows.seq_lens,
-            page_table=rows.block_table,
-            cu_seqlens_q=rows.query_starts,
-            max_seqlen_q=rows.max_queries,
-            num_splits=0,
-            **self.call_options(window),
-        )
+    def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:
+        return {"cache_seqlens": rows.seq_lens, "num_splits": 0}
 
 
 def _import_function() -> AttentionFunction:
-    try:
-        library = importlib.import_module("flash_attn_interface")
-    except (ImportError, OSError) as error:
-        raise EngineError(
-            'attention_backend="flash_attn_3": flash_attn_interface cannot be imported '
-            f"({error}): {INSTALL_REMEDY}, or choose "
-            'attention_backend="auto"'
-        ) from error
+    library = import_library("flash_attn_3", "flash_attn_interface", INSTALL_REMEDY)
     function = getattr(library, "flash_attn_with_kvcache", None)
-    lacking = set(REQUIRED_ARGUMENTS)
+    missing = set(REQUIRED_ARGUMENTS)
     if function is not None:
-        lacking -= set(inspect.signature(function).parameters)
-    if function is None or lacking:
+        missing -= set(inspect.signature(function).parameters)
+    if function is None or missing:
         raise EngineError(
             'attention_backend="flash_attn_3": this flash_attn_interface is too old, its '
-            f"flash_attn_with_kvcache lacks {', '.join(sorted(lacking))}: expected 3.0.0b1 or "
+            f"flash_attn_with_kvcache lacks {', '.join(sorted(missing))}: expected 3.0.0b1 or "
             'later; or choose attention_backend="auto"'
         )
     return function

@@ -53,34 +53,24 @@ class GatedDelta(Protocol):
         ...
 
 
-class _Inputs:
+def _recurrence_inputs(
+    shape: LinearAttentionConfig, biases: DeltaBiases, qkv: Tensor, gates: Tensor
+) -> tuple[Tensor, ...]:
     """Inputs of the gated delta rule for T tokens, in float32.
 
-    Attributes:
-        q, k: ``[T, num_value_heads, key_dim]``.
-        v: ``[T, num_value_heads, value_dim]``.
-        beta, decay: ``[T, num_value_heads]``; ``decay`` is the logarithm g.
+    Returns:
+        q and k ``[T, num_value_heads, key_dim]``, v ``[T, num_value_heads, value_dim]``, beta and
+        the decay g ``[T, num_value_heads]``.
     """
-
-    def __init__(
-        self, shape: LinearAttentionConfig, biases: DeltaBiases, qkv: Tensor, gates: Tensor
-    ) -> None:
-        group = shape.num_value_heads // shape.num_key_heads
-        wide, keys = qkv.float(), shape.key_size
-        self.q, self.k = (
-            _normalise_rows(part.unflatten(1, (-1, shape.key_dim))).repeat_interleave(group, 1)
-            for part in (wide[:, :keys], wide[:, keys : 2 * keys])
-        )
-        self.q = self.q * shape.key_dim**-0.5
-        self.v = wide[:, 2 * keys :].unflatten(1, (-1, shape.value_dim))
-        b, a = gates.float().chunk(2, 1)
-        self.beta = b.sigmoid()
-        self.decay = -biases.log_rate.exp() * F.softplus(a + biases.dt_bias)
-
-    def slice_tokens(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """Returns q, k, v, beta and decay of tokens ``start`` to ``end - 1``."""
-        parts = self.q, self.k, self.v, self.beta, self.decay
-        return tuple(part[start:end] for part in parts)
+    group, wide, keys = shape.num_value_heads // shape.num_key_heads, qkv.float(), shape.key_size
+    q, k = (
+        _normalise_rows(part.unflatten(1, (-1, shape.key_dim))).repeat_interleave(group, 1)
+        for part in (wide[:, :keys], wide[:, keys : 2 * keys])
+    )
+    v = wide[:, 2 * keys :].unflatten(1, (-1, shape.value_dim))
+    b, a = gates.float().chunk(2, 1)
+    decay = -biases.log_rate.exp() * F.softplus(a + biases.dt_bias)
+    return q * shape.key_dim**-0.5, k, v, b.sigmoid(), decay
 
 
 def _normalise_rows(x: Tensor) -> Tensor:
@@ -99,18 +89,18 @@ class TorchGatedDelta:
         self.shape, self.biases = shape, biases
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-        shape, inputs = self.shape, _Inputs(self.shape, self.biases, qkv, gates)
-        out = inputs.v.new_empty((len(qkv), shape.num_value_heads, shape.value_dim))
+        inputs = _recurrence_inputs(self.shape, self.biases, qkv, gates)
+        out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         if rows.slots is not None and not rows.batch_spans:
-            count, held = len(rows.slots), rows.gather(state)
-            out[:count] = _compute_token(held, *inputs.slice_tokens(0, count))
-            state.index_copy_(0, rows.slots, held)
+            count, states = len(rows.slots), rows.gather(state)
+            out[:count] = _compute_token(states, *(part[:count] for part in inputs))
+            state.index_copy_(0, rows.slots, states)
         for span in (*rows.batch_spans, *rows.spans):
-            held = span_state(state, span)
+            states = span_state(state, span)
             for start in range(span.start, span.end, CHUNK_TOKENS):
                 end = min(start + CHUNK_TOKENS, span.end)
                 step = _compute_token if end - start == 1 else _compute_chunk
-                out[start:end] = step(held, *inputs.slice_tokens(start, end))
+                out[start:end] = step(states, *(part[start:end] for part in inputs))
         return out.flatten(1).to(qkv.dtype)
 
 
@@ -139,7 +129,7 @@ def _compute_chunk(
     token's change of the state depends on the changes of the tokens before it in the chunk, so that
     the changes solve a triangular system (the WY form of Yang et al., 2025, section 3.3).
     """
-    held = state[0]
+    matrices = state[0]
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))
     beta, total = beta.T.unsqueeze(-1), decay.T.cumsum(1)
     between = total.unsqueeze(2) - total.unsqueeze(1)
@@ -147,10 +137,10 @@ def _compute_chunk(
     # Mask later tokens before the exponential, which would overflow for them.
     between = between.masked_fill(later, -torch.inf).exp()
     past = total.exp().unsqueeze(-1)
-    wanted = (v - (k * past) @ held) * beta
+    targets = (v - (k * past) @ matrices) * beta
     system = (beta * k) @ k.mT * between
-    changes = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (q * past) @ held + (q @ k.mT * between) @ changes
-    rest = (total[:, -1:] - total).exp().unsqueeze(-1)
-    held.mul_(past[:, -1:]).add_((k * rest).mT @ changes)
+    changes = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+    out = (q * past) @ matrices + (q @ k.mT * between) @ changes
+    later_decay = (total[:, -1:] - total).exp().unsqueeze(-1)
+    matrices.mul_(past[:, -1:]).add_((k * later_decay).mT @ changes)
     return out.transpose(0, 1)

@@ -18,7 +18,7 @@ class GatedNorm(Protocol):
     """
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[T, heads * D] -> [T, heads * D]``, where D is the size of the norm's weight.
+        """Norms and gates each head of ``x [T, heads * D]``; D is the size of the norm's weight.
 
         Args:
             gate: of the same shape as x.

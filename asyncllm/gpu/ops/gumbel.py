@@ -29,7 +29,7 @@ is sampled in two rounds: first one chunk is drawn by its mass, then a token in 
 NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""
 
-_MOST_NEGATIVE = -3.4028234663852886e38
+_MIN_FLOAT32 = -3.4028234663852886e38
 _LOW32 = 0xFFFFFFFF
 
 
@@ -70,13 +70,13 @@ def gumbel_sample(
     order = scaled.sort(dim=-1, descending=True, stable=True)
     values, ids = order.values, order.indices
     largest = values[:, :1]
-    kept = kept_tokens(values, top_k, top_p, min_p)
+    is_kept = kept_tokens(values, top_k, top_p, min_p)
     score = values - vocab_exponentials(keys, vocab_size).gather(1, ids).log()
-    winner = torch.where(kept, score, -torch.inf).argmax(-1, keepdim=True)
+    winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
-    raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
-    tokens = torch.where(raced, race_in_rounds(scaled, keys), tokens)
+    is_raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
+    tokens = torch.where(is_raced, race_in_rounds(scaled, keys), tokens)
     # The total mass is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
@@ -106,16 +106,16 @@ def kept_tokens(
             top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
-    kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MOST_NEGATIVE)
+    is_kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MIN_FLOAT32)
     limit = torch.where(top_k <= 0, 2**31 - 1, top_k).unsqueeze(1)
-    kept &= torch.arange(count, device=values.device) < limit
-    mass = torch.where(kept, (values.double() - largest).exp(), 0.0)
+    is_kept &= torch.arange(count, device=values.device) < limit
+    mass = torch.where(is_kept, (values.double() - largest).exp(), 0.0)
     cumulative = mass.cumsum(-1)
     whole = cumulative[:, -1]
     if total is not None:
         whole = torch.where(total.isinf(), whole, total)
     allowed = torch.where(top_p >= 1.0, torch.inf, top_p.double() * whole)
-    return kept & (cumulative - mass < allowed.unsqueeze(1))
+    return is_kept & (cumulative - mass < allowed.unsqueeze(1))
 
 
 def race_in_rounds(scaled: Tensor, keys: Tensor) -> Tensor:

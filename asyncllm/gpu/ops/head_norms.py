@@ -24,11 +24,11 @@ def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tenso
         ValueError: the weights have neither of the two shapes, or different dtypes.
     """
     dim = shape.head_dim
-    found = tuple(q_norm.shape), tuple(k_norm.shape)
+    shapes = tuple(q_norm.shape), tuple(k_norm.shape)
     whole = (shape.num_heads * dim,), (shape.num_kv_heads * dim,)
-    if found not in (((dim,), (dim,)), whole) or q_norm.dtype != k_norm.dtype:
+    if shapes not in (((dim,), (dim,)), whole) or q_norm.dtype != k_norm.dtype:
         raise ValueError(
-            f"norms of q and k are {found} of {q_norm.dtype} and {k_norm.dtype}, expected [{dim}] "
+            f"norms of q and k are {shapes} of {q_norm.dtype} and {k_norm.dtype}, expected [{dim}] "
             f"or {whole} of one dtype"
         )
-    return found == whole and found != ((dim,), (dim,))
+    return shapes == whole and shapes != ((dim,), (dim,))

@@ -36,8 +36,8 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "e2m1": ([torch.uint8], (2, 1)),
     **{scheme: ([torch.uint8], sizes) for scheme, sizes in BLOCK_SIZES.items()},
 }
-"""Storage by scheme: the dtypes that ``values`` may have, and ``(weights, stored values)``: how
-many stored values hold how many weights."""
+"""Storage by scheme: dtypes that ``values`` may have, and how many weights are in how many stored
+values. ``(2, 1)`` is two weights in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,26 @@ class LinearWeights:
                     f"shape of {name}", tuple(tensor.shape), shape, tensor.shape == shape
                 )
 
-    def _check_field(self, field: str, found: object, accepted: object, is_met: bool) -> None:
+    def _check_field(self, field: str, value: object, accepted: object, is_met: bool) -> None:
         if not is_met:
             choices = accepted if isinstance(accepted, (dict, list)) else [accepted]
             raise ModelLoadError(
-                f"weights of scheme {self.scheme!r}: {field} is {found}, expected "
+                f"weights of scheme {self.scheme!r}: {field} is {value}, expected "
                 + " or ".join(map(str, choices))
             )
+
+    def quantised(
+        self, scheme: QuantScheme, values: Tensor, scales: Tensor, columns: int,
+        zeros: Tensor | None = None,
+    ) -> LinearWeights:  # fmt: skip
+        """Returns the quantised form of plain weights.
+
+        Args:
+            columns: number of columns of a row that share a scale.
+        """
+        return replace(
+            self, values=values, scheme=scheme, scales=scales, scale_block=(1, columns), zeros=zeros
+        )
 
     @property
     def form(self) -> WeightForm:
@@ -151,8 +164,8 @@ class LinearWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of values, scales and zeros."""
-        own = (self.values, self.scales, self.zeros)
-        return sum(each.nbytes for each in own if each is not None) + sum(
+        tensors = (self.values, self.scales, self.zeros)
+        return sum(each.nbytes for each in tensors if each is not None) + sum(
             part.num_bytes for part in self.next_parts
         )
 
@@ -169,11 +182,8 @@ class LinearWeights:
         if not self.next_parts:
             return [self]
         parts = [replace(self, bias=None, next_parts=()), *self.next_parts]
-        biases = (
-            [None] * len(parts)
-            if self.bias is None
-            else self.bias.split([part.shape[0] for part in parts])
-        )
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if self.bias is None else self.bias.split(sizes)
         return [
             replace(part, bias=bias, panels=self.panels)
             for part, bias in zip(parts, biases, strict=True)

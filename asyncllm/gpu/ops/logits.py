@@ -85,9 +85,9 @@ def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None
     allowed = unpack_bits(tables.allowed[table_rows], logits.shape[1])
     allowed |= (rules["restricted"][table_rows] == 0).unsqueeze(1)
     logits.masked_fill_(allowed.logical_not_(), -torch.inf)
-    early = rows.positions + 1 < rules["min_end"][table_rows]
+    before_min_end = rows.positions + 1 < rules["min_end"][table_rows]
     active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][table_rows].unsqueeze(1)
-    active &= early.unsqueeze(1)
+    active &= before_min_end.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
     # For unused entries of ``stop_ids`` the minimum with infinity leaves the logit as it is.
     floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
@@ -96,27 +96,27 @@ def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None
 
 def _count_last_tokens(table_rows: Tensor, rows: SamplingRows) -> None:
     counts = rows.tables.counts
-    last = torch.where(
+    last_tokens = torch.where(
         rows.host_token_ids < 0, rows.last_sampled_tokens[table_rows], rows.host_token_ids
     )
-    new = (rows.positions >= rows.rules["counted_from"][table_rows]) & (rows.req_indices >= 0)
+    is_new = (rows.positions >= rows.rules["counted_from"][table_rows]) & (rows.req_indices >= 0)
     counts.view(-1).index_add_(
-        0, table_rows * counts.shape[1] + last.clamp(min=0), new.to(counts.dtype)
+        0, table_rows * counts.shape[1] + last_tokens.clamp(min=0), is_new.to(counts.dtype)
     )
 
 
 def _apply_penalties(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
     rules, counts = rows.rules, rows.tables.counts[table_rows]
-    used = counts > 0
-    seen = unpack_bits(rows.tables.in_prompt[table_rows], logits.shape[1])
-    seen |= used
+    in_output = counts > 0
+    in_text = unpack_bits(rows.tables.in_prompt[table_rows], logits.shape[1])
+    in_text |= in_output
     repetition = rules["repetition"][table_rows].unsqueeze(1)
     scaled = logits * repetition
     torch.where(logits > 0, logits / repetition, scaled, out=scaled)
-    torch.where(seen, scaled, logits, out=logits)
-    del scaled, seen
+    torch.where(in_text, scaled, logits, out=logits)
+    del scaled, in_text
     logits -= rules["frequency"][table_rows].unsqueeze(1) * counts
-    logits -= rules["presence"][table_rows].unsqueeze(1) * used
+    logits -= rules["presence"][table_rows].unsqueeze(1) * in_output
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:

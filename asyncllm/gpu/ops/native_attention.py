@@ -24,7 +24,7 @@ BUILD_REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ comp
 
 @dataclass(slots=True)
 class NativeAttentionPlan:
-    """Plan of a step: a native attention op with all arguments but those that differ by layer."""
+    """Plan of a step: a native attention op without the arguments that differ by layer."""
 
     op: NativeOp
     num_rows: int
@@ -77,29 +77,24 @@ class NativeAttention:
         self.context, self.shape, self.dtype = context, shape, dtype
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> NativeAttentionPlan:
-        """Plans a step or a recorded step, whose arrays are read in place when the op runs."""
+        """Plans a step or a recorded step.
+
+        When the op of a recorded step runs, it reads the step's arrays in place.
+        """
         rows, table = step.host, step.groups[group].host_table
         if rows is None:
             raise NotImplementedError("native attention reads lengths on the host: no CUDA graphs")
-        held = (
-            np.ascontiguousarray(table, np.int32),
-            np.ascontiguousarray(rows.query_start_loc, np.int64),
-            np.ascontiguousarray(rows.seq_lens, np.int32),
-            np.ascontiguousarray(rows.req_indices, np.int64),
-        )
-        blocks, starts, lengths, req_indices = held
-        shape = self.shape
+        shape, width = self.shape, table.shape[1]
         op = NativeOp(
             self.context,
             "attention",
-            held,
-            block_table=blocks.ctypes.data,
-            table_stride=blocks.shape[1],
-            table_width=blocks.shape[1],
-            query_start=starts.ctypes.data,
-            seq_lens=lengths.ctypes.data,
-            lines=req_indices.ctypes.data,
-            table_lines=len(blocks),
+            block_table=np.ascontiguousarray(table, np.int32),
+            table_stride=width,
+            table_width=width,
+            query_start=np.ascontiguousarray(rows.query_start_loc, np.int64),
+            seq_lens=np.ascontiguousarray(rows.seq_lens, np.int32),
+            lines=np.ascontiguousarray(rows.req_indices, np.int64),
+            table_lines=len(table),
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -108,7 +103,7 @@ class NativeAttention:
             softcap=shape.softcap or 0.0,
             dtype=DTYPES[self.dtype],
         )
-        return NativeAttentionPlan(op, len(req_indices), step.num_tokens)
+        return NativeAttentionPlan(op, len(rows.req_indices), step.num_tokens)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: NativeAttentionPlan,

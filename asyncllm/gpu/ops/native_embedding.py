@@ -47,7 +47,6 @@ class NativeTable(NativeEmbedding):
         self.dtype, self.device, self.shape = values.dtype, values.device, tuple(values.shape)
         rows, width = self.shape
         self._op = NativeOp(
-            context, "select", [self.values],
-            x=self.values.data_ptr(), x_stride=self.values.stride(0), x_rows=rows, width=width,
-            scale=multiplier, dtype=DTYPES[self.dtype],
+            context, "select", x=self.values, x_stride=self.values.stride(0), x_rows=rows,
+            width=width, scale=multiplier, dtype=DTYPES[self.dtype],
         )  # fmt: skip

@@ -24,30 +24,26 @@ class NativeRouting:
 
     def __init__(self, context: Context, config: RoutingConfig, weights: RouterWeights) -> None:
         self.top_k, self.router = config.top_k, NativeLinear(context, weights.linear)
-        correction = _check_expert_vector("correction bias", weights.correction, config)
-        expert_scale = _check_expert_vector("scale of experts", weights.expert_scale, config)
         self._op = NativeOp(
             context,
             "routing",
-            [correction, expert_scale],
             stride=config.num_experts,
             num_experts=config.num_experts,
             top_k=config.top_k,
             num_groups=config.num_groups,
             top_groups=config.top_groups,
-            correction=None if correction is None else correction.data_ptr(),
+            correction=_check_expert_vector("correction bias", weights.correction, config),
             scale=config.scale,
             least_sum=config.min_weight_sum,
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
-            expert_scale=None if expert_scale is None else expert_scale.data_ptr(),
+            expert_scale=_check_expert_vector("scale of experts", weights.expert_scale, config),
             dtype=DTYPES[weights.linear.values.dtype],
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, op, router = contiguous_rows(x, x.dtype), self._op, self.router
-        if x.shape[1] != router.k:
-            raise ValueError(f"native routing: x has {x.shape[1]} columns, expected {router.k}")
+        op.check_shape("x", x, (len(x), router.k))
         logits = router.project(x, router.dtype or x.dtype)
         ids = op.empty(x, self.top_k, torch.int32)
         weights = op.empty(x, self.top_k, torch.float32)
@@ -132,15 +128,15 @@ class NativeExperts:
     def _check_tensors(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> int:
-        """Checks tensors that the op would otherwise read out of bounds; returns top_k."""
+        """Checks shapes, dtypes and strides; returns top_k."""
         rows, top_k = ids.shape
         if self.dtypes - {x.dtype} or x.shape != (rows, self.hidden_size):
             raise ValueError(f"native experts: x is {tuple(x.shape)} of {x.dtype} for {rows} rows")
         for name, tensor, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
             if tensor.dtype != dtype or tensor.shape != (rows, top_k) or not tensor.is_contiguous():
                 raise ValueError(f"native experts: {name} are no contiguous ({rows}, {top_k})")
-        if shared is not None and shared.shape != x.shape:
-            raise ValueError(f"native experts: shared is {tuple(shared.shape)}")
+        if shared is not None:
+            self._op.check_shape("shared", shared, x.shape)
         if gate is not None and (gate.shape != (rows, 1) or gate.dtype != x.dtype):
             raise ValueError(f"native experts: gate is {tuple(gate.shape)} of {gate.dtype}")
         return top_k

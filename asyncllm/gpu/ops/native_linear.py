@@ -61,11 +61,10 @@ class NativeLinear:
         return self._linear.empty(x, width)
 
     def argmax(self, x: Tensor) -> Tensor:
-        """``x [T, in] -> [T]`` int64: index of each row's largest output, the first of equal ones.
+        """Index of each row's largest output, ``x [T, in] -> [T]`` int64.
 
-        Outputs are compared as rounded to the dtype of ``x``, like those of ``__call__``. The index
-        is -1 for a row whose outputs include NaN or infinity, and NO_TOKEN_LEFT for a row whose
-        outputs are all minus infinity.
+        See ``ArgmaxLinear``. Outputs are compared as rounded to the dtype of ``x``, like those of
+        ``__call__``.
         """
         x, op = self.check_input(x), self._argmax
         tokens = op.empty(x, 1, torch.int64)
@@ -75,13 +74,12 @@ class NativeLinear:
 
     def check_input(self, x: Tensor) -> Tensor:
         x = contiguous_rows(x, self.dtype or x.dtype)
-        if x.shape[1] != self.k:
-            raise ValueError(f"native linear: x has {x.shape[1]} columns, expected {self.k}")
+        self._linear.check_shape("x", x, (len(x), self.k))
         return x
 
 
 class NativeJoinedLinear:
-    """Linear layer on weights of several forms, such as the mixtures of types of a GGUF file.
+    """Linear layer on weights of several forms, such as different types of a GGUF file.
 
     Each form is a layer of its own, which writes its columns of the outputs.
     """

@@ -21,8 +21,7 @@ class NativeResidualAdd:
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = contiguous_rows(x, x.dtype), contiguous_rows(residual, x.dtype)
-        if x.shape != residual.shape:
-            raise ValueError(f"native add: x is {tuple(x.shape)}, expected {tuple(residual.shape)}")
+        self._op.check_shape("x", x, residual.shape)
         args = self._op.args
         args.x_stride, args.residual_stride = x.stride(0), residual.stride(0)
         args.width, args.dtype = x.shape[1], DTYPES[x.dtype]
@@ -43,13 +42,12 @@ class NativeRMSNorm:
     ) -> None:  # fmt: skip
         self.weight, self.width = checked_parameter(weight), weight.shape[0]
         self._op = NativeOp(
-            context, "rms_norm", [self.weight],
-            weight=self.weight.data_ptr(), weight_dtype=DTYPES[weight.dtype], width=self.width,
-            eps=eps, multiplier=multiplier, scale=scale,
+            context, "rms_norm", weight=self.weight, weight_dtype=DTYPES[weight.dtype],
+            width=self.width, eps=eps, multiplier=multiplier, scale=scale,
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of ``x [T, width]``, or of each part of a contiguous ``x [T, parts, width]``."""
+        """Norms ``x [T, width]``, or each part of a contiguous ``x [T, parts, width]``."""
         if x.dim() == 2:
             return self._norm(x, None)
         if not x.is_contiguous():
@@ -66,16 +64,13 @@ class NativeRMSNorm:
     def _norm(self, x: Tensor, residual: Tensor | None, parts: int = 1) -> Tensor:
         weight, op = self.weight, self._op
         x = contiguous_rows(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
-        if x.shape[1] != parts * self.width or (residual is not None and residual.shape != x.shape):
-            raise ValueError(
-                f"native rms_norm: x is {tuple(x.shape)}, expected {parts} x {self.width} columns "
-                "and the residual's shape"
-            )
+        op.check_shape("x", x, (len(x), parts * self.width))
         args, out = op.args, op.empty(x, parts * self.width)
         args.x_stride, args.parts, args.dtype = x.stride(0) // parts, parts, DTYPES[x.dtype]
         tensors = {"x": x, "out": out}
         args.residual = None
         if residual is not None:
+            op.check_shape("residual", residual, x.shape)
             args.residual_stride, tensors["residual"] = residual.stride(0), residual
         op(x, tensors)
         return out

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +20,15 @@ _ROWS, _TOKENS = Size.ROWS.value, Size.TOKENS.value
 
 
 class NativeOp:
-    """An op of the native library, with its arguments in memory as a program of one op.
+    """An op of the native library: a program of one op, with its arguments in memory.
 
     Only one thread at a time may use it, as with its context.
 
     Args:
         name: the op's name in OP_KINDS.
-        keep_alive: objects that own the memory behind the pointers in ``constants``.
-        constants: the arguments that are the same in each call.
+        keep_alive: objects that own the memory behind addresses in ``constants``.
+        constants: the arguments that are the same in each call. A tensor or array is passed by its
+            address, and kept alive.
 
     Attributes:
         args: ctypes structure of the op's arguments. A call sets the pointers to its tensors.
@@ -35,12 +37,12 @@ class NativeOp:
     def __init__(
         self, context: Context, name: str, keep_alive: Sequence[object] = (), **constants: Any
     ) -> None:
-        self.context, self.name, self._keep_alive = context, name, (*keep_alive,)
+        self.context, self.name, self._keep_alive = context, name, (*keep_alive, constants)
         ops = (Op * 1)()
         ops[0].kind, ops[0].size, ops[0].x_size = OP_KINDS.index(name), Size.TOKENS, -1
         self.args = getattr(ops[0].args, name)
         for field, value in constants.items():
-            setattr(self.args, field, value)
+            setattr(self.args, field, _address(value))
         self._program = STRUCTS["Program"](
             ops=ops,
             num_ops=1,
@@ -49,6 +51,16 @@ class NativeOp:
             capacity=(UNBOUNDED,) * NUM_SIZES,
         )
         self._sizes, self._failed = (ctypes.c_int64 * NUM_SIZES)(), (ctypes.c_int64 * 1)()
+
+    def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+        """Raises ValueError for a tensor of another shape than ``expected``.
+
+        The op would read or write it out of bounds.
+        """
+        if tensor.shape != expected:
+            raise ValueError(
+                f"native {self.name}: {name} is {tuple(tensor.shape)}, expected {tuple(expected)}"
+            )
 
     def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocates an output ``[T, width]`` for ``like [T, ...]``, by default of its dtype."""
@@ -86,3 +98,10 @@ class NativeOp:
         status = context.functions.run(context.handle, self._program, sizes, self._failed)
         if status:
             raise_status(self.name, status)
+
+
+def _address(value: Any) -> Any:
+    """Address of a tensor or array; any other value itself."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value.ctypes.data if isinstance(value, np.ndarray) else value

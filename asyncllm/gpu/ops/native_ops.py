@@ -9,10 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.ops.base import Embedding
 from asyncllm.gpu.ops.cpu_ops import CpuOps
-from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightForm
 from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativeTable
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
@@ -35,8 +33,7 @@ from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
 from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, conversions, native_type
 from asyncllm.gpu.ops.recorder import Recorder
-from asyncllm.gpu.ops.routing import RouterWeights, Routing
-from asyncllm.native.context import Context, raise_status
+from asyncllm.native.context import Context
 
 
 class NativeOps(CpuOps):
@@ -65,6 +62,9 @@ class NativeOps(CpuOps):
         self.causal_conv = partial(NativeCausalConv, context)
         self.gated_delta = partial(NativeGatedDelta, context)
         self.gated_norm = partial(NativeGatedNorm, context)
+        self.routing = partial(NativeRouting, context)
+        self.make_experts = partial(NativeExperts, context)
+        self.embedding = partial(NativeTable, context)
         self.sample = partial(sample, context)
         self.process_logits = partial(process_logits, context)
         self.top_logprobs = partial(top_logprobs, context)
@@ -82,15 +82,6 @@ class NativeOps(CpuOps):
             return NativeJoinedLinear(self.context, weights)
         return NativeLinear(self.context, weights)
 
-    def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        return NativeRouting(self.context, config, weights)
-
-    def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        return NativeExperts(self.context, weights, config)
-
-    def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
-        return NativeTable(self.context, values, multiplier)
-
     def packed_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
     ) -> Embedding:
@@ -107,12 +98,8 @@ class NativeOps(CpuOps):
         return NativeEmbedding(head, dtype, multiplier), head
 
     def sum_words(self, memory: Tensor) -> int:
-        total, context = ctypes.c_uint64(), self.context
-        status = context.functions.read(
-            context.handle, memory.data_ptr(), memory.nbytes, ctypes.byref(total)
-        )
-        if status:
-            raise_status("read", status)
+        total = ctypes.c_uint64()
+        self.context.call("read", memory.data_ptr(), memory.nbytes, ctypes.byref(total))
         return ctypes.c_int64(total.value).value
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,10 +30,7 @@ class NativeGatedMul:
             up = gate[:, width:]
         else:
             up = contiguous_rows(up, gate.dtype)
-            if up.shape != gate.shape:
-                raise ValueError(
-                    f"native gated_mul: up is {tuple(up.shape)}, expected {tuple(gate.shape)}"
-                )
+            op.check_shape("up", up, gate.shape)
         args, out = op.args, op.empty(gate, width)
         args.gate_stride, args.up_stride = gate.stride(0), up.stride(0)
         args.width, args.dtype = width, DTYPES[gate.dtype]
@@ -49,10 +46,7 @@ class NativeSigmoidMul:
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         x, gate, op = contiguous_rows(x, x.dtype), contiguous_rows(gate, x.dtype), self._op
-        if x.shape != gate.shape:
-            raise ValueError(
-                f"native sigmoid_mul: x is {tuple(x.shape)} and its gate {tuple(gate.shape)}"
-            )
+        op.check_shape("gate", gate, x.shape)
         args, width = op.args, x.shape[1]
         args.x_stride, args.gate_stride = x.stride(0), gate.stride(0)
         args.width, args.dtype = width, DTYPES[x.dtype]

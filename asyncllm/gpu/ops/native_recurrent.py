@@ -32,11 +32,6 @@ class NativeStateRows:
         args.num_slots = len(state)
 
 
-def _check(op: NativeOp, x: Tensor, width: int) -> None:
-    if x.dim() != 2 or x.shape[1] != width:
-        raise ValueError(f"native {op.name}: x is {tuple(x.shape)}, expected {width} columns")
-
-
 def _check_state(op: NativeOp, state: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raises ValueError unless the op can write ``state [num_slots, *shape]`` in place."""
     if state.shape[1:] != shape or state.dtype != dtype or not state.is_contiguous():
@@ -53,13 +48,12 @@ class NativeCausalConv:
         weight = weight.float().T.contiguous()
         self.width, self.channels = weight.shape
         self._op = NativeOp(
-            context, "causal_conv", [weight],
-            weight=weight.data_ptr(), channels=self.channels, width=self.width,
-        )  # fmt: skip
+            context, "causal_conv", weight=weight, channels=self.channels, width=self.width
+        )
 
     def __call__(self, x: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
         x, op = contiguous_rows(x, x.dtype), self._op
-        _check(op, x, self.channels)
+        op.check_shape("x", x, (len(x), self.channels))
         _check_state(op, state, (self.width - 1, self.channels), x.dtype)
         args, out = op.args, op.empty(x, self.channels)
         rows.set_args(args.rows, state)
@@ -73,12 +67,9 @@ class NativeGatedDelta:
 
     def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
         self.shape = shape
-        dt_bias, log_rate = (
-            each.float().contiguous() for each in (biases.dt_bias, biases.log_rate)
-        )
         self._op = NativeOp(
-            context, "gated_delta", [dt_bias, log_rate],
-            dt_bias=dt_bias.data_ptr(), log_rate=log_rate.data_ptr(),
+            context, "gated_delta", dt_bias=biases.dt_bias.float().contiguous(),
+            log_rate=biases.log_rate.float().contiguous(),
             key_heads=shape.num_key_heads, value_heads=shape.num_value_heads,
             key_dim=shape.key_dim, value_dim=shape.value_dim,
         )  # fmt: skip
@@ -86,8 +77,8 @@ class NativeGatedDelta:
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
         shape, op = self.shape, self._op
         qkv, gates = contiguous_rows(qkv, qkv.dtype), contiguous_rows(gates, qkv.dtype)
-        _check(op, qkv, shape.conv_size)
-        _check(op, gates, 2 * shape.num_value_heads)
+        op.check_shape("qkv", qkv, (len(qkv), shape.conv_size))
+        op.check_shape("gates", gates, (len(qkv), 2 * shape.num_value_heads))
         matrix = (shape.num_value_heads, shape.key_dim, shape.value_dim)
         _check_state(op, state, matrix, torch.float32)
         args, out = op.args, op.empty(qkv, shape.value_size)
@@ -107,22 +98,18 @@ class NativeGatedNorm:
 
     def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
         self.weight = weight.contiguous()
+        dtype = DTYPES[weight.dtype]
         self._op = NativeOp(
-            context, "gated_norm", [self.weight],
-            weight=self.weight.data_ptr(), head_size=len(weight), eps=eps,
-            dtype=DTYPES[weight.dtype],
-        )  # fmt: skip
+            context, "gated_norm", weight=self.weight, head_size=len(weight), eps=eps, dtype=dtype
+        )
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         weight, size, op = self.weight, len(self.weight), self._op
         x, gate = contiguous_rows(x, weight.dtype), contiguous_rows(gate, weight.dtype)
-        if x.shape != gate.shape or x.shape[1] % size:
-            raise ValueError(
-                f"native gated_norm: x is {tuple(x.shape)} and its gate {tuple(gate.shape)}, "
-                f"expected two of one shape, and of heads of {size}"
-            )
         args, out = op.args, op.empty(x, x.shape[1])
         args.x_stride, args.gate_stride = x.stride(0), gate.stride(0)
         args.heads = x.shape[1] // size
+        op.check_shape("x", x, (len(x), args.heads * size))
+        op.check_shape("gate", gate, x.shape)
         op(x, {"x": x, "gate": gate, "out": out})
         return out

@@ -27,14 +27,15 @@ class _Rotation:
         **norms: Tensor | None,
     ) -> None:  # fmt: skip
         self.shape, self._num_heads = shape, shape.num_heads + 2 * kv_heads
-        held = {name: checked_parameter(norm) for name, norm in norms.items() if norm is not None}
-        self._norm_dtypes = {norm.dtype for norm in held.values()} - {torch.float32}
+        weights: dict[str, Any] = {
+            name: checked_parameter(norm) for name, norm in norms.items() if norm is not None
+        }
+        self._norm_dtypes = {norm.dtype for norm in weights.values()} - {torch.float32}
         self._op = NativeOp(
-            context, "rope_and_cache", [*held.values()],
-            eps=eps, heads=shape.num_heads, kv_heads=kv_heads, head_dim=shape.head_dim,
-            **{name: norm.data_ptr() for name, norm in held.items()},
+            context, "rope_and_cache", eps=eps, heads=shape.num_heads, kv_heads=kv_heads,
+            head_dim=shape.head_dim, **weights,
         )  # fmt: skip
-        for norm in held.values():
+        for norm in weights.values():
             self._op.args.norm_dtype = DTYPES[norm.dtype]
 
     def _rotate(
@@ -115,9 +116,9 @@ def set_cache_args(args: Any, cache: Tensor, shape: AttentionShape, dtype: torch
         ValueError: the op cannot write a cache of this shape, dtype, device or last stride.
     """
     expected = (2, shape.num_kv_heads, shape.head_dim)
-    found = (cache.shape[0], *cache.shape[3:])
+    fixed_dims = (cache.shape[0], *cache.shape[3:])
     *strides, last = cache.stride()
-    if found != expected or cache.dtype != dtype or cache.device.type != "cpu" or last != 1:
+    if fixed_dims != expected or cache.dtype != dtype or cache.device.type != "cpu" or last != 1:
         raise ValueError(
             f"native ops: a KV cache {tuple(cache.shape)} of {cache.dtype} on {cache.device}, "
             f"expected [2, blocks, tokens, {shape.num_kv_heads}, {shape.head_dim}] of {dtype}"

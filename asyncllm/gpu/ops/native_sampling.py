@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import num_words
-from asyncllm.gpu.batch.sampling_inputs import DrawRows, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import (
+    DrawRows,
+    LogitsTables,
+    SamplingRows,
+    Stages,
+    TopLogprobs,
+)
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, LOGITS_STAGE_SCALARS
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.native.context import Context, raise_status
+from asyncllm.native.context import Context
 from asyncllm.native.interface import STRUCTS
 
 
@@ -22,8 +28,8 @@ def checked_address(name: str, tensor: Tensor, dtype: torch.dtype, count: int, *
     Raises:
         ValueError: the tensor has another shape, dtype or device, or is not contiguous.
     """
-    found = tensor.dtype, tensor.device.type, tensor.is_contiguous(), tensor.shape[1:]
-    if found != (dtype, "cpu", True, width) or len(tensor) < count:
+    properties = tensor.dtype, tensor.device.type, tensor.is_contiguous(), tensor.shape[1:]
+    if properties != (dtype, "cpu", True, width) or len(tensor) < count:
         raise ValueError(
             f"native sampling: {name} is {tuple(tensor.shape)} of {tensor.dtype} on "
             f"{tensor.device}, expected {(count, *width)} or more adjacent {dtype} on cpu"
@@ -50,24 +56,31 @@ def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, 
 
     The result holds addresses: the caller has to keep the tensors alive.
     """
-    count, last = len(logits), rows.last_sampled_tokens
-    lines = min(len(sampling["states"]), len(last))
+    lines = min(len(sampling["states"]), len(rows.last_sampled_tokens))
     return STRUCTS["SampleArgs"](
-        logits=logits.data_ptr(),
-        row_stride=logits.stride(0),
-        rows=count,
-        vocab_size=logits.shape[1],
-        req_indices=checked_address("req_indices", rows.req_indices, torch.int64, count),
-        positions=checked_address("positions", rows.positions, torch.int64, count),
+        **_row_args(logits, rows, lines),
         **{
-            name: checked_address(name, sampling[name], each.dtype, lines)
-            for name, each in DRAW_SCALARS.items()
+            name: checked_address(name, sampling[name], scalar.dtype, lines)
+            for name, scalar in DRAW_SCALARS.items()
         },
-        lines=lines,
-        last_sampled=checked_address("last_sampled_tokens", last, torch.int64, lines),
-        out=checked_address("out", out, torch.int64, count),
-        dtype=DTYPES[logits.dtype],
+        out=checked_address("out", out, torch.int64, len(logits)),
     )
+
+
+def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, lines: int) -> dict[str, Any]:
+    """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common, for ``lines`` table rows."""
+    count, last = len(logits), rows.last_sampled_tokens
+    return {
+        "logits": logits.data_ptr(),
+        "row_stride": logits.stride(0),
+        "rows": count,
+        "vocab_size": logits.shape[1],
+        "req_indices": checked_address("req_indices", rows.req_indices, torch.int64, count),
+        "positions": checked_address("positions", rows.positions, torch.int64, count),
+        "last_sampled": checked_address("last_sampled_tokens", last, torch.int64, lines),
+        "lines": lines,
+        "dtype": DTYPES[logits.dtype],
+    }
 
 
 def sample(
@@ -79,9 +92,7 @@ def sample(
     in their last bits, so that another token may be sampled where two tokens almost tie.
     """
     logits = contiguous_logits(logits)
-    status = context.functions.sample(context.handle, sample_args(logits, sampling, rows, out))
-    if status:
-        raise_status("sample", status)
+    context.call("sample", sample_args(logits, sampling, rows, out))
 
 
 def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
@@ -89,21 +100,12 @@ def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages:
     logits = contiguous_logits(logits)
     count, vocab_size = logits.shape
     out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-    last = rows.last_sampled_tokens
-    lines = min(len(last), len(rows.rules["restricted"]), rows.tables.table_rows)
+    num_scalars = min(len(rows.last_sampled_tokens), len(rows.rules["restricted"]))
     args = STRUCTS["LogitsArgs"](
-        logits=logits.data_ptr(),
-        row_stride=logits.stride(0),
-        rows=count,
-        vocab_size=vocab_size,
+        **_row_args(logits, rows, min(num_scalars, rows.tables.table_rows)),
         out=out.data_ptr(),
-        req_indices=checked_address("req_indices", rows.req_indices, torch.int64, count),
-        positions=checked_address("positions", rows.positions, torch.int64, count),
         host_token_ids=checked_address("host_token_ids", rows.host_token_ids, torch.int64, count),
-        last_sampled=checked_address("last_sampled_tokens", last, torch.int64, lines),
-        lines=lines,
         words=num_words(vocab_size),
-        dtype=DTYPES[logits.dtype],
     )
     if stages & Stages.MASKS:
         _set_masks(args, rows)
@@ -111,9 +113,7 @@ def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages:
         _set_rules(args, rows)
     if stages & Stages.PENALTIES:
         _set_penalties(args, rows)
-    status = context.functions.process_logits(context.handle, args)
-    if status:
-        raise_status("process_logits", status)
+    context.call("process_logits", args)
     return out
 
 
@@ -126,35 +126,34 @@ def _set_masks(args: Any, rows: SamplingRows) -> None:
 
 
 def _set_rules(args: Any, rows: SamplingRows) -> None:
-    tables, lines = rows.tables, args.lines
+    tables = rows.tables
     args.rules = 1
     _set_scalars(args, rows, "restricted", "num_bias", "num_stop_ids", "min_end")
     args.max_bias, args.max_stop_ids = tables.bias_ids.shape[1], tables.stop_ids.shape[1]
-    args.allowed = checked_address("allowed", tables.allowed, torch.int32, lines, args.words)
-    args.bias_ids = checked_address("bias_ids", tables.bias_ids, torch.int32, lines, args.max_bias)
-    args.bias_values = checked_address(
-        "bias_values", tables.bias_values, torch.float32, lines, args.max_bias
-    )
-    args.stop_ids = checked_address(
-        "stop_ids", tables.stop_ids, torch.int32, lines, args.max_stop_ids
-    )
+    widths = {"allowed": args.words, "bias_ids": args.max_bias, "stop_ids": args.max_stop_ids}
+    _set_tables(args, tables, widths, torch.int32)
+    _set_tables(args, tables, {"bias_values": args.max_bias}, torch.float32)
 
 
 def _set_penalties(args: Any, rows: SamplingRows) -> None:
-    tables, lines = rows.tables, args.lines
     args.penalties = 1
     _set_scalars(args, rows, "counted_from", "repetition", "frequency", "presence")
-    args.counts = checked_address("counts", tables.counts, torch.int32, lines, args.vocab_size)
-    args.in_prompt = checked_address("in_prompt", tables.in_prompt, torch.int32, lines, args.words)
+    widths = {"counts": args.vocab_size, "in_prompt": args.words}
+    _set_tables(args, rows.tables, widths, torch.int32)
 
 
 def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
     for name in names:
-        setattr(
-            args,
-            name,
-            checked_address(name, rows.rules[name], LOGITS_STAGE_SCALARS[name].dtype, args.lines),
-        )
+        dtype = LOGITS_STAGE_SCALARS[name].dtype
+        setattr(args, name, checked_address(name, rows.rules[name], dtype, args.lines))
+
+
+def _set_tables(
+    args: Any, tables: LogitsTables, widths: Mapping[str, int], dtype: torch.dtype
+) -> None:
+    for name, width in widths.items():
+        table = getattr(tables, name)
+        setattr(args, name, checked_address(name, table, dtype, args.lines, width))
 
 
 def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
@@ -164,11 +163,9 @@ def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogpr
     count, width = len(tokens), out.values.shape[1]
     if len(logits) < count:
         raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
-    status = context.functions.top_logprobs(
-        context.handle, logits.data_ptr(), logits.stride(0), count, logits.shape[1],
+    context.call(
+        "top_logprobs", logits.data_ptr(), logits.stride(0), count, logits.shape[1],
         DTYPES[logits.dtype], checked_address("tokens", tokens, torch.int64, count), width - 1,
         checked_address("values", out.values, torch.float32, count, width),
         checked_address("ids", out.ids, torch.int64, count, width),
     )  # fmt: skip
-    if status:
-        raise_status("top_logprobs", status)

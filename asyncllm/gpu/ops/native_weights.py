@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightForm
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, Conversion, check_even_inputs
-from asyncllm.native.context import Context, PackedWeights, raise_status
+from asyncllm.native.context import Context, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
 INT8, UINT4, UINT8 = 3, 4, 5
@@ -51,7 +50,7 @@ def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
     _round_values(context, weights.values, values, scales, None, 8)
-    return replace(weights, values=values, scheme="int8", scales=scales, scale_block=(1, columns))
+    return weights.quantised("int8", values, scales, columns)
 
 
 def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
@@ -67,14 +66,7 @@ def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
     _round_values(context, weights.values, values, scales, zeros, 4)
-    return replace(
-        weights,
-        values=values,
-        scheme="int4",
-        scales=scales,
-        scale_block=(1, INT4_GROUP_SIZE),
-        zeros=zeros,
-    )
+    return weights.quantised("int4", values, scales, INT4_GROUP_SIZE, zeros)
 
 
 def _round_values(
@@ -86,9 +78,7 @@ def _round_values(
         values=values.data_ptr(), n=n, k=k, row_stride=values.stride(0), values_out=out.data_ptr(),
         scales=scales.data_ptr(), zeros=_address(zeros), dtype=DTYPES[values.dtype], bits=bits,
     )  # fmt: skip
-    status = context.functions.round(context.handle, args)
-    if status:
-        raise_status("round", status)
+    context.call("round", args)
 
 
 def conversions(context: Context) -> Mapping[str, Conversion]:
@@ -127,9 +117,11 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     scales = None if weights.scales is None else weights.scales.float().flatten().contiguous()
     stored = INT8 if weights.scheme == "int8" else DTYPES[values.dtype]
     n, k = values.shape
-    return PackedWeights.pack_plain(
-        context, values.data_ptr(), stored, n, k, values.stride(0), _address(scales), _address(bias)
-    )
+    handle = context.functions.pack(
+        context.handle, values.data_ptr(), stored, n, k, values.stride(0), _address(scales),
+        _address(bias),
+    )  # fmt: skip
+    return PackedWeights(context, handle, n, k)
 
 
 def _pack_grouped(
@@ -151,17 +143,18 @@ def _pack_grouped(
         scales=scales.data_ptr(), zeros=_address(zeros),
         bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],
     )  # fmt: skip
-    return PackedWeights.pack_grouped(context, args)
+    return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
 
 def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) -> PackedWeights:
     values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
+    n, k = weights.shape
     args = STRUCTS["GroupedArgs"](
-        values=values.data_ptr(), n=weights.shape[0], k=weights.shape[1],
+        values=values.data_ptr(), n=n, k=k,
         row_bytes=values.stride(0), group=BLOCK_SIZES[weights.scheme][0], bias=_address(bias),
         dtype=BLOCK_TYPES[weights.scheme], scale_dtype=DTYPES[torch.float16],
     )  # fmt: skip
-    return PackedWeights.pack_grouped(context, args)
+    return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
 
 def _pack_zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:

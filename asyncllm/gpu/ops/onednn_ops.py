@@ -117,7 +117,7 @@ def onednn_works(dtype: torch.dtype = torch.float32) -> bool:
     weight = torch.arange(20, dtype=dtype, device="cpu").view(5, 4)
     bias = torch.arange(5, dtype=dtype, device="cpu")
     try:
-        found = PackedLinear(LinearWeights(weight, bias))(x)
+        output = PackedLinear(LinearWeights(weight, bias))(x)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return torch.allclose(found, F.linear(x, weight, bias), rtol=torch.finfo(dtype).eps)
+    return torch.allclose(output, F.linear(x, weight, bias), rtol=torch.finfo(dtype).eps)

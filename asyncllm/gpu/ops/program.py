@@ -42,8 +42,7 @@ def checked_parameter(x: Tensor) -> Tensor:
 
 
 def _writes_state(name: str, op: Any) -> bool:
-    """Whether this op writes the KV cache, or is the last op of its layer that writes recurrent
-    states.
+    """Whether an op writes the KV cache, or is its layer's last to write recurrent states.
 
     A "rope_and_cache" op that only rotates queries has a null cache.
     """
@@ -94,13 +93,13 @@ class Program:
         if status:
             raise_status(self.describe_failure(status, self._failed[0], self._sizes), status)
 
-    def describe_failure(self, status: int, at: int, sizes: Iterable[int]) -> str:
-        """Describes the failed part of a run: the op of index ``at``, else the step's sizes."""
-        if at >= 0:
-            return f"step, op {at}, {self.names[at]}"
+    def describe_failure(self, status: int, op_index: int, sizes: Iterable[int]) -> str:
+        """Describes the failed part of a run: op ``op_index``, else the step's sizes."""
+        if op_index >= 0:
+            return f"step, op {op_index}, {self.names[op_index]}"
         if status != STATUS_INVALID:
             return "step"
-        found, room = list(sizes), list(self.args.capacity)
         return (
-            f"step, {found} rows, tokens, wanted, sampled and greedy where there is room for {room}"
+            f"step, {list(sizes)} rows, tokens, wanted, sampled and greedy where there is room for "
+            f"{list(self.args.capacity)}"
         )

@@ -41,19 +41,11 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
     # Divide a channel of zeros by 1, so that it stays zero.
     divisors = scales.masked_fill(scales == 0.0, 1.0)
     rows = max(1, CHUNK // values.shape[1])
-    chunks: list[tuple[Tensor, Tensor]] = list(
-        zip(values.split(rows), divisors.split(rows), strict=True)
-    )
     integers = torch.empty(values.shape, dtype=torch.int8, device=values.device)
-    for (part, scale), target in zip(chunks, integers.split(rows), strict=True):
+    chunks = (tensor.split(rows) for tensor in (values, divisors, integers))
+    for part, scale, target in zip(*chunks, strict=True):
         target.copy_((part / scale).round_().clamp_(-127.0, 127.0))
-    return LinearWeights(
-        integers,
-        bias=weights.bias,
-        scheme="int8",
-        scales=scales,
-        scale_block=(1, values.shape[1]),
-    )
+    return weights.quantised("int8", integers, scales, values.shape[1])
 
 
 def quantise_int4(weights: LinearWeights) -> LinearWeights:
@@ -89,21 +81,14 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
         scales[span], zeros[span] = scale.squeeze(2), zero.squeeze(2)
         quantised = quantised.flatten(1)[:, :columns]
         torch.bitwise_or(quantised[:, ::2], quantised[:, 1::2] << 4, out=packed[span])
-    return LinearWeights(
-        packed,
-        bias=weights.bias,
-        scheme="int4",
-        scales=scales,
-        scale_block=(1, INT4_GROUP_SIZE),
-        zeros=zeros,
-    )
+    return weights.quantised("int4", packed, scales, INT4_GROUP_SIZE, zeros)
 
 
 def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales and zero points ``[rows, groups, 1]``, and integers of the shape of ``values``."""
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
-    best, least = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
+    best, least_error = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
     for fraction in RANGE_FRACTIONS:
         scale, zero = _scale_and_zero(low, high, fraction)
         exact = values * _reciprocal(scale)
@@ -111,11 +96,11 @@ def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         while (half := error.shape[2] // 2) > 0:
             error = error[:, :, :half] + error[:, :, half:]
         error = error.sqrt_().mul_(scale)
-        if least is None:
-            least = error
+        if least_error is None:
+            least_error = error
             continue
-        better = error < least
-        least = torch.where(better, error, least)
+        better = error < least_error
+        least_error = torch.where(better, error, least_error)
         best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
     scale, zero = best
     quantised = (values * _reciprocal(scale)).round_().add_(zero).clamp_(0.0, 15.0)

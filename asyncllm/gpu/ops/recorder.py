@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 class Unrecordable(Exception):
-    """Error for a step that calls an op that is not native; the message names the op."""
+    """Error for a step with an op that is not native; the message names the op."""
 
 
 class Size(IntEnum):
@@ -81,7 +81,7 @@ def _address(buffer: _Buffer) -> int:
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """A recorded op, with pointers as pairs of a buffer and a byte offset in its first row."""
+    """A recorded op; a pointer is a buffer and a byte offset in its first row."""
 
     name: str
     size: Size
@@ -146,8 +146,8 @@ class Recorder(TorchDispatchMode):
         size, dtype = self._size_of(like), dtype or like.dtype
         row_bytes = width * dtype.itemsize
         memory = np.zeros(FAKE_ROWS[size] * row_bytes, dtype=np.uint8)
-        at = len(self._ops)
-        insort(self._buffers, _Buffer(size, row_bytes, memory, None, at, at), key=_address)
+        first = len(self._ops)
+        insort(self._buffers, _Buffer(size, row_bytes, memory, None, first, first), key=_address)
         return torch.from_numpy(memory).view(dtype).view(-1, width)
 
     def add_op(
@@ -171,13 +171,13 @@ class Recorder(TorchDispatchMode):
             x_size: the Size of the input ``x``, for an op that selects rows of ``x``.
         """
         size = like if isinstance(like, Size) else self._size_of(like)
-        own = type(args).from_buffer_copy(args)
-        op = _RecordedOp(name, size, x_size, own)
+        copied_args = type(args).from_buffer_copy(args)
+        op = _RecordedOp(name, size, x_size, copied_args)
         for pointer, tensor in tensors.items():
             # At run time the library skips the SAMPLED rows of x, whose number varies by step.
             skipped = FAKE_ROWS[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
-            place = op.pointers[pointer] = self._find_buffer(name, tensor, skipped)
-            place[0].last = len(self._ops)
+            location = op.pointers[pointer] = self._find_buffer(name, tensor, skipped)
+            location[0].last = len(self._ops)
         self._ops.append(op)
         self._keep_alive += keep_alive
 
@@ -209,18 +209,20 @@ class Recorder(TorchDispatchMode):
         raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
     def _find_buffer(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
-        """Finds the buffer that contains a tensor, and the tensor's byte offset in it minus
-        ``skipped`` rows.
+        """Finds the buffer that contains a tensor, and the tensor's byte offset in it.
+
+        Args:
+            skipped: number of rows before the tensor that do not count in the offset.
 
         Raises:
             Unrecordable: no buffer contains it, or it does not start in the row after ``skipped``.
         """
-        at = tensor.data_ptr()
-        index = bisect_right(self._buffers, at, key=_address) - 1
+        address = tensor.data_ptr()
+        index = bisect_right(self._buffers, address, key=_address) - 1
         buffer = self._buffers[index] if index >= 0 else None
-        if buffer is None or at >= buffer.address + buffer.memory.nbytes:
+        if buffer is None or address >= buffer.address + buffer.memory.nbytes:
             raise Unrecordable(f"{name} reads a tensor that no native op made")
-        offset, rows = at - buffer.address, FAKE_ROWS[buffer.size]
+        offset, rows = address - buffer.address, FAKE_ROWS[buffer.size]
         offset -= skipped * buffer.row_bytes
         adjacent = tensor.stride(0) * tensor.itemsize == buffer.row_bytes
         if not 0 <= offset < buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
@@ -232,18 +234,18 @@ class Recorder(TorchDispatchMode):
     def place_activations(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
         """Places activations in one allocation; returns offsets by ``id(buffer)`` and its size, in
         bytes."""
-        kept = {id(buffer) for buffer, *_ in self._results}
-        own = [buffer for buffer in self._buffers if buffer.array is None]
+        result_ids = {id(buffer) for buffer, *_ in self._results}
+        activations = [buffer for buffer in self._buffers if buffer.array is None]
         lifetimes = [
             Lifetime(
                 max(1, capacity[buffer.size]) * buffer.row_bytes,
                 buffer.first,
-                len(self._ops) if id(buffer) in kept else buffer.last,
+                len(self._ops) if id(buffer) in result_ids else buffer.last,
             )
-            for buffer in own
+            for buffer in activations
         ]
         starts, total = lay_out_buffers(lifetimes, ALIGNMENT)
-        return dict(zip(map(id, own), starts, strict=True)), total
+        return dict(zip(map(id, activations), starts, strict=True)), total
 
     def make_program(self, capacity: Sequence[int]) -> Program:
         """Makes the program, with buffers of ``capacity`` rows of each Size.
@@ -251,7 +253,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             MemoryError: the activations cannot be allocated.
         """
-        places, total = self.place_activations(capacity)
+        offsets, total = self.place_activations(capacity)
         # The operating system commits memory to a page of zeros only when it is first written.
         memory = np.zeros(total + ALIGNMENT, dtype=np.uint8)
         base = -memory.ctypes.data % ALIGNMENT
@@ -259,20 +261,20 @@ class Recorder(TorchDispatchMode):
         def address(buffer: _Buffer) -> int:
             if buffer.array is not None:
                 return buffer.array.ctypes.data
-            return memory.ctypes.data + base + places[id(buffer)]
+            return memory.ctypes.data + base + offsets[id(buffer)]
 
         ops = (Op * len(self._ops))()
         for op, recorded in zip(ops, self._ops, strict=True):
-            for pointer, (buffer, offset) in recorded.pointers.items():
-                setattr(recorded.args, pointer, address(buffer) + offset)
+            for pointer, (buffer, row_offset) in recorded.pointers.items():
+                setattr(recorded.args, pointer, address(buffer) + row_offset)
             op.kind, op.size = OP_KINDS.index(recorded.name), recorded.size
             op.x_size = recorded.x_size
             setattr(op.args, recorded.name, recorded.args)
         results: list[Tensor] = []
         for buffer, dtype, width in self._results:
-            first = base + places[id(buffer)]
+            first = base + offsets[id(buffer)]
             rows = memory[first : first + capacity[buffer.size] * buffer.row_bytes]
             results.append(torch.from_numpy(rows).view(dtype).view(-1, width))
         names = [recorded.name for recorded in self._ops]
-        held = (*self._keep_alive, memory)
-        return Program(self.context, ops, names, capacity, total, results, held)
+        keep_alive = (*self._keep_alive, memory)
+        return Program(self.context, ops, names, capacity, total, results, keep_alive)

@@ -42,7 +42,7 @@ BUILTIN_BACKENDS: dict[str, AttentionBackend] = {
 
 
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
-    """Makes the attention for a device and a model; returns it and the tokens per KV block.
+    """Makes the attention for a device and a model; returns it and the KV block size.
 
     The name "auto" selects
 
@@ -132,8 +132,8 @@ def find_backend(name: str) -> AttentionBackend:
         InvalidRequestError: there is no such backend.
         EngineError: several backends have this name, or the backend cannot be loaded.
     """
-    found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
-    owners = [_distribution_name(entry) for entry in found]
+    entries = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    owners = [_distribution_name(entry) for entry in entries]
     if name in BUILTIN_BACKENDS:
         owners.append("asyncllm")
     if len(owners) > 1:
@@ -143,8 +143,8 @@ def find_backend(name: str) -> AttentionBackend:
         )
     if name in BUILTIN_BACKENDS:
         return BUILTIN_BACKENDS[name]
-    if found:
-        return _load_backend(found[0])
+    if entries:
+        return _load_backend(entries[0])
     others = sorted(
         {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(BUILTIN_BACKENDS)
     )
@@ -204,9 +204,9 @@ def _load_backend(entry: EntryPoint) -> AttentionBackend:
     """Loads the backend that an entry point registers; errors name its distribution."""
     what = f"attention_backend={entry.name!r}: {entry.value!r} of {_distribution_name(entry)}"
     try:
-        found = entry.load()
-        makes_itself = inspect.ismethod(getattr(found, "make", None))
-        backend = found() if isinstance(found, type) and not makes_itself else found
+        loaded = entry.load()
+        makes_itself = inspect.ismethod(getattr(loaded, "make", None))
+        backend = loaded() if isinstance(loaded, type) and not makes_itself else loaded
     except Exception as error:
         raise EngineError(f"{what} cannot be loaded: {error!r}") from error
     if not isinstance(backend, AttentionBackend):
@@ -226,13 +226,13 @@ def _constraint_error(
 ) -> InvalidRequestError:
     """Makes the error for a broken constraint, which names the setting, the limit and an
     alternative."""
-    which = f"attention_backend={name!r}"
+    setting = f"attention_backend={name!r}"
     if name == "auto":
-        which += f" is {chosen!r} on device {request.device}, which"
-    message = f"{which} takes {unmet.expected}, and this is {unmet.found}"
+        setting += f" is {chosen!r} on device {request.device}, which"
+    message = f"{setting} takes {unmet.expected}, and this is {unmet.found}"
     param = "attention_backend"
     if unmet.field == "block_size":
-        message = f"block_size={unmet.found}: {which} takes {unmet.expected}"
+        message = f"block_size={unmet.found}: {setting} takes {unmet.expected}"
         param = "block_size"
     if not any(TorchAttention.constraints.unmet(request)):
         message += '; or attention_backend="torch", which covers it on any device'

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.step_inputs import RowArrays, StepInputs
+from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
@@ -101,10 +101,8 @@ class TorchAttention:
             first_keys = np.maximum(rows.starts - window + 1, 0) // block_size * block_size
         lengths = rows.seq_lens - first_keys
         return [
-            self._plan_group(
-                _GroupRows(step, rows, group, some), first_keys[some], lengths[some], window
-            )
-            for some in self._group_rows(step, rows, lengths, block_size)
+            self._plan_group(step, members, first_keys[members], lengths[members], window, group)
+            for members in self._group_rows(step, rows, lengths, block_size)
         ]
 
     def _plan_fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
@@ -138,10 +136,8 @@ class TorchAttention:
             result = self._attend(q, k, v, cache, group, sinks)
             if isinstance(group.tokens, slice):
                 out[group.tokens] = result
-            elif group.outputs is None:
-                out.index_copy_(0, group.tokens, result)
             else:
-                valid, target = group.outputs
+                valid, target = group.outputs or (slice(None), group.tokens)
                 out.index_copy_(0, target, result[valid])
         return out.view(q.shape[0], -1)
 
@@ -153,23 +149,14 @@ class TorchAttention:
         Keys and values that a row must not see are replaced: they may be NaN, and NaN times a
         weight of zero is NaN.
         """
-        shape, rows = self.shape, plan.blocks.shape[0]
-        gathered = cache.index_select(1, plan.blocks.view(-1))
-        gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
+        rows = plan.blocks.shape[0]
+        gathered = cache.index_select(1, plan.blocks.view(-1)).view(2, rows, -1, *cache.shape[3:])
         gathered = gathered.masked_fill(plan.masked_keys[None, :, :, None, None], 0.0)
         k, v = gathered.transpose(2, 3)
         # Let a padded row, whose sequence is empty, see all keys: a softmax over no key is NaN.
-        seen = ~plan.masked_keys
-        seen = seen | (seen.sum(-1, keepdim=True) == 0)
-        if self._has_plain_softmax:
-            q = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen[:, None, None], scale=shape.scale
-            )
-        else:
-            mask = torch.where(seen, 0.0, -torch.inf)[:, None, None]
-            out = scored_attention(q.unsqueeze(2), k, v, mask, shape, sinks)
-        return out.reshape(rows, -1)
+        masked = plan.masked_keys & ~plan.masked_keys.all(-1, keepdim=True)
+        mask = torch.where(masked, -torch.inf, 0.0).to(q.dtype)[:, None, None]
+        return self._attend_to_keys(q, k, v, mask, sinks).reshape(rows, -1)
 
     @property
     def _has_plain_softmax(self) -> bool:
@@ -195,19 +182,24 @@ class TorchAttention:
         return groups + [np.array(sorted(each)) for each in joined]
 
     def _plan_group(
-        self, rows: _GroupRows, first_keys: np.ndarray, lengths: np.ndarray, window: int | None
-    ) -> AttentionGroup:
-        first_tokens, counts, starts = rows.first_tokens, rows.counts, rows.starts
+        self, step: StepInputs, rows: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray,
+        window: int | None, group: int,
+    ) -> AttentionGroup:  # fmt: skip
+        """Plans the rows of the indices ``rows``, whose keys begin at ``first_keys``."""
+        host, device = step.host, step.token_ids.device
+        assert host is not None
+        first_tokens, starts = host.query_start_loc[rows], host.starts[rows]
+        counts = host.query_start_loc[rows + 1] - first_tokens
         num_rows, num_queries, length = len(counts), int(counts.max()), int(lengths.max())
-        tokens, outputs = _token_index(first_tokens, counts, rows.device)
+        tokens, outputs = _token_index(first_tokens, counts, device)
         whole = num_rows == 1 and starts[0] == 0
         if whole and (window is None or length <= window):
             return AttentionGroup(1, num_queries, tokens, None, length, None, None)
-        blocks = rows.block_index(first_keys, lengths)
-        mask = None
+        block_ids = _block_index(step.groups[group], host.req_indices[rows], first_keys, lengths)
+        blocks, mask = copy_to_device(block_ids, device), None
         if num_rows > 1 or num_queries > 1 or window is not None:
             mask = _make_mask(starts - first_keys, lengths, num_queries, window)
-            mask = copy_to_device(mask, rows.device).unsqueeze(1).to(self.dtype)
+            mask = copy_to_device(mask, device).unsqueeze(1).to(self.dtype)
         return AttentionGroup(num_rows, num_queries, tokens, blocks, length, mask, outputs)
 
     def _attend(
@@ -220,34 +212,40 @@ class TorchAttention:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of one group; returns ``[tokens of the group, Hq, D]``, padding included."""
-        shape = self.shape
-        rows, queries, heads = group.num_rows, group.num_queries, shape.num_heads
+        shape, queries = self.shape, group.num_queries
         if group.blocks is None:
             q, k, v = (x[group.tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            if not self._has_plain_softmax:
+            if self._has_plain_softmax:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
+                )
+            else:
                 causal = torch.full((queries, queries), -torch.inf, device=q.device).triu_(1)
-                return scored_attention(q, k, v, causal, shape, sinks)[0].transpose(0, 1)
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
-            )
+                out = scored_attention(q, k, v, causal, shape, sinks)
             return out.squeeze(0).transpose(0, 1)
-        q = q[group.tokens]
         gathered = self._gather_blocks(cache, group.blocks)
-        gathered = gathered.view(2, rows, -1, shape.num_kv_heads, shape.head_dim)
+        gathered = gathered.view(2, group.num_rows, -1, *cache.shape[3:])
         k, v = gathered[:, :, : group.length].transpose(2, 3)
-        if not self._has_plain_softmax:
-            q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
-            out = scored_attention(q, k, v, group.mask, shape, sinks)
-            return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
-        if queries == 1:
-            q = q.view(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=shape.scale)
-            return out.reshape(rows, heads, shape.head_dim)
-        q = q.view(rows, queries, heads, shape.head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, scale=shape.scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).reshape(rows * queries, heads, shape.head_dim)
+        return self._attend_to_keys(q[group.tokens], k, v, group.mask, sinks)
+
+    def _attend_to_keys(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of ``q [rows * queries, Hq, D]`` to ``k`` and ``v [rows, Hk, keys, D]``;
+        returns the shape of q."""
+        shape, rows = self.shape, len(k)
+        if len(q) == rows and self._has_plain_softmax:
+            grouped = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)
+            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=shape.scale)
+            return out.reshape(q.shape)
+        heads = q.view(rows, -1, shape.num_heads, shape.head_dim).transpose(1, 2)
+        if self._has_plain_softmax:
+            out = F.scaled_dot_product_attention(
+                heads, k, v, attn_mask=mask, scale=shape.scale, enable_gqa=True
+            )
+        else:
+            out = scored_attention(heads, k, v, mask, shape, sinks)
+        return out.transpose(1, 2).reshape(q.shape)
 
     def _gather_blocks(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Gathers blocks of ``cache`` into a buffer that all layers and steps reuse.
@@ -271,7 +269,7 @@ def scored_attention(
     shape: AttentionShape,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft cap on the scores or with sinks; scores and softmax are in float32.
+    """Attention with a soft cap or sinks; scores and softmax are in float32.
 
     Args:
         q: ``[rows, Hq, queries, D]``.
@@ -373,21 +371,13 @@ def _make_mask(
     return np.where(masked_keys, np.float32(-math.inf), np.float32(0.0))
 
 
-class _GroupRows:
-    """Rows of one AttentionGroup, with their block tables in its KV group."""
-
-    def __init__(self, step: StepInputs, host: RowArrays, group: int, rows: np.ndarray) -> None:
-        self.device = step.token_ids.device
-        self.first_tokens = host.query_start_loc[rows]
-        self.counts = host.query_start_loc[rows + 1] - self.first_tokens
-        self.starts = host.starts[rows]
-        self._req_indices, self._inputs = host.req_indices[rows], step.groups[group]
-
-    def block_index(self, first_keys: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Ids of each row's blocks from its first key on, padded with the null block."""
-        block, table = self._inputs.block_size, self._inputs.host_table
-        columns = np.arange(-(-int(lengths.max()) // block))
-        used = columns < -(-lengths[:, None] // block)
-        columns = np.minimum(columns + (first_keys // block)[:, None], table.shape[1] - 1)
-        blocks = np.where(used, table[self._req_indices[:, None], columns], 0)
-        return copy_to_device(blocks.reshape(-1).astype(np.int64), self.device)
+def _block_index(
+    group: GroupInputs, req_indices: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Ids of each row's blocks from its first key on, padded with the null block."""
+    block, table = group.block_size, group.host_table
+    columns = np.arange(-(-int(lengths.max()) // block))
+    used = columns < -(-lengths[:, None] // block)
+    columns = np.minimum(columns + (first_keys // block)[:, None], table.shape[1] - 1)
+    blocks = np.where(used, table[req_indices[:, None], columns], 0)
+    return blocks.reshape(-1).astype(np.int64)

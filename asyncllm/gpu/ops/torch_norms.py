@@ -51,8 +51,9 @@ class TorchWideRMSNorm(TorchRMSNorm):
 def torch_norm(
     weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
 ) -> TorchRMSNorm:
-    """Makes the norm over the last dimension of ``[T, H]`` or ``[T, parts, H]`` for the weight's
-    dtype: TorchWideRMSNorm for float32, else TorchRMSNorm.
+    """Makes the norm for the weight's dtype: TorchWideRMSNorm for float32, else TorchRMSNorm.
+
+    It is over the last dimension of ``[T, H]`` or ``[T, parts, H]``.
 
     Args:
         multiplier: factor on ``x`` in ``RMSNorm.add``.

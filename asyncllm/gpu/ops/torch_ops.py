@@ -279,7 +279,7 @@ class TorchOps:
         req_indices, positions, last_sampled_tokens = rows
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        own = {name: sampling[name][lines] for name in DRAW_SCALARS}
-        tokens = gumbel_sample(logits, positions=positions + 1, **own)
+        row_sampling = {name: sampling[name][lines] for name in DRAW_SCALARS}
+        tokens = gumbel_sample(logits, positions=positions + 1, **row_sampling)
         last_sampled_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

@@ -109,8 +109,11 @@ def rotate(source: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def write_kv(cache: Tensor, slot_mapping: Tensor, kv: Tensor) -> None:
-    """Writes ``kv [T, 2 * Hk, D]``, keys before values, to the tokens' slots in a ``cache`` of any
-    layout."""
+    """Writes keys and values to the tokens' slots in a ``cache`` of any layout.
+
+    Args:
+        kv: ``[T, 2 * Hk, D]``, keys before values.
+    """
     _, _, block_size, *head = cache.shape
     pair = kv.view(kv.shape[0], 2, *head).transpose(0, 1)
     if cache.is_contiguous():

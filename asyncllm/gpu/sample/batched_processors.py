@@ -16,7 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.sample.host_rules import ClaimedRequest, check_storage, type_and_shape
+from asyncllm.gpu.sample.host_rules import ClaimedRequest, checked_logits
 from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
 
@@ -74,8 +74,8 @@ class BatchedProcessors:
             if not rows:
                 continue
             members.notify(num_batch_updates)
-            lost = {row: error for row in rows if (error := requests[row].error) is not None}
-            errors |= {row: error for row, error in lost.items() if row not in errors}
+            failed = {row: error for row in rows if (error := requests[row].error) is not None}
+            errors |= {row: error for row, error in failed.items() if row not in errors}
             rows = [row for row in rows if row not in errors]
             if not rows:
                 continue
@@ -112,14 +112,7 @@ class _ProcessorRequests:
     def apply(self, logits: Tensor, indices: list[int]) -> Tensor:
         shape = logits.shape
         try:
-            value = self.processor.apply(logits, indices)
-            if not isinstance(value, Tensor) or value.shape != shape:
-                raise TypeError(
-                    f"apply returned {type_and_shape(value)}, expected a tensor of shape "
-                    f"{tuple(shape)}"
-                )
-            check_storage(value)
-            return value.to(logits)
+            return checked_logits(self.processor.apply(logits, indices), shape, "apply").to(logits)
         except BaseException as error:
             raise self._processor_error(error) from error
 
@@ -140,8 +133,8 @@ class _ProcessorRequests:
         update = None
         if removed or entered:
             added = [
-                (i, one.assignment.sampling, _prompt(one.assignment), one.output)
-                for i, one in entered.items()
+                (i, claimed.assignment.sampling, _prompt(claimed.assignment), claimed.output)
+                for i, claimed in entered.items()
             ]
             update = BatchUpdate(len(self._requests), removed, added)
         try:
@@ -164,26 +157,26 @@ def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsP
     Raises:
         EngineError: a processor cannot be loaded or made, or is no LogitsProcessor.
     """
-    found: list[tuple[str, Callable[[], Any]]] = []
-    for one in config.logits_processors:
-        if isinstance(one, str):
-            module, _, name = one.partition(":")
-            found.append((repr(one), lambda m=module, n=name: getattr(import_module(m), n)))
+    loaders: list[tuple[str, Callable[[], Any]]] = []
+    for processor in config.logits_processors:
+        if isinstance(processor, str):
+            module, _, name = processor.partition(":")
+            loaders.append((repr(processor), lambda m=module, n=name: getattr(import_module(m), n)))
         else:
-            found.append((one.__name__, lambda kind=one: kind))
+            loaders.append((processor.__name__, lambda kind=processor: kind))
     for entry in entry_points(group=ENTRY_POINTS):
         owner = entry.dist.name if entry.dist is not None else "an unknown distribution"
-        found.append((f"{entry.value!r} of {owner}", entry.load))
-    made: dict[type, LogitsProcessor] = {}
-    for name, load in found:
+        loaders.append((f"{entry.value!r} of {owner}", entry.load))
+    processors: dict[type, LogitsProcessor] = {}
+    for name, load in loaders:
         try:
             kind = load()
             if not (isinstance(kind, type) and issubclass(kind, LogitsProcessor)):
                 raise TypeError("it is no subclass of asyncllm.LogitsProcessor")
-            if kind not in made:
-                made[kind] = kind(config, device, device.type == "cuda")
+            if kind not in processors:
+                processors[kind] = kind(config, device, device.type == "cuda")
         except Exception as error:
             raise EngineError(
                 f"logits_processors: {name} cannot be made: {explain(error)}"
             ) from error
-    return tuple(made.values())
+    return tuple(processors.values())

@@ -42,7 +42,7 @@ class HostRows:
     ) -> None:
         self.places, self.req_indices = places, req_indices
         self._sampler, state = sampler, sampler.state
-        indices, at = req_indices.tolist(), positions.tolist()
+        indices, last_positions = req_indices.tolist(), positions.tolist()
         self._stages, self._num_logprobs = state.stages[req_indices], state.logprobs[req_indices]
         self._host_logprobs = [state.host_logprobs.get(index) for index in indices]
         self._rules_by_row = {
@@ -51,7 +51,7 @@ class HostRows:
             if index in state.host_rules
         }
         self._outputs_by_row = {
-            row: sampler.inputs.output_token_ids(indices[row], at[row]).copy()
+            row: sampler.inputs.output_token_ids(indices[row], last_positions[row]).copy()
             for row in self._rules_by_row
         }
         self._num_batch_updates = sampler.batched.num_batch_updates
@@ -88,12 +88,10 @@ class HostRows:
         errors: dict[int, Exception] = {}
         self._apply_processors(errors)
         table_rows = torch.arange(len(self.places), device=self._positions.device)
-        last, tokens = (
-            torch.zeros_like(torch.cat((table_rows, table_rows[:1]))),
-            torch.empty_like(table_rows),
-        )
-        drawn = DrawRows(table_rows, self._positions, last)
-        self._sampler.ops.sample(self._processed_logits, self._draw_scalars, drawn, tokens)
+        last = table_rows.new_zeros(len(table_rows) + 1)
+        tokens = torch.empty_like(table_rows)
+        draw_rows = DrawRows(table_rows, self._positions, last)
+        self._sampler.ops.sample(self._processed_logits, self._draw_scalars, draw_rows, tokens)
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
         self._add_errors(output)
         output.token_ids[list(errors)] = -1
@@ -133,14 +131,14 @@ class HostRows:
 
     def _gather_logprobs(self, output: SampleOutput) -> None:
         tokens, counts, device = output.token_ids, self._num_logprobs, self._logits.device
-        asked = np.flatnonzero((counts >= 0) & (tokens >= 0))
-        if len(asked):
-            top = TopLogprobs(len(asked), self._sampler.state.num_logprobs, device)
-            chosen = self._logits[copy_to_device(asked, device)]
-            self._sampler.ops.top_logprobs(chosen, copy_to_device(tokens[asked], device), top)
+        rows = np.flatnonzero((counts >= 0) & (tokens >= 0))
+        if len(rows):
+            top = TopLogprobs(len(rows), self._sampler.state.num_logprobs, device)
+            chosen = self._logits[copy_to_device(rows, device)]
+            self._sampler.ops.top_logprobs(chosen, copy_to_device(tokens[rows], device), top)
             values, ids = top.values.cpu().numpy(), top.ids.cpu().numpy()
-            found = token_logprobs(values, ids, tokens[asked], counts[asked])
-            output.logprobs.update(zip(asked.tolist(), found, strict=True))
+            logprobs = token_logprobs(values, ids, tokens[rows], counts[rows])
+            output.logprobs.update(zip(rows.tolist(), logprobs, strict=True))
         for row, count in enumerate(self._host_logprobs):
             if count is not None and tokens[row] >= 0:
                 output.logprobs[row] = logprobs_of_row(self._logits[row], int(tokens[row]), count)

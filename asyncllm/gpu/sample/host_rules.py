@@ -54,8 +54,8 @@ def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    known: Any = output  # An array serves as a list: tokens are read one by one.
-    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(known)):
+    tokens: Any = output  # An array serves as a list: tokens are read one by one.
+    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(tokens)):
         row[excluded] = -torch.inf
 
 
@@ -68,18 +68,11 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
             Exception.
         Exception: the error that a processor raised.
     """
-    value: object = row.clone()
-    tokens = output.tolist()
+    value, tokens = row.clone(), output.tolist()
     try:
         for processor in rules.processors:
-            value = processor(tokens, value)
-            if not isinstance(value, Tensor) or value.shape != row.shape:
-                raise TypeError(
-                    f"logits processor {describe(processor)} returned {type_and_shape(value)}, "
-                    f"expected a tensor of shape {tuple(row.shape)}"
-                )
-        assert isinstance(value, Tensor)
-        check_storage(value)
+            name = f"logits processor {describe(processor)}"
+            value = checked_logits(processor(tokens, value), row.shape, name)
         row.copy_(value)
     except Exception:
         raise
@@ -89,18 +82,23 @@ def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
         raise RuntimeError(f"a logits processor raised {describe(error)}") from error
 
 
-def check_storage(value: Tensor) -> None:
-    """Raises ValueError for a tensor that extends beyond its storage.
+def checked_logits(value: object, shape: torch.Size, name: str) -> Tensor:
+    """Returns the result of a logits processor, after checks.
 
-    A processor may have resized the storage, and torch would read past the end.
+    Args:
+        name: name of the processor, for errors.
+
+    Raises:
+        TypeError: it is no tensor of this shape.
+        ValueError: it extends beyond its storage, which the processor may have resized. Torch would
+            read past the end.
     """
+    if not isinstance(value, Tensor) or value.shape != shape:
+        is_tensor = isinstance(value, Tensor)
+        kind = f"tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+        raise TypeError(f"{name} returned a {kind}, expected a tensor of shape {tuple(shape)}")
     spans = zip(value.shape, value.stride(), strict=True)
     last = value.storage_offset() + sum((count - 1) * stride for count, stride in spans)
     if value.untyped_storage().nbytes() < (last + 1) * value.itemsize:
         raise ValueError("a logits processor returned a tensor whose storage does not hold it")
-
-
-def type_and_shape(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    return value

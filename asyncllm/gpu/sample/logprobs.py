@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import starmap
+
 import numpy as np
 from torch import Tensor
 
@@ -31,8 +33,8 @@ def token_logprobs(
     packed[:, 0], packed[:, 1], packed[:, 3::2] = tokens, ids[:, -1], ids[:, :-1]
     as_floats = packed.view(np.float32)
     as_floats[:, 2], as_floats[:, 4::2] = values[:, -1], values[:, :-1]
-    content, width = packed.tobytes(), packed.strides[0]
-    starts = range(0, len(content), width)
+    content = packed.tobytes()
+    starts = range(0, len(content), 4 * packed.shape[1])
     return [
         TokenLogprobs._packed(content[start : start + 8 * count + 12])
         for start, count in zip(starts, counts.tolist(), strict=True)
@@ -45,6 +47,5 @@ def logprobs_of_row(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     values, ids = order.values.tolist(), order.indices.tolist()
     sampled = values[ids.index(token)]
     top = zip(ids[:count], values[:count], range(1, count + 1), strict=False)
-    return TokenLogprobs(
-        Logprob(token, sampled, values.index(sampled) + 1), tuple(Logprob(*one) for one in top)
-    )
+    rank = values.index(sampled) + 1
+    return TokenLogprobs(Logprob(token, sampled, rank), tuple(starmap(Logprob, top)))

@@ -42,7 +42,7 @@ def gather_prompt_logprobs(
         tokens: result of ``prompt_tokens``.
         hidden: hidden states ``[E, H]`` at the positions of the spans, in their order.
     """
-    found: dict[int, list[TokenLogprobs]] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, Exception] = {}
     begin = 0
     for row, span in spans.items():
@@ -51,9 +51,9 @@ def gather_prompt_logprobs(
         if values is None:
             errors[row] = ValueError(NOT_FINITE_MESSAGE)
         else:
-            found[row] = values
+            logprobs[row] = values
         begin = end
-    return found, errors
+    return logprobs, errors
 
 
 def _row_logprobs(
@@ -61,14 +61,14 @@ def _row_logprobs(
 ) -> list[TokenLogprobs] | None:
     """Computes the log-probabilities of one row in slices; None if logits are not finite."""
     size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)
-    found: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] = []
     for begin in range(0, len(tokens), size):
-        given = tokens[begin : begin + size].astype(np.int64)
+        slice_tokens = tokens[begin : begin + size].astype(np.int64)
         logits = decoder.logits(hidden[begin : begin + size])
         if not bool(torch.isfinite(logits.amax(-1)).all()):
             return None
-        top = TopLogprobs(len(given), num_top, logits.device)
-        decoder.ops.top_logprobs(logits, copy_to_device(given, logits.device), top)
+        top = TopLogprobs(len(slice_tokens), num_top, logits.device)
+        decoder.ops.top_logprobs(logits, copy_to_device(slice_tokens, logits.device), top)
         values, ids = top.values.cpu().numpy(), top.ids.cpu().numpy()
-        found += token_logprobs(values, ids, given, np.full(len(given), num_top))
-    return found
+        logprobs += token_logprobs(values, ids, slice_tokens, np.full(len(slice_tokens), num_top))
+    return logprobs

@@ -33,5 +33,5 @@ class SampleOutput:
     def merge(self, places: np.ndarray, other: SampleOutput) -> None:
         """Copies the rows of ``other`` to the indices ``places``."""
         self.token_ids[places] = other.token_ids
-        self.logprobs |= {int(places[row]): found for row, found in other.logprobs.items()}
+        self.logprobs |= {int(places[row]): logprobs for row, logprobs in other.logprobs.items()}
         self.errors |= {int(places[row]): error for row, error in other.errors.items()}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncllm.core.batch import RequestAssignment
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import mask_words, num_words
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables, Stages
 from asyncllm.gpu.batch.sampling_table import SCALARS, scalar_sections
 from asyncllm.gpu.batch.sections import Sections
@@ -116,8 +116,8 @@ class SamplingState:
             self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
         has_host = req_index in self.host_rules or req_index in self.host_logprobs
-        drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
-        self.needs_logits[req_index] = bool(update.stages) or has_host or drawn
+        is_drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
+        self.needs_logits[req_index] = bool(update.stages) or has_host or is_drawn
         return update if update.stages & (Stages.TOKEN_RULES | Stages.PENALTIES) else None
 
     def _assign_logprobs(self, update: TableUpdate, count: int) -> None:
@@ -143,7 +143,8 @@ class SamplingState:
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
         rules = assignment.token_rules
         if rules is not None and rules.allowed is not None:
-            update.rows["allowed"] = self._mask_words(rules.allowed)
+            # Copy the words: torch warns about read-only memory.
+            update.rows["allowed"] = mask_words(rules.allowed, num_words(self.vocab_size)).copy()
             scalars["restricted"][req_index] = 1
         elif params.allowed_token_ids is not None:
             raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")
@@ -162,12 +163,6 @@ class SamplingState:
         update.rows["in_prompt"] = self._packed_bits(tokens[:prompt])
         update.stages |= Stages.PENALTIES
         self._scalars["counted_from"][update.req_index] = len(tokens)
-
-    def _mask_words(self, mask: bytes) -> np.ndarray:
-        words = np.frombuffer(mask, dtype="<i4").copy()  # torch warns about read-only memory.
-        if len(words) != num_words(self.vocab_size):
-            raise ValueError(f"mask of {len(words)} words for {self.vocab_size} tokens")
-        return words
 
     def _token_ids(self, token_ids: Any, max_count: int) -> np.ndarray:
         """Converts token ids to int32; IndexError for an id outside the vocabulary or too many
@@ -206,10 +201,10 @@ class SamplingState:
         These requests have bad words of several tokens, logits processors, or more
         log-probabilities than a step's buffers hold.
         """
-        known = self.host_rules.keys() | self.host_logprobs.keys()
-        if not known:
+        host_indices = self.host_rules.keys() | self.host_logprobs.keys()
+        if not host_indices:
             return NO_ROWS
-        return np.flatnonzero([req_index in known for req_index in req_indices.tolist()])
+        return np.flatnonzero([req_index in host_indices for req_index in req_indices.tolist()])
 
 
 def mix_seed(seed: int) -> int:

@@ -6,7 +6,7 @@
 // A byte times a float16 is exact in float32, and so are the products with a span's integer sum.
 // They are added to the output as in grouped.h.
 
-// A block's parts: float16 scale and minimum, what scales its spans, and its codes.
+// A block's parts: float16 scale and minimum, scales and minima of its spans, and its codes.
 struct Block {
   uint16_t scale, minimum;
   uint8_t byte_scales[16], byte_minima[8], codes[256];
@@ -132,7 +132,7 @@ INLINE vf load_byte_floats(const uint8_t* p, int32_t offset) {
   return offset ? sub(values, set1((float)offset)) : values;
 }
 
-// How tiles multiply blocks of a type.
+// Constants for the multiplication of a tile by blocks of a type.
 template <int32_t DTYPE> struct BlockTile {
   static constexpr BlockForm FORM = block_form(DTYPE);
   static constexpr bool TABLE = DTYPE == DTYPE_IQ4_NL;

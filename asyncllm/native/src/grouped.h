@@ -144,7 +144,7 @@ static void quantise_row_spans(const void* x, int32_t dtype, int8_t* out, Span* 
   });
 }
 
-// How tiles multiply weights of a type.
+// Constants for the multiplication of a tile by weights of a type.
 template <int32_t DTYPE> struct Form {
   static constexpr bool BY_CHANNEL = DTYPE == DTYPE_I8;
   static constexpr bool IS_BLOCK = block_form(DTYPE).elements > 0;

@@ -163,7 +163,7 @@ typedef struct GroupedArgs {
   int32_t dtype, scale_dtype;
 } GroupedArgs;
 
-// Form of packed weights: with the kernels of a context it says where everything lies in them.
+// Form of packed weights. The kernels of a context compute the offsets of all parts from it.
 typedef struct PanelArgs {
   int64_t n, k, group;  // group: as in GroupedArgs; 0 for weights without groups
   int32_t dtype, scale_dtype, has_zeros;
@@ -322,7 +322,7 @@ typedef struct DeltaArgs {
 typedef struct GatedNormArgs {
   const void* x;  // [rows, heads * head_size]
   int64_t x_stride;
-  const void* gate;  // the same
+  const void* gate;  // [rows, heads * head_size]
   int64_t gate_stride;
   const void* weight;  // [head_size]
   void* out;           // [rows, heads * head_size]
@@ -334,7 +334,7 @@ typedef struct GatedNormArgs {
 typedef struct SigmoidMulArgs {
   const void* x;  // [rows, width]
   int64_t x_stride;
-  const void* gate;  // the same
+  const void* gate;  // [rows, width]
   int64_t gate_stride;
   void* out;  // [rows, width]
   int64_t width;

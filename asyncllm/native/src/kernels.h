@@ -35,7 +35,8 @@ static constexpr BlockForm block_form(int32_t dtype) {
   return {};
 }
 
-// Bytes of an output's span in a panel: 4 bits of each code, the others, and what scales them.
+// Bytes of an output's span in a panel: the low 4 bits of its codes, their higher bits, its byte
+// scales, and its byte minima.
 static constexpr int64_t block_span_bytes(BlockForm form) {
   return SPAN / 2 + (form.bits - 4) * SPAN / 8 + form.byte_scales +
          (form.byte_scales && form.has_minimum);

@@ -47,7 +47,8 @@ template <class F> INLINE void with_weight_type(int32_t dtype, F&& f) {
     with_type(dtype, f);
 }
 
-// int8 weights that are multiplied by inputs in spans are stored as unsigned codes, 128 above them.
+// int8 weights that are multiplied by inputs in spans are stored as unsigned codes: the weight plus
+// 128.
 template <class T> INLINE T to_code(T weight) { return weight; }
 INLINE int8_t to_code(int8_t weight) { return SPANS_INT8 ? (int8_t)(weight ^ -128) : weight; }
 

@@ -7,8 +7,7 @@ struct InstructionSets {
   bool avx2, avx512, avx512bf16;
 };
 
-// The processor is asked here, and not by the compiler's runtime, which a cross-compiled library
-// does without.
+// Queries the processor. The compiler's runtime could, but a cross-compiled library has none.
 inline InstructionSets ask_processor() {
 #if defined(ASYNCLLM_EMULATED)
   return {true, true, true};

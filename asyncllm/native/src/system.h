@@ -1,6 +1,6 @@
-// What the library asks of the operating system: threads, sleeping on a word of memory, a clock,
-// memory. Linux has all of it; another system has what is nearest, or nothing where only speed
-// would be lost. macOS takes what POSIX has, which `-U__linux__` compiles on Linux as well.
+// Services of the operating system: threads, sleeping on a word of memory, a clock, memory. Linux
+// has all of them. On another system the nearest one is used, or none where only speed is lost.
+// macOS uses POSIX, whose code `-U__linux__` compiles on Linux as well.
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
@@ -57,7 +57,7 @@ inline void join_thread(Thread* thread) {
   CloseHandle(thread->handle);
 }
 
-// No process is forked.
+// Windows has no fork.
 inline void watch_forks(void (*)()) {}
 
 inline void futex_wait(void* word, uint32_t value) { WaitOnAddress(word, &value, 4, INFINITE); }
@@ -176,7 +176,7 @@ inline void futex_wake(void* word, int) {
 
 #if !defined(__linux__)
 
-// The system's time slices are what they are.
+// This system has no setting for time slices.
 inline void lengthen_slice() {}
 
 #else

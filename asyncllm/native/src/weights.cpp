@@ -76,8 +76,7 @@ Weights* make_weights(const Kernels* kernels, const PanelArgs& a, void* data, co
     return nullptr;
   }
   if (!data && scales < weights->bytes) {
-    // What pads the values and the scales is written as well, so that equal weights have equal
-    // bytes.
+    // The padding of values and scales is written as well, so that equal weights have equal bytes.
     memset(at + sizes.values, 0, scales - sizes.values);
     memset(at + scales, 0, weights->bytes - scales);
   }

@@ -2,7 +2,7 @@
 #pragma once
 #include "context.h"
 
-// Whose memory the panels are in: allocated, mapped, or another owner's.
+// Owner of the panels' memory: the weights, which allocated or mapped it, or another object.
 enum class Memory { allocated, mapped, borrowed };
 
 struct Weights {
