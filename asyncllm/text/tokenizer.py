@@ -28,7 +28,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.control_tokens import ControlTokens, component_stages
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT, SHORT_TEXT
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
 from asyncllm.text.text_decoder import (
@@ -361,12 +361,12 @@ def _encode(
 ) -> list[int]:
     """Token ids of ``text``.
 
-    Texts of LONG_TEXT characters or more are encoded by a batched call, which releases the GIL:
+    Texts of more than SHORT_TEXT characters are encoded by a batched call, which releases the GIL:
     for 1.2 MB, ``encode`` blocks other threads for 483 ms, a batched call for at most 14 ms.
     ``encode_batch_fast`` also skips the offsets, which are not needed.
     """
     try:
-        if len(text) < LONG_TEXT:
+        if len(text) <= SHORT_TEXT:
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
         batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
