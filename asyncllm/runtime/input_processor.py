@@ -52,6 +52,9 @@ _MAX_QUICK_TOKENS = 4096
 prepared on the caller's thread, in a quarter of a millisecond. A worker thread prepares longer
 lists. A word takes 20 microseconds, so many requests with small lists would fill an event loop."""
 
+_WORD_CHARACTERS = 16
+"""Characters of a text that take as long as one of ``bad_words``, besides its own."""
+
 _MAX_CACHED_RULES = 16
 """Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""
 
@@ -192,7 +195,8 @@ class InputProcessor:
 
         estimate = max(num_characters // 4, min_tokens) if token_ids is None else len(token_ids)
         estimate = min(estimate, self._max_prompt_tokens(request) or request.max_model_len)
-        num_characters += sum(map(len, request.sampling.bad_words))
+        words = request.sampling.bad_words
+        num_characters += sum(map(len, words)) + _WORD_CHARACTERS * len(words)
         return Submission(request, call, estimate, parser, make_prompt, num_characters)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
