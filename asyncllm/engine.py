@@ -35,7 +35,7 @@ from asyncllm.runtime.submitter import Submitter
 from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT, SHORT_TEXT
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_SECONDS = 2.0
@@ -191,7 +191,7 @@ class AsyncLLMEngine(Handle):
         self._mailboxes.clear()
         leftovers = (
             thread.thread_to_join,
-            self._input_processor.prompts.long_texts.close(),
+            *self._input_processor.prompts.texts.close(),
             *self._submitter.close(),
         )
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -526,7 +526,7 @@ class AsyncLLMEngine(Handle):
         Long texts are tokenised on a worker thread, one at a time.
         """
         prompts = self._running().prompts
-        encode = prompts.prepare_tokenize(
+        num_characters, encode = prompts.prepare_tokenize(
             prompt,
             add_special_tokens=add_special_tokens,
             tools=tools,
@@ -535,9 +535,9 @@ class AsyncLLMEngine(Handle):
             chat_template_kwargs=chat_template_kwargs,
             split_special_tokens=split_special_tokens,
         )
-        token_ids = encode(at_once=True)
+        token_ids = encode(SHORT_TEXT)
         if token_ids is None:
-            token_ids = await prompts.long_texts.call(encode, len(prompt))
+            token_ids = await prompts.texts.call(encode, num_characters)
         return token_ids  # pyright: ignore[reportReturnType]
 
     async def detokenize(
@@ -552,7 +552,7 @@ class AsyncLLMEngine(Handle):
         """
         prompts = self._running().prompts
         length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
-        return decode() if length < LONG_TEXT else await prompts.long_texts.call(decode, length)
+        return decode() if length < LONG_TEXT else await prompts.texts.long.call(decode, length)
 
     # --- the engine as a whole ---------------------------------------------------------
 

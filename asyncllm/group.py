@@ -194,8 +194,7 @@ class EngineGroup(AsyncLLMEngine):
         for engine in engines:
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
-            thread = self._input_processor.prompts.long_texts.close()
-            if thread is not None:
+            for thread in self._input_processor.prompts.texts.close():
                 await join(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:

@@ -222,7 +222,8 @@ class LLM(Handle):
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread, with its arguments and errors."""
-        return self.engine._running().prompts.prepare_tokenize(prompt, **options)()  # pyright: ignore[reportReturnType]
+        _, encode = self.engine._running().prompts.prepare_tokenize(prompt, **options)
+        return encode(None)  # pyright: ignore[reportReturnType]
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """``AsyncLLMEngine.detokenize`` in the calling thread, with its arguments and errors."""

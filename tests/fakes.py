@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,9 @@ class FakeTokenizer:
             return [int(word) for word in text.split()]
         except ValueError as error:
             raise InvalidRequestError(f"prompt: {error}", param="prompt") from error
+
+    def encode_short_texts(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        return (self.encode(text, add_special_tokens=False) for text in texts)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return text_of(token_ids)

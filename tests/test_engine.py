@@ -402,6 +402,32 @@ async def test_long_text_is_tokenised_elsewhere_and_keeps_its_rank():
         assert len(long.prompt_token_ids) == 3000
 
 
+async def test_a_text_that_takes_longer_than_a_step_leaves_the_caller_s_thread(monkeypatch):
+    """From 513 characters on; and it waits for no text of 4,096, which another thread tokenises."""
+    rig, threads = fake(num_blocks=3001), []
+    encode = rig.tokenizer.encode
+
+    def recorded(text, *args, **options):
+        threads.append((len(text), threading.current_thread().name))
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(rig.tokenizer, "encode", recorded)
+    async with rig.engine() as engine:
+        texts, go = engine._submitter._texts, threading.Event()
+        texts.long.submit(go.wait)
+        long = engine.stream("5 " * 2048, max_tokens=1)
+        here = engine.stream("5 " * 256, max_tokens=1)
+        assert len(here.prompt_token_ids) == 256
+        there = engine.stream("5 " * 256 + "5", max_tokens=1)
+        assert there.prompt_token_ids is None
+        assert (await there.result()).usage.prompt_tokens == 257
+        assert long.prompt_token_ids is None
+        go.set()
+        await long.result()
+    own = threading.current_thread().name
+    assert threads == [(512, own), (513, "asyncllm-text-short"), (4096, "asyncllm-text")]
+
+
 async def test_bad_long_text_raises_at_the_first_read():
     async with fake(num_blocks=3001).engine() as engine:
         stream = engine.stream("5 " * 3000 + "oops")

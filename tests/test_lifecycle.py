@@ -636,8 +636,9 @@ def test_a_destructor_takes_no_lock():
     engine._start_blocking()
     core = core_of(engine)
     last = [engine]
-    locks = [core._lock, core.admission._lock, engine._input_processor.submitter._worker._lock]
-    del engine
+    texts = engine._input_processor.submitter._texts
+    locks = [core._lock, core.admission._lock, texts.long._lock, texts._short._lock]
+    del engine, texts
 
     def collect_among_locks():
         for lock in locks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -217,3 +219,17 @@ def test_bad_words_are_spelt_with_and_without_a_space() -> None:
         assert (other in found) == (len(one) == len(other) and one[0] != other[0])
     with pytest.raises(InvalidRequestError, match="tokens the model has"):
         bad_words_token_ids(["house"], tokenizer, 1)
+
+
+def test_many_bad_words_are_encoded_by_one_call_that_releases_the_gil() -> None:
+    tokenizer = Tokenizer.from_directory(resolve_model(None, None))
+    words = [f"word{i}" for i in range(60)]
+    expected = [pair for word in words for pair in bad_words_token_ids([word], tokenizer, 10**6)]
+    backend, tokenizer = tokenizer.backend, copy(tokenizer)
+    tokenizer.backend = Mock(wraps=backend, spec=["encode_batch_fast"])
+    assert list(bad_words_token_ids(words, tokenizer, 10**6)) == expected
+    assert tokenizer.backend.encode_batch_fast.call_count == 1
+    # An error names its word, though one call is given all.
+    tokenizer.backend = backend
+    with pytest.raises(InvalidRequestError, match=r"bad_words='lone \\ud800'"):
+        bad_words_token_ids([*words, "lone \ud800"], tokenizer, 10**6)

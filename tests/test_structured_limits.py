@@ -44,6 +44,11 @@ def with_properties(count: int, required: tuple[int, ...] = (), **others: Any) -
     return found | others
 
 
+def strings(count: int, **others: Any) -> dict[str, Any]:
+    properties = {f"p{i}": {"type": "string"} for i in range(count)}
+    return with_properties(0) | {"properties": properties} | others
+
+
 def last_of(schema: dict[str, Any]) -> str:
     """An object of the required properties and the last."""
     names = [*schema["required"], list(schema["properties"])[-1]]
@@ -298,6 +303,29 @@ def test_xgrammar_refuses_schemas_that_take_long_to_compile(schema, work) -> Non
         compiled(backend, json=schema)
     with pytest.raises(GrammarError, match=f"a work of {work + 44} to compile"):
         compiled(backend, structural_tag=tags(schema, with_properties(20)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "work"),
+    [
+        ({"json": strings(26, additionalProperties=True)}, 2001),
+        ({"json": strings(135)}, 2001),
+        ({"json": with_properties(43)}, 2004),
+        ({"json": strings(0, properties={f"p{i}": True for i in range(43)})}, 2075),
+        ({"choice": ["x" * 88_000]}, 2062),
+        ({"structural_tag": tags(strings(135))}, 2005),
+    ],
+    ids=["an open object", "properties", "numbers", "any values", "a constant", "a structural tag"],
+)
+def test_xgrammar_work_grows_with_the_vocabulary(asked, work) -> None:
+    """Each takes some 2 s with 152,000 tokens, and is refused before it is compiled."""
+    from asyncllm.structured.xgrammar_backend import XGrammarBackend
+
+    assert compiled(XGrammarBackend(byte_vocabulary()), **asked)
+    tokens = [bytes([i % 256]) for i in range(152_000)]
+    large = XGrammarBackend(Vocabulary(tokens, {}, lambda text: list(text.encode())))
+    with pytest.raises(GrammarError, match=f"a work of {work} to compile, expected at most 2000"):
+        compiled(large, **asked)
 
 
 def test_schema_past_llguidance_limits_is_refused_without_xgrammar() -> None:

@@ -102,15 +102,18 @@ async def test_long_lists_are_prepared_on_another_thread_and_once(monkeypatch):
     async with ByteRig().engine() as engine:
         for _ in range(3):
             assert (await engine.generate("x", bad_words=list(words), max_tokens=2)).text
-        assert threads == ["asyncllm-text"]
+        assert threads == ["asyncllm-text-short"]
         await engine.generate([65, 66], bad_words=words[1:], max_tokens=2)
-        assert threads == ["asyncllm-text"] * 2
+        assert threads == ["asyncllm-text-short"] * 2
         await engine.generate("x", bad_words=words[:2], max_tokens=2)
-        assert threads == ["asyncllm-text"] * 2 + [threading.current_thread().name]
+        assert threads == ["asyncllm-text-short"] * 2 + [threading.current_thread().name]
         del threads[:]
         for short in (words[:9], ["a" * 129, "b" * 128], words[:8]):
             await engine.generate("x", bad_words=short, max_tokens=2)
-        assert threads == ["asyncllm-text"] * 2 + [threading.current_thread().name]
+        assert threads == ["asyncllm-text-short"] * 2 + [threading.current_thread().name]
+        del threads[:]
+        await engine.generate("x", bad_words=[f"{i}" for i in range(400)], max_tokens=1)
+        assert threads == ["asyncllm-text"]
         for i in range(20):
             await engine.generate("x", bad_words=[*words, str(i)], max_tokens=1)
         assert len(engine._running()._cached_rules) == 16

@@ -77,12 +77,12 @@ async def test_only_long_work_leaves_the_loop_thread(
 
     monkeypatch.setattr(WorkerThread, "submit", counted)
     async with fake_engine("x") as engine:
-        await engine.tokenize("a" * 4095)
+        await engine.tokenize("a" * 512)
         await engine.tokenize(HELLO)
         await engine.detokenize([65] * 4095)
         assert not calls
-        await engine.tokenize("a" * 4096)
-        await engine.tokenize([{"role": "user", "content": "a" * 4096}])
+        await engine.tokenize("a" * 513)
+        await engine.tokenize([{"role": "user", "content": "a" * 513}])
         await engine.detokenize([65] * 4096)
         assert len(calls) == 3
 

@@ -12,8 +12,9 @@ from concurrent.futures import CancelledError
 import pytest
 
 from asyncllm.errors import EngineClosedError
-from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, WorkerThread
+from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, TextThreads, WorkerThread
 from asyncllm.testing import fake_engine
+from asyncllm.text.long_text import LONG_TEXT
 from tests.idle import until
 
 
@@ -130,3 +131,32 @@ async def test_long_texts_rest_only_beside_running_requests():
         assert len(await asyncio.wait_for(waiting, 10)) == 5000
         for _ in range(9):
             gate.release()
+
+
+def test_a_short_text_waits_for_no_long_one_and_rests_behind_short_ones_alone():
+    cooldown = Cooldown(lambda: True)
+    threads = TextThreads("w", cooldown)
+    cooldown.extend(time.perf_counter() - 1e4)
+    told = threading.Event()
+    threads.submit(lambda most: told.set() or True, LONG_TEXT - 1)
+    assert told.wait(10)
+    cooldown.of_short_jobs.extend(time.perf_counter() - 1e4)
+    told.clear()
+    threads.submit(lambda most: told.set() or True, 1)
+    assert not told.wait(0.1)
+    threads.close()
+
+
+@pytest.mark.parametrize("size", [1, LONG_TEXT - 1, LONG_TEXT])
+async def test_what_turns_out_to_be_long_moves_to_the_long_texts(size):
+    threads, calls = TextThreads("w", Cooldown(lambda: False)), []
+
+    def job(most: int | None) -> bool:
+        calls.append((threading.current_thread().name, most))
+        return most is None
+
+    tried = [("w-short", LONG_TEXT - 1)] if size < LONG_TEXT else []
+    assert await threads.call(lambda most: job(most) or None, size)
+    threads.submit(job, size)
+    await until(lambda: len(calls) == 2 * len(tried) + 2)
+    assert calls == 2 * [*tried, ("w", None)]

@@ -29,7 +29,7 @@ from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import SHORT_TEXT
 from asyncllm.tool_calls.message_parser import MessageParser
 from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
@@ -53,6 +53,9 @@ _MAX_QUICK_TOKENS = 4096
 prepared on the caller's thread, in a quarter of a millisecond. A worker thread prepares longer
 lists. A word takes 20 microseconds, so many requests with small lists would fill an event loop."""
 
+_WORD_CHARACTERS = 16
+"""Characters of a text that take as long as one of ``bad_words``, besides its own."""
+
 _MAX_CACHED_RULES = 16
 """Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""
 
@@ -61,8 +64,9 @@ _MAX_CACHED_RULES = 16
 class InputProcessor:
     """Converts prompts and conversations to requests for one running engine.
 
-    Short texts are tokenised in the call. Long ones take their place in the queue at once and are
-    tokenised on a worker thread: they keep their arrival order and delay no other request.
+    Texts of up to SHORT_TEXT characters are tokenised in the call. Longer ones take their place in
+    the queue at once and are tokenised on a worker thread: they keep their arrival order and delay
+    no other request.
     """
 
     loaded: LoadedModel
@@ -92,14 +96,13 @@ class InputProcessor:
         request = self._make_group(sampling_params, sampling, options)
         if text is None:
             token_ids = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
-            return self._submission(request, call, lambda **_: token_ids, len(token_ids))
-        estimate = len(text) // 4
-        if len(text) >= LONG_TEXT:
+            return self._submission(request, call, lambda _: token_ids, 0)
+        min_tokens = 0
+        if len(text) > SHORT_TEXT:
             min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
             self._check_length(request, len(text), min_tokens)
-            estimate = max(min_tokens, estimate)
-        encode = partial(self.prompts.encode_text, text)
-        return self._submission(request, call, encode, estimate)
+        encode = partial(self.prompts.encode_text, text, True)
+        return self._submission(request, call, encode, len(text), min_tokens=min_tokens)
 
     def conversation(
         self,
@@ -141,7 +144,7 @@ class InputProcessor:
         self._check_length(request, template_input.num_characters, 0)
         split = chat.split_special_tokens
         encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
-        return self._submission(request, call, encode, template_input.num_characters // 4, parser)
+        return self._submission(request, call, encode, template_input.num_characters, parser)
 
     def prompt_or_conversation(
         self, prompt: Any, sampling_params: SamplingParams | None, options: dict[str, Any]
@@ -169,30 +172,37 @@ class InputProcessor:
         request: Request,
         call: CallArguments,
         encode: Encode,
-        estimate: int,
+        num_characters: int,
         parser: MessageParser | None = None,
+        min_tokens: int = 0,
     ) -> Submission:
         """Make a submission. If its prompt and token rules are quick to prepare, the prompt is set
         at once; else a worker thread sets it.
 
         Args:
-            estimate: estimated number of tokens, for a prompt that takes long to tokenise.
+            num_characters, min_tokens: number of characters that ``encode`` tokenises, and of
+                tokens that they have at least.
         """
-        token_ids = encode(at_once=True)
+        token_ids = encode(SHORT_TEXT)
         has_rules = request.token_rules is not None or not any(_rule_lists(request.sampling))
         if token_ids is not None and has_rules:
             self._set_prompt(request, token_ids, parser)
             return Submission(request, call, request.num_prompt_tokens, parser)
 
-        def make_prompt(request: Request) -> None:
+        def make_prompt(request: Request, max_characters: int | None) -> bool:
+            made = token_ids or encode(max_characters)
+            if made is None:
+                return False
             if request.token_rules is None:
                 self._set_rules(request.group.members, self._make_rules(request.sampling))
-            self._set_prompt(request, token_ids or encode() or [], parser)
+            self._set_prompt(request, made, parser)
+            return True
 
-        if token_ids is not None:
-            estimate = len(token_ids)
-        max_tokens = self._max_prompt_tokens(request) or request.max_model_len
-        return Submission(request, call, min(estimate, max_tokens), parser, make_prompt)
+        estimate = max(num_characters // 4, min_tokens) if token_ids is None else len(token_ids)
+        estimate = min(estimate, self._max_prompt_tokens(request) or request.max_model_len)
+        words = request.sampling.bad_words
+        num_characters += sum(map(len, words)) + _WORD_CHARACTERS * len(words)
+        return Submission(request, call, estimate, parser, make_prompt, num_characters)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Maximum number of prompt tokens that a request keeps; None if the prompt is not

@@ -13,15 +13,15 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ContextLengthExceededError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
-from asyncllm.runtime.worker_thread import Cooldown, WorkerThread
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.runtime.worker_thread import Cooldown, TextThreads
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_use import ToolUse
 
-Encode = Callable[..., list[int] | None]
-"""Thread-safe function that makes the token ids of a prompt. With ``at_once=True`` it returns None
-for a prompt that takes long."""
+Encode = Callable[[int | None], list[int] | None]
+"""Thread-safe function that makes the token ids of a prompt. Its argument is the maximum number of
+characters, or None for no maximum; with a maximum it returns None for a prompt that is longer, or
+slow to render."""
 
 
 @dataclass(eq=False, repr=False)
@@ -29,17 +29,17 @@ class PromptEncoder:
     """Converts prompts to token ids for one running engine.
 
     Attributes:
-        long_texts: worker thread for long inputs of ``tokenize`` and ``detokenize``; prompts of
+        texts: worker threads for inputs of ``tokenize`` and ``detokenize``; prompts of
             requests have another.
     """
 
     loaded: LoadedModel
     config: EngineConfig
     cooldown: InitVar[Cooldown]
-    long_texts: WorkerThread = field(init=False)
+    texts: TextThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self.long_texts = WorkerThread("asyncllm-tokenize", cooldown)
+        self.texts = TextThreads("asyncllm-tokenize", cooldown)
 
     def prepare_tokenize(
         self,
@@ -49,8 +49,9 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
         **template: Any,
-    ) -> Encode:
-        """Check the arguments of ``AsyncLLMEngine.tokenize``.
+    ) -> tuple[int, Encode]:
+        """Check the arguments of ``AsyncLLMEngine.tokenize``; returns the number of characters and
+        a function that tokenises them.
 
         Args:
             max_tokens: maximum number of tokens; a prompt that certainly has more is refused before
@@ -68,7 +69,8 @@ class PromptEncoder:
             tool_use = ToolUse.parse(options.tools, "auto", True)
             self.response_format(tool_use, options)
             chat = self.template_input(prompt, tool_use, options, generation)
-            return partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
+            encode = partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
+            return chat.num_characters, encode
         chat_only = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
         chat_only["add_generation_prompt"] = generation, True
         for name, (value, neutral) in chat_only.items():
@@ -77,7 +79,7 @@ class PromptEncoder:
         min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
         if max_tokens is not None and min_tokens > max_tokens:
             raise self.too_long_error(min_tokens, "at least ")
-        return partial(self.encode_text, text, special is not False)
+        return len(text), partial(self.encode_text, text, special is not False)
 
     def prepare_detokenize(
         self, token_ids: Any, skip_special_tokens: bool
@@ -89,19 +91,19 @@ class PromptEncoder:
         return len(ids), partial(self.loaded.tokenizer.decode, ids, skip_special_tokens=skip)
 
     def encode_text(
-        self, text: str, add_special_tokens: bool = True, *, at_once: bool = False
+        self, text: str, add_special_tokens: bool, max_characters: int | None
     ) -> list[int] | None:
-        if at_once and len(text) >= LONG_TEXT:
+        if max_characters is not None and len(text) > max_characters:
             return None
         return self.loaded.tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(
-        self, chat: TemplateInput, max_tokens: int | None, split: bool, *, at_once: bool = False
+        self, chat: TemplateInput, max_tokens: int | None, split: bool, max_characters: int | None
     ) -> list[int] | None:
-        if at_once and chat.num_characters >= LONG_TEXT:
+        if max_characters is not None and chat.num_characters > max_characters:
             return None
         return self.loaded.tokenizer.encode_chat(
-            chat, max_tokens, split_special_tokens=split, at_once=at_once
+            chat, max_tokens, split_special_tokens=split, at_once=max_characters is not None
         )
 
     def template_input(

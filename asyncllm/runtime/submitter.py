@@ -19,7 +19,7 @@ from asyncllm.errors import RequestError
 from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
-from asyncllm.runtime.worker_thread import Cooldown, WorkerThread
+from asyncllm.runtime.worker_thread import Cooldown, TextThreads
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
@@ -36,9 +36,10 @@ class Submission:
     Attributes:
         request: first member of its group.
         num_tokens: tokens of the prompt, or an estimate if ``make_prompt`` makes it.
+        num_characters: characters that ``make_prompt`` tokenises.
         parser: parser of a conversation's answer; None for a plain prompt.
-        make_prompt: function that sets a request's prompt, called on a worker thread; None if the
-            prompt is already set.
+        make_prompt: function that sets a request's prompt, called on a worker thread, and returns
+            whether it has at most the given number of characters; None if the prompt is set.
         observers: observers of this request, beside those of its engine.
         stream: stream to continue with this request after a failed attempt; None makes a stream.
     """
@@ -47,7 +48,8 @@ class Submission:
     call: CallArguments
     num_tokens: int
     parser: MessageParser | None = None
-    make_prompt: Callable[[Request], None] | None = None
+    make_prompt: Callable[[Request, int | None], bool] | None = None
+    num_characters: int = 0
     observers: tuple[Observer, ...] = ()
     stream: TokenStream | None = None
     notifier: ObserverNotifier | None = field(init=False, default=None)
@@ -78,7 +80,13 @@ class Submission:
         request = group.members[0]
         make_prompt = None if request.token_ids else self.make_prompt
         return Submission(
-            request, self.call, self.num_tokens, self.parser, make_prompt, stream=stream
+            request,
+            self.call,
+            self.num_tokens,
+            self.parser,
+            make_prompt,
+            self.num_characters,
+            stream=stream,
         )
 
 
@@ -115,10 +123,10 @@ class Submitter:
     mailboxes: MailboxRegistry
     observers: Observers
     cooldown: InitVar[Cooldown]
-    _worker: WorkerThread = field(init=False)
+    _texts: TextThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self._worker = WorkerThread("asyncllm-text", cooldown)
+        self._texts = TextThreads("asyncllm-text", cooldown)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and
@@ -162,13 +170,12 @@ class Submitter:
 
     def prompts_made(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
-        return [self._worker.submit(lambda: None)]
+        return self._texts.barrier()
 
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        worker = self._worker.close()
-        return self.grammars.close() + ([] if worker is None else [worker])
+        return self.grammars.close() + self._texts.close()
 
     def _make_notifier(self, submission: Submission) -> None:
         request, observers = submission.request, (*submission.observers, *self.observers.all)
@@ -196,11 +203,12 @@ class Submitter:
         if group.deadline < math.inf:
             core.send(core.on_watch_deadline, group)
 
-        def make_and_send() -> None:
+        def make_and_send(max_characters: int | None) -> bool:
             if group.cancelled:
-                return
+                return True
             try:
-                make_prompt(request)
+                if not make_prompt(request, max_characters):
+                    return False
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
                 self._send(request)
             except BaseException as error:
@@ -208,9 +216,10 @@ class Submitter:
                 if not issubclass(type(error), Exception):
                     error = check.argument_error("prompt", check.describe(error))
                 core.send(core.on_fail, group, error)
+            return True
 
         try:
-            self._worker.submit(make_and_send)
+            self._texts.submit(make_and_send, submission.num_characters)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

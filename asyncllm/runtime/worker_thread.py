@@ -1,4 +1,4 @@
-"""WorkerThread: runs jobs that are too long for an event loop, one at a time."""
+"""WorkerThread: runs jobs that are too long for an event loop, one at a time; TextThreads: two."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from functools import partial
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 from asyncllm.errors import EngineClosedError, RequestError
 from asyncllm.runtime.event_loop import wait_for
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.validation import explain
 
 T = TypeVar("T")
@@ -40,6 +41,11 @@ class Cooldown:
     def __init__(self, is_needed: Callable[[], bool]) -> None:
         self._is_needed = is_needed
         self._ends_at = 0.0
+
+    @cached_property
+    def of_short_jobs(self) -> Cooldown:
+        """Cooldown of jobs that take a few milliseconds, and must not wait for the long ones."""
+        return Cooldown(self._is_needed)
 
     def wait(self, closed: threading.Event) -> None:
         """Wait until the cooldown ends or is not needed, or ``closed`` is set."""
@@ -152,3 +158,52 @@ class WorkerThread:
             future.set_exception(error)
         del job, future  # Break the cycle of future, exception and traceback.
         return True
+
+
+class TextThreads:
+    """Two worker threads for texts: a short one never waits for a long one.
+
+    Attributes:
+        long: thread of the texts from LONG_TEXT characters on, and of conversations that turn out
+            to take long.
+    """
+
+    def __init__(self, name: str, cooldown: Cooldown) -> None:
+        self.long = WorkerThread(name, cooldown)
+        self._short = WorkerThread(f"{name}-short", cooldown.of_short_jobs)
+
+    def submit(self, job: Callable[[int | None], bool], num_characters: int) -> None:
+        """Queue a job in order of arrival; raises as ``WorkerThread.submit``.
+
+        Args:
+            job: function of the maximum number of characters, or None; returns False if there are
+                more, and is then called again on the long texts' thread.
+        """
+
+        def try_job() -> None:
+            if not job(LONG_TEXT - 1):
+                self.long.submit(partial(job, None))
+
+        if num_characters < LONG_TEXT:
+            self._short.submit(try_job)
+        else:
+            self.long.submit(partial(job, None))
+
+    async def call(self, job: Callable[[int | None], T | None], num_characters: int) -> T | None:
+        """Run a job, the shortest first, and return its result; otherwise as ``submit``. A result
+        of None means that there are more characters."""
+        result = None
+        if num_characters < LONG_TEXT:
+            result = await self._short.call(partial(job, LONG_TEXT - 1), num_characters)
+        if result is None:
+            result = await self.long.call(partial(job, None), num_characters)
+        return result
+
+    def barrier(self) -> list[Future[None]]:
+        """Futures that are done once the jobs submitted so far are done."""
+        return [thread.submit(lambda: None) for thread in (self.long, self._short)]
+
+    def close(self) -> list[threading.Thread]:
+        """Drop jobs that have not begun; returns the threads that still run."""
+        threads = (self.long.close(), self._short.close())
+        return [thread for thread in threads if thread is not None]

@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from asyncllm.engine import AsyncLLMEngine
+from asyncllm.runtime.prompt_encoder import Encode
 from asyncllm.serving.answers import Text, Tokens
 from asyncllm.serving.chat_request import (
     Messages,
@@ -22,6 +23,7 @@ from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
+from asyncllm.text.long_text import SHORT_TEXT
 from asyncllm.validation import MAX_ITEMS
 
 
@@ -37,7 +39,7 @@ class TokenizeRequest(TemplateFields):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    def prepare(self, engine: AsyncLLMEngine) -> Callable[..., list[int] | None]:
+    def prepare(self, engine: AsyncLLMEngine) -> Encode:
         """Check the input; returns ``InputProcessor.prepare_tokenize``'s function. An input that
         cannot fit into the context is refused, because an answer may take thirty times its memory.
 
@@ -50,7 +52,7 @@ class TokenizeRequest(TemplateFields):
                 "prompt: expected either prompt or messages", code="invalid_value", param="prompt"
             )
         messages = self.messages
-        return engine._running().prompts.prepare_tokenize(
+        _, encode = engine._running().prompts.prepare_tokenize(
             self.prompt or "" if messages is None else template_messages(messages, engine),
             add_special_tokens=self.add_special_tokens,
             tools=self.tools,
@@ -58,6 +60,7 @@ class TokenizeRequest(TemplateFields):
             chat_template_kwargs=self.template_variables(engine, self.reasoning_effort) or None,
             max_tokens=engine.max_model_len - 1,
         )
+        return encode
 
 
 class DetokenizeRequest(RequestBody):
@@ -70,26 +73,26 @@ class DetokenizeRequest(RequestBody):
 
 
 async def answer_long_text(
-    make_answer: Callable[[Serving, bytes, bool], bytes | None],
+    make_answer: Callable[[Serving, bytes, int | None], bytes | None],
     serving: Serving,
     exchange: Exchange,
 ) -> None:
-    """Send the answer of ``make_answer(serving, body, at_once)``. If the body is long, or the
-    answer is None with ``at_once``, the engine's thread for long texts makes the answer."""
+    """Send the answer of ``make_answer(serving, body, max_characters)``. If the body is long, or
+    the answer is None because the text is, a thread for texts of the engine makes it."""
     body = await exchange.body()
-    answer = make_answer(serving, body, True) if len(body) < LONG_JSON_BYTES else None
+    answer = make_answer(serving, body, SHORT_TEXT) if len(body) < LONG_JSON_BYTES else None
     if answer is None:
-        long_texts = serving.engine._running().prompts.long_texts
-        answer = await long_texts.call(partial(make_answer, serving, body, False), len(body))
+        texts = serving.engine._running().prompts.texts
+        answer = await texts.call(partial(make_answer, serving, body), len(body))
     assert answer is not None
     await exchange.respond(200, answer)
 
 
-def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
+def tokenize(serving: Serving, data: bytes, max_characters: int | None) -> bytes | None:
     request = TokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
     engine = serving.engine
-    token_ids = request.prepare(engine)(at_once=at_once)
+    token_ids = request.prepare(engine)(max_characters)
     if token_ids is None:
         return None
     body = Tokens(count=len(token_ids), tokens=token_ids, token_strs=None)
@@ -99,7 +102,7 @@ def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
     return to_json(body)
 
 
-def detokenize(serving: Serving, data: bytes, _: bool) -> bytes:
+def detokenize(serving: Serving, data: bytes, _: int | None) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
     decode = serving.engine._running().prompts.prepare_detokenize(request.tokens, False)[1]

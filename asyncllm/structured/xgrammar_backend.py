@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,13 @@ MAX_FREE_TEXT_SPANS = 4
 """Maximum number of ``any_text`` parts in a structural tag. With more, the tag may be ambiguous."""
 
 MAX_WORK = 2000
-"""Maximum sum of ``estimate_work`` over the schemas of a specification. As much takes up to 2.5 s
-with a vocabulary of 2,000 tokens, and longer with a larger one."""
+"""Maximum work to compile a form, by ``estimate_work``. As much takes up to 2.5 s."""
+
+_SMALL_VOCABULARY = 2000
+_TOKENS_PER_UNIT = 40_000
+"""Tokens of a vocabulary beyond _SMALL_VOCABULARY for which a unit of masks takes a millisecond."""
+
+_CLOSED_TYPES = ("string", "object", "array", "boolean", "null")
 
 _REPETITION = '"(?:tags_with_separator|optional|plus|star|repeat)"'
 
@@ -71,17 +77,32 @@ class XGrammarBackend:
         compiler, text = self._compiler, spec.text
         match spec.kind:
             case "json" | "json_object":
-                _check_schemas([json.loads(text)])
+                self._check(text, [json.loads(text)])
                 return compiler.compile_json_schema(
                     text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
                 )
             case "choice":
+                self._check(text, [])
                 choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
                 tag = json.loads(text)
-                _check_schemas(list(schemas_in_tag(tag)))
+                self._check(text, list(schemas_in_tag(tag)))
                 return compiler.compile_structural_tag(convert_to_format(tag))
+
+    def _check(self, text: str, schemas: list[Any]) -> None:
+        """Raise GrammarError for a form of which xgrammar would partly ignore the schemas, or which
+        takes too much work to compile."""
+        for schema in schemas:
+            refuse_ignored_by_xgrammar(schema)
+        num_tokens = len(self._vocabulary.tokens)
+        work = estimate_work(text, schemas, num_tokens)
+        if work > MAX_WORK:
+            raise GrammarError(
+                f"takes a work of {work} to compile, expected at most {MAX_WORK} with a vocabulary "
+                f"of {num_tokens} tokens: fewer subschemas, bounds of numbers, characters, or "
+                "properties of one object, or no others beside them (additionalProperties: false)"
+            )
 
 
 class XGrammarMatcher:
@@ -141,32 +162,39 @@ def refuse_ambiguous(spec: StructuredOutputs) -> None:
         )
 
 
-def _check_schemas(schemas: list[Any]) -> None:
-    """Raise GrammarError for schemas that xgrammar would partly ignore, or that take too much
-    work to compile."""
-    for schema in schemas:
-        refuse_ignored_by_xgrammar(schema)
-    work = sum(map(estimate_work, schemas))
-    if work > MAX_WORK:
-        raise GrammarError(
-            f"the schemas take a work of {work} to compile, expected at most {MAX_WORK}: fewer "
-            "subschemas, bounds of numbers, or properties of one object"
-        )
-
-
-def estimate_work(schema: Any) -> int:
-    """Work to compile a schema, in milliseconds with a vocabulary of 2,000 tokens.
+def estimate_work(text: str, schemas: Iterable[Any], num_tokens: int) -> int:
+    """Work to compile a form, in milliseconds.
 
     The bounds of numbers become automata of their digits. The time for an object is quadratic in
-    its properties, and longer if others may follow them.
+    its properties, and longer if others may follow them. The masks that are made ahead take time
+    in proportion to the vocabulary: most for the names and values of other properties, and for
+    numbers behind which each of the object's properties may follow.
+
+    Args:
+        text: the form's JSON. Each character of a constant has a mask.
+        schemas: the schemas in it.
+        num_tokens: number of tokens of the vocabulary.
     """
-    work = 0
-    for part in subschemas(schema):
-        num_properties = len(names) if isinstance(names := part.get("properties"), Mapping) else 0
+    work, mask_units = 0, len(text) // 160
+    for part in chain.from_iterable(map(subschemas, schemas)):
+        properties = part.get("properties")
+        values = list(properties.values()) if isinstance(properties, Mapping) else []
+        num_properties = len(values)
         is_closed = part.get("additionalProperties") is False
-        work += 2 + 2 * sum(keyword in part for keyword in _NUMBER_BOUNDS)
+        num_true = sum(value is True for value in values)  # These are no subschemas.
+        work += 2 + 4 * num_true + 2 * sum(keyword in part for keyword in _NUMBER_BOUNDS)
         work += num_properties**2 // (160 if is_closed else 40)
-    return work
+        mask_units += 3 + 3 * num_true + num_properties * sum(map(_has_open_end, values)) // 5
+        if part.get("type") == "object" and not is_closed:
+            mask_units += 14 + 16 * num_properties
+    return work + mask_units * max(0, num_tokens - _SMALL_VOCABULARY) // _TOKENS_PER_UNIT
+
+
+def _has_open_end(schema: Any) -> bool:
+    """Whether a token may end a value, because no quote or bracket does, and go on behind it."""
+    if not isinstance(schema, Mapping):
+        return True
+    return schema.get("type") not in _CLOSED_TYPES and not schema.keys() & {"enum", "const"}
 
 
 def _shorten_message(error: Exception) -> str:

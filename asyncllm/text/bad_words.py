@@ -22,12 +22,11 @@ def bad_words_token_ids(
     """
     accepted = "texts whose tokens the model has"
     found: list[tuple[int, ...]] = []
+    texts = [form for word in words for form in (word.lstrip(), " " + word.lstrip())]
+    encoded = iter(tokenizer.encode_short_texts(texts))
     for word in words:
         try:
-            bare, spaced = (
-                tuple(tokenizer.encode(text, add_special_tokens=False))
-                for text in (word.lstrip(), " " + word.lstrip())
-            )
+            bare, spaced = tuple(next(encoded)), tuple(next(encoded))
         except Exception as error:
             raise check.invalid("bad_words", word, f"{accepted}: {check.explain(error)}") from error
         if not bare or max(bare) >= vocab_size:
