@@ -500,7 +500,7 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
     large = LONG + b" " * (100_000 - len(LONG))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._config.app._serving.large_bodies = ByteBudget(3 * len(large))
+        server._server.config.app._serving.large_bodies = ByteBudget(3 * len(large))
         with held_up(engine._running().submitter._worker):
             for data, count in ((large, 6), (LONG, 1)):
                 sent = f"{head}{len(data)}\r\n\r\n".encode() + data
@@ -548,7 +548,7 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
     large = LONG + b" " * (100_000 - len(LONG))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(large)
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._config.app._serving.large_bodies = ByteBudget(2 * len(large))
+        server._server.config.app._serving.large_bodies = ByteBudget(2 * len(large))
         silent = [
             (await stack.enter_async_context(connected(server, head + large[:70_000])))[0]
             for _ in range(4)
@@ -571,7 +571,7 @@ async def test_unread_answers_are_bounded_in_memory():
     body, whole = (json.dumps({**fields, "stream": stream}) for stream in (True, False))
     head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     async with served_app(fake_engine("Hello")) as server, asyncio.timeout(60):
-        serving = server._config.app._serving
+        serving = server._server.config.app._serving
         serving.repeats = ByteBudget(2 * len(body) + 2000)
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(2):

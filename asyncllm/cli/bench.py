@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm.cli.measure import LagMeter, format_machine, machine_facts, percentile
-from asyncllm.cli.session import checked_config, context_length, model_name, open_engine, run_async
+from asyncllm.cli.session import checked_config, model_name, open_engine, run_async
 from asyncllm.cli.text import format_seconds
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine
@@ -111,7 +111,7 @@ def _check_writable(file: str) -> None:
 def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> None:
     """Refuse lengths beyond the context, because shortened answers would be another workload."""
     prompt_len, output_len = arguments.prompt_len, arguments.output_len
-    context = context_length(engine)
+    context = engine.max_model_len
     if prompt_len + output_len > context:
         raise InvalidRequestError(
             f"--prompt-len {prompt_len} --output-len {output_len}: {prompt_len + output_len} "

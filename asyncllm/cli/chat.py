@@ -10,21 +10,23 @@ import argparse
 import shutil
 import sys
 import textwrap
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from asyncllm.cli.arguments import sampling_options
-from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
+from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.prompt_line import read_message, without_echo
 from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
 from asyncllm.cli.text import format_rate, format_seconds, printable
 from asyncllm.cli.word_wrapper import WordWrapper
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
+from asyncllm.errors import EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Usage
 from asyncllm.stream import TokenStream
+from asyncllm.text.template_input import TemplateInput
 
 _MAX_WIDTH = 92
 _PROMPT = "› "
@@ -143,34 +145,25 @@ class Chat:
         sampling = dict(self._sampling)
         if self._seed is not None:
             sampling["seed"] = self._seed + len(self._conversation.messages)
-        starts = self._fitting_turn_starts()
-        while True:
-            try:
-                stream = self._engine.chat(
-                    self._conversation.messages_to_send(starts[0]), **sampling
-                )
-                self._print_stream(stream)
-            except ContextLengthExceededError:
-                # The KV cache may hold fewer tokens than the context allows.
-                if len(starts) == 1:
-                    raise
-                del starts[0]
-            else:
-                return starts[0], self._loop.call(stream.result)
+        start = self._first_fitting_turn()
+        stream = self._engine.chat(self._conversation.messages_to_send(start), **sampling)
+        self._print_stream(stream)
+        return start, self._loop.call(stream.result)
 
-    def _fitting_turn_starts(self) -> list[int]:
-        """Indices of the turns at which the sent messages may start and leave room for an answer,
-        oldest first. If the newest turn alone is too long, only its index."""
+    def _first_fitting_turn(self) -> int:
+        """Index of the oldest message from which on the messages leave room for an answer: for
+        ``max_tokens``, by default a quarter of the context. If the newest turn alone is too long,
+        its index."""
+        context = self._engine.max_model_len
+        max_tokens = self._sampling.get("max_tokens", context // 4)
+        room = context - min(max_tokens, context // 2)
+
+        def fits(start: int) -> bool:
+            messages = self._conversation.messages_to_send(start)
+            return len(self._engine.tokenizer.encode_chat(TemplateInput(messages, {}))) <= room
+
         starts = self._conversation.turn_starts()
-        max_tokens = room_for_messages(self._engine, self._sampling.get("max_tokens"))
-        if not self._fits(starts[-1], max_tokens):
-            return starts[-1:]
-        while not self._fits(starts[0], max_tokens):
-            del starts[0]
-        return starts
-
-    def _fits(self, start: int, max_tokens: int) -> bool:
-        return count_tokens(self._engine, self._conversation.messages_to_send(start)) <= max_tokens
+        return starts[bisect_left(starts, True, hi=len(starts) - 1, key=fits)]
 
     def _print_stream(self, stream: TokenStream) -> None:
         """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine

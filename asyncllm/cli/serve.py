@@ -141,9 +141,9 @@ def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
 
 
 def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, least in (("asyncllm", level), ("uvicorn", "warning")):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(max(getattr(logging, level.upper()), getattr(logging, least.upper())))
+    """Log from ``level`` on; other libraries' records, such as uvicorn's, only from warnings on."""
+    number = getattr(logging, level.upper())
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", level=max(number, logging.WARNING)
+    )
+    logging.getLogger("asyncllm").setLevel(number)

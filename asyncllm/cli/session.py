@@ -102,10 +102,3 @@ def model_name(engine: AsyncLLMEngine) -> str:
     name = config.model_name
     asked_for = config.model is not None and config.served_model_name is None
     return name.rstrip("/").split("/")[-1] if asked_for else name
-
-
-def context_length(engine: AsyncLLMEngine) -> int:
-    """Maximum number of tokens of a prompt and its answer together."""
-    context = engine.model_config.max_position_embeddings
-    limit = engine.config.max_model_len
-    return context if limit is None else min(context, limit)

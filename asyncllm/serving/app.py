@@ -13,48 +13,40 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-try:
-    from starlette.middleware.cors import CORSMiddleware
-    from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from asyncllm.metrics import EngineMetrics
-    from asyncllm.serving.chat_request import ChatRequest
-    from asyncllm.serving.chat_writer import ChatWriter
-    from asyncllm.serving.choices import answer_choices
-    from asyncllm.serving.completion_request import CompletionRequest
-    from asyncllm.serving.completion_writer import CompletionWriter
-    from asyncllm.serving.endpoint import Endpoint, Handler
-    from asyncllm.serving.exchange import Exchange
-    from asyncllm.serving.metrics_cache import MetricsCache
-    from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
-    from asyncllm.serving.responses import create_response, delete_response, get_response
-    from asyncllm.serving.server_info import (
-        description,
-        get_model,
-        health,
-        list_models,
-        live,
-        show_metrics,
-    )
-    from asyncllm.serving.sockets import Session, SocketConnection, run_session
-    from asyncllm.serving.stats_session import StatsSession
-    from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] == "asyncllm":
-        raise
-    raise ImportError(
-        "asyncllm.serving.create_app needs the extra 'server': pip install 'asyncllm[server]'"
-    ) from missing
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
+from asyncllm.metrics import EngineMetrics
 from asyncllm.serving.access import AccessRules
+from asyncllm.serving.chat_request import ChatRequest
+from asyncllm.serving.chat_writer import ChatWriter
+from asyncllm.serving.choices import answer_choices
+from asyncllm.serving.completion_request import CompletionRequest
+from asyncllm.serving.completion_writer import CompletionWriter
+from asyncllm.serving.endpoint import Endpoint, Handler
+from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
+from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
 from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.responses import create_response, delete_response, get_response
+from asyncllm.serving.server_info import (
+    description,
+    get_model,
+    health,
+    list_models,
+    live,
+    show_metrics,
+)
 from asyncllm.serving.serving import Serving, default_model_names
+from asyncllm.serving.sockets import Session, SocketConnection, run_session
+from asyncllm.serving.stats_session import StatsSession
+from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
 
 Page = Callable[[str], "tuple[str, bytes] | None"]
 

@@ -10,7 +10,16 @@ from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.serving.request_body import LimitedObject, Metadata, RequestBody, invalid, unsupported
+from asyncllm.serving.answers import CalledFunction
+from asyncllm.serving.request_body import (
+    LimitedObject,
+    Metadata,
+    NeutralValues,
+    Objects,
+    RequestBody,
+    invalid,
+    unsupported,
+)
 from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
@@ -25,18 +34,13 @@ class TextPart(TypedDict):
     text: str
 
 
-Content = TextOr[str, Annotated[list[LimitedObject[TextPart]], Field(fail_fast=True)]]
-
-
-class FunctionCall(TypedDict):
-    name: str
-    arguments: str
+Content = TextOr[str, Objects[TextPart]]
 
 
 class MessageToolCall(TypedDict):
     id: str
     type: NotRequired[Literal["function"]]
-    function: FunctionCall
+    function: CalledFunction
     index: NotRequired[int]
 
 
@@ -48,13 +52,7 @@ class Message(TypedDict):
     content: NotRequired[Content | None]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
-    tool_calls: NotRequired[
-        Annotated[
-            list[LimitedObject[MessageToolCall]],
-            Field(max_length=1024, fail_fast=True),
-        ]
-        | None
-    ]
+    tool_calls: NotRequired[Annotated[Objects[MessageToolCall], Field(max_length=1024)] | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
     # Fields of answers that clients send back; always empty.
@@ -76,14 +74,8 @@ class Tool(TypedDict):
     function: Function
 
 
-Messages = Annotated[
-    list[LimitedObject[Message]],
-    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-]
-Tools = Annotated[
-    list[LimitedObject[Tool]],
-    Field(max_length=MAX_TOOLS, fail_fast=True),
-]
+Messages = Annotated[Objects[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[Objects[Tool], Field(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(TypedDict):
@@ -135,7 +127,7 @@ class TemplateFields(RequestBody):
 class ConversationFields(TemplateFields, SamplingFields):
     """Fields of chat completions and responses, the two protocols with messages."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    NEUTRAL: ClassVar[NeutralValues] = {
         "moderation": (),
         "prompt_cache_options": ({},),
         "prompt_cache_retention": ("in_memory",),
@@ -179,7 +171,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
 
     KIND = "field of /v1/chat/completions"
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    NEUTRAL: ClassVar[NeutralValues] = {
         **ConversationFields.NEUTRAL,
         "audio": (),
         "function_call": ("none", "auto"),
@@ -216,11 +208,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
             accepted = f"what max_tokens={self.max_tokens} says, or null"
             raise invalid("max_completion_tokens", self.max_completion_tokens, accepted)
         params = self.sampling_params(
-            {
-                "n": self.num_outputs,
-                "max_tokens": next(iter(limits), None),
-                "logprobs": self.num_logprobs,
-            }
+            n=self.num_outputs, max_tokens=next(iter(limits), None), logprobs=self.num_logprobs
         )
         stream = self.submit_chat(
             engine,

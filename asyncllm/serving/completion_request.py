@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.request_body import invalid, unsupported
+from asyncllm.serving.request_body import NeutralValues, invalid, unsupported
 from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER
@@ -27,19 +27,15 @@ def _prompt_tag(value: Any) -> str:
     return "#text"
 
 
+_T = TypeVar("_T")
 _PromptText = Annotated[str, Field(min_length=1)]
 _PromptIds = Annotated[TokenIds, Field(min_length=1)]
+_Prompts = Annotated[list[_T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Prompt = Annotated[
     Annotated[_PromptText, Tag("#text")]
     | Annotated[_PromptIds, Tag("#ids")]
-    | Annotated[
-        list[_PromptText],
-        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-        Tag("#texts"),
-    ]
-    | Annotated[
-        list[_PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("#lists")
-    ],
+    | Annotated[_Prompts[_PromptText], Tag("#texts")]
+    | Annotated[_Prompts[_PromptIds], Tag("#lists")],
     Discriminator(_prompt_tag),
 ]
 
@@ -49,7 +45,7 @@ class CompletionRequest(ChoicesRequest):
 
     KIND = "field of /v1/completions"
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
+    NEUTRAL: ClassVar[NeutralValues] = {"suffix": ("",)}
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
@@ -75,13 +71,11 @@ class CompletionRequest(ChoicesRequest):
             raise invalid("min_tokens", self.min_tokens, "at most max_tokens=0")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(
-            {
-                "n": self.num_outputs,
-                # Generate at least one token, so that the whole prompt is computed.
-                "max_tokens": max(max_tokens, 1),
-                "logprobs": self.logprobs,
-                "prompt_logprobs": self.logprobs if self.echo else None,
-            }
+            n=self.num_outputs,
+            # Generate at least one token, so that the whole prompt is computed.
+            max_tokens=max(max_tokens, 1),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
         )
         streams: list[TokenStream] = []
         try:

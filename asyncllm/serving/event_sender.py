@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.exchange import ClientGoneError, Exchange
@@ -113,7 +114,6 @@ async def abort_on_disconnect(
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
     """
     gone = False
-    failure: Exception | None = None
 
     async def abort_when_gone() -> None:
         nonlocal gone
@@ -123,19 +123,28 @@ async def abort_on_disconnect(
             stream.abort()
 
     try:
-        async with anyio.create_task_group() as tasks:
+        async with task_group() as tasks:
             tasks.start_soon(abort_when_gone)
             if background is not None:
                 tasks.start_soon(background)
-            try:
-                yield
-            except Exception as error:  # The task group would wrap the error in an ExceptionGroup.
-                failure = error
+            yield
             tasks.cancel_scope.cancel()
+    except Exception:
+        if not gone:
+            raise
     finally:
         for stream in streams:
             stream.close()
     if gone:
         raise ClientGoneError
-    if failure is not None:
-        raise failure
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """Task group that raises the first error itself, and not an ExceptionGroup."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        first = group.exceptions[0]
+        raise first from first.__cause__

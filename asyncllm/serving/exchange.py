@@ -7,8 +7,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import anyio
 from starlette.datastructures import Headers
@@ -20,6 +20,8 @@ from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
+
+T = TypeVar("T")
 
 logger = logging.getLogger("asyncllm.serving.access")
 
@@ -118,6 +120,12 @@ class Exchange:
                     self._has_read = not message.get("more_body", False)
         except TimeoutError:
             raise _too_slow_error(f"did not come within {timeout:g} seconds") from None
+
+    async def read(self, job: Callable[[bytes], T]) -> T:
+        """Read the body and run ``job`` on it, on the worker thread if it is long. Afterwards
+        nothing refers to the body, so that its memory is freed."""
+        body = await self.body()
+        return await self._serving.run(lambda: job(body), len(body))
 
     async def _receive_part(self, num_received: int) -> Message:
         """Receive the next part of the body, which has to come in time while others wait for its

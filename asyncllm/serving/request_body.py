@@ -33,6 +33,9 @@ MAX_FIELDS = 64
 MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
+NeutralValues = Mapping[str, tuple[Any, ...]]
+"""For each field, or path of a field, the values that change nothing."""
+
 _OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
 """For errors of a union of text and list: description of the other type, by the tag of the tried
 type."""
@@ -104,8 +107,8 @@ class RequestBody(BaseModel):
 
     # pydantic also applies these settings to TypedDicts in the fields.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    NEUTRAL: ClassVar[NeutralValues] = {}
+    NEUTRAL_SUBFIELDS: ClassVar[NeutralValues] = {}
     KIND: ClassVar[str] = "field"
     _unsupported: UnsupportedFields = PrivateAttr(default_factory=UnsupportedFields)
 
@@ -217,6 +220,9 @@ def _limit_fields(value: Any) -> Any:
 T = TypeVar("T")
 LimitedObject = Annotated[T, BeforeValidator(_limit_fields)]
 """An object with a limited number of fields."""
+
+Objects = Annotated[list[LimitedObject[T]], Field(fail_fast=True)]
+"""A list of objects, checked up to its first invalid one."""
 
 Label = Annotated[str, Field(max_length=512)]
 """A text that the client names a request by, which its answer repeats."""

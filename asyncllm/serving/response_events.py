@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring
 from typing import Any
 
 from asyncllm.outputs import Delta, ToolCall, Usage
-from asyncllm.serving.answers import TokenLogprob
+from asyncllm.serving.answers import ItemStatus, TokenLogprob
 from asyncllm.serving.call_collector import CallCollector
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_items import CallItem, ItemStatus, TextItem
-from asyncllm.serving.response_object import response_object
+from asyncllm.serving.response_items import CallItem, TextItem
+from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
 
@@ -30,8 +28,7 @@ class ResponseEvents:
 
     Args:
         request: the client's request.
-        model_name: the model's name in the protocol.
-        defaults: values of sampling fields that the request leaves out.
+        response: the response's object.
         spelling_of: function from token id to text and bytes, for log-probabilities.
 
     Attributes:
@@ -44,20 +41,16 @@ class ResponseEvents:
     def __init__(
         self,
         request: ResponseRequest,
-        model_name: str,
-        defaults: Mapping[str, Any],
+        response: ResponseObject,
         spelling_of: Callable[[int], tuple[str, list[int]]],
     ) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id = response.id
         self.num_tokens = 0
         self.generates = request.generates
         self.body = ""
-        self._request = request
-        self._model_name = model_name
-        self._defaults = defaults
+        self._response = response
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(spelling_of, top)
-        self._created_at = time.time()
         self._sequence_number = 0
         self._items: list[TextItem | CallItem] = []
         self._message_item: TextItem | None = None
@@ -215,16 +208,7 @@ class ResponseEvents:
         return self._make_event(kind, output_index=item.index, item=item.as_dict())
 
     def _response_object(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
-        return response_object(
-            self._request,
-            self._defaults,
-            id=self.id,
-            created_at=self._created_at,
-            status=status,
-            model=self._model_name,
-            output=[item.as_dict() for item in self._items],
-            usage=usage,
-        )
+        return self._response.as_dict(status, [item.as_dict() for item in self._items], usage)
 
     def _final_event(self, kind: str, response: dict[str, Any]) -> Event:
         self.body = encode(response)

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE, LimitedObject
+from asyncllm.serving.answers import ItemStatus
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE, LimitedObject, Objects
 from asyncllm.serving.sampling_fields import TextOr
 
 Message = dict[str, Any]
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemText(TypedDict):
@@ -26,8 +26,7 @@ class ItemText(TypedDict):
     logprobs: NotRequired[list[Any] | None]
 
 
-ItemTexts = Annotated[list[LimitedObject[ItemText]], Field(min_length=1, fail_fast=True)]
-ItemContent = TextOr[str, ItemTexts]
+ItemContent = TextOr[str, Annotated[Objects[ItemText], Field(min_length=1)]]
 
 
 class _InputItem(TypedDict):
@@ -35,7 +34,7 @@ class _InputItem(TypedDict):
     clients send output items back as input."""
 
     id: NotRequired[str | None]
-    status: NotRequired[Status | None]
+    status: NotRequired[ItemStatus | None]
 
 
 class MessageItem(_InputItem):
@@ -68,9 +67,7 @@ class ReasoningText(TypedDict):
 class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
     summary: NotRequired[list[Any] | None]
-    content: NotRequired[
-        Annotated[list[LimitedObject[ReasoningText]], Field(fail_fast=True)] | None
-    ]
+    content: NotRequired[Objects[ReasoningText] | None]
     encrypted_content: NotRequired[None]
 
 

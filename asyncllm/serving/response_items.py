@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from asyncllm.outputs import ToolCall
-from asyncllm.serving.answers import TokenLogprob
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
+from asyncllm.serving.answers import ItemStatus, TokenLogprob
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from asyncllm.serving.chat_request import (
     ReasoningEffort,
     ToolMode,
 )
-from asyncllm.serving.request_body import LimitedObject, unsupported
+from asyncllm.serving.request_body import LimitedObject, NeutralValues, Objects, unsupported
 from asyncllm.serving.response_input import InputItem, Message, items_to_messages
 from asyncllm.serving.sampling_fields import OBFUSCATION, TextOr
 from asyncllm.stream import TokenStream
@@ -109,7 +109,7 @@ class ResponseRequest(ConversationFields):
 
     KIND = "field of /v1/responses"
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    NEUTRAL: ClassVar[NeutralValues] = {
         **ConversationFields.NEUTRAL,
         "background": (False,),
         "context_management": ([],),
@@ -120,7 +120,7 @@ class ResponseRequest(ConversationFields):
         "truncation": ("disabled",),
     }
     # Reasoning is not summarised, and "auto" leaves that choice to the server.
-    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    NEUTRAL_SUBFIELDS: ClassVar[NeutralValues] = {
         "text.verbosity": ("medium",),
         "reasoning.summary": ("auto",),
         "reasoning.generate_summary": ("auto",),
@@ -132,13 +132,7 @@ class ResponseRequest(ConversationFields):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    tools: (
-        Annotated[
-            list[LimitedObject[ResponseTool]],
-            Field(max_length=MAX_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    tools: Annotated[Objects[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -191,11 +185,9 @@ class ResponseRequest(ConversationFields):
             AsyncLLMError: as for ``AsyncLLMEngine.chat``.
         """
         params = self.sampling_params(
-            {
-                # Generate at least one token, so that the whole prompt is computed and cached.
-                "max_tokens": self.max_output_tokens if self.generates else 1,
-                "logprobs": self.num_logprobs,
-            }
+            # Generate at least one token, so that the whole prompt is computed and cached.
+            max_tokens=self.max_output_tokens if self.generates else 1,
+            logprobs=self.num_logprobs,
         )
         if self.instructions is not None:
             conversation = ({"role": "system", "content": self.instructions}, *conversation)

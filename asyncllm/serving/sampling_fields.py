@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
@@ -20,7 +20,7 @@ from asyncllm.sampling_params import (
     NUMBER_BOUNDS,
     SamplingParams,
 )
-from asyncllm.serving.request_body import Label, RequestBody, invalid
+from asyncllm.serving.request_body import Label, NeutralValues, RequestBody
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
@@ -51,9 +51,20 @@ BadWords = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def _parse_logit_bias(biases: dict[str, Any]) -> dict[int, Any]:
+    """Convert the keys of ``logit_bias`` to integers: JSON keys are strings."""
+    if len(biases) > MAX_BIAS:
+        raise ValueError(f"at most {MAX_BIAS} token ids")
+    if not all(key.isdecimal() and key.isascii() and len(key) <= 10 for key in biases):
+        raise ValueError("token ids, 0 or more, for keys")
+    return {int(key): bias for key, bias in biases.items()}
+
+
 Bias = Annotated[
     dict[str, Any],
-    # ``_parse_logit_bias`` checks the items, and stops at the first invalid one.
+    AfterValidator(_parse_logit_bias),
     WithJsonSchema(
         {
             "type": "object",
@@ -68,15 +79,7 @@ Bias = Annotated[
     ),
 ]
 
-SHARED_FIELDS = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-    "stop_token_ids ignore_eos min_tokens truncate_prompt_tokens allowed_token_ids bad_words "
-    "skip_special_tokens include_stop_str_in_output structured_outputs extra_args"
-).split()
-"""Fields with the same name in SamplingParams."""
-
-
-OBFUSCATION: Mapping[str, tuple[Any, ...]] = {"stream_options.include_obfuscation": (False,)}
+OBFUSCATION: NeutralValues = {"stream_options.include_obfuscation": (False,)}
 """Accepted values of the field that asks for padded events (against traffic analysis)."""
 
 
@@ -111,19 +114,17 @@ class SamplingFields(RequestBody):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 
-    def sampling_params(self, renamed_params: Mapping[str, Any]) -> SamplingParams:
+    def sampling_params(self, **renamed_params: Any) -> SamplingParams:
         """Convert the fields to SamplingParams, before anything is submitted.
 
         Args:
-            renamed_params: parameters whose fields have other names in the protocol.
+            renamed_params: parameters whose fields have other names or meanings in the protocol.
 
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.
         """
-        given = self.present_values(SHARED_FIELDS)
-        if self.logit_bias is not None:
-            given["logit_bias"] = _parse_logit_bias(self.logit_bias)
-        return SamplingParams(**given, **renamed_params)
+        shared_names = SamplingParams.__dataclass_fields__.keys() - renamed_params.keys()
+        return SamplingParams(**self.present_values(shared_names), **renamed_params)
 
     @classmethod
     def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
@@ -143,16 +144,6 @@ class SamplingFields(RequestBody):
         return self.present_values(("priority", "cache_salt"))
 
 
-def _parse_logit_bias(given: Mapping[str, Any]) -> dict[int, Any]:
-    """Convert the keys of ``logit_bias`` to integers: JSON keys are strings."""
-    if len(given) > MAX_BIAS:
-        raise invalid("logit_bias", given, f"at most {MAX_BIAS} token ids")
-    for key in given:
-        if not (key.isdecimal() and key.isascii() and len(key) <= 10):
-            raise invalid("logit_bias", key, "token ids, 0 or more, for keys")
-    return {int(key): bias for key, bias in given.items()}
-
-
 class StreamOptions(TypedDict):
     include_usage: NotRequired[bool | None]
     continuous_usage_stats: NotRequired[bool | None]
@@ -162,7 +153,7 @@ class StreamOptions(TypedDict):
 class ChoicesRequest(SamplingFields):
     """Fields of the two protocols whose answers have ``choices``."""
 
-    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
+    NEUTRAL_SUBFIELDS: ClassVar[NeutralValues] = OBFUSCATION
 
     n: int | None = None
     stream: bool | None = None
