@@ -264,7 +264,7 @@ def test_pull_in_two_processes_and_after_ctrl_c(hub, tmp_path):
     hub.hold.set()
     output, errors = stopped.communicate(timeout=30)
     assert (stopped.returncode, output) == (130, "")
-    assert errors == f"org/toy-GGUF:Q4_K_M: {len(GGUF) / 1e6:.1f} MB to download\n"
+    assert errors == f"org/toy-GGUF:Q4_K_M: {len(GGUF) / 1e6:.3g} MB to download\n"
     assert list(cache.rglob("*.gguf")) == []
     assert list(cache.rglob("*.incomplete")) == []
     both = [start_pull(hub, cache, "org/toy-GGUF:Q4_K_M") for _ in range(2)]

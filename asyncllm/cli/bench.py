@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncllm.cli.measure import LagMeter, format_machine, machine_facts, percentile
 from asyncllm.cli.session import checked_config, model_name, open_engine, run_async
-from asyncllm.cli.text import format_seconds
+from asyncllm.cli.text import format_bytes, format_seconds
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
@@ -200,7 +200,7 @@ def describe_execution(report: ExecutionReport, attention_backend: str) -> str:
     text = (
         f"ops {what}, attention {report.attention_backend}, {report.dtype} on {report.device}"
         f"{threads}: {_explain_ops(report, attention_backend)}\n"
-        f"a step reads {_format_bytes(report.weight_bytes)} of weights, and "
+        f"a step reads {format_bytes(report.weight_bytes)} of weights, and "
         f"{report.kv_bytes_per_token / 1e3:.3g} kB for each token of its sequences"
     )
     if report.memory_bandwidth is not None:
@@ -219,10 +219,6 @@ def _explain_ops(report: ExecutionReport, attention_backend: str) -> str:
     if choice.runs and report.op_set != "native":
         return "native ops do not take this model's shapes"
     return choice.reason
-
-
-def _format_bytes(count: int) -> str:
-    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"
 
 
 _COLUMNS = (

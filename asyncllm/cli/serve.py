@@ -7,6 +7,8 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -16,7 +18,6 @@ from asyncllm.cli.session import checked_config, open_engine, run_async
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineError, InvalidRequestError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.05
 _CLOSING_SECONDS = 5.0
 """Seconds for sending the remaining data once the engine is idle."""
@@ -73,50 +74,32 @@ async def _main(arguments: argparse.Namespace) -> None:
             flush=True,
         )
     async with open_engine(engine), server:
-        signalled = _watch_signals()
-        print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
-        await _wait_for_signal_or_death(signalled, engine)
-        signalled.clear()
+        with anyio.CancelScope() as until_signal:
+            _on_signal(until_signal.cancel)
+            print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
+            # EngineDeadError ends the command, so that a supervisor restarts it.
+            await engine.wait_closed()
         app.drain()
-        await _wait_until_idle(engine, drain, signalled)
-        if signalled.is_set():
-            server.close_at_once()
+        with anyio.move_on_after(drain) as until_second_signal:
+            _on_signal(until_second_signal.cancel, server.close_at_once)
+            await _wait_until_idle(engine)
 
 
-async def _wait_for_signal_or_death(signalled: asyncio.Event, engine: AsyncLLMEngine) -> None:
-    """Wait for a signal. EngineDeadError ends the command, so that a supervisor restarts it."""
-    waits = [asyncio.ensure_future(signalled.wait()), asyncio.ensure_future(engine.wait_closed())]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if waits[1].done():
-            waits[1].result()
-    finally:
-        for wait in waits:
-            wait.cancel()
+def _on_signal(*calls: Callable[[], None]) -> None:
+    """Make SIGINT and SIGTERM do ``calls``, in place of earlier ones. The handlers stay until the
+    loop is closed, so that a signal does not interrupt closing."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: [call() for call in calls])
 
 
-async def _wait_until_idle(
-    engine: AsyncLLMEngine, seconds: float, signalled: asyncio.Event
-) -> None:
-    """Wait until no request is left, ``seconds`` have passed, or another signal arrives."""
-    with anyio.move_on_after(seconds):
-        while not signalled.is_set() and engine.state == "running":
-            try:
-                stats = engine.stats()
-            except EngineError:
-                return
+async def _wait_until_idle(engine: AsyncLLMEngine) -> None:
+    """Wait until the engine has no request, or does not run."""
+    with suppress(EngineError):
+        while engine.state == "running":
+            stats = engine.stats()
             if stats.num_running == stats.num_waiting == stats.num_paused == 0:
                 return
             await anyio.sleep(_POLL_SECONDS)
-
-
-def _watch_signals() -> asyncio.Event:
-    """Event set by SIGINT and SIGTERM. The handlers stay until the loop is closed, so that a signal
-    does not interrupt closing."""
-    signalled = asyncio.Event()
-    for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
-    return signalled
 
 
 def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
@@ -141,9 +124,11 @@ def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
 
 
 def _log_to_stderr(level: str) -> None:
-    """Log from ``level`` on; other libraries' records, such as uvicorn's, only from warnings on."""
+    """Log from ``level`` on, and of uvicorn only warnings and errors."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     number = getattr(logging, level.upper())
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", level=max(number, logging.WARNING)
-    )
-    logging.getLogger("asyncllm").setLevel(number)
+    for name, minimum in (("asyncllm", number), ("uvicorn", max(number, logging.WARNING))):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(minimum)

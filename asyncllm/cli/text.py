@@ -27,6 +27,11 @@ def format_seconds(value: float | None) -> str:
     return f"{value * 1e3:.0f} ms" if value < 0.9995 else f"{value:.2f} s"
 
 
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with three digits: 12.5 MB, 1.25 GB."""
+    return f"{count / 1e6:.3g} MB" if count < 0.9995e9 else f"{count / 1e9:.3g} GB"
+
+
 def format_rate(tokens: float, duration: float) -> str:
     """Format tokens per second."""
     return "–" if duration <= 0 else f"{tokens / duration:.0f} tok/s"

@@ -21,7 +21,7 @@ class AccessRules:
     """Rules of access: allowed origins, hosts and bearer tokens.
 
     Args:
-        token: accepted value or values of ``Authorization: Bearer …``; None accepts every client. A
+        tokens: accepted values of ``Authorization: Bearer …``; None accepts every client. A
             browser's WebSockets cannot send this header: they offer the subprotocols ``asyncllm``
             and ``bearer.`` + base64url of the token.
         origins: origins whose pages may connect, such as "https://app.example"; "*" is any. None
@@ -32,10 +32,9 @@ class AccessRules:
     """
 
     def __init__(
-        self, *, token: str | Sequence[str] | None, origins: Sequence[str] | None, local: bool
+        self, *, tokens: Sequence[str] | None, origins: Sequence[str] | None, local: bool
     ) -> None:
-        tokens = (token,) if isinstance(token, str) else token
-        self._tokens = None if tokens is None else tuple(one.encode() for one in tokens)
+        self._tokens = None if tokens is None else [token.encode() for token in tokens]
         self._origins = None if origins is None else frozenset(origins)
         self._local = local
 
@@ -79,19 +78,12 @@ def _offered_token(authorizations: Sequence[str], subprotocols: Sequence[str]) -
     """The token that a client sends; empty if there is none."""
     for header in authorizations:
         scheme, _, rest = header.partition(" ")
-        return _header_bytes(rest.strip()) if scheme.lower() == "bearer" else b""
+        # Starlette has decoded the header from latin-1; the bytes may be a client's UTF-8.
+        return rest.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
     for name in subprotocols:
         if name.startswith(TOKEN_PROTOCOL):
             return _decode_base64(name[len(TOKEN_PROTOCOL) :])
     return b""
-
-
-def _header_bytes(text: str) -> bytes:
-    """Bytes of a header. It was decoded as ISO-8859-1, but clients send UTF-8."""
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape")
 
 
 def _host_name(header: str) -> str:

@@ -10,20 +10,18 @@ from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.serving.answers import CalledFunction
 from asyncllm.serving.request_body import (
     LimitedObject,
     Metadata,
     NeutralValues,
     Objects,
     RequestBody,
-    invalid,
     unsupported,
 )
 from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
-from asyncllm.validation import MAX_INTEGER
+from asyncllm.validation import MAX_INTEGER, invalid
 
 MAX_MESSAGES = 2**14
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -37,10 +35,15 @@ class TextPart(TypedDict):
 Content = TextOr[str, Objects[TextPart]]
 
 
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+
+
 class MessageToolCall(TypedDict):
     id: str
     type: NotRequired[Literal["function"]]
-    function: CalledFunction
+    function: FunctionCall
     index: NotRequired[int]
 
 

@@ -91,11 +91,8 @@ class ChatWriter(ChoicesWriter):
             fields["reasoning_content"] = delta.reasoning
         if delta.text or delta.logprobs:
             fields["content"] = delta.text
-        collector = self._call_collectors[delta.index]
-        first = collector.num_calls
-        if calls := collector.push(delta.tool_calls):
-            numbered = enumerate(calls, first)
-            fields["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in numbered]
+        if calls := self._call_collectors[delta.index].push(delta.tool_calls):
+            fields["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in calls]
         if not fields:
             return ""
         return self._delta_chunk(delta.index, fields, usage, self._logprob_fields(delta))

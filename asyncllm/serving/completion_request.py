@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Discriminator, Field, Tag
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.request_body import NeutralValues, invalid, unsupported
+from asyncllm.serving.request_body import NeutralValues, unsupported
 from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
-from asyncllm.validation import MAX_INTEGER
+from asyncllm.validation import MAX_INTEGER, invalid
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16

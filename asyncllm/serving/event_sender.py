@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.exchange import ClientGoneError, Exchange
-from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
@@ -93,7 +93,7 @@ async def sending_events(
     except (ProtocolError, AsyncLLMError) as error:
         if not exchange.started:
             raise
-        await sender.send(write_error(exchange.protocol_error(error)))
+        await sender.send(write_error(to_protocol_error(error, exchange.engine_names)))
     finally:
         serving.pacer.end_response()
     await exchange.end_events()

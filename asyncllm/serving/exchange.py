@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.byte_budget import MIN_PACE_BYTES, PACE_SECONDS, ByteClaim
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
@@ -45,7 +45,7 @@ class Exchange:
     Args:
         serving: settings of the server; they bound the body.
         engine_names: map from names of engine parameters to the protocol's names, where they
-            differ.
+            differ; for errors.
 
     Attributes:
         headers: headers of the request.
@@ -69,7 +69,7 @@ class Exchange:
         self._serving = serving
         self._receive = receive
         self._send = send
-        self._engine_names = engine_names
+        self.engine_names = engine_names
         self._has_read = False
         self._claim: ByteClaim | None = None
         self._id = f"req_{uuid.uuid4().hex}"
@@ -170,15 +170,9 @@ class Exchange:
     ) -> None:
         await self.respond(status, encode(value).encode(), headers=headers)
 
-    def protocol_error(self, error: ProtocolError | AsyncLLMError) -> ProtocolError:
-        """Convert an error of the engine to the protocol's."""
-        if isinstance(error, ProtocolError):
-            return error
-        return from_engine_error(error, self._engine_names)
-
     async def refuse(self, error: ProtocolError | AsyncLLMError) -> None:
         """Send an error, unless the answer has begun."""
-        answer = self.protocol_error(error)
+        answer = to_protocol_error(error, self.engine_names)
         if self.started:
             return
         extensions = self.scope.get("extensions") or ()

@@ -74,12 +74,16 @@ class ProtocolError(Exception):
         return {"type": "error", "status": self.status, "error": error}
 
 
-def from_engine_error(error: AsyncLLMError, names: Mapping[str, str]) -> ProtocolError:
-    """Convert an engine exception to a protocol error.
+def to_protocol_error(
+    error: ProtocolError | AsyncLLMError, names: Mapping[str, str]
+) -> ProtocolError:
+    """Convert an exception of the engine to a protocol error; return a protocol error as it is.
 
     Args:
         names: mapping from engine parameters to the protocol's fields, where names differ.
     """
+    if isinstance(error, ProtocolError):
+        return error
     message = str(error)
     if isinstance(error, (InvalidRequestError, ContextLengthExceededError)):
         is_too_long = isinstance(error, ContextLengthExceededError)

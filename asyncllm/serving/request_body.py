@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from asyncllm import validation as check
 from asyncllm.counterparts import COUNTERPARTS
+from asyncllm.errors import InvalidRequestError
 from asyncllm.serving.protocol_error import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], unsupported: UnsupportedFields) -> Self:
-        """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
+        """Check the fields. Raises ProtocolError or InvalidRequestError, with the field at fault in
+        ``param``."""
         fields = {name: value for name, value in given.items() if value is not None}
         for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
             # Refuse the first unknown field here: pydantic would make an error for each unknown
@@ -127,7 +129,7 @@ class RequestBody(BaseModel):
         try:
             body = cls.model_validate(fields)
         except ValidationError as error:
-            raise cls._to_protocol_error(error) from None
+            raise cls._to_public_error(error) from None
         for path, accepted in cls.NEUTRAL_SUBFIELDS.items():
             name, _, part = path.partition(".")
             value = (getattr(body, name) or {}).get(part)
@@ -152,8 +154,8 @@ class RequestBody(BaseModel):
         return ProtocolError(message, code="unknown_parameter", param=param)
 
     @classmethod
-    def _to_protocol_error(cls, error: ValidationError) -> ProtocolError:
-        """Convert pydantic's errors to one ProtocolError. The first unknown field with a
+    def _to_public_error(cls, error: ValidationError) -> ProtocolError | InvalidRequestError:
+        """Convert pydantic's errors to one error of ours. The first unknown field with a
         counterpart wins, because the counterpart may be reported as missing; else the first error
         is used."""
         errors = error.errors(include_url=False, include_context=True)
@@ -165,18 +167,16 @@ class RequestBody(BaseModel):
         if first in unknown:
             return cls._unknown_field_error(param)
         if first["type"] == UNSUPPORTED_TYPE:
-            accepted = first["msg"]
-            refused = invalid(f"{param}.type", first["input"].get("type"), accepted)
-            refused.code = "unsupported_parameter"
-            return refused
+            accepted = tuple(first["msg"].split())
+            return unsupported(f"{param}.type", first["input"].get("type"), accepted)
         if first["type"] == "missing":
-            return ProtocolError(f"{param}: is missing", code="invalid_value", param=param)
+            return InvalidRequestError(f"{param}: is missing", param=param)
         message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]
         _, should, rest = message.partition(" should ")
         accepted = f"to {rest}".removeprefix("to be ") if should else message
         if first["type"] in ("string_type", "list_type", "dict_type"):
             accepted += _OTHER_TYPES.get(loc[-1], "")
-        return invalid(param, first["input"], accepted)
+        return check.invalid(param, first["input"], accepted)
 
     def present_values(self, names: Iterable[str]) -> dict[str, Any]:
         """Values of the named fields, without absent fields."""
@@ -193,12 +193,6 @@ class RequestBody(BaseModel):
         for name, values in cls.NEUTRAL.items():
             properties[name] = {"enum": [*values, None]}
         return schema
-
-
-def invalid(name: str, value: Any, accepted: str) -> ProtocolError:
-    return ProtocolError(
-        f"{name}={check.describe(value)}: expected {accepted}", code="invalid_value", param=name
-    )
 
 
 def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> ProtocolError:

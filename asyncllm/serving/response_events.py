@@ -102,7 +102,7 @@ class ResponseEvents:
             self._unsent_logprobs += self._logprobs.write(delta.logprobs)
         if delta.text or (self._unsent_logprobs and self._message_item is not None):
             yield from self._add_text(delta.text)
-        for call in self._calls.push(delta.tool_calls):
+        for _, call in self._calls.push(delta.tool_calls):
             yield from self._add_call(call)
 
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:

@@ -83,7 +83,7 @@ InputItem = Annotated[
     Discriminator(
         _item_tag,
         custom_error_type=UNSUPPORTED_TYPE,
-        custom_error_message="message, function_call, function_call_output or reasoning",
+        custom_error_message="message function_call function_call_output reasoning",
     ),
 ]
 

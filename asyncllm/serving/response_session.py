@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.request_body import parse_json, unsupported
 from asyncllm.serving.response_events import Event
 from asyncllm.serving.response_request import ResponseRequest
@@ -82,10 +82,8 @@ class ResponseSession:
     async def _handle_message(self, message: str | bytes) -> None:
         try:
             await self._execute_message(message)
-        except ProtocolError as error:
-            await self._refuse(error)
-        except AsyncLLMError as error:
-            await self._refuse(from_engine_error(error, ENGINE_NAMES))
+        except (ProtocolError, AsyncLLMError) as error:
+            await self._refuse(to_protocol_error(error, ENGINE_NAMES))
             self._close_on_engine_end(error)
         else:
             self._num_errors = 0
@@ -96,7 +94,7 @@ class ResponseSession:
         streams: list[TokenStream] = []
         try:
             event = await self.serving.run(lambda: _decode_message(message), len(message))
-            kind = event.get("type")
+            kind = event.pop("type", None)
             if kind == "response.create":
                 streams.append(await self._create_response(event, len(message)))
             elif kind == "response.cancel":
@@ -118,7 +116,7 @@ class ResponseSession:
         if self._num_errors >= MAX_ERRORS:
             self._close(1008, f"{MAX_ERRORS} invalid messages in a row")
 
-    def _close_on_engine_end(self, error: AsyncLLMError) -> None:
+    def _close_on_engine_end(self, error: Exception) -> None:
         """Close the connection if the engine has closed or died."""
         if isinstance(error, EngineClosedError):
             self._close(1001, "the engine is closed")
@@ -149,8 +147,7 @@ class ResponseSession:
         return turn.stream
 
     def _parse_request(self, event: dict[str, Any]) -> ResponseRequest:
-        fields = {name: value for name, value in event.items() if name != "type"}
-        request = ResponseRequest.parse(fields, self.serving.unsupported_fields)
+        request = ResponseRequest.parse(event, self.serving.unsupported_fields)
         if request.stream is False:
             raise unsupported("stream", False, (True,))
         return request
@@ -170,7 +167,7 @@ class ResponseSession:
         except AsyncLLMError as error:
             self._end_current()
             with contextlib.suppress(*DISCONNECT_ERRORS):
-                failed = turn.events.failed(from_engine_error(error, ENGINE_NAMES))
+                failed = turn.events.failed(to_protocol_error(error, ENGINE_NAMES))
                 await self._send_all(await turn.serialize(failed))
                 self._close_on_engine_end(error)
         except DISCONNECT_ERRORS:
