@@ -29,6 +29,8 @@ from asyncllm.stream import TokenStream
 from asyncllm.text.template_input import TemplateInput
 
 _MAX_WIDTH = 92
+"""Maximum number of characters in a line, so that long answers stay readable."""
+
 _PROMPT = "› "
 
 
@@ -69,7 +71,7 @@ class Chat:
         """Run the conversation until the user leaves; returns the exit code."""
         if self._is_terminal:
             self._greet()
-        leaving = False
+        is_leaving = False
         while True:
             try:
                 message = read_message(_PROMPT if self._is_terminal else None)
@@ -81,12 +83,12 @@ class Chat:
                 if not self._is_terminal:
                     raise
                 print()
-                if leaving:
+                if is_leaving:
                     return 0
                 self._print_note("Ctrl-C again, or Ctrl-D, leaves.")
-                leaving = True
+                is_leaving = True
                 continue
-            leaving = False
+            is_leaving = False
             if message.split(" ")[0] == "/exit":
                 return self._exit_code()
             if message:
@@ -140,8 +142,8 @@ class Chat:
             self._print_note(_format_timings(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
-        """Send as many of the latest turns as fit; returns the index of the first one sent, and the
-        answer."""
+        """Send as many of the latest turns as fit. Returns the index of the first message sent, and
+        the answer."""
         sampling = dict(self._sampling)
         if self._seed is not None:
             sampling["seed"] = self._seed + len(self._conversation.messages)
@@ -151,9 +153,9 @@ class Chat:
         return start, self._loop.call(stream.result)
 
     def _first_fitting_turn(self) -> int:
-        """Index of the oldest message from which on the messages leave room for an answer: for
-        ``max_tokens``, by default a quarter of the context. If the newest turn alone is too long,
-        its index."""
+        """Index of the first message to send: that of the oldest turn from which on all turns fit.
+        They leave room for an answer of ``max_tokens``, by default a quarter of the context. If
+        the newest turn alone does not fit, its index."""
         context = self._engine.max_model_len
         max_tokens = self._sampling.get("max_tokens", context // 4)
         room = context - min(max_tokens, context // 2)
@@ -185,8 +187,8 @@ class Chat:
     # --- commands ----------------------------------------------------------------------
 
     def _help(self, _: str) -> None:
-        for name, (what, _run) in self._commands.items():
-            self._print_note(f"{name:8} {what}")
+        for name, (description, _run) in self._commands.items():
+            self._print_note(f"{name:8} {description}")
         self._print_note(
             "A backslash at the end of a line goes on in the next; Ctrl-C stops an answer."
         )
@@ -234,23 +236,23 @@ class Chat:
 
 async def _print_answer(stream: TokenStream, wrapper: WordWrapper | None) -> None:
     """Print the answer, and on a terminal the reasoning before it."""
-    thinking = False
+    is_reasoning = False
     async for delta in stream:
         text = printable(delta.text)
         if wrapper is None:
             print(text, end="", flush=True)
             continue
         if delta.reasoning:
-            thinking = True
+            is_reasoning = True
             wrapper.write(printable(delta.reasoning))
-        if thinking and text:
-            thinking = False
+        if is_reasoning and text:
+            is_reasoning = False
             text = f"\n\n{text}"
         wrapper.write(text)
 
 
 def _line_width() -> int:
-    """Readable line width on this terminal, in characters."""
+    """Line width in characters: that of the terminal, but at most _MAX_WIDTH."""
     return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 

@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
 from asyncllm.cli.text import format_rate, format_seconds, one_line
-from asyncllm.cli.tracked_streams import Demo, TrackedStream, follow_all
 
 _SHORT_HEIGHT = 4
 _SHORT_WIDTH = 38
@@ -41,11 +41,11 @@ class View:
         self._console = console
         self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
-        self._tall_streams = [t for t in demo.streams if t.prompt.long][:columns]
+        self._tall_streams = [stream for stream in demo.streams if stream.prompt.long][:columns]
         self._short_columns = max(1, min(4, console.width // _SHORT_WIDTH))
         tall_height = _MIN_TALL_HEIGHT if self._tall_streams else 0
         rows = max(self._room_above_status() - tall_height, 0) // _SHORT_HEIGHT
-        short_streams = [t for t in demo.streams if not t.prompt.long]
+        short_streams = [stream for stream in demo.streams if not stream.prompt.long]
         self._short_streams = short_streams[: rows * self._short_columns]
 
     def _room_above_status(self) -> int:
@@ -92,7 +92,7 @@ class View:
         return header
 
     def _panel_row(
-        self, streams: Sequence[TrackedStream], width: int, height: int | None
+        self, streams: Sequence[DemoStream], width: int, height: int | None
     ) -> RenderableType:
         texts = [self._wrap_text(stream, width - 4) for stream in streams]
         height = height or max(map(len, texts)) + 2
@@ -105,23 +105,23 @@ class View:
         )
         return row
 
-    def _wrap_text(self, stream: TrackedStream, width: int) -> list[Text]:
+    def _wrap_text(self, stream: DemoStream, width: int) -> list[Text]:
         text = stream.error or stream.text.strip()
         if not stream.done and stream.first_token_at is not None:
             text += _CURSOR
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
-    def _panel(self, stream: TrackedStream, lines: list[Text], width: int, height: int) -> Panel:
+    def _panel(self, stream: DemoStream, lines: list[Text], width: int, height: int) -> Panel:
         style, _ = _style_and_mark(stream)
         kind = f" {stream.prompt.kind} "
-        asked = one_line(stream.prompt.title, max(width - len(kind) - 6, 0))
+        title = one_line(stream.prompt.title, max(width - len(kind) - 6, 0))
         return Panel(
             Text("\n").join(lines),
             box=box.ROUNDED,
             width=width,
             height=height,
             border_style=style,
-            title=Text.assemble((kind, f"bold {style}"), (asked + " ", "dim")),
+            title=Text.assemble((kind, f"bold {style}"), (title + " ", "dim")),
             title_align="left",
             subtitle=Text(_format_timings(stream), style="dim"),
             subtitle_align="right",
@@ -129,12 +129,12 @@ class View:
 
     def _status_marks(self) -> Text:
         """Status marks, one character per stream, cut to the width of the console."""
-        strip = Text(" ")
+        marks = Text(" ")
         for stream in self._demo.streams:
             style, mark = _style_and_mark(stream)
-            strip.append(mark, style)
-        strip.truncate(self._console.width - 1, overflow="ellipsis")
-        return strip
+            marks.append(mark, style)
+        marks.truncate(self._console.width - 1, overflow="ellipsis")
+        return marks
 
     def _status(self) -> Text:
         demo, stats = self._demo, self._demo.stats
@@ -156,15 +156,15 @@ class View:
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
-        asked = min(self._console.width - _OTHER_COLUMNS_WIDTH, 44)
+        title_width = min(self._console.width - _OTHER_COLUMNS_WIDTH, 44)
         table.add_column("stream", no_wrap=True)
-        table.add_column("asked" if asked > 8 else "", no_wrap=True, style="dim")
+        table.add_column("asked" if title_width > 8 else "", no_wrap=True, style="dim")
         for name in ("tokens", "first token", "then", "end"):
             table.add_column(name, justify="right", no_wrap=True)
         for stream in self._demo.streams:
             table.add_row(
                 stream.prompt.kind,
-                one_line(stream.prompt.title, asked) if asked > 8 else "",
+                one_line(stream.prompt.title, title_width) if title_width > 8 else "",
                 str(stream.num_tokens),
                 format_seconds(stream.ttft),
                 stream.speed,
@@ -173,7 +173,7 @@ class View:
         return table
 
 
-def _style_and_mark(stream: TrackedStream) -> tuple[str, str]:
+def _style_and_mark(stream: DemoStream) -> tuple[str, str]:
     """Colour and status mark of a stream."""
     if stream.error:
         return "red", "✗"
@@ -182,7 +182,7 @@ def _style_and_mark(stream: TrackedStream) -> tuple[str, str]:
     return ("bright_black", "·") if stream.first_token_at is None else ("cyan", "◐")
 
 
-def _format_timings(stream: TrackedStream) -> str:
+def _format_timings(stream: DemoStream) -> str:
     if stream.first_token_at is None:
         return " failed " if stream.error else " waiting "
     return f" {format_seconds(stream.ttft)} · {stream.num_tokens} tokens · {stream.speed} "

@@ -87,8 +87,8 @@ def _weather_tool() -> dict[str, Any]:
 
 
 def _story_prompt(rng: random.Random) -> Prompt:
-    name, thing = rng.choice(_NAMES), rng.choice(_TOYS)
-    return Prompt("story", f"Tell me a story about {name} and a {thing}.", long=True)
+    name, toy = rng.choice(_NAMES), rng.choice(_TOYS)
+    return Prompt("story", f"Tell me a story about {name} and a {toy}.", long=True)
 
 
 def _sum_prompt(rng: random.Random) -> Prompt:
@@ -97,10 +97,10 @@ def _sum_prompt(rng: random.Random) -> Prompt:
 
 
 def _colour_prompt(rng: random.Random) -> Prompt:
-    name, thing = rng.choice(_NAMES), rng.choice(_TOYS)
+    name, toy = rng.choice(_NAMES), rng.choice(_TOYS)
     colour = rng.choice(("red", "blue", "green", "yellow"))
-    question = f"What colour is the {thing}?"
-    return Prompt("question", f"{name} has a {colour} {thing}. {question}", question)
+    question = f"What colour is the {toy}?"
+    return Prompt("question", f"{name} has a {colour} {toy}. {question}", question)
 
 
 def _json_prompt(rng: random.Random) -> Prompt:

@@ -14,11 +14,11 @@ _POLL_SECONDS = 0.1
 
 def run(arguments: argparse.Namespace) -> int:
     """Download the files of a model, and print their path."""
-    pull = _Pull(arguments.model, arguments.revision)
+    download = _Download(arguments.model, arguments.revision)
     try:
-        path = pull.follow()
+        path = download.follow()
     except BaseException:
-        pull.cancel()
+        download.cancel()
         raise
     print(path)
     return 0
@@ -28,9 +28,9 @@ class _Cancelled(Exception):
     """Exception that ends a cancelled download."""
 
 
-class _Pull:
-    """Download on a thread of its own. In the main thread huggingface_hub would finish the current
-    files before it ends for Ctrl-C."""
+class _Download:
+    """Download of a model on a thread of its own. On the main thread, huggingface_hub would finish
+    the current files before it obeys Ctrl-C."""
 
     def __init__(self, model: str, revision: str | None) -> None:
         self.model, self.revision = model, revision

@@ -86,10 +86,12 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 def _on_signal(*calls: Callable[[], None]) -> None:
-    """Make SIGINT and SIGTERM do ``calls``, in place of earlier ones. The handlers stay until the
-    loop is closed, so that a signal does not interrupt closing."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: [call() for call in calls])
+    """Handle SIGINT and SIGTERM by ``calls``, in place of earlier handlers. The handlers stay until
+    the loop is closed, so that a signal does not interrupt closing."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(
+            signal_number, lambda: [call() for call in calls]
+        )
 
 
 async def _wait_until_idle(engine: AsyncLLMEngine) -> None:
@@ -108,27 +110,24 @@ def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
     tokens: list[str] = list(arguments.token or ())
     if arguments.token_file is not None:
         try:
-            text = Path(arguments.token_file).read_text(encoding="utf-8")
+            lines = Path(arguments.token_file).read_text(encoding="utf-8").splitlines()
+            file_tokens = [line.strip() for line in lines if line.strip()]
+            if not file_tokens:
+                raise ValueError("is empty, expected a token a line")
         except (OSError, ValueError) as error:
             raise InvalidRequestError(
                 f"--token-file {arguments.token_file}: {error}", param="token_file"
             ) from error
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-        if not found:
-            raise InvalidRequestError(
-                f"--token-file {arguments.token_file}: is empty, expected a token a line",
-                param="token_file",
-            )
-        tokens += found
+        tokens += file_tokens
     return tokens or None
 
 
 def _log_to_stderr(level: str) -> None:
-    """Log from ``level`` on, and of uvicorn only warnings and errors."""
+    """Log asyncllm's records from ``level`` on, and uvicorn's only from warnings on."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    number = getattr(logging, level.upper())
-    for name, minimum in (("asyncllm", number), ("uvicorn", max(number, logging.WARNING))):
+    minimum = getattr(logging, level.upper())
+    for name, logged_from in (("asyncllm", minimum), ("uvicorn", max(minimum, logging.WARNING))):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
-        logger.setLevel(minimum)
+        logger.setLevel(logged_from)

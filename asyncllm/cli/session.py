@@ -89,16 +89,16 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
                     progress.update(task, description=description, completed=done, total=total)
                 await asyncio.sleep(_POLL_SECONDS)
 
-        follower = asyncio.create_task(show_progress())
+        progress_task = asyncio.create_task(show_progress())
         try:
             await engine.start()
         finally:
-            follower.cancel()
+            progress_task.cancel()
 
 
 def model_name(engine: AsyncLLMEngine) -> str:
     """Short name of the model."""
     config = engine.config
     name = config.model_name
-    asked_for = config.model is not None and config.served_model_name is None
-    return name.rstrip("/").split("/")[-1] if asked_for else name
+    is_path_or_id = config.model is not None and config.served_model_name is None
+    return name.rstrip("/").split("/")[-1] if is_path_or_id else name

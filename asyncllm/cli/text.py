@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import unicodedata
+import re
+
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+"""Unicode's category Cc, without the line feed."""
 
 
 def printable(text: str) -> str:
     """Remove control characters, so that a model cannot move the cursor or recolour the screen.
     Line ends stay; tabs become spaces."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        c if c == "\n" or unicodedata.category(c) != "Cc" else " " if c == "\t" else ""
-        for c in text
-    )
+    return _CONTROL_CHARACTERS.sub("", text.replace("\t", " "))
 
 
 def format_seconds(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """Types of the JSON answers, for the writers and for ``/openapi.json``.
 
-An answer has these fields, and may have others.
+An answer may have further fields.
 """
 
 from __future__ import annotations

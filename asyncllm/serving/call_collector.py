@@ -11,8 +11,8 @@ from asyncllm.outputs import ToolCall, ToolCallDelta
 class CallCollector:
     """Collector of one output's fragments of tool calls.
 
-    A call that was sent cannot be taken back if it turns out to be text. So a call is sent only
-    when it is complete, and a stream has the same calls as a whole answer.
+    A call is sent only when it is complete, because its first fragments may turn out to be text,
+    and what was sent cannot be taken back. So a stream has the same calls as a whole answer.
     """
 
     _num_calls: int = 0

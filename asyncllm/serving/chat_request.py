@@ -9,11 +9,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.sampling_params import SamplingParams
 from asyncllm.serving.request_body import (
+    AcceptedValues,
     LimitedObject,
     Metadata,
-    NeutralValues,
     Objects,
     RequestBody,
     unsupported,
@@ -95,7 +94,7 @@ ToolChoice = TextOr[ToolMode, LimitedObject[NamedTool]]
 
 
 class TemplateFields(RequestBody):
-    """Fields with variables of the chat template."""
+    """Fields that set variables of the model's chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -128,9 +127,9 @@ class TemplateFields(RequestBody):
 
 
 class ConversationFields(TemplateFields, SamplingFields):
-    """Fields of chat completions and responses, the two protocols with messages."""
+    """Fields of the two bodies with messages: chat completions and responses."""
 
-    NEUTRAL: ClassVar[NeutralValues] = {
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         "moderation": (),
         "prompt_cache_options": ({},),
         "prompt_cache_retention": ("in_memory",),
@@ -149,16 +148,21 @@ class ConversationFields(TemplateFields, SamplingFields):
         self,
         engine: AsyncLLMEngine,
         messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams,
+        options: Mapping[str, Any],
         *,
         response_format: Mapping[str, Any] | None,
         template_variables: dict[str, Any],
-        options: Mapping[str, Any],
+        **renamed_params: Any,
     ) -> TokenStream:
-        """Submit a conversation with the request's tools; errors as for ``AsyncLLMEngine.chat``."""
+        """Submit a conversation with the request's tools; errors as for ``AsyncLLMEngine.chat``.
+
+        Args:
+            options: the server's own arguments, as from ``Serving.options``.
+            renamed_params: as for ``sampling_params``.
+        """
         return engine.chat(
             template_messages(messages, engine),
-            params,
+            self.sampling_params(**renamed_params),
             tools=self.tools,
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -172,10 +176,10 @@ class ConversationFields(TemplateFields, SamplingFields):
 class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
-    KIND = "field of /v1/chat/completions"
+    COUNTERPARTS_KEY = "field of /v1/chat/completions"
 
-    NEUTRAL: ClassVar[NeutralValues] = {
-        **ConversationFields.NEUTRAL,
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
+        **ConversationFields.ACCEPTED_VALUES,
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -210,25 +214,24 @@ class ChatRequest(ConversationFields, ChoicesRequest):
         if len(limits) > 1:
             accepted = f"what max_tokens={self.max_tokens} says, or null"
             raise invalid("max_completion_tokens", self.max_completion_tokens, accepted)
-        params = self.sampling_params(
-            n=self.num_outputs, max_tokens=next(iter(limits), None), logprobs=self.num_logprobs
-        )
         stream = self.submit_chat(
             engine,
             self.messages,
-            params,
+            options,
             response_format=self.response_format,
             template_variables=self.template_variables(engine, self.reasoning_effort),
-            options=options,
+            n=self.num_outputs,
+            max_tokens=next(iter(limits), None),
+            logprobs=self.num_logprobs,
         )
         return [stream]
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEngine) -> list[Any]:
-    """Convert messages for the model's template. The role "developer", a later name of "system",
-    becomes "system" unless the template knows it."""
+    """Convert a request's messages for the model's chat template. The role "developer", OpenAI's
+    new name for "system", becomes "system" unless the template knows it."""
     knows_developer = engine.tokenizer.chat_template.reads("developer")
-    found = []
+    converted = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None}
         message.pop("annotations", None)
@@ -236,5 +239,5 @@ def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEng
             message["role"] = "system"
         for call in message.get("tool_calls", ()):
             call.pop("index", None)
-        found.append(message)
-    return found
+        converted.append(message)
+    return converted

@@ -34,8 +34,8 @@ class ChatWriter(ChoicesWriter):
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return {**super().full_answer(completions), **self._metadata}
 
-    def _full_choice(
-        self, prompt_index: int, completion: Completion, output: CompletionOutput
+    def _choice(
+        self, output: CompletionOutput, first_choice: int, completion: Completion
     ) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
@@ -67,8 +67,8 @@ class ChatWriter(ChoicesWriter):
             self._delta_chunk(index, first, "null") for index in range(len(self._call_collectors))
         )
 
-    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        usage = self._count_usage(delta, base, stream)
+    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+        usage = self._count_usage(delta, first_choice, stream)
         if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
             written = self._text_chunk(delta, usage) if delta.text else ""
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,8 +26,8 @@ from asyncllm.serving.serving import Serving
 from asyncllm.serving.token_logprobs import logprobs_size
 from asyncllm.stream import TokenStream
 
-MAX_READS = 1024
-"""Maximum number of deltas that are merged into one write while more are ready to be read."""
+MAX_MERGED_DELTAS = 1024
+"""Maximum number of deltas that one write merges while further deltas are ready."""
 
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
@@ -38,9 +38,10 @@ async def answer_choices(
     serving: Serving,
     exchange: Exchange,
 ) -> None:
-    """Handle a request of ``request_type``.
+    """Handle a request for a completion or a chat completion.
 
     Args:
+        request_type: type of the request's body.
         writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
 
@@ -56,7 +57,7 @@ async def answer_choices(
         async with sending_events(
             serving, exchange, streams, writer.opening(), _error_event
         ) as sender:
-            await ChoicesSender(serving, streams, writer, sender).run()
+            await _send_chunks(serving, streams, writer, sender)
     else:
         await _answer_whole(serving, exchange, streams, writer)
 
@@ -87,27 +88,13 @@ def _completion_size(completion: Completion) -> int:
     return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
 
 
-@dataclass(eq=False, repr=False)
-class ChoicesSender:
-    """Sender of the chunks of one or several streams, as they arrive."""
+async def _send_chunks(
+    serving: Serving, streams: Sequence[TokenStream], writer: ChoicesWriter, sender: EventSender
+) -> None:
+    """Send the chunks of all streams as they arrive. The first error of a stream ends them all."""
 
-    _serving: Serving
-    _streams: Sequence[TokenStream]
-    _writer: ChoicesWriter
-    _sender: EventSender
-
-    async def run(self) -> None:
-        """Send all chunks. The first error of a stream ends all streams."""
-        base = 0
-        async with task_group() as tasks:
-            for stream in self._streams:
-                tasks.start_soon(self._send_stream, stream, base)
-                base += stream.num_outputs
-        usages = [stream.usage for stream in self._streams]
-        await self._sender.send(self._writer.final_chunks(usages) + "data: [DONE]\n\n")
-
-    async def _send_stream(self, stream: TokenStream, base: int) -> None:
-        pacer, chunks, send = self._serving.pacer, self._writer.chunks, self._sender.send
+    async def send_stream(stream: TokenStream, first_choice: int) -> None:
+        pacer, chunks, send = serving.pacer, writer.chunks, sender.send
         num_read = 0
         unsent: dict[int, Delta] = {}
         async for delta in stream:
@@ -117,25 +104,30 @@ class ChoicesSender:
             if has_unread or unsent or delta.logprobs is not None:
                 index, num_read = delta.index, num_read + 1
                 unsent[index] = join_deltas(unsent[index], delta) if index in unsent else delta
-                if has_unread and num_read < MAX_READS:
+                if has_unread and num_read < MAX_MERGED_DELTAS:
                     continue
-                text, num_read = await self._write_chunks(list(unsent.values()), base, stream), 0
+                text = ""
+                for unsent_delta in unsent.values():
+                    job = partial(chunks, unsent_delta, first_choice, stream)
+                    size = writer.size(unsent_delta, first_choice, stream)
+                    text += await serving.run(job, size)
                 unsent.clear()
+                num_read = 0
             else:  # Nearly every token takes this fast path.
-                text = chunks(delta, base, stream)
+                text = chunks(delta, first_choice, stream)
             if text:
                 await send(text)
             if stream.usage is None and (pause := pacer.pause) > 0:
                 # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
 
-    async def _write_chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
-        writer, text = self._writer, ""
-        for delta in deltas:
-            size = 0 if delta.logprobs is None else writer.size(delta, base, stream)
-            job = partial(writer.chunks, delta, base, stream)
-            text += await self._serving.run(job, size)
-        return text
+    async with task_group() as tasks:
+        first_choice = 0
+        for stream in streams:
+            tasks.start_soon(send_stream, stream, first_choice)
+            first_choice += stream.num_outputs
+    usages = [stream.usage for stream in streams]
+    await sender.send(writer.final_chunks(usages) + "data: [DONE]\n\n")
 
 
 def join_deltas(earlier: Delta, later: Delta) -> Delta:
@@ -151,7 +143,7 @@ def join_deltas(earlier: Delta, later: Delta) -> Delta:
 
 
 def aborted_error() -> ProtocolError:
-    """Make the error for a request that was aborted, but not by its client."""
+    """Make the error for a request that the server aborted, and not its client."""
     return ProtocolError(
         "the request was aborted, as when the server closes; send it again",
         code="server_shutting_down",

@@ -19,7 +19,7 @@ from asyncllm.stream import TokenStream
 class ChoicesWriter:
     """Writer of one answer, whole or in server-sent events.
 
-    In its methods, ``base`` is the index of a stream's first choice.
+    In its methods, ``first_choice`` is the index of a stream's first choice in the answer.
 
     Class attributes:
         ID_PREFIX: prefix of the answer's id.
@@ -52,28 +52,28 @@ class ChoicesWriter:
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [
-            self._full_choice(prompt_index, completion, output)
-            for prompt_index, completion in enumerate(completions)
+            self._choice(output, i * len(completion.outputs), completion)
+            for i, completion in enumerate(completions)
             for output in completion.outputs
         ]
         usage = self._usage([completion.usage for completion in completions])
         return {**self._fields, "choices": choices, "usage": usage}
 
-    def _full_choice(
-        self, prompt_index: int, completion: Completion, output: CompletionOutput
+    def _choice(
+        self, output: CompletionOutput, first_choice: int, completion: Completion
     ) -> dict[str, Any]:
-        """Choice with a whole output of a prompt's completion."""
+        """Choice of a whole answer: one output of a prompt's completion."""
         raise NotImplementedError
 
     def opening(self) -> str:
         """Events before the first delta."""
         return ""
 
-    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
+    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
         """Events of a delta, or an empty text if there is nothing to send yet."""
         raise NotImplementedError
 
-    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
+    def size(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
         """Approximate number of JSON bytes of a delta's log-probabilities."""
         return logprobs_size(delta.logprobs)
 
@@ -86,20 +86,20 @@ class ChoicesWriter:
         usage_field = f',"usage":{usage}' if self._sends_usage else ""
         return f'{self._chunk_start},"choices":[{choice}]{usage_field}}}\n\n'
 
-    def _count_usage(self, delta: Delta, base: int, stream: TokenStream) -> str:
+    def _count_usage(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
         """Count a delta; returns the JSON of ``usage`` in its chunks."""
         counts = self._running_usage
-        return "null" if counts is None else counts.add(delta, base, stream)
+        return "null" if counts is None else counts.add(delta, first_choice, stream)
 
     def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
         """``usage`` of one or several streams."""
-        known = [usage for usage in usages if usage is not None]
+        ended = [usage for usage in usages if usage is not None]
         return {
-            "prompt_tokens": sum(usage.prompt_tokens for usage in known),
-            "completion_tokens": sum(usage.completion_tokens for usage in known),
-            "total_tokens": sum(usage.total_tokens for usage in known),
-            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in known)},
-            **truncation_field(sum(usage.truncated_prompt_tokens for usage in known)),
+            "prompt_tokens": sum(usage.prompt_tokens for usage in ended),
+            "completion_tokens": sum(usage.completion_tokens for usage in ended),
+            "total_tokens": sum(usage.total_tokens for usage in ended),
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in ended)},
+            **truncation_field(sum(usage.truncated_prompt_tokens for usage in ended)),
         }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Discriminator, Field, Tag
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.request_body import NeutralValues, unsupported
+from asyncllm.serving.request_body import AcceptedValues, unsupported
 from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, invalid
@@ -43,9 +43,9 @@ Prompt = Annotated[
 class CompletionRequest(ChoicesRequest):
     """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
-    KIND = "field of /v1/completions"
+    COUNTERPARTS_KEY = "field of /v1/completions"
 
-    NEUTRAL: ClassVar[NeutralValues] = {"suffix": ("",)}
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {"suffix": ("",)}
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
@@ -56,8 +56,8 @@ class CompletionRequest(ChoicesRequest):
     @property
     def prompts(self) -> list[Any]:
         """List of the prompts: texts and lists of token ids."""
-        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return list(self.prompt) if several else [self.prompt]
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if is_list else [self.prompt]
 
     @property
     def generates(self) -> bool:

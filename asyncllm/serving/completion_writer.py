@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta, TokenLogprobs, Usage
@@ -13,18 +12,6 @@ from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.token_logprobs import LegacyLogprobs, encode_logprobs, logprobs_size
 from asyncllm.stream import TokenStream
-
-
-@dataclass(slots=True)
-class _Choice:
-    """Progress of one choice's output.
-
-    Attributes:
-        echoed: whether the prompt of the choice was sent.
-    """
-
-    logprobs: LegacyLogprobs | None
-    echoed: bool
 
 
 class CompletionWriter(ChoicesWriter):
@@ -41,28 +28,24 @@ class CompletionWriter(ChoicesWriter):
         self._request = request
         self._tokenizer = tokenizer
         top = request.logprobs
-        self._choices = [
-            _Choice(None if top is None else LegacyLogprobs(tokenizer.spelling_of, top), False)
-            for _ in range(len(request.prompts) * request.num_outputs)
+        num_choices = len(request.prompts) * request.num_outputs
+        self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
+        self._logprobs = [
+            None if top is None else LegacyLogprobs(tokenizer.spelling_of, top)
+            for _ in range(num_choices)
         ]
 
-    def _full_choice(
-        self, prompt_index: int, completion: Completion, output: CompletionOutput
-    ) -> dict[str, Any]:
-        return self._choice(output, prompt_index * self._request.num_outputs, completion)
-
-    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        usage = self._count_usage(delta, base, stream)
-        choice = self._choice(delta, base, stream)
+    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+        usage = self._count_usage(delta, first_choice, stream)
+        choice = self._choice(delta, first_choice, stream)
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
         return self._chunk(encode_logprobs(choice) if choice["logprobs"] else encode(choice), usage)
 
-    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
-        echoes = self._request.echo and not self._choices[base + delta.index].echoed
-        return super().size(delta, base, stream) + (
-            logprobs_size(stream.prompt_logprobs) if echoes else 0
-        )
+    def size(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
+        echoes = first_choice + delta.index in self._unechoed_choices
+        prompt = stream.prompt_logprobs if echoes else None
+        return logprobs_size(delta.logprobs) + logprobs_size(prompt)
 
     def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
         usage = super()._usage(usages)
@@ -71,29 +54,32 @@ class CompletionWriter(ChoicesWriter):
         return usage
 
     def _choice(
-        self, output: CompletionOutput | Delta, base: int, source: Completion | TokenStream
+        self,
+        output: CompletionOutput | Delta,
+        first_choice: int,
+        completion: Completion | TokenStream,
     ) -> dict[str, Any]:
-        """Choice with new or all text of an output, and the prompt before it if it is echoed.
+        """Choice of a chunk or of a whole answer; begins with the prompt if it is to be echoed.
 
         Args:
-            source: completion or stream of the output, which has the prompt.
+            completion: the output's completion or stream, which also has the prompt.
         """
-        index = base + output.index
-        choice, text, first = self._choices[index], output.text, None
+        index = first_choice + output.index
+        writer, text, first = self._logprobs[index], output.text, None
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or ()
         if not self._request.generates:
             text, logprobs = "", ()
-        if self._request.echo and not choice.echoed:
-            choice.echoed = True
-            prompt_token_ids = list(source.prompt_token_ids or ())
+        if index in self._unechoed_choices:
+            self._unechoed_choices.discard(index)
+            prompt_token_ids = list(completion.prompt_token_ids or ())
             text = self._prompt_text(index // self._request.num_outputs, prompt_token_ids) + text
-            if source.prompt_logprobs is not None:
+            if completion.prompt_logprobs is not None:
                 first = prompt_token_ids[0]
-                logprobs = (*source.prompt_logprobs, *logprobs)
+                logprobs = (*completion.prompt_logprobs, *logprobs)
         return {
             "index": index,
             "text": text,
-            "logprobs": None if choice.logprobs is None else choice.logprobs.write(logprobs, first),
+            "logprobs": None if writer is None else writer.write(logprobs, first),
             "finish_reason": output.finish_reason,
         }
 

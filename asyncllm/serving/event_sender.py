@@ -73,11 +73,11 @@ async def sending_events(
     opening: str,
     write_error: Callable[[ProtocolError], str],
 ) -> AsyncIterator[EventSender]:
-    """Context manager of an answer: its body sends the streams' events, its exit ends the answer.
+    """Context manager in whose block the streams' events are sent; its exit ends the answer.
 
     Args:
         opening: events to send before the first text.
-        write_error: writes the events of an error after the first event.
+        write_error: function that writes an error as events, for an error after the first event.
 
     Raises:
         ProtocolError, AsyncLLMError: if nothing was sent yet.
@@ -113,12 +113,12 @@ async def abort_on_disconnect(
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
     """
-    gone = False
+    is_gone = False
 
     async def abort_when_gone() -> None:
-        nonlocal gone
+        nonlocal is_gone
         await exchange.wait_until_gone()
-        gone = True
+        is_gone = True
         for stream in streams:
             stream.abort()
 
@@ -130,12 +130,12 @@ async def abort_on_disconnect(
             yield
             tasks.cancel_scope.cancel()
     except Exception:
-        if not gone:
+        if not is_gone:
             raise
     finally:
         for stream in streams:
             stream.close()
-    if gone:
+    if is_gone:
         raise ClientGoneError
 
 

@@ -77,7 +77,7 @@ class Exchange:
         self._status: int | str = "-"
 
     async def body(self) -> bytes:
-        """Read the body, once its bytes may be held; ``release_body`` returns them.
+        """Read the body, once its memory may be used; ``release_body`` releases the memory.
 
         Raises:
             ProtocolError: if it is too long, too slow or encoded.
@@ -106,8 +106,8 @@ class Exchange:
                         # The client's timeout does not run while its body waits unread. The length
                         # of a chunked body is unknown.
                         scope.deadline = math.inf
-                        most = len(data) if self._has_read else size or max_size
-                        self._claim = await self._serving.claim(most)
+                        claimed = len(data) if self._has_read else size or max_size
+                        self._claim = await self._serving.claim(claimed)
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read:
                         return bytes(data)
@@ -128,8 +128,11 @@ class Exchange:
         return await self._serving.run(lambda: job(body), len(body))
 
     async def _receive_part(self, num_received: int) -> Message:
-        """Receive the next part of the body, which has to come in time while others wait for its
-        place."""
+        """Receive the next part of the body.
+
+        Raises:
+            ProtocolError: if the body comes too slowly while other requests wait for its memory.
+        """
         while self._claim is not None:
             if self._claim.is_too_slow(num_received):
                 raise _too_slow_error(
@@ -141,7 +144,7 @@ class Exchange:
         return await self._receive()
 
     def release_body(self, streams: Sequence[TokenStream] = ()) -> None:
-        """Let other bodies take the place of this one, once the prompts of its streams are
+        """Release the memory that the body claims, once the prompts of the request's streams are
         tokenised."""
         claim, self._claim = self._claim, None
         self._serving.release(claim, streams)
@@ -210,7 +213,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
-        self.release_body()  # A client that does not read its answer must not hold others up.
+        self.release_body()  # A client may read its answer slowly: free the memory for others.
         self.started, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read and "transfer-encoding" in self.headers:

@@ -23,8 +23,8 @@ Event = tuple[str, str]
 class ResponseEvents:
     """Writer of one response's events; each method returns events to send, in order.
 
-    A response has at most one message, whose text may continue after tool calls. So its items do
-    not depend on how the text was split into deltas.
+    A response has at most one message, which tool calls do not end: later text continues it. So the
+    items do not depend on how the text was split into deltas.
 
     Args:
         request: the client's request.
@@ -34,7 +34,8 @@ class ResponseEvents:
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
-        generates: whether tokens are generated; a request may only fill the prefix cache.
+        generates: whether tokens are generated; false for a request that only fills the prefix
+            cache.
         body: response object of the last event, as JSON.
     """
 
@@ -57,10 +58,10 @@ class ResponseEvents:
         self._reasoning_item: TextItem | None = None
         self._calls = CallCollector()
         self._unsent_logprobs: list[TokenLogprob] = []
-        self._delta_head = ""
+        self._text_event_start = ""
 
     def assistant_message(self) -> dict[str, Any]:
-        """The assistant's message, to continue the conversation with."""
+        """The answer as a message of the assistant, for the history of a conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self._items:
             if isinstance(item, CallItem):
@@ -106,22 +107,22 @@ class ResponseEvents:
             yield from self._add_call(call)
 
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
-        """Events of a normal end; finish reason ``abort`` means that the client cancelled the
-        response."""
+        """Events at the end of a response. The finish reason ``abort`` means that the client
+        cancelled it."""
         if not self.generates:
             yield self._final_event("response.completed", self._response_object("completed", usage))
             return
-        whole = finish_reason in ("stop", "tool_calls")
-        ended: ItemStatus = "completed" if whole else "incomplete"
-        yield from self._close_reasoning(ended)
+        is_complete = finish_reason in ("stop", "tool_calls")
+        item_status: ItemStatus = "completed" if is_complete else "incomplete"
+        yield from self._close_reasoning(item_status)
         if self._unsent_logprobs or not self._items:
             yield from self._add_text("")
         if self._message_item is not None:
-            yield from self._close_item(self._message_item, ended)
+            yield from self._close_item(self._message_item, item_status)
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             finish_reason or "", "completed"
         )
-        kind = "response.completed" if whole else "response.incomplete"
+        kind = "response.completed" if is_complete else "response.incomplete"
         yield self._final_event(kind, self._response_object(status, usage))
 
     def failed(self, error: ProtocolError) -> Iterator[Event]:
@@ -152,7 +153,7 @@ class ResponseEvents:
             self._message_item = TextItem(len(self._items), is_reasoning=False)
             yield from self._open_item(self._message_item)
             place = encode(self._message_item.event_fields)[1:-1]
-            self._delta_head = f'{{"type":"response.output_text.delta",{place},"delta":'
+            self._text_event_start = f'{{"type":"response.output_text.delta",{place},"delta":'
         logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         if not text and not logprobs:
             return
@@ -166,7 +167,7 @@ class ResponseEvents:
         self._sequence_number = number + 1
         return (
             "response.output_text.delta",
-            f'{self._delta_head}{encode_basestring(text)},"logprobs":{logprobs},'
+            f'{self._text_event_start}{encode_basestring(text)},"logprobs":{logprobs},'
             f'"sequence_number":{number}}}',
         )
 
@@ -191,8 +192,8 @@ class ResponseEvents:
 
     def _close_reasoning(self, status: ItemStatus) -> Iterator[Event]:
         if self._reasoning_item is not None:
-            thoughts, self._reasoning_item = self._reasoning_item, None
-            yield from self._close_item(thoughts, status)
+            item, self._reasoning_item = self._reasoning_item, None
+            yield from self._close_item(item, status)
 
     def _close_item(self, item: TextItem, status: ItemStatus) -> Iterator[Event]:
         item.status = status

@@ -89,29 +89,29 @@ InputItem = Annotated[
 
 
 def items_to_messages(items: Iterable[Any]) -> list[Message]:
-    """Convert items to messages for chat templates. A turn's calls and reasoning become part of its
-    message."""
-    found: list[Message] = []
-    thoughts: list[str] = []
+    """Convert items to messages for chat templates. The calls and the reasoning of the assistant
+    become parts of its message."""
+    messages: list[Message] = []
+    reasoning: list[str] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts += [part["text"] for part in item.get("content") or ()]
+            reasoning += [part["text"] for part in item.get("content") or ()]
             continue
         if kind == "function_call_output":
             content = _message_content(item["output"])
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             continue
         if kind == "function_call":
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(_tool_call(item))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_tool_call(item))
         else:
-            found.append({"role": item["role"], "content": _message_content(item["content"])})
-        if thoughts and found[-1]["role"] == "assistant":
-            found[-1]["reasoning_content"] = "\n".join(thoughts)
-            thoughts = []
-    return found
+            messages.append({"role": item["role"], "content": _message_content(item["content"])})
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = "\n".join(reasoning)
+            reasoning = []
+    return messages
 
 
 def _tool_call(item: Any) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def _message_content(content: Any) -> Any:
 
 
 def memory_size(messages: Iterable[Message]) -> int:
-    """Approximate size of messages in memory, in bytes: 256 for each object with a few short
-    fields, plus its texts."""
+    """Approximate size of messages in memory, in bytes: their texts, and 256 bytes for each object
+    with a few fields."""
     return sum(map(_memory_size_of, messages))
 
 

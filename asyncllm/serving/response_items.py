@@ -12,7 +12,7 @@ from asyncllm.serving.answers import ItemStatus, TokenLogprob
 
 @dataclass(slots=True)
 class TextItem:
-    """Item with one growing part of text: a message, or reasoning.
+    """Output item with one text, which grows: a message, or reasoning.
 
     Args:
         index: index among the response's items.
@@ -66,12 +66,12 @@ class CallItem:
     id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
 
     def as_dict(self) -> dict[str, Any]:
-        begun = self.status == "in_progress"
+        has_arguments = self.status != "in_progress"
         return {
             "id": self.id,
             "type": "function_call",
             "status": self.status,
             "call_id": self.call.id,
             "name": self.call.name,
-            "arguments": "" if begun else self.call.arguments,
+            "arguments": self.call.arguments if has_arguments else "",
         }

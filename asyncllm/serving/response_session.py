@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
 
-MAX_CONTINUABLE = 32
+MAX_UNSTORED_RESPONSES = 32
 MAX_UNSTORED_SIZE = 1 << 24
 """Maximum number of responses with ``store=false`` that a connection can continue, and of their
 bytes."""
@@ -43,7 +43,7 @@ MAX_ERRORS = 64
 
 @dataclass(eq=False, repr=False)
 class ResponseSession:
-    """Reads requests of one connection and answers them, one at a time.
+    """Reader of one connection's requests, which it answers one at a time.
 
     Args:
         connection: open connection. The session closes it only for reasons of the protocol.
@@ -59,7 +59,7 @@ class ResponseSession:
     owner: str
     current: ResponseTurn | None = None
     _unstored_responses: ResponseStore = field(
-        default_factory=lambda: ResponseStore(MAX_CONTINUABLE, MAX_UNSTORED_SIZE)
+        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_SIZE)
     )
     _num_errors: int = 0
     _is_closing: bool = False
@@ -89,16 +89,20 @@ class ResponseSession:
             self._num_errors = 0
 
     async def _execute_message(self, message: str | bytes) -> None:
+        if not isinstance(message, str):
+            raise ProtocolError("binary message: expected text", code="invalid_message")
         # The message is held already, but takes several times its bytes once it is decoded.
         claim = await self.serving.claim(len(message))
         streams: list[TokenStream] = []
         try:
-            event = await self.serving.run(lambda: _decode_message(message), len(message))
+            event = await self.serving.run(partial(parse_json, message), len(message))
             kind = event.pop("type", None)
             if kind == "response.create":
                 streams.append(await self._create_response(event, len(message)))
             elif kind == "response.cancel":
-                self._cancel_response()
+                if self.current is None:
+                    raise ProtocolError("no response is in flight", code="response_not_in_flight")
+                self.current.stream.abort()
             else:
                 raise ProtocolError(
                     "type: expected 'response.create' or 'response.cancel'",
@@ -137,7 +141,11 @@ class ResponseSession:
                 status=409,
             )
         self.serving.check_open()
-        request = await self.serving.run(partial(self._parse_request, event), size)
+        request = await self.serving.run(
+            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), size
+        )
+        if request.stream is False:
+            raise unsupported("stream", False, (True,))
         turn = await ResponseTurn.begin(
             self.serving, self.owner, request, size, self._unstored_responses
         )
@@ -145,17 +153,6 @@ class ResponseSession:
         self.serving.pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
         return turn.stream
-
-    def _parse_request(self, event: dict[str, Any]) -> ResponseRequest:
-        request = ResponseRequest.parse(event, self.serving.unsupported_fields)
-        if request.stream is False:
-            raise unsupported("stream", False, (True,))
-        return request
-
-    def _cancel_response(self) -> None:
-        if self.current is None:
-            raise ProtocolError("no response is in flight", code="response_not_in_flight")
-        self.current.stream.abort()
 
     # --- responses ----------------------------------------------------------------------
 
@@ -188,14 +185,3 @@ class ResponseSession:
         send = self.connection.send
         for _, data in events:
             await send(data)
-
-
-def _decode_message(message: str | bytes) -> dict[str, Any]:
-    """Decode a message to an event.
-
-    Raises:
-        ProtocolError: if it is no JSON object.
-    """
-    if not isinstance(message, str):
-        raise ProtocolError("binary message: expected text", code="invalid_message")
-    return parse_json(message)

@@ -22,13 +22,12 @@ from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
 MEMORY_PER_JSON_BYTE = 32
-"""Number of bytes of a conversation in memory that are converted in the time in which one byte of
-JSON is read. A short message has about 360 bytes, and is checked and converted in 3
-microseconds."""
+"""Bytes of a conversation in memory that count as one byte of JSON: converting them takes as long
+as reading that byte. A short message has about 360 bytes, and is converted in 3 microseconds."""
 
-WRITE_TO_READ_SPEED = 10
-"""Number of bytes of JSON that are written in the time in which one byte is read. Events with the
-whole response repeat the request's texts and tools."""
+WRITTEN_PER_READ_BYTE = 10
+"""Bytes of JSON that are written in the time that reading one byte takes. Events with the whole
+response repeat the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
 
@@ -72,12 +71,13 @@ class ResponseTurn:
             ProtocolError, AsyncLLMError: if it cannot be served.
         """
         history = Conversation()
-        if (earlier := request.previous_response_id) is not None:
-            stored = connection_store.get(owner, earlier) or serving.store.get(owner, earlier)
+        if (previous_id := request.previous_response_id) is not None:
+            stored = connection_store.get(owner, previous_id)
+            stored = stored or serving.store.get(owner, previous_id)
             if stored is None:
-                raise response_not_found(earlier, "previous_response_id")
+                raise response_not_found(previous_id, "previous_response_id")
             history = stored.conversation
-        claim = serving.hold(size)
+        claim = serving.claim_answer(size)
 
         def submit() -> Self:
             engine = serving.engine
@@ -97,12 +97,12 @@ class ResponseTurn:
             raise
 
     def release(self) -> None:
-        """Free the place of the request in memory, once the client has read its answer."""
+        """Release the memory that the request claims, once the client has read its answer."""
         self._claim.release()
 
     async def serialize(self, events: Iterable[Event]) -> list[Event]:
         """Serialise events with the whole response, on the worker thread if they are long."""
-        return await self._serving.run(lambda: list(events), self._size // WRITE_TO_READ_SPEED)
+        return await self._serving.run(lambda: list(events), self._size // WRITTEN_PER_READ_BYTE)
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
         """Send the events after ``created``, and store the response.
@@ -123,9 +123,9 @@ class ResponseTurn:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream = self.stream
-        ending = await self.serialize(events.completed(stream.finish_reason, stream.usage))
+        final_events = await self.serialize(events.completed(stream.finish_reason, stream.usage))
         turn = (events.assistant_message(),) if generates else ()
         stored = StoredResponse(self._conversation.extended_by(turn), events.body)
         self._store.add(self._owner, events.id, stored)
         before_end()
-        await send(ending)
+        await send(final_events)

@@ -65,12 +65,12 @@ def _encode_events(events: Iterable[Event]) -> str:
 
 async def get_response(serving: Serving, exchange: Exchange) -> None:
     response_id = exchange.scope["path_params"]["response_id"]
-    found = serving.store.get(exchange.owner, response_id)
-    if found is None:
+    stored = serving.store.get(exchange.owner, response_id)
+    if stored is None:
         raise response_not_found(response_id)
-    claim = serving.hold(len(found.body))
+    claim = serving.claim_answer(len(stored.body))
     try:
-        await exchange.respond(200, found.body.encode())
+        await exchange.respond(200, stored.body.encode())
     finally:
         claim.release()
 

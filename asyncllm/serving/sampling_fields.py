@@ -20,7 +20,7 @@ from asyncllm.sampling_params import (
     NUMBER_BOUNDS,
     SamplingParams,
 )
-from asyncllm.serving.request_body import Label, NeutralValues, RequestBody
+from asyncllm.serving.request_body import AcceptedValues, Label, RequestBody
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
@@ -79,8 +79,8 @@ Bias = Annotated[
     ),
 ]
 
-OBFUSCATION: NeutralValues = {"stream_options.include_obfuscation": (False,)}
-"""Accepted values of the field that asks for padded events (against traffic analysis)."""
+OBFUSCATION_VALUES: AcceptedValues = {"stream_options.include_obfuscation": (False,)}
+"""Accepted values of OpenAI's option that pads events against traffic analysis."""
 
 
 class SamplingFields(RequestBody):
@@ -134,8 +134,8 @@ class SamplingFields(RequestBody):
                 field = cls.model_fields.get(name)
                 # A field whose type is not that of SamplingParams only has its name in common.
                 if field is not None and field.annotation == kind:
-                    least = "exclusiveMinimum" if name == "top_p" else "minimum"
-                    schema["properties"][name] |= {least: low, "maximum": high}
+                    minimum_key = "exclusiveMinimum" if name == "top_p" else "minimum"
+                    schema["properties"][name] |= {minimum_key: low, "maximum": high}
         return schema
 
     @property
@@ -151,9 +151,9 @@ class StreamOptions(TypedDict):
 
 
 class ChoicesRequest(SamplingFields):
-    """Fields of the two protocols whose answers have ``choices``."""
+    """Fields of completions and chat completions, whose answers have ``choices``."""
 
-    NEUTRAL_SUBFIELDS: ClassVar[NeutralValues] = OBFUSCATION
+    ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = OBFUSCATION_VALUES
 
     n: int | None = None
     stream: bool | None = None

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_core import to_json
 
-from asyncllm.engine import AsyncLLMEngine
+from asyncllm.errors import InvalidRequestError
 from asyncllm.serving.answers import Text, Tokens
 from asyncllm.serving.chat_request import (
     Messages,
@@ -19,7 +19,6 @@ from asyncllm.serving.chat_request import (
     template_messages,
 )
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
 from asyncllm.validation import MAX_ITEMS
@@ -37,28 +36,6 @@ class TokenizeRequest(TemplateFields):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    def prepare(self, engine: AsyncLLMEngine) -> Callable[..., list[int] | None]:
-        """Check the input; returns ``InputProcessor.prepare_tokenize``'s function. An input that
-        cannot fit into the context is refused, because an answer may take thirty times its memory.
-
-        Raises:
-            ProtocolError, InvalidRequestError: for an invalid input.
-            ContextLengthExceededError: for a text with more characters than can fit.
-        """
-        if (self.prompt is None) == (self.messages is None):
-            raise ProtocolError(
-                "prompt: expected either prompt or messages", code="invalid_value", param="prompt"
-            )
-        messages = self.messages
-        return engine._running().prompts.prepare_tokenize(
-            self.prompt or "" if messages is None else template_messages(messages, engine),
-            add_special_tokens=self.add_special_tokens,
-            tools=self.tools,
-            add_generation_prompt=self.add_generation_prompt is not False,
-            chat_template_kwargs=self.template_variables(engine, self.reasoning_effort) or None,
-            max_tokens=engine.max_model_len - 1,
-        )
-
 
 class DetokenizeRequest(RequestBody):
     """Body of ``/detokenize``: token ids."""
@@ -74,8 +51,8 @@ async def answer_long_text(
     serving: Serving,
     exchange: Exchange,
 ) -> None:
-    """Send the answer of ``make_answer(serving, body, at_once)``. If the body is long, or the
-    answer is None with ``at_once``, the engine's thread for long texts makes the answer."""
+    """Send the answer of ``make_answer(serving, body, at_once)``. The engine's thread for long
+    texts makes it if the body is long, or if ``make_answer`` returns None with ``at_once``."""
     body = await exchange.body()
     answer = make_answer(serving, body, True) if len(body) < LONG_JSON_BYTES else None
     if answer is None:
@@ -88,14 +65,25 @@ async def answer_long_text(
 def tokenize(serving: Serving, data: bytes, at_once: bool) -> bytes | None:
     request = TokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
-    engine = serving.engine
-    token_ids = request.prepare(engine)(at_once=at_once)
+    engine, messages = serving.engine, request.messages
+    if (request.prompt is None) == (messages is None):
+        raise InvalidRequestError("prompt: expected either prompt or messages", param="prompt")
+    job = engine._running().prompts.prepare_tokenize(
+        request.prompt or "" if messages is None else template_messages(messages, engine),
+        add_special_tokens=request.add_special_tokens,
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        chat_template_kwargs=request.template_variables(engine, request.reasoning_effort) or None,
+        # An answer may take thirty times the memory of its text: refuse what cannot fit.
+        max_tokens=engine.max_model_len - 1,
+    )
+    token_ids = job(at_once=at_once)
     if token_ids is None:
         return None
     body = Tokens(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
         bytes_of = engine.tokenizer.bytes_of
-        body["token_strs"] = [bytes_of(one).decode(errors="replace") for one in token_ids]
+        body["token_strs"] = [bytes_of(token_id).decode(errors="replace") for token_id in token_ids]
     return to_json(body)
 
 
