@@ -17,7 +17,7 @@ from asyncllm.serving.request_body import (
     RequestBody,
     unsupported,
 )
-from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr
+from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr, bounded
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER, invalid
@@ -190,7 +190,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
     }
 
     messages: Messages
-    max_tokens: int | None = None
+    max_tokens: int | None = bounded("max_tokens")
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     tools: Tools | None = None

@@ -83,24 +83,31 @@ OBFUSCATION_VALUES: AcceptedValues = {"stream_options.include_obfuscation": (Fal
 """Accepted values of OpenAI's option that pads events against traffic analysis."""
 
 
+def bounded(name: str) -> Any:
+    """Make an optional number field, described with its bounds in SamplingParams."""
+    low, high = {**INTEGER_BOUNDS, **NUMBER_BOUNDS}[name]
+    minimum_key = "exclusiveMinimum" if name == "top_p" else "minimum"
+    return Field(default=None, json_schema_extra={minimum_key: low, "maximum": high})
+
+
 class SamplingFields(RequestBody):
     """Fields for sampling and scheduling. ``SamplingParams`` and ``AsyncLLMEngine.stream`` document
     their meanings and neutral values."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    temperature: float | None = bounded("temperature")
+    top_p: float | None = bounded("top_p")
+    top_k: int | None = bounded("top_k")
+    min_p: float | None = bounded("min_p")
+    presence_penalty: float | None = bounded("presence_penalty")
+    frequency_penalty: float | None = bounded("frequency_penalty")
+    repetition_penalty: float | None = bounded("repetition_penalty")
+    seed: int | None = bounded("seed")
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    truncate_prompt_tokens: int | None = None
+    min_tokens: int | None = bounded("min_tokens")
+    truncate_prompt_tokens: int | None = bounded("truncate_prompt_tokens")
     logit_bias: Bias | None = None
     allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
     bad_words: BadWords | None = None
@@ -126,18 +133,6 @@ class SamplingFields(RequestBody):
         shared_names = SamplingParams.__dataclass_fields__.keys() - renamed_params.keys()
         return SamplingParams(**self.present_values(shared_names), **renamed_params)
 
-    @classmethod
-    def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
-        schema = super().openapi_schema(ref_template)
-        for kind, bounds in (int | None, INTEGER_BOUNDS), (float | None, NUMBER_BOUNDS):
-            for name, (low, high) in bounds.items():
-                field = cls.model_fields.get(name)
-                # A field whose type is not that of SamplingParams only has its name in common.
-                if field is not None and field.annotation == kind:
-                    minimum_key = "exclusiveMinimum" if name == "top_p" else "minimum"
-                    schema["properties"][name] |= {minimum_key: low, "maximum": high}
-        return schema
-
     @property
     def scheduling_options(self) -> dict[str, Any]:
         """Arguments of ``AsyncLLMEngine.stream`` and ``chat`` for scheduling."""
@@ -155,7 +150,7 @@ class ChoicesRequest(SamplingFields):
 
     ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = OBFUSCATION_VALUES
 
-    n: int | None = None
+    n: int | None = bounded("n")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
