@@ -22,6 +22,7 @@ from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
 from asyncllm.errors import ModelLoadError
 from tests.checkpoints import make_checkpoint
 from tests.hub_stand_in import HubStandIn, serve_hub
+from tests.processes import hear_ctrl_c
 
 hub = pytest.fixture(serve_hub)
 
@@ -242,6 +243,7 @@ def start_pull(hub: HubStandIn, cache: Path, *arguments: str) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_ctrl_c,
     )
 
 
