@@ -190,8 +190,8 @@ async def draw_demo(streams: int = 8, seed: int = 11) -> str:
     from asyncllm import AsyncLLMEngine
     from asyncllm.cli.arguments import parse
     from asyncllm.cli.demo import _submit
+    from asyncllm.cli.demo_streams import follow_all
     from asyncllm.cli.demo_view import View
-    from asyncllm.cli.tracked_streams import follow_all
 
     given = parse(["demo", "--streams", str(streams), "--seed", str(seed)])
     async with AsyncLLMEngine() as engine:

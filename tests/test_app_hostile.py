@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from asyncllm.serving import http_protocol
-from asyncllm.serving.bounded_protocol import FREE_BYTES, BoundedProtocol
+from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_TURN, BoundedProtocol
 from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connections import SPARE_FILES
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.parse_queue import EVENTS_PER_TURN, STARTS_PER_ITERATION, RequestStartQueue
-from asyncllm.serving.websocket_protocol import FREE_FRAMES, WebSocketProtocol
+from asyncllm.serving.websocket_protocol import BASE_FRAMES, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -366,7 +366,7 @@ FRAMES = [
     (frame(FIN | TEXT, b"\xff\xfe"), 1007),
     (frame(FIN | TEXT, length=2**40), 1009),
     (frame(FIN | TEXT, length=2**63), 1009),
-    (frame(TEXT) + frame(0) * (2 * FREE_FRAMES), 1009),
+    (frame(TEXT) + frame(0) * (2 * BASE_FRAMES), 1009),
     (frame(0, b"x"), 1002),
     (frame(TEXT, b"{") + frame(FIN | TEXT, b"}"), 1002),
     (frame(PING, b"x"), 1002),
@@ -500,7 +500,7 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
     large = LONG + b" " * (100_000 - len(LONG))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._config.app._serving.large_bodies = ByteBudget(3 * len(large))
+        server._server.config.app._serving.large_bodies = ByteBudget(3 * len(large))
         with held_up(engine._running().submitter._texts.long):
             for data, count in ((large, 6), (LONG, 1)):
                 sent = f"{head}{len(data)}\r\n\r\n".encode() + data
@@ -548,7 +548,7 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
     large = LONG + b" " * (100_000 - len(LONG))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(large)
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._config.app._serving.large_bodies = ByteBudget(2 * len(large))
+        server._server.config.app._serving.large_bodies = ByteBudget(2 * len(large))
         silent = [
             (await stack.enter_async_context(connected(server, head + large[:70_000])))[0]
             for _ in range(4)
@@ -571,8 +571,8 @@ async def test_unread_answers_are_bounded_in_memory():
     body, whole = (json.dumps({**fields, "stream": stream}) for stream in (True, False))
     head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     async with served_app(fake_engine("Hello")) as server, asyncio.timeout(60):
-        serving = server._config.app._serving
-        serving.repeats = ByteBudget(2 * len(body) + 2000)
+        serving = server._server.config.app._serving
+        serving.repeated_bytes = ByteBudget(2 * len(body) + 2000)
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(2):
                 reader, _ = await stack.enter_async_context(connected(server, head + body))
@@ -587,8 +587,8 @@ async def test_unread_answers_are_bounded_in_memory():
             assert answer.json()["tools"][0]["description"] == tool["description"]
             path = f"/v1/responses/{answer.json()['id']}"
             assert (await client.get(path)).json() == answer.json()
-            serving.repeats = ByteBudget(len(body))
-            held = serving.repeats.claim(len(body), lambda: None)
+            serving.repeated_bytes = ByteBudget(len(body))
+            held = serving.repeated_bytes.claim(len(body), lambda: None)
             assert (await client.get(path)).status_code == 429
             held.release()
             assert (await client.get(path)).status_code == 200
@@ -617,11 +617,11 @@ async def test_a_long_message_has_to_come(caplog, monkeypatch):
 async def test_frames_of_a_message_are_bounded_by_their_number(caplog):
     """1024, and one for each 64 bytes; frames between its fragments count."""
     async with attacked(caplog) as server:
-        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (FREE_FRAMES // 2 + 64)
+        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (BASE_FRAMES // 2 + 64)
         *pongs, (opcode, payload) = await told(server, pinged)
         assert {one for one, _ in pongs} == {PONG}
         assert (opcode, payload[:2]) == (CLOSE, (1009).to_bytes(2, "big"))
-        text = CREATE + b" " * (64 * 2 * FREE_FRAMES)
+        text = CREATE + b" " * (64 * 2 * BASE_FRAMES)
         parts = [text[begin : begin + 64] for begin in range(0, len(text), 64)]
         whole = frame(TEXT, parts[0]) + b"".join(frame(0, part) for part in parts[1:])
         answer = await told(server, whole + frame(FIN), end=b'"response.completed"')
@@ -645,4 +645,4 @@ async def test_bytes_have_turns(caplog, monkeypatch, is_socket):
             body = json.dumps(BODY).encode() + b" " * size
             async with connected(server, f"{HEAD}{len(body)}\r\n\r\n".encode() + body) as pair:
                 assert b" 200 " in await pair[0].readline()
-    assert len(turns) >= size // (2 * FREE_BYTES)
+    assert len(turns) >= size // (2 * MAX_BYTES_PER_TURN)

@@ -22,6 +22,7 @@ from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
 from asyncllm.errors import ModelLoadError
 from tests.checkpoints import make_checkpoint
 from tests.hub_stand_in import HubStandIn, serve_hub
+from tests.processes import hear_ctrl_c
 
 hub = pytest.fixture(serve_hub)
 
@@ -242,6 +243,7 @@ def start_pull(hub: HubStandIn, cache: Path, *arguments: str) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_ctrl_c,
     )
 
 
@@ -264,7 +266,7 @@ def test_pull_in_two_processes_and_after_ctrl_c(hub, tmp_path):
     hub.hold.set()
     output, errors = stopped.communicate(timeout=30)
     assert (stopped.returncode, output) == (130, "")
-    assert errors == f"org/toy-GGUF:Q4_K_M: {len(GGUF) / 1e6:.1f} MB to download\n"
+    assert errors == f"org/toy-GGUF:Q4_K_M: {len(GGUF) / 1e6:.3g} MB to download\n"
     assert list(cache.rglob("*.gguf")) == []
     assert list(cache.rglob("*.incomplete")) == []
     both = [start_pull(hub, cache, "org/toy-GGUF:Q4_K_M") for _ in range(2)]

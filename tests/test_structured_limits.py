@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncllm import InvalidRequestError
-from asyncllm.serving.protocol_error import from_engine_error
+from asyncllm.serving.protocol_error import to_protocol_error
 from asyncllm.structured.backends import Backends
 from asyncllm.structured.grammar import GrammarError, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
@@ -517,7 +517,7 @@ async def test_its_request_fails_alone_and_by_name() -> None:
         neighbour = engine.stream("y", max_tokens=100, seed=1)
         with pytest.raises(InvalidRequestError, match="too complex for the next token") as caught:
             await engine.generate("x", structured_outputs=NESTED, max_tokens=400)
-        answer = from_engine_error(caught.value, {})
+        answer = to_protocol_error(caught.value, {})
         assert (answer.status, answer.param) == (400, "structured_outputs")
         assert (await neighbour.result()).token_ids == alone
 

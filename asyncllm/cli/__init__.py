@@ -15,7 +15,7 @@ from importlib import import_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for a failure, 2 for wrong arguments, 130 for
+    """Run a command. Returns the exit code: 0, or 1 for a failure, 2 for wrong arguments, 130 for
     Ctrl-C."""
     from asyncllm.cli.arguments import parse
     from asyncllm.errors import AsyncLLMError, InvalidRequestError
@@ -53,7 +53,7 @@ def _open_missing_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Discard the buffered output, so that flushing it does not raise at exit."""
+    """Discard buffered output, so that flushing standard output at exit does not raise."""
     with suppress(OSError):  # Standard output may have no file descriptor.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

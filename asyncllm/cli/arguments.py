@@ -6,13 +6,13 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from asyncllm import __version__
 from asyncllm.validation import describe
 
 _Option = tuple[str, Callable[[str], Any], str, str | None]
-"""Command-line option: field name, type, metavar and help text."""
+"""Command-line option: name of the argument's attribute, type, metavar and help text."""
 
 
 def _parse_json(text: str) -> Any:
@@ -46,13 +46,29 @@ _ENGINE_OPTIONS: tuple[_Option, ...] = (
     ("chat_template", str, "FILE", "a Jinja template in place of the model's"),
     ("generation_config", str, "NAME", "auto, or none: the model's sampling defaults are ignored"),
 )
+_SERVER_OPTIONS: tuple[_Option, ...] = (
+    ("host", str, "NAME", "address to listen on (127.0.0.1)"),
+    ("port", int, "N", "0 takes a free one (8000)"),
+    ("token_file", str, "FILE", "tokens, one a line; no other user sees them"),
+    (
+        "scheduling_policy",
+        str,
+        "NAME",
+        "fcfs; priority or deadline also obey the clients' priority (fcfs)",
+    ),
+    ("timeout", float, "S", "seconds an answer may take"),
+    ("drain", float, "S", "seconds to end in (30)"),
+    ("max_body_size", int, "N", "bytes of a request, and of a WebSocket message (4194304)"),
+)
 _PACK_OPTIONS = tuple(
     option
     for option in _ENGINE_OPTIONS
     if option[0] in ("dtype", "num_threads", "quantization", "hf_overrides")
 )
-"""Settings that packed weights depend on, and the number of threads that pack them."""
+"""Options that packed weights depend on, and the number of threads that pack them."""
 _MAX_COUNT = 1_000_000
+"""Maximum value of an option that counts something, such as streams or tokens."""
+
 _MODEL_HELP = "directory, GGUF file, or hub id with a GGUF quantisation or without: org/repo:Q4_K_M"
 
 
@@ -79,15 +95,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of EngineConfig that the command line sets."""
-    return _given_options(arguments, _ENGINE_OPTIONS)
+    return _options_set(arguments, _ENGINE_OPTIONS)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of SamplingParams that the command line sets, except the seed."""
-    return _given_options(arguments, _SAMPLING_OPTIONS)
+    return _options_set(arguments, _SAMPLING_OPTIONS)
 
 
-def _given_options(arguments: argparse.Namespace, options: Sequence[_Option]) -> dict[str, Any]:
+def _options_set(arguments: argparse.Namespace, options: Sequence[_Option]) -> dict[str, Any]:
     values = {name: getattr(arguments, name, None) for name, *_ in options}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -122,14 +138,14 @@ def _add_serve(commands: Any) -> None:
         "Serves chat completions, completions and responses at http://HOST:PORT/v1. SIGTERM and "
         "Ctrl-C let the answers in flight end; a second one does not wait for them.",
         has_sampling=False,
-        loop_flag="--no-uvloop",
+        uses_uvloop=importlib.util.find_spec("uvloop") is not None,
     )
-    group = parser.add_argument_group("server")
+    group = _add_group(parser, "server", _SERVER_OPTIONS)
+    parser.set_defaults(
+        host="127.0.0.1", port=8000, scheduling_policy="fcfs", drain=30.0, max_body_size=4 << 20
+    )
     add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (8000)")
     add("--token", action="append", metavar="TEXT", help="clients have to send it; repeatable")
-    add("--token-file", metavar="FILE", help="tokens, one a line; no other user sees them")
     add("--origin", action="append", metavar="URL", help="pages that may ask; repeatable")
     add(
         "--served-model-name",
@@ -137,22 +153,7 @@ def _add_serve(commands: Any) -> None:
         metavar="NAME",
         help="the model's name to clients and in metrics; repeatable",
     )
-    add(
-        "--scheduling-policy",
-        default="fcfs",
-        metavar="NAME",
-        help="fcfs; priority or deadline also obey the clients' priority (fcfs)",
-    )
-    add("--timeout", type=float, metavar="S", help="seconds an answer may take")
-    add("--drain", type=float, default=30.0, metavar="S", help="seconds to end in (30)")
     _add_count(group, "--max-connections", 1024, "connections at once")
-    add(
-        "--max-body-size",
-        type=int,
-        default=4 << 20,
-        metavar="N",
-        help="bytes of a request, and of a WebSocket message (4194304)",
-    )
     add(
         "--ignore-unsupported",
         action="store_true",
@@ -218,10 +219,14 @@ def _add_command(
     description: str,
     *,
     has_sampling: bool = True,
-    loop_flag: Literal["--uvloop", "--no-uvloop"] = "--uvloop",
+    uses_uvloop: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command with the common options, and if ``has_sampling`` with sampling options.
-    ``loop_flag`` is its flag that changes the event loop."""
+    """Add a command with the options that commands share.
+
+    Args:
+        has_sampling: add the options of sampling.
+        uses_uvloop: default of ``--uvloop``.
+    """
     parser = commands.add_parser(name, help=summary, description=description)
     parser.add_argument(
         "model", nargs="?", help=f"{_MODEL_HELP}; the model in the package if left out"
@@ -230,13 +235,12 @@ def _add_command(
         group = _add_group(parser, "sampling (default: the model's own)", _SAMPLING_OPTIONS)
         group.add_argument("--seed", type=int, metavar="N", help="the same answers every time")
     group = _add_group(parser, "engine", _ENGINE_OPTIONS)
-    if loop_flag == "--uvloop":
-        group.add_argument(loop_flag, action="store_true", help="run on uvloop, if it is installed")
-    else:
-        group.add_argument(
-            loop_flag, dest="uvloop", action="store_false", help="run on asyncio's loop"
-        )
-        parser.set_defaults(uvloop=importlib.util.find_spec("uvloop") is not None)
+    group.add_argument(
+        "--uvloop",
+        action=argparse.BooleanOptionalAction,
+        default=uses_uvloop,
+        help="run on uvloop, if it is installed",
+    )
     return parser
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm.cli.measure import LagMeter, format_machine, machine_facts, percentile
-from asyncllm.cli.session import checked_config, context_length, model_name, open_engine, run_async
-from asyncllm.cli.text import format_seconds
+from asyncllm.cli.session import checked_config, model_name, open_engine, run_async
+from asyncllm.cli.text import format_bytes, format_seconds
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import Usage
 
-_CANCELS_PER_ROW = 32
+_ABORTS_PER_ROW = 32
 
 
 @dataclass
@@ -70,8 +70,8 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     facts = machine_facts(config.device)
     async with open_engine(AsyncLLMEngine(config=config)) as engine:
         _check_lengths(engine, arguments)
-        load = Workload(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
-        await load.warm_up()
+        workload = Workload(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
+        await workload.warm_up()
         report = await engine.execution_report()
         print(format_machine(facts))
         print(describe_execution(report, config.attention_backend))
@@ -92,7 +92,7 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
         try:
             for concurrency in arguments.concurrency:
                 _show_progress(f"{concurrency} streams …")
-                row = await load.measure(concurrency, arguments.rounds)
+                row = await workload.measure(concurrency, arguments.rounds)
                 floor = {"step_floor": report.floor(concurrency * context)}
                 result["rows"].append(row.summary() | floor)
         finally:
@@ -109,9 +109,9 @@ def _check_writable(file: str) -> None:
 
 
 def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> None:
-    """Refuse lengths beyond the context, because shortened answers would be another workload."""
+    """Refuse lengths beyond the context: answers that it cuts would falsify the figures."""
     prompt_len, output_len = arguments.prompt_len, arguments.output_len
-    context = context_length(engine)
+    context = engine.max_model_len
     if prompt_len + output_len > context:
         raise InvalidRequestError(
             f"--prompt-len {prompt_len} --output-len {output_len}: {prompt_len + output_len} "
@@ -121,7 +121,7 @@ def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Non
 
 
 class Workload:
-    """Workload: random prompts of one length, and answers of one length."""
+    """Source of requests with random prompts of one length and answers of one length."""
 
     def __init__(self, engine: AsyncLLMEngine, prompt_len: int, output_len: int, seed: int) -> None:
         self._engine = engine
@@ -154,21 +154,22 @@ class Workload:
     async def _run_requests(self, row: Row, rounds: int) -> None:
         for _ in range(rounds):
             began = last = time.perf_counter()
-            seen = 0
+            num_tokens = 0
             usage: Usage | None = None
             async for delta in self._engine.stream(
                 next(self._prompts), max_tokens=self._output_len, ignore_eos=True
             ):
                 now = time.perf_counter()
-                if seen == 0 and delta.token_ids:
+                if num_tokens == 0 and delta.token_ids:
                     row.ttft.append(now - began)
                 elif delta.token_ids:
                     # The tokens of a delta arrived together, so they count as one gap.
                     row.between_tokens.append(now - last)
-                last, seen, usage = now, seen + len(delta.token_ids), delta.usage
+                last, usage = now, delta.usage
+                num_tokens += len(delta.token_ids)
             assert usage is not None
             row.num_requests += 1
-            row.num_tokens += seen
+            row.num_tokens += num_tokens
 
     async def _measure_aborts(self, row: Row) -> None:
         """Measure the time from an abort until the stream's blocks are free, one stream at a time,
@@ -179,7 +180,7 @@ class Workload:
         ]
         for stream in streams:
             await anext(stream)
-        for stream in streams[:_CANCELS_PER_ROW]:
+        for stream in streams[:_ABORTS_PER_ROW]:
             began = time.perf_counter()
             stream.abort()
             if (await stream.result()).finish_reason == "abort":
@@ -194,13 +195,13 @@ def describe_execution(report: ExecutionReport, attention_backend: str) -> str:
     """Describe which ops run and why, and how many bytes a step reads."""
     count = report.num_threads
     threads = "" if count is None else f" on {count} thread{'s' * (count != 1)}"
-    what = report.op_set
+    ops = report.op_set
     if report.instruction_set is not None:
-        what += f" ({report.instruction_set})"
+        ops += f" ({report.instruction_set})"
     text = (
-        f"ops {what}, attention {report.attention_backend}, {report.dtype} on {report.device}"
+        f"ops {ops}, attention {report.attention_backend}, {report.dtype} on {report.device}"
         f"{threads}: {_explain_ops(report, attention_backend)}\n"
-        f"a step reads {_format_bytes(report.weight_bytes)} of weights, and "
+        f"a step reads {format_bytes(report.weight_bytes)} of weights, and "
         f"{report.kv_bytes_per_token / 1e3:.3g} kB for each token of its sequences"
     )
     if report.memory_bandwidth is not None:
@@ -219,10 +220,6 @@ def _explain_ops(report: ExecutionReport, attention_backend: str) -> str:
     if choice.runs and report.op_set != "native":
         return "native ops do not take this model's shapes"
     return choice.reason
-
-
-def _format_bytes(count: int) -> str:
-    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e9:.3g} GB"
 
 
 _COLUMNS = (

@@ -10,23 +10,27 @@ import argparse
 import shutil
 import sys
 import textwrap
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from asyncllm.cli.arguments import sampling_options
-from asyncllm.cli.conversation import Conversation, count_tokens, room_for_messages
+from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.prompt_line import read_message, without_echo
 from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
 from asyncllm.cli.text import format_rate, format_seconds, printable
 from asyncllm.cli.word_wrapper import WordWrapper
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import ContextLengthExceededError, EngineOverloadedError, RequestError
+from asyncllm.errors import EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Usage
 from asyncllm.stream import TokenStream
+from asyncllm.text.template_input import TemplateInput
 
 _MAX_WIDTH = 92
+"""Maximum number of characters in a line, so that long answers stay readable."""
+
 _PROMPT = "› "
 
 
@@ -67,7 +71,7 @@ class Chat:
         """Run the conversation until the user leaves; returns the exit code."""
         if self._is_terminal:
             self._greet()
-        leaving = False
+        is_leaving = False
         while True:
             try:
                 message = read_message(_PROMPT if self._is_terminal else None)
@@ -79,12 +83,12 @@ class Chat:
                 if not self._is_terminal:
                     raise
                 print()
-                if leaving:
+                if is_leaving:
                     return 0
                 self._print_note("Ctrl-C again, or Ctrl-D, leaves.")
-                leaving = True
+                is_leaving = True
                 continue
-            leaving = False
+            is_leaving = False
             if message.split(" ")[0] == "/exit":
                 return self._exit_code()
             if message:
@@ -138,39 +142,30 @@ class Chat:
             self._print_note(_format_timings(answer.usage, answer.finish_reason))
 
     def _stream_answer(self) -> tuple[int, Completion]:
-        """Send as many of the latest turns as fit; returns the index of the first one sent, and the
-        answer."""
+        """Send as many of the latest turns as fit. Returns the index of the first message sent, and
+        the answer."""
         sampling = dict(self._sampling)
         if self._seed is not None:
             sampling["seed"] = self._seed + len(self._conversation.messages)
-        starts = self._fitting_turn_starts()
-        while True:
-            try:
-                stream = self._engine.chat(
-                    self._conversation.messages_to_send(starts[0]), **sampling
-                )
-                self._print_stream(stream)
-            except ContextLengthExceededError:
-                # The KV cache may hold fewer tokens than the context allows.
-                if len(starts) == 1:
-                    raise
-                del starts[0]
-            else:
-                return starts[0], self._loop.call(stream.result)
+        start = self._first_fitting_turn()
+        stream = self._engine.chat(self._conversation.messages_to_send(start), **sampling)
+        self._print_stream(stream)
+        return start, self._loop.call(stream.result)
 
-    def _fitting_turn_starts(self) -> list[int]:
-        """Indices of the turns at which the sent messages may start and leave room for an answer,
-        oldest first. If the newest turn alone is too long, only its index."""
+    def _first_fitting_turn(self) -> int:
+        """Index of the first message to send: that of the oldest turn from which on all turns fit.
+        They leave room for an answer of ``max_tokens``, by default a quarter of the context. If
+        the newest turn alone does not fit, its index."""
+        context = self._engine.max_model_len
+        max_tokens = self._sampling.get("max_tokens", context // 4)
+        room = context - min(max_tokens, context // 2)
+
+        def fits(start: int) -> bool:
+            messages = self._conversation.messages_to_send(start)
+            return len(self._engine.tokenizer.encode_chat(TemplateInput(messages, {}))) <= room
+
         starts = self._conversation.turn_starts()
-        max_tokens = room_for_messages(self._engine, self._sampling.get("max_tokens"))
-        if not self._fits(starts[-1], max_tokens):
-            return starts[-1:]
-        while not self._fits(starts[0], max_tokens):
-            del starts[0]
-        return starts
-
-    def _fits(self, start: int, max_tokens: int) -> bool:
-        return count_tokens(self._engine, self._conversation.messages_to_send(start)) <= max_tokens
+        return starts[bisect_left(starts, True, hi=len(starts) - 1, key=fits)]
 
     def _print_stream(self, stream: TokenStream) -> None:
         """Print a stream as it arrives. Ctrl-C aborts it and keeps the text so far; if the engine
@@ -192,8 +187,8 @@ class Chat:
     # --- commands ----------------------------------------------------------------------
 
     def _help(self, _: str) -> None:
-        for name, (what, _run) in self._commands.items():
-            self._print_note(f"{name:8} {what}")
+        for name, (description, _run) in self._commands.items():
+            self._print_note(f"{name:8} {description}")
         self._print_note(
             "A backslash at the end of a line goes on in the next; Ctrl-C stops an answer."
         )
@@ -241,23 +236,23 @@ class Chat:
 
 async def _print_answer(stream: TokenStream, wrapper: WordWrapper | None) -> None:
     """Print the answer, and on a terminal the reasoning before it."""
-    thinking = False
+    is_reasoning = False
     async for delta in stream:
         text = printable(delta.text)
         if wrapper is None:
             print(text, end="", flush=True)
             continue
         if delta.reasoning:
-            thinking = True
+            is_reasoning = True
             wrapper.write(printable(delta.reasoning))
-        if thinking and text:
-            thinking = False
+        if is_reasoning and text:
+            is_reasoning = False
             text = f"\n\n{text}"
         wrapper.write(text)
 
 
 def _line_width() -> int:
-    """Readable line width on this terminal, in characters."""
+    """Line width in characters: that of the terminal, but at most _MAX_WIDTH."""
     return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 

@@ -1,13 +1,9 @@
-"""Conversation: the messages of a chat, and the part that fits the context."""
+"""Conversation: the messages of a chat in the terminal."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-
-from asyncllm.cli.session import context_length
-from asyncllm.engine import AsyncLLMEngine
-from asyncllm.text.template_input import TemplateInput
 
 Message = dict[str, str]
 
@@ -40,16 +36,3 @@ class Conversation:
         """Write the messages to a file, as JSON that ``chat()`` accepts."""
         text = json.dumps(self.messages_to_send(), ensure_ascii=False, indent=2)
         file.write_text(text + "\n", encoding="utf-8")
-
-
-def room_for_messages(engine: AsyncLLMEngine, max_tokens: int | None) -> int:
-    """Maximum number of tokens of the messages. The rest of the context is for the answer:
-    ``max_tokens``, by default a quarter of the context."""
-    context = context_length(engine)
-    answer = context // 4 if max_tokens is None else min(max_tokens, context // 2)
-    return context - answer
-
-
-def count_tokens(engine: AsyncLLMEngine, messages: list[Message]) -> int:
-    """Number of tokens of the prompt that ``chat`` makes from ``messages``."""
-    return len(engine.tokenizer.encode_chat(TemplateInput(messages, {})))

@@ -7,14 +7,13 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from asyncllm.cli.arguments import sampling_options
+from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
 from asyncllm.cli.prompts import Prompt, prompts
 from asyncllm.cli.session import checked_config, open_engine, run_async
 from asyncllm.cli.text import format_seconds, one_line
-from asyncllm.cli.tracked_streams import Demo, TrackedStream, follow_all
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.stream import TokenStream
 
@@ -27,33 +26,27 @@ def run(arguments: argparse.Namespace) -> int:
 async def _main(arguments: argparse.Namespace) -> int:
     config = checked_config(arguments)
     async with open_engine(AsyncLLMEngine(config=config)) as engine:
-        display = _choose_display()
+        show = _print_when_done
+        if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+            from asyncllm.cli.demo_view import watch as show
         demo = _submit(engine, arguments)
-        await display(demo)
-    return 1 if any(tracked.error for tracked in demo.streams) else 0
-
-
-def _choose_display() -> Callable[[Demo], Any]:
-    if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-        from asyncllm.cli.demo_view import watch
-
-        return watch
-    return _print_when_done
+        await show(demo)
+    return 1 if any(stream.error for stream in demo.streams) else 0
 
 
 def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Demo:
-    """Submit every prompt. Streams run whether or not they are read."""
+    """Submit the demo's prompts to an engine."""
     seed = arguments.seed
-    chosen = prompts(arguments.streams, random.Random(0 if seed is None else seed))
-    given = sampling_options(arguments)
+    options = sampling_options(arguments)
     demo = Demo(engine, [], time.perf_counter())
-    for number, prompt in enumerate(chosen):
-        sampling = dict(given) if prompt.long else {"temperature": 0.0, **given}
+    rng = random.Random(0 if seed is None else seed)
+    for i, prompt in enumerate(prompts(arguments.streams, rng)):
+        sampling = dict(options) if prompt.long else {"temperature": 0.0, **options}
         if seed is not None:
-            sampling["seed"] = (seed + number) % 2**64
+            sampling["seed"] = (seed + i) % 2**64
         began_at = time.perf_counter()
         demo.streams.append(
-            TrackedStream(number + 1, prompt, _start_stream(engine, prompt, sampling), began_at)
+            DemoStream(i + 1, prompt, _start_stream(engine, prompt, sampling), began_at)
         )
     return demo
 
@@ -71,24 +64,24 @@ async def _print_when_done(demo: Demo) -> None:
     unprinted = list(demo.streams)
 
     def refresh() -> None:
-        for tracked in [tracked for tracked in unprinted if tracked.done]:
-            unprinted.remove(tracked)
-            print(f"\n{_format_answer(tracked)}", flush=True)
+        for stream in [stream for stream in unprinted if stream.done]:
+            unprinted.remove(stream)
+            print(f"\n{_format_answer(stream)}", flush=True)
 
     await follow_all(demo, refresh)
     refresh()
     print(f"\n{demo.totals_text()}", flush=True)
 
 
-def _format_answer(tracked: TrackedStream) -> str:
-    answer = tracked.text.strip().replace("\n", "\n    ")
-    lines = [f"[{tracked.number}] {tracked.prompt.kind}: {one_line(tracked.prompt.title, 100)}"]
+def _format_answer(stream: DemoStream) -> str:
+    answer = stream.text.strip().replace("\n", "\n    ")
+    lines = [f"[{stream.number}] {stream.prompt.kind}: {one_line(stream.prompt.title, 100)}"]
     if answer:
         lines.append(f"    {answer}")
-    if tracked.error is not None:
-        lines.append(f"    failed: {one_line(tracked.error, 200)}")
+    if stream.error is not None:
+        lines.append(f"    failed: {one_line(stream.error, 200)}")
     lines.append(
-        f"    ({tracked.num_tokens} tokens, first after {format_seconds(tracked.ttft)}, "
-        f"{tracked.speed}, {tracked.finish_reason or 'failed'})"
+        f"    ({stream.num_tokens} tokens, first after {format_seconds(stream.ttft)}, "
+        f"{stream.speed}, {stream.finish_reason or 'failed'})"
     )
     return "\n".join(lines)

@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
 from asyncllm.cli.text import format_rate, format_seconds, one_line
-from asyncllm.cli.tracked_streams import Demo, TrackedStream, follow_all
 
 _SHORT_HEIGHT = 4
 _SHORT_WIDTH = 38
@@ -41,43 +41,46 @@ class View:
         self._console = console
         self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
-        self._tall_streams = [t for t in demo.streams if t.prompt.long][:columns]
-        self._tall_columns = max(len(self._tall_streams), 1)
-        columns = max(1, min(4, console.width // _SHORT_WIDTH))
-        rows = (
-            console.height - 4 - (_MIN_TALL_HEIGHT if self._tall_streams else 0)
-        ) // _SHORT_HEIGHT
-        self._short_streams = [t for t in demo.streams if not t.prompt.long][
-            : max(rows, 0) * columns
-        ]
-        self._short_columns = max(min(columns, len(self._short_streams)), 1)
+        self._tall_streams = [stream for stream in demo.streams if stream.prompt.long][:columns]
+        self._short_columns = max(1, min(4, console.width // _SHORT_WIDTH))
+        tall_height = _MIN_TALL_HEIGHT if self._tall_streams else 0
+        rows = max(self._room_above_status() - tall_height, 0) // _SHORT_HEIGHT
+        short_streams = [stream for stream in demo.streams if not stream.prompt.long]
+        self._short_streams = short_streams[: rows * self._short_columns]
+
+    def _room_above_status(self) -> int:
+        """Lines of the console between the header and the two lines of status."""
+        return self._console.height - 4
 
     def live_frame(self) -> RenderableType:
         """Frame that fits the window, while streams run."""
         rows = math.ceil(len(self._short_streams) / self._short_columns)
-        room = self._console.height - 4 - rows * _SHORT_HEIGHT
+        room = self._room_above_status() - rows * _SHORT_HEIGHT
         tall_height = min(max(room, 3), _MAX_TALL_HEIGHT)
-        return Group(
-            self._header(),
-            self._grid(self._tall_streams, self._tall_columns, tall_height),
-            self._grid(self._short_streams, self._short_columns, _SHORT_HEIGHT),
-            self._status_marks(),
-            self._status(),
-        )
+        panels = self._panels(tall_height, _SHORT_HEIGHT)
+        return Group(self._header(), *panels, self._status_marks(), self._status())
 
     def final_frame(self) -> list[RenderableType]:
         """Whole answers and the table of figures."""
-        parts: list[RenderableType] = [self._header()]
-        for streams, columns in (
-            (self._tall_streams, self._tall_columns),
-            (self._short_streams, self._short_columns),
-        ):
-            for i in range(0, len(streams), columns):
-                parts.append(self._grid(streams[i : i + columns], columns, None))
+        parts = [self._header(), *self._panels(None, None)]
         if len(self._demo.streams) <= _MAX_TABLE_ROWS:
             parts.append(self._table())
         parts.append(Text(self._demo.totals_text(), style="bold"))
         return parts
+
+    def _panels(self, tall_height: int | None, short_height: int | None) -> list[RenderableType]:
+        """Panels of the streams, in rows. If a height is None, each row has that of its longest
+        text."""
+        rows: list[RenderableType] = []
+        for streams, max_columns, height in (
+            (self._tall_streams, len(self._tall_streams), tall_height),
+            (self._short_streams, self._short_columns, short_height),
+        ):
+            columns = min(max_columns, len(streams))
+            for i in range(0, len(streams), columns or 1):
+                row = streams[i : i + columns]
+                rows.append(self._panel_row(row, self._console.width // columns, height))
+        return rows
 
     def _header(self) -> Text:
         header = Text.assemble(
@@ -88,44 +91,37 @@ class View:
         header.truncate(self._console.width, overflow="ellipsis")
         return header
 
-    def _grid(
-        self, streams: Sequence[TrackedStream], columns: int, height: int | None
+    def _panel_row(
+        self, streams: Sequence[DemoStream], width: int, height: int | None
     ) -> RenderableType:
-        """Panels side by side. If ``height`` is None, they are as high as the longest text."""
-        if not streams:
-            return Group()
-        width = self._console.width // columns
-        bodies = [self._wrap_text(stream, width - 4) for stream in streams]
-        if height is None:
-            height = max(len(lines) for lines in bodies) + 2
-        grid = Table.grid(expand=False)
-        for _ in range(columns):
-            grid.add_column(width=width)
-        panels = [
-            self._panel(stream, lines[-(height - 2) :], width, height)
-            for stream, lines in zip(streams, bodies, strict=True)
-        ]
-        for i in range(0, len(panels), columns):
-            grid.add_row(*panels[i : i + columns])
-        return grid
+        texts = [self._wrap_text(stream, width - 4) for stream in streams]
+        height = height or max(map(len, texts)) + 2
+        row = Table.grid()
+        row.add_row(
+            *(
+                self._panel(stream, lines[-(height - 2) :], width, height)
+                for stream, lines in zip(streams, texts, strict=True)
+            )
+        )
+        return row
 
-    def _wrap_text(self, stream: TrackedStream, width: int) -> list[Text]:
+    def _wrap_text(self, stream: DemoStream, width: int) -> list[Text]:
         text = stream.error or stream.text.strip()
-        if not stream.done:
-            text += _CURSOR if stream.first_token_at is not None else ""
+        if not stream.done and stream.first_token_at is not None:
+            text += _CURSOR
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
-    def _panel(self, stream: TrackedStream, lines: list[Text], width: int, height: int) -> Panel:
-        style = _stream_style(stream)
+    def _panel(self, stream: DemoStream, lines: list[Text], width: int, height: int) -> Panel:
+        style, _ = _style_and_mark(stream)
         kind = f" {stream.prompt.kind} "
-        asked = one_line(stream.prompt.title, max(width - len(kind) - 6, 0))
+        title = one_line(stream.prompt.title, max(width - len(kind) - 6, 0))
         return Panel(
             Text("\n").join(lines),
             box=box.ROUNDED,
             width=width,
             height=height,
             border_style=style,
-            title=Text.assemble((kind, f"bold {style}"), (asked + " ", "dim")),
+            title=Text.assemble((kind, f"bold {style}"), (title + " ", "dim")),
             title_align="left",
             subtitle=Text(_format_timings(stream), style="dim"),
             subtitle_align="right",
@@ -133,20 +129,12 @@ class View:
 
     def _status_marks(self) -> Text:
         """Status marks, one character per stream, cut to the width of the console."""
-        strip = Text(" ")
+        marks = Text(" ")
         for stream in self._demo.streams:
-            mark = (
-                "✗"
-                if stream.error
-                else "●"
-                if stream.done
-                else "◐"
-                if stream.first_token_at
-                else "·"
-            )
-            strip.append(mark, style=_stream_style(stream))
-        strip.truncate(self._console.width - 1, overflow="ellipsis")
-        return strip
+            style, mark = _style_and_mark(stream)
+            marks.append(mark, style)
+        marks.truncate(self._console.width - 1, overflow="ellipsis")
+        return marks
 
     def _status(self) -> Text:
         demo, stats = self._demo, self._demo.stats
@@ -168,32 +156,33 @@ class View:
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
-        asked = min(self._console.width - _OTHER_COLUMNS_WIDTH, 44)
+        title_width = min(self._console.width - _OTHER_COLUMNS_WIDTH, 44)
         table.add_column("stream", no_wrap=True)
-        table.add_column("asked" if asked > 8 else "", no_wrap=True, style="dim")
+        table.add_column("asked" if title_width > 8 else "", no_wrap=True, style="dim")
         for name in ("tokens", "first token", "then", "end"):
             table.add_column(name, justify="right", no_wrap=True)
         for stream in self._demo.streams:
             table.add_row(
                 stream.prompt.kind,
-                one_line(stream.prompt.title, asked) if asked > 8 else "",
+                one_line(stream.prompt.title, title_width) if title_width > 8 else "",
                 str(stream.num_tokens),
                 format_seconds(stream.ttft),
                 stream.speed,
-                Text(stream.finish_reason or "failed", style=_stream_style(stream)),
+                Text(stream.finish_reason or "failed", style=_style_and_mark(stream)[0]),
             )
         return table
 
 
-def _stream_style(stream: TrackedStream) -> str:
+def _style_and_mark(stream: DemoStream) -> tuple[str, str]:
+    """Colour and status mark of a stream."""
     if stream.error:
-        return "red"
+        return "red", "✗"
     if stream.done:
-        return "green"
-    return "bright_black" if stream.first_token_at is None else "cyan"
+        return "green", "●"
+    return ("bright_black", "·") if stream.first_token_at is None else ("cyan", "◐")
 
 
-def _format_timings(stream: TrackedStream) -> str:
+def _format_timings(stream: DemoStream) -> str:
     if stream.first_token_at is None:
         return " failed " if stream.error else " waiting "
     return f" {format_seconds(stream.ttft)} · {stream.num_tokens} tokens · {stream.speed} "

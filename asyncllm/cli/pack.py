@@ -17,6 +17,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = resolve_model(config.model)
     model = read_config(path, config.model_impl, overrides=config.hf_overrides)
-    found = pack_model(config, model)
-    print(f"{found}: {found.stat().st_size / 2**20:.1f} MiB")
+    file = pack_model(config, model)
+    print(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
     return 0

@@ -20,12 +20,12 @@ def read_message(prompt: str | None) -> str:
     Raises:
         EOFError, KeyboardInterrupt: for Ctrl-D and Ctrl-C.
     """
-    first, next_ = ("", "") if prompt is None else (_bold_prompt(prompt), "… ")
-    lines = [input(first)]
+    first_prompt, next_prompt = ("", "") if prompt is None else (_bold_prompt(prompt), "… ")
+    lines = [input(first_prompt)]
     with suppress(EOFError):  # The end of the input ends the message.
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
-            lines.append(input(next_))
+            lines.append(input(next_prompt))
     return "\n".join(lines).strip()
 
 
@@ -36,14 +36,14 @@ def without_echo() -> Iterator[None]:
         yield
         return
     terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    quiet = list(before)
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+    settings = termios.tcgetattr(terminal)
+    silent_settings = list(settings)
+    silent_settings[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSADRAIN, silent_settings)
     try:
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
 
 
 def _bold_prompt(prompt: str) -> str:

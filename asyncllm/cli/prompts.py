@@ -17,22 +17,28 @@ class Prompt:
     """One conversation that the model continues.
 
     Attributes:
-        kind: one word for the heading.
-        title: the question in a few words.
+        kind: kind of the task, for the heading.
+        short_question: the question without facts; empty if the question has none.
         long: whether the answer is a longer text. A short answer is right or wrong, so it is
             sampled greedily.
+        history: earlier messages of the conversation.
         tools: JSON schemas of tools for the chat template.
     """
 
     kind: str
-    title: str
-    messages: tuple[dict[str, str], ...]
+    question: str
+    short_question: str = ""
     long: bool = False
+    history: tuple[dict[str, str], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
     @property
-    def question(self) -> str:
-        return self.messages[-1]["content"]
+    def title(self) -> str:
+        return self.short_question or self.question
+
+    @property
+    def messages(self) -> tuple[dict[str, str], ...]:
+        return (*self.history, {"role": "user", "content": self.question})
 
 
 def prompts(count: int, rng: random.Random) -> list[Prompt]:
@@ -48,11 +54,11 @@ def _first_prompts() -> tuple[Prompt, ...]:
     """The first prompts, one of each kind. Two of them ask about the same facts, so they share a
     cached prefix."""
     return (
-        _prompt("story", "Tell me a story about Mia and a boat.", long=True),
-        _prompt("story", "Write a short story about Tom and a kite.", long=True),
-        _prompt("question", f"{_FACTS} Where is the key?", "Where is the key?"),
-        _prompt("sum", "What is 12 + 7?"),
-        _prompt(
+        Prompt("story", "Tell me a story about Mia and a boat.", long=True),
+        Prompt("story", "Write a short story about Tom and a kite.", long=True),
+        Prompt("question", f"{_FACTS} Where is the key?", "Where is the key?"),
+        Prompt("sum", "What is 12 + 7?"),
+        Prompt(
             "JSON",
             f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_NORA_FACT}',
             _NORA_FACT,
@@ -60,61 +66,44 @@ def _first_prompts() -> tuple[Prompt, ...]:
         Prompt(
             "chat",
             "What is my name?",
-            (
+            history=(
                 {"role": "user", "content": "My name is Lena."},
                 {"role": "assistant", "content": "Nice to meet you, Lena."},
-                {"role": "user", "content": "What is my name?"},
             ),
         ),
-        _prompt("tool call", "What is the weather in Oslo?", tools=(_weather(),)),
-        _prompt("question", f"{_FACTS} Who likes soup?", "Who likes soup?"),
+        Prompt("tool call", "What is the weather in Oslo?", tools=(_weather_tool(),)),
+        Prompt("question", f"{_FACTS} Who likes soup?", "Who likes soup?"),
     )
 
 
-def _prompt(
-    kind: str,
-    question: str,
-    title: str = "",
-    *,
-    long: bool = False,
-    tools: tuple[dict[str, Any], ...] = (),
-) -> Prompt:
-    message = {"role": "user", "content": question}
-    return Prompt(kind, title or question, (message,), long, tools)
-
-
-def _weather() -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    }
+def _weather_tool() -> dict[str, Any]:
+    properties = {"city": {"type": "string"}}
     function = {
         "name": "get_weather",
         "description": "Current weather of a city",
-        "parameters": parameters,
+        "parameters": {"type": "object", "properties": properties, "required": ["city"]},
     }
     return {"type": "function", "function": function}
 
 
 def _story_prompt(rng: random.Random) -> Prompt:
-    name, thing = rng.choice(_NAMES), rng.choice(_TOYS)
-    return _prompt("story", f"Tell me a story about {name} and a {thing}.", long=True)
+    name, toy = rng.choice(_NAMES), rng.choice(_TOYS)
+    return Prompt("story", f"Tell me a story about {name} and a {toy}.", long=True)
 
 
 def _sum_prompt(rng: random.Random) -> Prompt:
     a = rng.randint(1, 60)
-    return _prompt("sum", f"What is {a} + {rng.randint(1, 99 - a)}?")
+    return Prompt("sum", f"What is {a} + {rng.randint(1, 99 - a)}?")
 
 
 def _colour_prompt(rng: random.Random) -> Prompt:
-    name, thing = rng.choice(_NAMES), rng.choice(_TOYS)
+    name, toy = rng.choice(_NAMES), rng.choice(_TOYS)
     colour = rng.choice(("red", "blue", "green", "yellow"))
-    asked = f"What colour is the {thing}?"
-    return _prompt("question", f"{name} has a {colour} {thing}. {asked}", asked)
+    question = f"What colour is the {toy}?"
+    return Prompt("question", f"{name} has a {colour} {toy}. {question}", question)
 
 
 def _json_prompt(rng: random.Random) -> Prompt:
     name, age = rng.choice(_NAMES), rng.randint(5, 90)
-    told = f"{name} is {age} years old."
-    return _prompt("JSON", f'Fill in this JSON: {{"name": "", "age": 0}}\n{told}', told)
+    fact = f"{name} is {age} years old."
+    return Prompt("JSON", f'Fill in this JSON: {{"name": "", "age": 0}}\n{fact}', fact)

@@ -7,18 +7,18 @@ import sys
 import threading
 from pathlib import Path
 
-from asyncllm.cli.text import printable
+from asyncllm.cli.text import format_bytes, printable
 
 _POLL_SECONDS = 0.1
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Download the files of a model, and print their path."""
-    pull = _Pull(arguments.model, arguments.revision)
+    download = _Download(arguments.model, arguments.revision)
     try:
-        path = pull.follow()
+        path = download.follow()
     except BaseException:
-        pull.cancel()
+        download.cancel()
         raise
     print(path)
     return 0
@@ -28,9 +28,9 @@ class _Cancelled(Exception):
     """Exception that ends a cancelled download."""
 
 
-class _Pull:
-    """Download on a thread of its own. In the main thread huggingface_hub would finish the current
-    files before it ends for Ctrl-C."""
+class _Download:
+    """Download of a model on a thread of its own. On the main thread, huggingface_hub would finish
+    the current files before it obeys Ctrl-C."""
 
     def __init__(self, model: str, revision: str | None) -> None:
         self.model, self.revision = model, revision
@@ -67,27 +67,21 @@ class _Pull:
             self._result = error
 
     def _on_progress(self, done: int, total: int, stage: str = "download") -> None:
-        self.received = done
         if self._is_cancelled:
             raise _Cancelled
+        self.received = done
 
     def _on_size(self, size: int) -> None:
         self.size = size
-        print(f"{printable(self.model)}: {_megabytes(size)} to download", file=sys.stderr)
+        print(f"{printable(self.model)}: {format_bytes(size)} to download", file=sys.stderr)
 
     def _show_bar(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        columns = (DownloadColumn(), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=None)
             while self._thread.is_alive():
-                if self.size:
-                    text = f"{_megabytes(self.received)} of {_megabytes(self.size)}"
-                    bar.update(task, description=text, completed=self.received, total=self.size)
+                bar.update(task, completed=self.received, total=self.size or None)
                 self._thread.join(_POLL_SECONDS)
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"

@@ -7,6 +7,8 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -16,7 +18,6 @@ from asyncllm.cli.session import checked_config, open_engine, run_async
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineError, InvalidRequestError
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.05
 _CLOSING_SECONDS = 5.0
 """Seconds for sending the remaining data once the engine is idle."""
@@ -73,50 +74,34 @@ async def _main(arguments: argparse.Namespace) -> None:
             flush=True,
         )
     async with open_engine(engine), server:
-        signalled = _watch_signals()
-        print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
-        await _wait_for_signal_or_death(signalled, engine)
-        signalled.clear()
+        with anyio.CancelScope() as until_signal:
+            _on_signal(until_signal.cancel)
+            print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
+            # EngineDeadError ends the command, so that a supervisor restarts it.
+            await engine.wait_closed()
         app.drain()
-        await _wait_until_idle(engine, drain, signalled)
-        if signalled.is_set():
-            server.close_at_once()
+        with anyio.move_on_after(drain) as until_second_signal:
+            _on_signal(until_second_signal.cancel, server.close_at_once)
+            await _wait_until_idle(engine)
 
 
-async def _wait_for_signal_or_death(signalled: asyncio.Event, engine: AsyncLLMEngine) -> None:
-    """Wait for a signal. EngineDeadError ends the command, so that a supervisor restarts it."""
-    waits = [asyncio.ensure_future(signalled.wait()), asyncio.ensure_future(engine.wait_closed())]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if waits[1].done():
-            waits[1].result()
-    finally:
-        for wait in waits:
-            wait.cancel()
+def _on_signal(*calls: Callable[[], None]) -> None:
+    """Handle SIGINT and SIGTERM by ``calls``, in place of earlier handlers. The handlers stay until
+    the loop is closed, so that a signal does not interrupt closing."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(
+            signal_number, lambda: [call() for call in calls]
+        )
 
 
-async def _wait_until_idle(
-    engine: AsyncLLMEngine, seconds: float, signalled: asyncio.Event
-) -> None:
-    """Wait until no request is left, ``seconds`` have passed, or another signal arrives."""
-    with anyio.move_on_after(seconds):
-        while not signalled.is_set() and engine.state == "running":
-            try:
-                stats = engine.stats()
-            except EngineError:
-                return
+async def _wait_until_idle(engine: AsyncLLMEngine) -> None:
+    """Wait until the engine has no request, or does not run."""
+    with suppress(EngineError):
+        while engine.state == "running":
+            stats = engine.stats()
             if stats.num_running == stats.num_waiting == stats.num_paused == 0:
                 return
             await anyio.sleep(_POLL_SECONDS)
-
-
-def _watch_signals() -> asyncio.Event:
-    """Event set by SIGINT and SIGTERM. The handlers stay until the loop is closed, so that a signal
-    does not interrupt closing."""
-    signalled = asyncio.Event()
-    for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
-    return signalled
 
 
 def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
@@ -125,25 +110,24 @@ def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
     tokens: list[str] = list(arguments.token or ())
     if arguments.token_file is not None:
         try:
-            text = Path(arguments.token_file).read_text(encoding="utf-8")
+            lines = Path(arguments.token_file).read_text(encoding="utf-8").splitlines()
+            file_tokens = [line.strip() for line in lines if line.strip()]
+            if not file_tokens:
+                raise ValueError("is empty, expected a token a line")
         except (OSError, ValueError) as error:
             raise InvalidRequestError(
                 f"--token-file {arguments.token_file}: {error}", param="token_file"
             ) from error
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-        if not found:
-            raise InvalidRequestError(
-                f"--token-file {arguments.token_file}: is empty, expected a token a line",
-                param="token_file",
-            )
-        tokens += found
+        tokens += file_tokens
     return tokens or None
 
 
 def _log_to_stderr(level: str) -> None:
+    """Log asyncllm's records from ``level`` on, and uvicorn's only from warnings on."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name, least in (("asyncllm", level), ("uvicorn", "warning")):
+    minimum = getattr(logging, level.upper())
+    for name, logged_from in (("asyncllm", minimum), ("uvicorn", max(minimum, logging.WARNING))):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
-        logger.setLevel(max(getattr(logging, level.upper()), getattr(logging, least.upper())))
+        logger.setLevel(logged_from)

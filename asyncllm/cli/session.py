@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from asyncllm.cli.arguments import engine_options, sampling_options
+from asyncllm.cli.text import format_bytes
 from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
@@ -79,33 +80,25 @@ async def _start_with_bar(engine: AsyncLLMEngine) -> None:
             while True:
                 done, total = engine.load_progress
                 if total:
-                    what = f"loading {name}, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
-                    if engine.load_stage == "download":
-                        what = what.replace("loading", "downloading", 1)
-                    if engine.load_stage == "kernels":
-                        what = f"compiling kernels, {done} of {total} steps"
-                    if engine.load_stage == "graphs":
-                        what = f"capturing CUDA graphs, {done} of {total}"
-                    progress.update(task, description=what, completed=done, total=total)
+                    bytes_done = f"{format_bytes(done)} of {format_bytes(total)}"
+                    description = {
+                        "download": f"downloading {name}, {bytes_done}",
+                        "kernels": f"compiling kernels, {done} of {total} steps",
+                        "graphs": f"capturing CUDA graphs, {done} of {total}",
+                    }.get(engine.load_stage, f"loading {name}, {bytes_done}")
+                    progress.update(task, description=description, completed=done, total=total)
                 await asyncio.sleep(_POLL_SECONDS)
 
-        follower = asyncio.create_task(show_progress())
+        progress_task = asyncio.create_task(show_progress())
         try:
             await engine.start()
         finally:
-            follower.cancel()
+            progress_task.cancel()
 
 
 def model_name(engine: AsyncLLMEngine) -> str:
     """Short name of the model."""
     config = engine.config
     name = config.model_name
-    asked_for = config.model is not None and config.served_model_name is None
-    return name.rstrip("/").split("/")[-1] if asked_for else name
-
-
-def context_length(engine: AsyncLLMEngine) -> int:
-    """Maximum number of tokens of a prompt and its answer together."""
-    context = engine.model_config.max_position_embeddings
-    limit = engine.config.max_model_len
-    return context if limit is None else min(context, limit)
+    is_path_or_id = config.model is not None and config.served_model_name is None
+    return name.rstrip("/").split("/")[-1] if is_path_or_id else name

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import unicodedata
+import re
+
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+"""Unicode's category Cc, without the line feed."""
 
 
 def printable(text: str) -> str:
     """Remove control characters, so that a model cannot move the cursor or recolour the screen.
     Line ends stay; tabs become spaces."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(
-        c if c == "\n" or unicodedata.category(c) != "Cc" else " " if c == "\t" else ""
-        for c in text
-    )
+    return _CONTROL_CHARACTERS.sub("", text.replace("\t", " "))
 
 
 def format_seconds(value: float | None) -> str:
@@ -25,6 +23,11 @@ def format_seconds(value: float | None) -> str:
     if value < 0.0995:
         return f"{value * 1e3:.1f} ms" if value < 0.00995 else f"{value * 1e3:.0f} ms"
     return f"{value * 1e3:.0f} ms" if value < 0.9995 else f"{value:.2f} s"
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with three digits: 12.5 MB, 1.25 GB."""
+    return f"{count / 1e6:.3g} MB" if count < 0.9995e9 else f"{count / 1e9:.3g} GB"
 
 
 def format_rate(tokens: float, duration: float) -> str:

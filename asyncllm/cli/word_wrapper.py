@@ -9,8 +9,8 @@ _PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class WordWrapper:
-    """Writer that indents text and breaks lines between words. An incomplete word is held back,
-    because it may not fit the line.
+    """Writer that indents text and breaks lines between words. It keeps an incomplete word until
+    its end is written, because the word may not fit into the line.
 
     Args:
         out: text file to write to; flushed after every piece.
@@ -30,26 +30,26 @@ class WordWrapper:
     def write(self, text: str) -> None:
         for part in _PARTS.findall(text):
             if part == "\n":
-                self._put_word()
+                self._write_word()
                 self._pending_space = ""
                 if self._started:
                     self._out.write("\n")
                 self._column = 0
             elif part.isspace():
-                self._put_word()
+                self._write_word()
                 self._pending_space += part
             else:
                 self._pending_word += part
         self._out.flush()
 
     def finish(self) -> None:
-        """Write the word that was held back, and end the line."""
-        self._put_word()
+        """Write the incomplete word, and end the line."""
+        self._write_word()
         if self._column:
             self._out.write("\n")
         self._out.flush()
 
-    def _put_word(self) -> None:
+    def _write_word(self) -> None:
         if not self._pending_word:
             return
         if (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+try:
+    import uvicorn as uvicorn
+    import websockets as websockets
 
-if TYPE_CHECKING:
     from asyncllm.serving.app import create_app as create_app
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] == "asyncllm":
+        raise
+    raise ImportError(
+        "asyncllm.serving needs the extra 'server': pip install 'asyncllm[server]'"
+    ) from missing
 
 __all__ = ["create_app"]
-
-
-def __getattr__(name: str) -> Any:
-    # Import ``create_app`` at its first use: it needs the extra.
-    if name == "create_app":
-        from asyncllm.serving.app import create_app
-
-        return create_app
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

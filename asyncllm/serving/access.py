@@ -1,4 +1,4 @@
-"""AccessRules: decides which clients may open a connection."""
+"""AccessRules: which clients may send requests."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from starlette.datastructures import Headers
 from asyncllm.serving.loopback import is_loopback
 from asyncllm.serving.protocol_error import ProtocolError
 
-TOKEN_PROTOCOL = "bearer."
-PROTOCOL = "asyncllm"
+SUBPROTOCOL = "asyncllm"
+"""WebSocket subprotocol that the server accepts."""
+
+TOKEN_SUBPROTOCOL_PREFIX = "bearer."
+"""Prefix of the subprotocol by which a browser's page sends its token."""
 
 
 class AccessRules:
     """Rules of access: allowed origins, hosts and bearer tokens.
 
     Args:
-        token: accepted value or values of ``Authorization: Bearer …``; None accepts every client. A
+        tokens: accepted values of ``Authorization: Bearer …``; None accepts every client. A
             browser's WebSockets cannot send this header: they offer the subprotocols ``asyncllm``
             and ``bearer.`` + base64url of the token.
         origins: origins whose pages may connect, such as "https://app.example"; "*" is any. None
             allows only pages of this server. Clients other than browsers send no origin and may
             connect.
-        local: the server is bound to a loopback address. The Host header must then name one, which
-            prevents DNS rebinding by web pages.
+        local: require a loopback address in the Host header, for a server that listens on one.
+            Prevents DNS rebinding by web pages.
     """
 
     def __init__(
-        self, *, token: str | Sequence[str] | None, origins: Sequence[str] | None, local: bool
+        self, *, tokens: Sequence[str] | None, origins: Sequence[str] | None, local: bool
     ) -> None:
-        tokens = (token,) if isinstance(token, str) else token
-        self._tokens = None if tokens is None else tuple(one.encode() for one in tokens)
+        self._tokens = None if tokens is None else [token.encode() for token in tokens]
         self._origins = None if origins is None else frozenset(origins)
         self._local = local
 
@@ -58,16 +60,16 @@ class AccessRules:
             raise ProtocolError(reason, code="forbidden", status=403)
         if self._tokens is None:
             return ""
-        offered = _offered_token(authorizations, subprotocols)
+        client_token = _client_token(authorizations, subprotocols)
         # Compare with every token, so that timing reveals nothing about the tokens.
-        if not sum(hmac.compare_digest(offered, token) for token in self._tokens):
+        if not sum(hmac.compare_digest(client_token, token) for token in self._tokens):
             raise ProtocolError(
                 "expected Authorization: Bearer with the right token",
                 code="invalid_api_key",
                 status=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return hashlib.sha256(offered).hexdigest()
+        return hashlib.sha256(client_token).hexdigest()
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         if self._origins is None:
@@ -75,23 +77,16 @@ class AccessRules:
         return "*" in self._origins or origin in self._origins
 
 
-def _offered_token(authorizations: Sequence[str], subprotocols: Sequence[str]) -> bytes:
-    """The token that a client sends; empty if there is none."""
+def _client_token(authorizations: Sequence[str], subprotocols: Sequence[str]) -> bytes:
+    """Bearer token of a client's request; empty if it has none."""
     for header in authorizations:
         scheme, _, rest = header.partition(" ")
-        return _header_bytes(rest.strip()) if scheme.lower() == "bearer" else b""
+        # Starlette has decoded the header from latin-1; the bytes may be a client's UTF-8.
+        return rest.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
     for name in subprotocols:
-        if name.startswith(TOKEN_PROTOCOL):
-            return _decode_base64(name[len(TOKEN_PROTOCOL) :])
+        if name.startswith(TOKEN_SUBPROTOCOL_PREFIX):
+            return _decode_base64(name[len(TOKEN_SUBPROTOCOL_PREFIX) :])
     return b""
-
-
-def _header_bytes(text: str) -> bytes:
-    """Bytes of a header. It was decoded as ISO-8859-1, but clients send UTF-8."""
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape")
 
 
 def _host_name(header: str) -> str:

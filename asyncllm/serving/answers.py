@@ -1,6 +1,6 @@
 """Types of the JSON answers, for the writers and for ``/openapi.json``.
 
-An answer has these fields, and may have others.
+An answer may have further fields.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 Count = Annotated[int, Field(ge=0)]
 StopReason = Literal["stop", "length", "tool_calls"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class ErrorFields(TypedDict):
@@ -81,13 +82,16 @@ class ChatChoice(TypedDict):
     finish_reason: StopReason
 
 
-class ChatCompletion(TypedDict):
+class _ChoicesAnswer(TypedDict):
     id: str
-    object: Literal["chat.completion"]
     created: Count
     model: str
-    choices: list[ChatChoice]
     usage: TokenUsage
+
+
+class ChatCompletion(_ChoicesAnswer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
 
 
 class CompletionLogprobs(TypedDict):
@@ -106,19 +110,15 @@ class CompletionChoice(TypedDict):
     finish_reason: StopReason
 
 
-class Completion(TypedDict):
-    id: str
+class Completion(_ChoicesAnswer):
     object: Literal["text_completion"]
-    created: Count
-    model: str
     choices: list[CompletionChoice]
-    usage: TokenUsage
 
 
 class OutputItem(TypedDict):
     id: str
     type: Literal["message", "reasoning", "function_call"]
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
 
 
 class ResponseUsage(TypedDict):

@@ -8,53 +8,36 @@ serve`` does. Needs the extra ``[server]``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
-try:
-    from starlette.middleware.cors import CORSMiddleware
-    from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from asyncllm.metrics import EngineMetrics
-    from asyncllm.serving.chat_request import ChatRequest
-    from asyncllm.serving.chat_writer import ChatWriter
-    from asyncllm.serving.choices import answer_choices
-    from asyncllm.serving.completion_request import CompletionRequest
-    from asyncllm.serving.completion_writer import CompletionWriter
-    from asyncllm.serving.endpoint import Endpoint, Handler
-    from asyncllm.serving.exchange import Exchange
-    from asyncllm.serving.metrics_cache import MetricsCache
-    from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
-    from asyncllm.serving.responses import create_response, delete_response, get_response
-    from asyncllm.serving.server_info import (
-        description,
-        get_model,
-        health,
-        list_models,
-        live,
-        show_metrics,
-    )
-    from asyncllm.serving.sockets import Session, SocketConnection, run_session
-    from asyncllm.serving.stats_session import StatsSession
-    from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] == "asyncllm":
-        raise
-    raise ImportError(
-        "asyncllm.serving.create_app needs the extra 'server': pip install 'asyncllm[server]'"
-    ) from missing
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
+from asyncllm.metrics import EngineMetrics
+from asyncllm.serving import responses, server_info
 from asyncllm.serving.access import AccessRules
+from asyncllm.serving.chat_request import ChatRequest
+from asyncllm.serving.chat_writer import ChatWriter
+from asyncllm.serving.choices import answer_choices
+from asyncllm.serving.completion_request import CompletionRequest
+from asyncllm.serving.completion_writer import CompletionWriter
+from asyncllm.serving.endpoint import Endpoint, Handler
+from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.frame_pacer import FramePacer
+from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFields
+from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import Serving, default_model_names
+from asyncllm.serving.sockets import Session, SocketConnection, run_session
+from asyncllm.serving.stats_session import StatsSession
+from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
 
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
@@ -151,7 +134,10 @@ def create_app(
     if not (page is None or callable(page)):
         raise check.invalid("page", page, "a function of a path, or None")
     pages = check.strings("origins", origins, optional=True)
-    rules = AccessRules(token=_check_tokens(token), origins=pages, local=local)
+    tokens = check.strings("token", (token,) if isinstance(token, str) else token, optional=True)
+    if tokens == ():
+        raise check.invalid("token", token, "at least one token, or None")
+    rules = AccessRules(tokens=tokens, origins=pages, local=local)
     names = check.strings("model_names", model_names, optional=True)
     serving = Serving(
         engine,
@@ -165,7 +151,7 @@ def create_app(
         ),
         check.seconds("stats_interval", stats_interval, above=True),
         MetricsCache(EngineMetrics(engine) if metrics is None else metrics),
-        needs_token=token is not None,
+        needs_token=tokens is not None,
         unsupported_fields=UnsupportedFields(
             check.boolean("ignore_unsupported", ignore_unsupported)
         ),
@@ -187,21 +173,24 @@ def create_app(
 def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     chat = partial(answer_choices, ChatRequest, ChatWriter)
     completions = partial(answer_choices, CompletionRequest, CompletionWriter)
-    stored: dict[str, Handler] = {"GET": get_response, "DELETE": delete_response}
+    stored: dict[str, Handler] = {
+        "GET": responses.get_response,
+        "DELETE": responses.delete_response,
+    }
     table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
         ("/v1/chat/completions", {"POST": chat}, {"prompt": "messages"}),
         ("/v1/completions", {"POST": completions}, {}),
-        ("/v1/responses", {"POST": create_response}, ENGINE_NAMES),
+        ("/v1/responses", {"POST": responses.create_response}, ENGINE_NAMES),
         ("/v1/responses/{response_id}", stored, ENGINE_NAMES),
         ("/tokenize", {"POST": partial(answer_long_text, tokenize)}, {}),
         ("/detokenize", {"POST": partial(answer_long_text, detokenize)}, {}),
-        ("/v1/models", {"GET": list_models}, {}),
-        ("/v1/models/{model:path}", {"GET": get_model}, {}),
-        ("/health", {"GET": health}, {}),
-        ("/health/ready", {"GET": health}, {}),
-        ("/health/live", {"GET": live}, {}),
-        ("/metrics", {"GET": show_metrics}, {}),
-        ("/openapi.json", {"GET": description}, {}),
+        ("/v1/models", {"GET": server_info.list_models}, {}),
+        ("/v1/models/{model:path}", {"GET": server_info.get_model}, {}),
+        ("/health", {"GET": server_info.health}, {}),
+        ("/health/ready", {"GET": server_info.health}, {}),
+        ("/health/live", {"GET": server_info.live}, {}),
+        ("/metrics", {"GET": server_info.show_metrics}, {}),
+        ("/openapi.json", {"GET": server_info.description}, {}),
     ]
     routes: list[BaseRoute] = []
     for path, handlers, names in table:
@@ -217,46 +206,41 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     return Router(
         routes,
         redirect_slashes=False,
-        default=_FallbackEndpoint(serving, {}, rules, {}, [path for path, _, _ in table], page),
+        default=_fallback(serving, rules, page, {path for path, _, _ in table}),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
-@dataclass(eq=False, repr=False)
-class _FallbackEndpoint(Endpoint):
-    """Endpoint of the paths without a route: the page's files, and unknown paths.
+def _fallback(serving: Serving, rules: AccessRules, page: Page | None, paths: set[str]) -> ASGIApp:
+    """Application of the paths without a route: the page's files, and unknown paths.
 
     Args:
         paths: paths of the routes.
     """
 
-    _paths: Collection[str]
-    _page: Page | None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        file = None
-        if self._page is not None and scope.get("method") in ("GET", "HEAD"):
-            file = self._page(_path_in_app(scope) or "/")
-        if file is None:
-            await super().__call__(scope, receive, send)
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"].removeprefix(scope.get("root_path", "")), scope.get("method")
+        file = page(path or "/") if page is not None and method in ("GET", "HEAD") else None
+        if file is not None:
+            endpoint = Endpoint(serving, {"GET": partial(_send_file, file)}, None, {})
         else:
-            pages = Endpoint(self._serving, {"GET": partial(_send_file, file)}, None, {})
-            await pages(scope, receive, send)
+            # The client's base URL lacks /v1, or has it twice.
+            intended_paths = {f"/v1{path}", path.removeprefix("/v1")} & paths
+            hint = (
+                f"; {min(intended_paths)} is"
+                if intended_paths
+                else _PATH_HINTS.get(path, "; /openapi.json has all paths")
+            )
+            refuse = partial(_refuse_path, hint)
+            handlers = {"GET": refuse, method or "WEBSOCKET": refuse}
+            endpoint = Endpoint(serving, handlers, rules, {})
+        await endpoint(scope, receive, send)
 
-    def _handler(self, scope: Scope) -> Handler:
-        path = _path_in_app(scope)
-        # The client's base URL lacks /v1, or has it twice.
-        intended_paths = {f"/v1{path}", path.removeprefix("/v1")} & set(self._paths)
-        hint = (
-            f"; {min(intended_paths)} is"
-            if intended_paths
-            else _PATH_HINTS.get(path, "; /openapi.json has all paths")
-        )
-        raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
+    return answer
 
 
-def _path_in_app(scope: Scope) -> str:
-    return scope["path"].removeprefix(scope.get("root_path", ""))
+async def _refuse_path(hint: str, serving: Serving, exchange: Exchange) -> None:
+    raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
 
 
 async def _send_file(file: tuple[str, bytes], serving: Serving, exchange: Exchange) -> None:
@@ -279,12 +263,3 @@ async def _lifespan(serving: Serving) -> AsyncIterator[None]:
             yield
     else:
         yield
-
-
-def _check_tokens(token: str | Sequence[str] | None) -> str | Sequence[str] | None:
-    if token is None or isinstance(token, str):
-        return check.string("token", token, optional=True)
-    found = check.strings("token", token, optional=True)
-    if not found:
-        raise check.invalid("token", token, "at least one token, or None")
-    return found

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from asyncllm.serving.connection_limits import ConnectionLimits
 from asyncllm.serving.parse_queue import ParseQueue
 
-FREE_BYTES = 1 << 16
-"""Number of bytes that a connection may receive without waiting for its turn to parse. To receive,
-parse and decode a megabyte takes the event loop 3 ms."""
+MAX_BYTES_PER_TURN = 1 << 16
+"""Maximum number of bytes that a connection receives before it waits for a turn in the ParseQueue.
+Receiving, parsing and decoding a megabyte takes the event loop 3 ms."""
 
 
 class Timer:
-    """Timer of one call; starting it again does not postpone the call."""
+    """Delayed call that can be cancelled. Starting a running timer does not postpone its call."""
 
     __slots__ = ("_call", "_seconds", "_timer_handle")
 
@@ -52,7 +52,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._send_timer = Timer(self.limits.send_timeout, lambda: self.transport.abort())
         self._unparsed = bytearray()
         self._waits_for_turn = False
-        self._num_since_turn = 0
+        self._num_bytes_since_turn = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -61,25 +61,26 @@ class BoundedProtocol(asyncio.Protocol):
         transport.set_write_buffer_limits(high=1)
         if hasattr(transport, "max_size"):
             # asyncio would receive 256 KiB at once, which connections hold while they wait.
-            transport.max_size = FREE_BYTES
+            transport.max_size = MAX_BYTES_PER_TURN
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
-        self._num_since_turn += len(data)
+        self._num_bytes_since_turn += len(data)
         if self._waits_for_turn:
             # uvicorn may have resumed reading, and TLS may deliver data after a pause.
             self.transport.pause_reading()
-        elif self._num_since_turn > FREE_BYTES:
+        elif self._num_bytes_since_turn > MAX_BYTES_PER_TURN:
             self._wait_for_turn()
         else:
             self._parse()
 
     def _parse(self) -> None:
-        """Parse the received data, at most as much as one turn of the event loop may take."""
+        """Parse received data, at most as much as one turn allows."""
         raise NotImplementedError
 
     def _may_read(self) -> bool:
-        """Whether reading may resume. Not called while the connection waits for its turn."""
+        """Whether the connection may read from its socket. Not called while it waits for its
+        turn."""
         raise NotImplementedError
 
     def _take_unparsed(self, size: int) -> bytes:
@@ -94,7 +95,7 @@ class BoundedProtocol(asyncio.Protocol):
 
     def _begin_turn(self) -> None:
         self._waits_for_turn = False
-        self._num_since_turn = 0
+        self._num_bytes_since_turn = 0
         if not self.transport.is_closing():
             self._resume_reading()
             self._parse()

@@ -11,19 +11,16 @@ from asyncllm.outputs import ToolCall, ToolCallDelta
 class CallCollector:
     """Collector of one output's fragments of tool calls.
 
-    A call that was sent cannot be taken back if it turns out to be text. So a call is sent only
-    when it is complete, and a stream has the same calls as a whole answer.
-
-    Attributes:
-        num_calls: number of complete calls so far.
+    A call is sent only when it is complete, because its first fragments may turn out to be text,
+    and what was sent cannot be taken back. So a stream has the same calls as a whole answer.
     """
 
-    num_calls: int = 0
+    _num_calls: int = 0
     _open_calls: dict[int, tuple[str, str, list[str]]] = field(default_factory=dict)
 
-    def push(self, fragments: tuple[ToolCallDelta, ...]) -> list[ToolCall]:
-        """Add fragments; returns the calls that are now complete."""
-        found = []
+    def push(self, fragments: tuple[ToolCallDelta, ...]) -> list[tuple[int, ToolCall]]:
+        """Add fragments; returns the calls that are now complete, with their numbers from 0 on."""
+        complete = []
         for fragment in fragments:
             if fragment.id is not None:
                 self._open_calls[fragment.index] = (fragment.id, fragment.name or "", [])
@@ -31,6 +28,6 @@ class CallCollector:
             arguments.append(fragment.arguments)
             if fragment.done:
                 del self._open_calls[fragment.index]
-                found.append(ToolCall(call_id, name, "".join(arguments)))
-        self.num_calls += len(found)
-        return found
+                complete.append((self._num_calls, ToolCall(call_id, name, "".join(arguments))))
+                self._num_calls += 1
+        return complete

@@ -9,12 +9,18 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.sampling_params import SamplingParams
-from asyncllm.serving.request_body import LimitedObject, Metadata, RequestBody, invalid, unsupported
-from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr
+from asyncllm.serving.request_body import (
+    AcceptedValues,
+    LimitedObject,
+    Metadata,
+    Objects,
+    RequestBody,
+    unsupported,
+)
+from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr, bounded
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
-from asyncllm.validation import MAX_INTEGER
+from asyncllm.validation import MAX_INTEGER, invalid
 
 MAX_MESSAGES = 2**14
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -25,7 +31,7 @@ class TextPart(TypedDict):
     text: str
 
 
-Content = TextOr[str, Annotated[list[LimitedObject[TextPart]], Field(fail_fast=True)]]
+Content = TextOr[str, Objects[TextPart]]
 
 
 class FunctionCall(TypedDict):
@@ -48,13 +54,7 @@ class Message(TypedDict):
     content: NotRequired[Content | None]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
-    tool_calls: NotRequired[
-        Annotated[
-            list[LimitedObject[MessageToolCall]],
-            Field(max_length=1024, fail_fast=True),
-        ]
-        | None
-    ]
+    tool_calls: NotRequired[Annotated[Objects[MessageToolCall], Field(max_length=1024)] | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
     # Fields of answers that clients send back; always empty.
@@ -76,14 +76,8 @@ class Tool(TypedDict):
     function: Function
 
 
-Messages = Annotated[
-    list[LimitedObject[Message]],
-    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-]
-Tools = Annotated[
-    list[LimitedObject[Tool]],
-    Field(max_length=MAX_TOOLS, fail_fast=True),
-]
+Messages = Annotated[Objects[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[Objects[Tool], Field(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(TypedDict):
@@ -100,7 +94,7 @@ ToolChoice = TextOr[ToolMode, LimitedObject[NamedTool]]
 
 
 class TemplateFields(RequestBody):
-    """Fields with variables of the chat template."""
+    """Fields that set variables of the model's chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -133,9 +127,9 @@ class TemplateFields(RequestBody):
 
 
 class ConversationFields(TemplateFields, SamplingFields):
-    """Fields of chat completions and responses, the two protocols with messages."""
+    """Fields of the two bodies with messages: chat completions and responses."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         "moderation": (),
         "prompt_cache_options": ({},),
         "prompt_cache_retention": ("in_memory",),
@@ -154,16 +148,21 @@ class ConversationFields(TemplateFields, SamplingFields):
         self,
         engine: AsyncLLMEngine,
         messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams,
+        options: Mapping[str, Any],
         *,
         response_format: Mapping[str, Any] | None,
         template_variables: dict[str, Any],
-        options: Mapping[str, Any],
+        **renamed_params: Any,
     ) -> TokenStream:
-        """Submit a conversation with the request's tools; errors as for ``AsyncLLMEngine.chat``."""
+        """Submit a conversation with the request's tools; errors as for ``AsyncLLMEngine.chat``.
+
+        Args:
+            options: the server's own arguments, as from ``Serving.options``.
+            renamed_params: as for ``sampling_params``.
+        """
         return engine.chat(
             template_messages(messages, engine),
-            params,
+            self.sampling_params(**renamed_params),
             tools=self.tools,
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -177,10 +176,10 @@ class ConversationFields(TemplateFields, SamplingFields):
 class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
-    KIND = "field of /v1/chat/completions"
+    COUNTERPARTS_KEY = "field of /v1/chat/completions"
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **ConversationFields.NEUTRAL,
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
+        **ConversationFields.ACCEPTED_VALUES,
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -191,7 +190,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
     }
 
     messages: Messages
-    max_tokens: int | None = None
+    max_tokens: int | None = bounded("max_tokens")
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     tools: Tools | None = None
@@ -215,29 +214,24 @@ class ChatRequest(ConversationFields, ChoicesRequest):
         if len(limits) > 1:
             accepted = f"what max_tokens={self.max_tokens} says, or null"
             raise invalid("max_completion_tokens", self.max_completion_tokens, accepted)
-        params = self.sampling_params(
-            {
-                "n": self.num_outputs,
-                "max_tokens": next(iter(limits), None),
-                "logprobs": self.num_logprobs,
-            }
-        )
         stream = self.submit_chat(
             engine,
             self.messages,
-            params,
+            options,
             response_format=self.response_format,
             template_variables=self.template_variables(engine, self.reasoning_effort),
-            options=options,
+            n=self.num_outputs,
+            max_tokens=next(iter(limits), None),
+            logprobs=self.num_logprobs,
         )
         return [stream]
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEngine) -> list[Any]:
-    """Convert messages for the model's template. The role "developer", a later name of "system",
-    becomes "system" unless the template knows it."""
+    """Convert a request's messages for the model's chat template. The role "developer", OpenAI's
+    new name for "system", becomes "system" unless the template knows it."""
     knows_developer = engine.tokenizer.chat_template.reads("developer")
-    found = []
+    converted = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None}
         message.pop("annotations", None)
@@ -245,5 +239,5 @@ def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEng
             message["role"] = "system"
         for call in message.get("tool_calls", ()):
             call.pop("index", None)
-        found.append(message)
-    return found
+        converted.append(message)
+    return converted

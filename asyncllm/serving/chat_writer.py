@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
-from asyncllm.outputs import Completion, CompletionOutput, Delta, ToolCall, Usage
+from asyncllm.outputs import Completion, CompletionOutput, Delta
 from asyncllm.serving.call_collector import CallCollector
 from asyncllm.serving.chat_request import ChatRequest
-from asyncllm.serving.choices import usage_fields
+from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.exchange import encode
-from asyncllm.serving.running_usage import RunningUsage
-from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs, logprobs_size
+from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
 from asyncllm.stream import TokenStream
 
 
-class ChatWriter:
+class ChatWriter(ChoicesWriter):
     """Writer of one chat completion.
 
     Args:
-        model: the client's name for the model.
-        request: the client's request.
         tokenizer: the engine's tokenizer.
     """
 
+    ID_PREFIX, OBJECT, CHUNK_OBJECT = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
     def __init__(self, model: str, request: ChatRequest, tokenizer: Any) -> None:
+        super().__init__(model, request, service_tier="default")
         self._metadata = {} if request.metadata is None else {"metadata": request.metadata}
-        self._fields = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-            "service_tier": "default",
-            "system_fingerprint": None,
-        }
-        self._sends_usage = request.usage_of_stream != "none"
-        self._running_usage = RunningUsage() if request.usage_of_stream == "each chunk" else None
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(tokenizer.spelling_of, top)
         self._call_collectors = [CallCollector() for _ in range(request.num_outputs)]
-        common = encode({"object": "chat.completion.chunk", **self._fields})[:-1]
-        # There is a chunk per token: their constant parts are serialised once.
-        self._chunk_start = f'data: {common},"choices":[{{"index":'
-        self._chunk_end = '}],"usage":null}\n\n' if self._sends_usage else "}]}\n\n"
-        self._common_fields = common
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        (completion,) = completions
-        return {
-            "object": "chat.completion",
-            **self._fields,
-            "choices": [self._choice(output) for output in completion.outputs],
-            "usage": usage_fields([completion.usage]),
-            **self._metadata,
-        }
+        return {**super().full_answer(completions), **self._metadata}
 
-    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(
+        self, output: CompletionOutput, first_choice: int, completion: Completion
+    ) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if output.tool_calls and not output.text else output.text,
@@ -84,59 +63,52 @@ class ChatWriter:
 
     def opening(self) -> str:
         first = {"role": "assistant", "content": "", "refusal": None}
-        return "".join(self._chunk(index, first) for index in range(len(self._call_collectors)))
-
-    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        if self._running_usage is not None:
-            self._chunk_end = f'}}],"usage":{self._running_usage.add(delta, base, stream)}}}\n\n'
-        if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
-            written = self._text_chunk(delta) if delta.text else ""
-        else:
-            written = self._full_chunk(delta)
-        if delta.finish_reason is not None:
-            written += self._chunk(delta.index, {}, finish_reason=delta.finish_reason)
-        return written
-
-    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
-        return logprobs_size(delta.logprobs)
-
-    def _text_chunk(self, delta: Delta) -> str:
-        return (
-            f'{self._chunk_start}{delta.index},"delta":{{"content":{encode_basestring(delta.text)}}}'
-            f',"logprobs":null,"finish_reason":null{self._chunk_end}'
+        return "".join(
+            self._delta_chunk(index, first, "null") for index in range(len(self._call_collectors))
         )
 
-    def _full_chunk(self, delta: Delta) -> str:
+    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+        usage = self._count_usage(delta, first_choice, stream)
+        if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
+            written = self._text_chunk(delta, usage) if delta.text else ""
+        else:
+            written = self._full_chunk(delta, usage)
+        if delta.finish_reason is not None:
+            written += self._delta_chunk(delta.index, {}, usage, finish_reason=delta.finish_reason)
+        return written
+
+    def _text_chunk(self, delta: Delta, usage: str) -> str:
+        """Chunk of text alone, which nearly every token takes: faster than a JSON encoder."""
+        return self._chunk(
+            f'{{"index":{delta.index},"delta":{{"content":{encode_basestring(delta.text)}}},'
+            '"logprobs":null,"finish_reason":null}',
+            usage,
+        )
+
+    def _full_chunk(self, delta: Delta, usage: str) -> str:
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
         if delta.text or delta.logprobs:
             fields["content"] = delta.text
-        if calls := self._complete_calls(delta):
-            fields["tool_calls"] = calls
+        if calls := self._call_collectors[delta.index].push(delta.tool_calls):
+            fields["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in calls]
         if not fields:
             return ""
-        return self._chunk(delta.index, fields, self._logprob_fields(delta))
+        return self._delta_chunk(delta.index, fields, usage, self._logprob_fields(delta))
 
-    def _complete_calls(self, delta: Delta) -> list[dict[str, Any]]:
-        collected = self._call_collectors[delta.index]
-        first = collected.num_calls
-        calls: Iterable[ToolCall] = collected.push(delta.tool_calls)
-        return [{"index": i, **call.as_dict()} for i, call in enumerate(calls, first)]
-
-    def _chunk(
+    def _delta_chunk(
         self,
         index: int,
         delta: dict[str, Any],
+        usage: str,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> str:
-        fields = {"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        rest = encode(fields) if logprobs is None else encode_logprobs(fields)
-        return f"{self._chunk_start}{index},{rest[1:-1]}{self._chunk_end}"
-
-    def final_chunks(self, usages: Sequence[Usage | None]) -> str:
-        if not self._sends_usage:
-            return ""
-        usage = encode(usage_fields(usages))
-        return f'data: {self._common_fields},"choices":[],"usage":{usage}}}\n\n'
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return self._chunk(encode(choice) if logprobs is None else encode_logprobs(choice), usage)

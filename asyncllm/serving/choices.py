@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from pydantic_core import to_json
 
-from asyncllm.outputs import Completion, Delta, Usage
-from asyncllm.serving.answers import TokenUsage, Truncation
-from asyncllm.serving.event_sender import EventSender, abort_on_disconnect, sending_events
+from asyncllm.outputs import Completion, Delta
+from asyncllm.serving.choices_writer import ChoicesWriter
+from asyncllm.serving.event_sender import (
+    EventSender,
+    abort_on_disconnect,
+    sending_events,
+    task_group,
+)
 from asyncllm.serving.exchange import Exchange, encode
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import parse_json
@@ -21,30 +26,10 @@ from asyncllm.serving.serving import Serving
 from asyncllm.serving.token_logprobs import logprobs_size
 from asyncllm.stream import TokenStream
 
-MAX_READS = 1024
-"""Maximum number of deltas that are merged into one write while more are ready to be read."""
+MAX_MERGED_DELTAS = 1024
+"""Maximum number of deltas that one write merges while further deltas are ready."""
 
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
-
-
-class ChoicesWriter(Protocol):
-    """Interface of writers of one answer. ``base`` is the index of a stream's first choice."""
-
-    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
-
-    def opening(self) -> str:
-        """Events before the first delta."""
-        ...
-
-    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        """Events of a delta, or an empty text if there is nothing to send yet."""
-        ...
-
-    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
-        """Approximate number of JSON bytes of a delta's log-probabilities."""
-        ...
-
-    def final_chunks(self, usages: Sequence[Usage | None]) -> str: ...
 
 
 async def answer_choices(
@@ -53,39 +38,28 @@ async def answer_choices(
     serving: Serving,
     exchange: Exchange,
 ) -> None:
-    """Handle a request of ``request_type``.
+    """Handle a request for a completion or a chat completion.
 
     Args:
+        request_type: type of the request's body.
         writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
-    request, streams, writer = await _submit(request_type, writer_type, serving, exchange)
-    if request.stream:
-        async with sending_events(
-            serving, exchange, streams, writer.opening(), _error_event
-        ) as sender:
-            await ChoicesSender(serving, streams, writer, sender).run()
-    else:
-        await _answer_whole(serving, exchange, streams, writer)
 
-
-async def _submit(
-    request_type: type[RequestT],
-    writer_type: Callable[[str, RequestT, Any], ChoicesWriter],
-    serving: Serving,
-    exchange: Exchange,
-) -> tuple[RequestT, Sequence[TokenStream], ChoicesWriter]:
-    """Read and submit a request. The body is freed when this returns."""
-    body = await exchange.body()
-
-    def submit() -> tuple[RequestT, Sequence[TokenStream], ChoicesWriter]:
+    def submit(body: bytes) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
         request = request_type.parse(parse_json(body), serving.unsupported_fields)
         model = serving.model_name(request.model)
         streams = request.submit(serving.engine, serving.options(exchange.owner))
-        return request, streams, writer_type(model, request, serving.engine.tokenizer)
+        return request.stream, streams, writer_type(model, request, serving.engine.tokenizer)
 
-    submitted = await serving.run(submit, len(body))
-    exchange.release_body(submitted[1])
-    return submitted
+    is_streamed, streams, writer = await exchange.read(submit)
+    exchange.release_body(streams)
+    if is_streamed:
+        async with sending_events(
+            serving, exchange, streams, writer.opening(), _error_event
+        ) as sender:
+            await _send_chunks(serving, streams, writer, sender)
+    else:
+        await _answer_whole(serving, exchange, streams, writer)
 
 
 def _error_event(error: ProtocolError) -> str:
@@ -114,44 +88,13 @@ def _completion_size(completion: Completion) -> int:
     return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
 
 
-@dataclass(eq=False, repr=False)
-class ChoicesSender:
-    """Sender of the streams' chunks, as they arrive."""
+async def _send_chunks(
+    serving: Serving, streams: Sequence[TokenStream], writer: ChoicesWriter, sender: EventSender
+) -> None:
+    """Send the chunks of all streams as they arrive. The first error of a stream ends them all."""
 
-    _serving: Serving
-    _streams: Sequence[TokenStream]
-    _writer: ChoicesWriter
-    _sender: EventSender
-
-    async def run(self) -> None:
-        if len(self._streams) == 1:
-            await self._send_stream(self._streams[0], 0)
-        else:
-            await self._send_several()
-        usages = [stream.usage for stream in self._streams]
-        await self._sender.send(self._writer.final_chunks(usages) + "data: [DONE]\n\n")
-
-    async def _send_several(self) -> None:
-        """Send the chunks of several streams as they arrive. The first error ends all streams."""
-        failure: list[Exception] = []
-
-        async def send_chunks(stream: TokenStream, base: int) -> None:
-            try:
-                await self._send_stream(stream, base)
-            except Exception as error:
-                failure.append(error)
-                tasks.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as tasks:
-            base = 0
-            for stream in self._streams:
-                tasks.start_soon(send_chunks, stream, base)
-                base += stream.num_outputs
-        if failure:
-            raise failure[0]
-
-    async def _send_stream(self, stream: TokenStream, base: int) -> None:
-        pacer, chunks, send = self._serving.pacer, self._writer.chunks, self._sender.send
+    async def send_stream(stream: TokenStream, first_choice: int) -> None:
+        pacer, chunks, send = serving.pacer, writer.chunks, sender.send
         num_read = 0
         unsent: dict[int, Delta] = {}
         async for delta in stream:
@@ -161,25 +104,30 @@ class ChoicesSender:
             if has_unread or unsent or delta.logprobs is not None:
                 index, num_read = delta.index, num_read + 1
                 unsent[index] = join_deltas(unsent[index], delta) if index in unsent else delta
-                if has_unread and num_read < MAX_READS:
+                if has_unread and num_read < MAX_MERGED_DELTAS:
                     continue
-                text, num_read = await self._write_chunks(list(unsent.values()), base, stream), 0
+                text = ""
+                for unsent_delta in unsent.values():
+                    job = partial(chunks, unsent_delta, first_choice, stream)
+                    size = writer.size(unsent_delta, first_choice, stream)
+                    text += await serving.run(job, size)
                 unsent.clear()
+                num_read = 0
             else:  # Nearly every token takes this fast path.
-                text = chunks(delta, base, stream)
+                text = chunks(delta, first_choice, stream)
             if text:
                 await send(text)
             if stream.usage is None and (pause := pacer.pause) > 0:
                 # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
 
-    async def _write_chunks(self, deltas: Sequence[Delta], base: int, stream: TokenStream) -> str:
-        writer, text = self._writer, ""
-        for delta in deltas:
-            size = 0 if delta.logprobs is None else writer.size(delta, base, stream)
-            job = partial(writer.chunks, delta, base, stream)
-            text += await self._serving.run(job, size)
-        return text
+    async with task_group() as tasks:
+        first_choice = 0
+        for stream in streams:
+            tasks.start_soon(send_stream, stream, first_choice)
+            first_choice += stream.num_outputs
+    usages = [stream.usage for stream in streams]
+    await sender.send(writer.final_chunks(usages) + "data: [DONE]\n\n")
 
 
 def join_deltas(earlier: Delta, later: Delta) -> Delta:
@@ -195,27 +143,9 @@ def join_deltas(earlier: Delta, later: Delta) -> Delta:
 
 
 def aborted_error() -> ProtocolError:
-    """Make the error for a request that was aborted, but not by its client."""
+    """Make the error for a request that the server aborted, and not its client."""
     return ProtocolError(
         "the request was aborted, as when the server closes; send it again",
         code="server_shutting_down",
         status=503,
     )
-
-
-def usage_fields(usages: Iterable[Usage | None]) -> TokenUsage:
-    """Write ``usage`` for one or several streams."""
-    known = [usage for usage in usages if usage is not None]
-    cut = sum(usage.truncated_prompt_tokens for usage in known)
-    return {
-        "prompt_tokens": sum(usage.prompt_tokens for usage in known),
-        "completion_tokens": sum(usage.completion_tokens for usage in known),
-        "total_tokens": sum(usage.total_tokens for usage in known),
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in known)},
-        **truncation_field(cut),
-    }
-
-
-def truncation_field(num_tokens: int) -> Truncation:
-    """Field of ``usage`` with the number of tokens cut from a prompt, if there are any."""
-    return {"truncated_prompt_tokens": num_tokens} if num_tokens else {}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.request_body import invalid, unsupported
+from asyncllm.serving.request_body import AcceptedValues, unsupported
 from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
-from asyncllm.validation import MAX_INTEGER
+from asyncllm.validation import MAX_INTEGER, invalid
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
@@ -27,19 +27,15 @@ def _prompt_tag(value: Any) -> str:
     return "#text"
 
 
+_T = TypeVar("_T")
 _PromptText = Annotated[str, Field(min_length=1)]
 _PromptIds = Annotated[TokenIds, Field(min_length=1)]
+_Prompts = Annotated[list[_T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Prompt = Annotated[
     Annotated[_PromptText, Tag("#text")]
     | Annotated[_PromptIds, Tag("#ids")]
-    | Annotated[
-        list[_PromptText],
-        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
-        Tag("#texts"),
-    ]
-    | Annotated[
-        list[_PromptIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("#lists")
-    ],
+    | Annotated[_Prompts[_PromptText], Tag("#texts")]
+    | Annotated[_Prompts[_PromptIds], Tag("#lists")],
     Discriminator(_prompt_tag),
 ]
 
@@ -47,9 +43,9 @@ Prompt = Annotated[
 class CompletionRequest(ChoicesRequest):
     """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
-    KIND = "field of /v1/completions"
+    COUNTERPARTS_KEY = "field of /v1/completions"
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": ("",)}
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {"suffix": ("",)}
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
@@ -60,8 +56,8 @@ class CompletionRequest(ChoicesRequest):
     @property
     def prompts(self) -> list[Any]:
         """List of the prompts: texts and lists of token ids."""
-        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return list(self.prompt) if several else [self.prompt]
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if is_list else [self.prompt]
 
     @property
     def generates(self) -> bool:
@@ -75,13 +71,11 @@ class CompletionRequest(ChoicesRequest):
             raise invalid("min_tokens", self.min_tokens, "at most max_tokens=0")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(
-            {
-                "n": self.num_outputs,
-                # Generate at least one token, so that the whole prompt is computed.
-                "max_tokens": max(max_tokens, 1),
-                "logprobs": self.logprobs,
-                "prompt_logprobs": self.logprobs if self.echo else None,
-            }
+            n=self.num_outputs,
+            # Generate at least one token, so that the whole prompt is computed.
+            max_tokens=max(max_tokens, 1),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
         )
         streams: list[TokenStream] = []
         try:

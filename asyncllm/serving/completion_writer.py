@@ -2,139 +2,89 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from asyncllm.outputs import Completion, Delta, TokenLogprobs, Usage
+from asyncllm.outputs import Completion, CompletionOutput, Delta, TokenLogprobs, Usage
 from asyncllm.serving.answers import TokenUsage
-from asyncllm.serving.choices import usage_fields
+from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode
-from asyncllm.serving.running_usage import RunningUsage
 from asyncllm.serving.token_logprobs import LegacyLogprobs, encode_logprobs, logprobs_size
 from asyncllm.stream import TokenStream
 
 
-@dataclass(slots=True)
-class _Choice:
-    """Progress of one choice's output.
-
-    Attributes:
-        echoed: whether the prompt of the choice was sent.
-    """
-
-    logprobs: LegacyLogprobs | None
-    echoed: bool
-
-
-class CompletionWriter:
+class CompletionWriter(ChoicesWriter):
     """Writer of one completion. Choices are ordered by prompt.
 
     Args:
-        model: the client's name for the model.
-        request: the client's request.
         tokenizer: the engine's tokenizer.
     """
 
+    ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl", "text_completion", "text_completion"
+
     def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
-        self._fields = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": None,
-        }
+        super().__init__(model, request)
         self._request = request
         self._tokenizer = tokenizer
-        self._outputs_per_prompt = request.num_outputs
         top = request.logprobs
-        self._choices = [
-            _Choice(None if top is None else LegacyLogprobs(tokenizer.spelling_of, top), False)
-            for _ in range(len(request.prompts) * self._outputs_per_prompt)
+        num_choices = len(request.prompts) * request.num_outputs
+        self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
+        self._logprobs = [
+            None if top is None else LegacyLogprobs(tokenizer.spelling_of, top)
+            for _ in range(num_choices)
         ]
-        each_chunk = request.usage_of_stream == "each chunk"
-        self._running = RunningUsage() if each_chunk else None
-        self._head = "data: " + encode(self._fields)[:-1]
 
-    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = [
-            self._choice(
-                prompt_index * self._outputs_per_prompt + output.index,
-                output.text,
-                output.logprobs or (),
-                output.finish_reason,
-                completion.prompt_token_ids,
-                completion.prompt_logprobs,
-            )
-            for prompt_index, completion in enumerate(completions)
-            for output in completion.outputs
-        ]
-        usages = [completion.usage for completion in completions]
-        return {**self._fields, "choices": choices, "usage": self._usage(usages)}
-
-    def opening(self) -> str:
-        return ""
-
-    def chunks(self, delta: Delta, base: int, stream: TokenStream) -> str:
-        index = base + delta.index
-        prompt: tuple[Any, Any] = ((), None)
-        if self._request.echo and not self._choices[index].echoed:
-            prompt = stream.prompt_token_ids or (), stream.prompt_logprobs
-        choice = self._choice(index, delta.text, delta.logprobs or (), delta.finish_reason, *prompt)
-        usage = ',"usage":null' if self._request.usage_of_stream == "end" else ""
-        if self._running is not None:
-            usage = f',"usage":{self._running.add(delta, base, stream)}'
+    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+        usage = self._count_usage(delta, first_choice, stream)
+        choice = self._choice(delta, first_choice, stream)
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
-        written = encode_logprobs(choice) if choice["logprobs"] else encode(choice)
-        return f'{self._head},"choices":[{written}]{usage}}}\n\n'
+        return self._chunk(encode_logprobs(choice) if choice["logprobs"] else encode(choice), usage)
 
-    def size(self, delta: Delta, base: int, stream: TokenStream) -> int:
-        echoes = self._request.echo and not self._choices[base + delta.index].echoed
+    def size(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
+        echoes = first_choice + delta.index in self._unechoed_choices
         prompt = stream.prompt_logprobs if echoes else None
         return logprobs_size(delta.logprobs) + logprobs_size(prompt)
 
-    def final_chunks(self, usages: Sequence[Usage | None]) -> str:
-        if self._request.usage_of_stream == "none":
-            return ""
-        return f'{self._head},"choices":[],"usage":{encode(self._usage(usages))}}}\n\n'
-
-    def _usage(self, usages: Sequence[Usage | None]) -> TokenUsage:
-        usage = usage_fields(usages)
+    def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
+        usage = super()._usage(usages)
         if not self._request.generates:
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
 
     def _choice(
         self,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenLogprobs | None],
-        finish_reason: str | None,
-        prompt_token_ids: Sequence[int],
-        prompt_logprobs: Sequence[TokenLogprobs | None] | None,
+        output: CompletionOutput | Delta,
+        first_choice: int,
+        completion: Completion | TokenStream,
     ) -> dict[str, Any]:
-        choice, first = self._choices[index], None
+        """Choice of a chunk or of a whole answer; begins with the prompt if it is to be echoed.
+
+        Args:
+            completion: the output's completion or stream, which also has the prompt.
+        """
+        index = first_choice + output.index
+        writer, text, first = self._logprobs[index], output.text, None
+        logprobs: Sequence[TokenLogprobs | None] = output.logprobs or ()
         if not self._request.generates:
             text, logprobs = "", ()
-        if self._request.echo and not choice.echoed:
-            choice.echoed = True
-            text = self._prompt_text(index // self._outputs_per_prompt, prompt_token_ids) + text
-            if prompt_logprobs is not None:
+        if index in self._unechoed_choices:
+            self._unechoed_choices.discard(index)
+            prompt_token_ids = list(completion.prompt_token_ids or ())
+            text = self._prompt_text(index // self._request.num_outputs, prompt_token_ids) + text
+            if completion.prompt_logprobs is not None:
                 first = prompt_token_ids[0]
-                logprobs = (*prompt_logprobs, *logprobs)
+                logprobs = (*completion.prompt_logprobs, *logprobs)
         return {
             "index": index,
             "text": text,
-            "logprobs": None if choice.logprobs is None else choice.logprobs.write(logprobs, first),
-            "finish_reason": finish_reason,
+            "logprobs": None if writer is None else writer.write(logprobs, first),
+            "finish_reason": output.finish_reason,
         }
 
-    def _prompt_text(self, prompt_index: int, token_ids: Sequence[int]) -> str:
+    def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
         prompt = self._request.prompts[prompt_index]
         if isinstance(prompt, str):
             return prompt
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

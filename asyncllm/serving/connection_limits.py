@@ -9,7 +9,7 @@ from asyncllm import validation as check
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits on connections, checked.
+    """Limits on a server's connections.
 
     Attributes:
         max_connections: maximum number of connections whose requests are served; requests of others

@@ -23,11 +23,11 @@ from asyncllm.serving.parse_queue import ParseQueue, RequestStartQueue
 from asyncllm.serving.websocket_protocol import WebSocketProtocol
 
 SPARE_FILES = 128
-"""Number of open files to leave for the process's other needs."""
+"""Number of files that the process may open beside its connections."""
 
 MAX_LONG_MESSAGE_BYTES = 1 << 24
 """Maximum number of bytes of all long WebSocket messages that are read or decoded at the same time.
-Each counts as ``max_message_size`` bytes, whatever its length."""
+A long message counts as ``max_message_size`` bytes, whatever its length."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:

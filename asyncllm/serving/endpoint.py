@@ -1,4 +1,4 @@
-"""Endpoint: checks requests of one path, answers errors, and writes the log."""
+"""Endpoint: checks a path's requests, answers errors, and writes the access log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Handler = Callable[[Serving, Exchange], Awaitable[None]]
 
 @dataclass(eq=False, repr=False)
 class Endpoint:
-    """An ASGI application of one path.
+    """ASGI application that serves one path.
 
     Args:
         serving: passed to the handlers.

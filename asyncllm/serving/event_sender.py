@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.exchange import ClientGoneError, Exchange
-from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
@@ -72,11 +73,11 @@ async def sending_events(
     opening: str,
     write_error: Callable[[ProtocolError], str],
 ) -> AsyncIterator[EventSender]:
-    """Context manager of an answer: its body sends the streams' events, its exit ends the answer.
+    """Context manager in whose block the streams' events are sent; its exit ends the answer.
 
     Args:
         opening: events to send before the first text.
-        write_error: writes the events of an error after the first event.
+        write_error: function that writes an error as events, for an error after the first event.
 
     Raises:
         ProtocolError, AsyncLLMError: if nothing was sent yet.
@@ -92,7 +93,7 @@ async def sending_events(
     except (ProtocolError, AsyncLLMError) as error:
         if not exchange.started:
             raise
-        await sender.send(write_error(exchange.protocol_error(error)))
+        await sender.send(write_error(to_protocol_error(error, exchange.engine_names)))
     finally:
         serving.pacer.end_response()
     await exchange.end_events()
@@ -112,30 +113,38 @@ async def abort_on_disconnect(
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
     """
-    gone = False
-    failure: Exception | None = None
+    is_gone = False
 
     async def abort_when_gone() -> None:
-        nonlocal gone
+        nonlocal is_gone
         await exchange.wait_until_gone()
-        gone = True
+        is_gone = True
         for stream in streams:
             stream.abort()
 
     try:
-        async with anyio.create_task_group() as tasks:
+        async with task_group() as tasks:
             tasks.start_soon(abort_when_gone)
             if background is not None:
                 tasks.start_soon(background)
-            try:
-                yield
-            except Exception as error:  # The task group would wrap the error in an ExceptionGroup.
-                failure = error
+            yield
             tasks.cancel_scope.cancel()
+    except Exception:
+        if not is_gone:
+            raise
     finally:
         for stream in streams:
             stream.close()
-    if gone:
+    if is_gone:
         raise ClientGoneError
-    if failure is not None:
-        raise failure
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """Task group that raises the first error itself, and not an ExceptionGroup."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        first = group.exceptions[0]
+        raise first from first.__cause__

@@ -7,8 +7,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import anyio
 from starlette.datastructures import Headers
@@ -16,10 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.byte_budget import MIN_PACE_BYTES, PACE_SECONDS, ByteClaim
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
+
+T = TypeVar("T")
 
 logger = logging.getLogger("asyncllm.serving.access")
 
@@ -43,7 +45,7 @@ class Exchange:
     Args:
         serving: settings of the server; they bound the body.
         engine_names: map from names of engine parameters to the protocol's names, where they
-            differ.
+            differ; for errors.
 
     Attributes:
         headers: headers of the request.
@@ -67,7 +69,7 @@ class Exchange:
         self._serving = serving
         self._receive = receive
         self._send = send
-        self._engine_names = engine_names
+        self.engine_names = engine_names
         self._has_read = False
         self._claim: ByteClaim | None = None
         self._id = f"req_{uuid.uuid4().hex}"
@@ -75,7 +77,7 @@ class Exchange:
         self._status: int | str = "-"
 
     async def body(self) -> bytes:
-        """Read the body, once its bytes may be held; ``release_body`` returns them.
+        """Read the body, once its memory may be used; ``release_body`` releases the memory.
 
         Raises:
             ProtocolError: if it is too long, too slow or encoded.
@@ -104,8 +106,8 @@ class Exchange:
                         # The client's timeout does not run while its body waits unread. The length
                         # of a chunked body is unknown.
                         scope.deadline = math.inf
-                        most = len(data) if self._has_read else size or max_size
-                        self._claim = await self._serving.claim(most)
+                        claimed = len(data) if self._has_read else size or max_size
+                        self._claim = await self._serving.claim(claimed)
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read:
                         return bytes(data)
@@ -119,9 +121,18 @@ class Exchange:
         except TimeoutError:
             raise _too_slow_error(f"did not come within {timeout:g} seconds") from None
 
+    async def read(self, job: Callable[[bytes], T]) -> T:
+        """Read the body and run ``job`` on it, on the worker thread if it is long. Afterwards
+        nothing refers to the body, so that its memory is freed."""
+        body = await self.body()
+        return await self._serving.run(lambda: job(body), len(body))
+
     async def _receive_part(self, num_received: int) -> Message:
-        """Receive the next part of the body, which has to come in time while others wait for its
-        place."""
+        """Receive the next part of the body.
+
+        Raises:
+            ProtocolError: if the body comes too slowly while other requests wait for its memory.
+        """
         while self._claim is not None:
             if self._claim.is_too_slow(num_received):
                 raise _too_slow_error(
@@ -133,7 +144,7 @@ class Exchange:
         return await self._receive()
 
     def release_body(self, streams: Sequence[TokenStream] = ()) -> None:
-        """Let other bodies take the place of this one, once the prompts of its streams are
+        """Release the memory that the body claims, once the prompts of the request's streams are
         tokenised."""
         claim, self._claim = self._claim, None
         self._serving.release(claim, streams)
@@ -162,15 +173,9 @@ class Exchange:
     ) -> None:
         await self.respond(status, encode(value).encode(), headers=headers)
 
-    def protocol_error(self, error: ProtocolError | AsyncLLMError) -> ProtocolError:
-        """Convert an error of the engine to the protocol's."""
-        if isinstance(error, ProtocolError):
-            return error
-        return from_engine_error(error, self._engine_names)
-
     async def refuse(self, error: ProtocolError | AsyncLLMError) -> None:
         """Send an error, unless the answer has begun."""
-        answer = self.protocol_error(error)
+        answer = to_protocol_error(error, self.engine_names)
         if self.started:
             return
         extensions = self.scope.get("extensions") or ()
@@ -208,7 +213,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
-        self.release_body()  # A client that does not read its answer must not hold others up.
+        self.release_body()  # A client may read its answer slowly: free the memory for others.
         self.started, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read and "transfer-encoding" in self.headers:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-MIN_PAUSE, MAX_PAUSE = 0.008, 0.1
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.008, 0.1
+"""Bounds of the pause between two frames: a shorter pause is not worth a timer, and with a longer
+one text stutters."""
 
 
 class FramePacer:
     """Divides a frame rate among the responses in flight, so that frames do not block the loop.
-
-    A pause below MIN_PAUSE is not worth a timer; above MAX_PAUSE, text stutters.
 
     Args:
         max_rate: frames of text per second, over all responses.
@@ -28,4 +28,4 @@ class FramePacer:
     def pause(self) -> float:
         """Seconds between two frames of one response; 0 while there are few responses."""
         pause = self._num_responses * self._seconds_per_frame
-        return 0.0 if pause < MIN_PAUSE else min(pause, MAX_PAUSE)
+        return 0.0 if pause < MIN_PAUSE_SECONDS else min(pause, MAX_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""HttpParser: h11's parser with bounds on header lines, body chunks and events per turn."""
+"""HttpParser: h11's parser, with limits on header lines, body chunks and events per turn."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ microseconds per line."""
 MAX_CHUNK_LINE = 4096
 """Maximum number of bytes of an incomplete chunk header, or of incomplete trailers."""
 
-FREE_CHUNKS = 1024
+BASE_CHUNKS = 1024
 BYTES_PER_CHUNK = 64
-"""Bytes of a body per allowed chunk: a body may have FREE_CHUNKS chunks, and one more for each
-BYTES_PER_CHUNK bytes."""
+"""Limit on a body's chunks: BASE_CHUNKS, and one more for each BYTES_PER_CHUNK bytes."""
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
@@ -31,7 +30,7 @@ class HttpParser(h11.Connection):
         max_header_size: maximum number of bytes of a request line with its header fields.
 
     Attributes:
-        fault: error message if the request exceeds a bound of this parser, else None.
+        fault: error message if the request exceeds a limit of this parser, else None.
         needs_data: whether all received data has been parsed.
         is_turn_over: whether the turn ended with data left to parse.
     """
@@ -68,10 +67,10 @@ class HttpParser(h11.Connection):
             self._events_left -= 1
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
-            if self._num_chunks > FREE_CHUNKS + self._num_bytes // BYTES_PER_CHUNK:
+            if self._num_chunks > BASE_CHUNKS + self._num_bytes // BYTES_PER_CHUNK:
                 raise self._make_error(
                     f"body: has {self._num_chunks} chunks in {self._num_bytes} bytes, expected at "
-                    f"most {FREE_CHUNKS} and one more for each {BYTES_PER_CHUNK} bytes"
+                    f"most {BASE_CHUNKS} and one more for each {BYTES_PER_CHUNK} bytes"
                 )
         elif isinstance(event, h11.Request):
             self._begin_request(event)

@@ -19,17 +19,16 @@ from asyncllm.serving.parse_queue import RequestStartQueue
 HTTP_SLICE_BYTES = 1 << 14
 """Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
 
-MAX_DISCARDED = 1 << 16
-"""Maximum number of bytes that are read and dropped after an answer that left the request's body
-unread."""
+MAX_DISCARDED_BYTES = 1 << 16
+"""Maximum number of a request's remaining bytes that are read and dropped after an answer."""
 
 LINGER_SECONDS = 1.0
-"""Seconds until a connection is closed after an answer that left the request's body unread. Closed
-at once, a client that still sends would get a reset, and would lose the answer."""
+"""Seconds between an answer and the close of its connection, if the request was not read to its
+end. After an immediate close, a client that still sends would get a reset and lose the answer."""
 
 
 class _FlowControl(FlowControl):
-    """uvicorn's flow control, with reading resumed by the protocol."""
+    """uvicorn's flow control, which asks the protocol before reading resumes."""
 
     def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -46,8 +45,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     Class attributes:
         max_open: maximum number of connections that are accepted.
-        idle: the server's connections without a whole request, the oldest first: those without a
-            whole header, and from the header's end those without a whole body.
+        idle: the server's connections that wait for their clients, in the order in which they began
+            to wait: for a header, or for the rest of a body.
         start_queue: queue in which requests of all connections begin.
     """
 
@@ -118,7 +117,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             super().data_received(data)
             return
         self._num_discarded += len(data)
-        if self._num_discarded > MAX_DISCARDED:
+        if self._num_discarded > MAX_DISCARDED_BYTES:
             self.transport.pause_reading()
 
     def _may_read(self) -> bool:
@@ -150,7 +149,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             self._header_timer.stop()
 
     def handle_events(self) -> None:
-        """Queue a pipelined request for its turn; uvicorn calls this after each answer."""
+        """Queue a pipelined request, if there is one. uvicorn calls this after each answer."""
         self.idle[self] = None
         if self._unparsed or not self.conn.needs_data:
             self._wait_for_turn()
@@ -171,18 +170,18 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)
-        opened: Any = self.transport.get_protocol()
-        if not opened.handshake_initiated:
+        websocket: Any = self.transport.get_protocol()
+        if not websocket.handshake_initiated:
             # websockets refuses some headers, such as a Content-Length, and sends no answer.
-            self.connections.discard(opened)
+            self.connections.discard(websocket)
             self.connections.add(self)
             self.transport.set_protocol(self)
             self._refuse(400, "Invalid WebSocket handshake.")
             return
         if paused:
-            opened.pause_writing()
+            websocket.pause_writing()
         if rest := self.conn.trailing_data[0] + self._unparsed:
-            opened.data_received(rest)
+            websocket.data_received(rest)
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -227,7 +226,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
 
 class _AnswerSender:
-    """ASGI ``send`` of one request, and the transport of its answer.
+    """ASGI ``send`` for one request. uvicorn writes the answer to it, as to a transport.
 
     The head is sent with the body's first part, as ASGI requires: one system call less before the
     first text. Parts of a chunked answer do not pass through h11: h11's objects and checks would be
@@ -280,7 +279,7 @@ class _AnswerSender:
         )
 
     def write(self, data: bytes) -> None:
-        """Write data for uvicorn, in place of the transport; hold back the head."""
+        """Write uvicorn's data to the transport; keep the head for the first part of the body."""
         if self._is_starting:
             self._head = data
             return
@@ -289,7 +288,7 @@ class _AnswerSender:
         self._transport.write(data)
 
     def close(self) -> None:
-        """Close the connection for uvicorn, in place of the transport."""
+        """Close the connection; linger if the request was not read to its end."""
         if self._cycle.more_body and self._cycle.response_complete:
             self._linger()
         else:

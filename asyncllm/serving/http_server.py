@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from ssl import SSLContext
-from typing import Any, Self
+from typing import Self
 
-try:
-    import uvicorn
-    from starlette.types import ASGIApp as App
-
-    from asyncllm.serving.connection_limits import ConnectionLimits
-    from asyncllm.serving.connections import make_protocols
-except ModuleNotFoundError as missing:
-    if (missing.name or "").partition(".")[0] == "asyncllm":
-        raise
-    raise ImportError(
-        "asyncllm.serving.http_server needs the extra 'server': pip install 'asyncllm[server]'"
-    ) from missing
+import uvicorn
+from starlette.types import ASGIApp as App
 
 from asyncllm import validation as check
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, without its signal handlers."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    def capture_signals(self) -> Any:
-        return contextlib.nullcontext()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.listening.set()
+from asyncllm.serving.connection_limits import ConnectionLimits
+from asyncllm.serving.connections import make_protocols
 
 
 class HttpServer:
@@ -69,7 +45,7 @@ class HttpServer:
         http, websocket = make_protocols(limits)
         self._socket: socket.socket | None = None
         self._task: asyncio.Future[None] | None = None
-        self._config = uvicorn.Config(
+        config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
             http=http,
             ws=websocket,
@@ -88,7 +64,7 @@ class HttpServer:
             h11_max_incomplete_event_size=limits.max_header_size,
             ssl_context_factory=None if ssl is None else lambda config, default: ssl,
         )
-        self._server = _Uvicorn(self._config)
+        self._server = uvicorn.Server(config)
 
     @property
     def port(self) -> int:
@@ -126,13 +102,17 @@ class HttpServer:
         if self._socket is None:
             self.bind()
         assert self._socket is not None
-        self._task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
-        listening = asyncio.ensure_future(self._server.listening.wait())
-        await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
-        listening.cancel()
-        if self._task.done():
-            self._task.result()
+        # uvicorn's ``serve`` would install signal handlers, and does not tell when it listens.
+        server = self._server
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets=[self._socket])
+        self._task = asyncio.ensure_future(self._run(self._socket))
         return self
+
+    async def _run(self, listening: socket.socket) -> None:
+        await self._server.main_loop()
+        await self._server.shutdown(sockets=[listening])
 
     def close_at_once(self) -> None:
         """End the wait of ``aclose`` for answers in flight."""
@@ -147,8 +127,6 @@ class HttpServer:
         await self._task
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
-        if self._socket is not None:
-            self._socket.close()
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()

@@ -11,9 +11,10 @@ from asyncllm.serving.parse_queue import PAUSE_FACTOR
 
 
 class MetricsCache:
-    """Text of ``/metrics``, rendered once for all clients that wait. The next rendering waits
-    PAUSE_FACTOR times as long as the last one took, so that any number of scrapes take at most a
-    fifth of the event loop's time.
+    """Text of ``/metrics``, rendered once for all clients that wait.
+
+    Between two renderings is a pause of PAUSE_FACTOR times the first one's duration. So any number
+    of scrapes take at most a fifth of the event loop's time.
 
     Args:
         metrics: rendered at each scrape; a rendering takes some milliseconds.

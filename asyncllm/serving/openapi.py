@@ -1,4 +1,4 @@
-"""openapi: the OpenAPI description of the application, for ``/openapi.json``."""
+"""openapi: the application's OpenAPI description, for ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def openapi(*, needs_token: bool) -> dict[str, Any]:
         needs_token: clients have to send a bearer token.
     """
     schemas: dict[str, Any] = {}
-    described = {body.__name__: body.openapi_schema(_REF_TEMPLATE) for body in _BODY_TYPES}
+    by_name = {body.__name__: body.openapi_schema(_REF_TEMPLATE) for body in _BODY_TYPES}
     for answer in _ANSWER_TYPES:
-        described[answer.__name__] = TypeAdapter(answer).json_schema(ref_template=_REF_TEMPLATE)
-    for name, schema in described.items():
+        by_name[answer.__name__] = TypeAdapter(answer).json_schema(ref_template=_REF_TEMPLATE)
+    for name, schema in by_name.items():
         schemas.update(schema.pop("$defs", {}))
         schemas[name] = schema
     document: dict[str, Any] = {
@@ -111,11 +111,11 @@ def _post(
     summary: str, body: type[RequestBody], answer: type, event: type | None = None
 ) -> dict[str, Any]:
     """Describe a path that takes a body, and answers with events if the body has ``stream``."""
-    described = _json_content(answer)
+    content = _json_content(answer)
     if event is not None:
         # In OpenAPI before 3.2, the schema of an event stream describes a single event.
-        described["content"]["text/event-stream"] = {"schema": _schema_reference(event)}
-    operation = _operation(summary, described, (400, 404, 408, 413, 415, 422, 429, 504))
+        content["content"]["text/event-stream"] = {"schema": _schema_reference(event)}
+    operation = _operation(summary, content, (400, 404, 408, 413, 415, 422, 429, 504))
     operation["requestBody"] = {"required": True, **_json_content(body)}
     return {"post": operation}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from asyncllm.core.deadlines import DeadlineExceededError
@@ -29,6 +30,7 @@ _CODES_BY_ERROR: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class ProtocolError(Exception):
     """Error that is sent as ``{"error": {…}}`` over HTTP, or as an event ``{"type": "error",
     "status": …, "error": {…}}``.
@@ -40,20 +42,12 @@ class ProtocolError(Exception):
         headers: HTTP headers, such as ``Retry-After``.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        status: int = 400,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.param = param
-        self.status = status
-        self.headers = headers
+    message: str
+    _: KW_ONLY
+    code: str
+    param: str | None = None
+    status: int = 400
+    headers: dict[str, str] | None = None
 
     @property
     def is_client_error(self) -> bool:
@@ -74,12 +68,16 @@ class ProtocolError(Exception):
         return {"type": "error", "status": self.status, "error": error}
 
 
-def from_engine_error(error: AsyncLLMError, names: Mapping[str, str]) -> ProtocolError:
-    """Convert an engine exception to a protocol error.
+def to_protocol_error(
+    error: ProtocolError | AsyncLLMError, names: Mapping[str, str]
+) -> ProtocolError:
+    """Convert an exception of the engine to a protocol error; return a protocol error as it is.
 
     Args:
         names: mapping from engine parameters to the protocol's fields, where names differ.
     """
+    if isinstance(error, ProtocolError):
+        return error
     message = str(error)
     if isinstance(error, (InvalidRequestError, ContextLengthExceededError)):
         is_too_long = isinstance(error, ContextLengthExceededError)

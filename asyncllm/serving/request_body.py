@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from asyncllm import validation as check
 from asyncllm.counterparts import COUNTERPARTS
+from asyncllm.errors import InvalidRequestError
 from asyncllm.serving.protocol_error import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,12 @@ MAX_FIELDS = 64
 MAX_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
+AcceptedValues = Mapping[str, tuple[Any, ...]]
+"""Map from unsupported fields to the values that are accepted, because they have no effect."""
+
 _OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""For errors of a union of text and list: description of the other type, by the tag of the tried
-type."""
+"""For errors in a union of text and list, by the tag of the alternative that pydantic has tried:
+name of the other alternative."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
@@ -53,14 +57,14 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
             status=413,
         )
     try:
-        found = from_json(data, allow_inf_nan=False)
+        value = from_json(data, allow_inf_nan=False)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(
             f"body: expected a JSON object ({error})", code="invalid_json"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ProtocolError("body: expected a JSON object", code="invalid_json")
-    return found
+    return value
 
 
 class UnsupportedFields:
@@ -97,83 +101,87 @@ class RequestBody(BaseModel):
     values that this server does not support.
 
     Class attributes:
-        NEUTRAL: for each unsupported field, the values without effect; these and null are accepted.
-        NEUTRAL_SUBFIELDS: the same for parts of supported fields, by their paths: "field.part".
-        KIND: key in COUNTERPARTS for the names that other APIs give to these fields.
+        ACCEPTED_VALUES: map from unsupported fields to the values that are accepted, besides null,
+            because they have no effect.
+        ACCEPTED_SUBFIELD_VALUES: the same for parts of supported fields, with paths "field.part".
+        COUNTERPARTS_KEY: key in COUNTERPARTS for the names that other APIs give to these fields.
     """
 
     # pydantic also applies these settings to TypedDicts in the fields.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    KIND: ClassVar[str] = "field"
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {}
+    ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = {}
+    COUNTERPARTS_KEY: ClassVar[str] = "field"
     _unsupported: UnsupportedFields = PrivateAttr(default_factory=UnsupportedFields)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any], unsupported: UnsupportedFields) -> Self:
-        """Check the fields. Raises ProtocolError with the field at fault in ``param``."""
-        fields = {name: value for name, value in given.items() if value is not None}
-        for name in fields.keys() - cls.model_fields.keys() - cls.NEUTRAL.keys():
+    def parse(cls, body: Mapping[str, Any], unsupported: UnsupportedFields) -> Self:
+        """Check the fields of a request's body.
+
+        Raises:
+            ProtocolError, InvalidRequestError: with the field at fault in ``param``.
+        """
+        fields = {name: value for name, value in body.items() if value is not None}
+        for name in fields.keys() - cls.model_fields.keys() - cls.ACCEPTED_VALUES.keys():
             # Refuse the first unknown field here: pydantic would make an error for each unknown
             # field.
             raise cls._unknown_field_error(name[:MAX_PARAM_CHARACTERS])
-        for name in cls.NEUTRAL.keys() & fields.keys():
+        for name in cls.ACCEPTED_VALUES.keys() & fields.keys():
             value = fields.pop(name)
-            if not any(check.equal_json(value, neutral) for neutral in cls.NEUTRAL[name]):
-                unsupported.refuse(name, value, cls.NEUTRAL[name])
+            if not any(check.equal_json(value, neutral) for neutral in cls.ACCEPTED_VALUES[name]):
+                unsupported.refuse(name, value, cls.ACCEPTED_VALUES[name])
         try:
-            body = cls.model_validate(fields)
+            request = cls.model_validate(fields)
         except ValidationError as error:
-            raise cls._to_protocol_error(error) from None
-        for path, accepted in cls.NEUTRAL_SUBFIELDS.items():
+            raise cls._to_client_error(error) from None
+        for path, accepted in cls.ACCEPTED_SUBFIELD_VALUES.items():
             name, _, part = path.partition(".")
-            value = (getattr(body, name) or {}).get(part)
+            value = (getattr(request, name) or {}).get(part)
             if value is not None and value not in accepted:
                 unsupported.refuse(path, value, accepted)
-        body._unsupported = unsupported
-        return body
+        request._unsupported = unsupported
+        return request
 
     @classmethod
     def _counterpart(cls, param: str) -> str:
-        """Name that an unknown field, such as vLLM's, has in this body; empty if it has none."""
+        """Name in this body for a field of another API, such as vLLM's; empty if there is none."""
         name = re.sub(r"\[\d+\]", "[]", param)
-        ours = COUNTERPARTS["sampling parameter"].get(name, "")
-        if ours.partition("=")[0] in cls.model_fields:
-            return ours
-        return COUNTERPARTS["field"].get(name) or COUNTERPARTS[cls.KIND].get(name, "")
+        counterpart = COUNTERPARTS["sampling parameter"].get(name, "")
+        if counterpart.partition("=")[0] in cls.model_fields:
+            return counterpart
+        return COUNTERPARTS["field"].get(name) or COUNTERPARTS[cls.COUNTERPARTS_KEY].get(name, "")
 
     @classmethod
     def _unknown_field_error(cls, param: str) -> ProtocolError:
-        ours = cls._counterpart(param)
-        message = f"{check.describe(param)}: no such field" + (f", expected {ours}" if ours else "")
+        counterpart = cls._counterpart(param)
+        hint = f", expected {counterpart}" if counterpart else ""
+        message = f"{check.describe(param)}: no such field{hint}"
         return ProtocolError(message, code="unknown_parameter", param=param)
 
     @classmethod
-    def _to_protocol_error(cls, error: ValidationError) -> ProtocolError:
-        """Convert pydantic's errors to one ProtocolError. The first unknown field with a
+    def _to_client_error(cls, error: ValidationError) -> ProtocolError | InvalidRequestError:
+        """Convert pydantic's errors to one error for the client. The first unknown field with a
         counterpart wins, because the counterpart may be reported as missing; else the first error
         is used."""
         errors = error.errors(include_url=False, include_context=True)
-        unknown = [one for one in errors if one["type"] == "extra_forbidden"]
-        known = (one for one in unknown if cls._counterpart(_field_path(one["loc"])))
-        first = next(known, errors[0])
+        unknown = [detail for detail in errors if detail["type"] == "extra_forbidden"]
+        renamed = (detail for detail in unknown if cls._counterpart(_field_path(detail["loc"])))
+        first = next(renamed, errors[0])
         loc = first["loc"]
         param = _field_path(loc)[:MAX_PARAM_CHARACTERS]
         if first in unknown:
             return cls._unknown_field_error(param)
         if first["type"] == UNSUPPORTED_TYPE:
-            accepted = first["msg"]
-            refused = invalid(f"{param}.type", first["input"].get("type"), accepted)
-            refused.code = "unsupported_parameter"
-            return refused
+            accepted = tuple(first["msg"].split())
+            return unsupported(f"{param}.type", first["input"].get("type"), accepted)
         if first["type"] == "missing":
-            return ProtocolError(f"{param}: is missing", code="invalid_value", param=param)
+            return InvalidRequestError(f"{param}: is missing", param=param)
         message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]
-        _, should, rest = message.partition(" should ")
-        accepted = f"to {rest}".removeprefix("to be ") if should else message
+        _, separator, rest = message.partition(" should ")
+        accepted = f"to {rest}".removeprefix("to be ") if separator else message
         if first["type"] in ("string_type", "list_type", "dict_type"):
             accepted += _OTHER_TYPES.get(loc[-1], "")
-        return invalid(param, first["input"], accepted)
+        return check.invalid(param, first["input"], accepted)
 
     def present_values(self, names: Iterable[str]) -> dict[str, Any]:
         """Values of the named fields, without absent fields."""
@@ -187,15 +195,9 @@ class RequestBody(BaseModel):
         for name, field in properties.items():
             if name not in required and {"type": "null"} not in field.get("anyOf", ()):
                 properties[name] = {"anyOf": [field, {"type": "null"}]}
-        for name, values in cls.NEUTRAL.items():
+        for name, values in cls.ACCEPTED_VALUES.items():
             properties[name] = {"enum": [*values, None]}
         return schema
-
-
-def invalid(name: str, value: Any, accepted: str) -> ProtocolError:
-    return ProtocolError(
-        f"{name}={check.describe(value)}: expected {accepted}", code="invalid_value", param=name
-    )
 
 
 def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> ProtocolError:
@@ -218,13 +220,16 @@ T = TypeVar("T")
 LimitedObject = Annotated[T, BeforeValidator(_limit_fields)]
 """An object with a limited number of fields."""
 
+Objects = Annotated[list[LimitedObject[T]], Field(fail_fast=True)]
+"""A list of objects, checked up to its first invalid one."""
+
 Label = Annotated[str, Field(max_length=512)]
-"""A text that the client names a request by, which its answer repeats."""
+"""Text that identifies a user or a group of requests to the client; answers repeat it."""
 
 Metadata = LimitedObject[
     Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 ]
-"""The client's labels of a request, which its answer repeats."""
+"""Labels that a client attaches to a request; answers repeat them."""
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring
 from typing import Any
 
 from asyncllm.outputs import Delta, ToolCall, Usage
-from asyncllm.serving.answers import TokenLogprob
+from asyncllm.serving.answers import ItemStatus, TokenLogprob
 from asyncllm.serving.call_collector import CallCollector
 from asyncllm.serving.exchange import encode
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_items import CallItem, ItemStatus, TextItem
-from asyncllm.serving.response_object import response_object
+from asyncllm.serving.response_items import CallItem, TextItem
+from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
 
@@ -25,49 +23,45 @@ Event = tuple[str, str]
 class ResponseEvents:
     """Writer of one response's events; each method returns events to send, in order.
 
-    A response has at most one message, whose text may continue after tool calls. So its items do
-    not depend on how the text was split into deltas.
+    A response has at most one message, which tool calls do not end: later text continues it. So the
+    items do not depend on how the text was split into deltas.
 
     Args:
         request: the client's request.
-        model_name: the model's name in the protocol.
-        defaults: values of sampling fields that the request leaves out.
+        response: the response's object.
         spelling_of: function from token id to text and bytes, for log-probabilities.
 
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
-        generates: whether tokens are generated; a request may only fill the prefix cache.
+        generates: whether tokens are generated; false for a request that only fills the prefix
+            cache.
         body: response object of the last event, as JSON.
     """
 
     def __init__(
         self,
         request: ResponseRequest,
-        model_name: str,
-        defaults: Mapping[str, Any],
+        response: ResponseObject,
         spelling_of: Callable[[int], tuple[str, list[int]]],
     ) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id = response.id
         self.num_tokens = 0
         self.generates = request.generates
         self.body = ""
-        self._request = request
-        self._model_name = model_name
-        self._defaults = defaults
+        self._response = response
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(spelling_of, top)
-        self._created_at = time.time()
         self._sequence_number = 0
         self._items: list[TextItem | CallItem] = []
         self._message_item: TextItem | None = None
         self._reasoning_item: TextItem | None = None
         self._calls = CallCollector()
         self._unsent_logprobs: list[TokenLogprob] = []
-        self._delta_head = ""
+        self._text_event_start = ""
 
     def assistant_message(self) -> dict[str, Any]:
-        """The assistant's message, to continue the conversation with."""
+        """The answer as a message of the assistant, for the history of a conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self._items:
             if isinstance(item, CallItem):
@@ -109,26 +103,26 @@ class ResponseEvents:
             self._unsent_logprobs += self._logprobs.write(delta.logprobs)
         if delta.text or (self._unsent_logprobs and self._message_item is not None):
             yield from self._add_text(delta.text)
-        for call in self._calls.push(delta.tool_calls):
+        for _, call in self._calls.push(delta.tool_calls):
             yield from self._add_call(call)
 
     def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
-        """Events of a normal end; finish reason ``abort`` means that the client cancelled the
-        response."""
+        """Events at the end of a response. The finish reason ``abort`` means that the client
+        cancelled it."""
         if not self.generates:
             yield self._final_event("response.completed", self._response_object("completed", usage))
             return
-        whole = finish_reason in ("stop", "tool_calls")
-        ended: ItemStatus = "completed" if whole else "incomplete"
-        yield from self._close_reasoning(ended)
+        is_complete = finish_reason in ("stop", "tool_calls")
+        item_status: ItemStatus = "completed" if is_complete else "incomplete"
+        yield from self._close_reasoning(item_status)
         if self._unsent_logprobs or not self._items:
             yield from self._add_text("")
         if self._message_item is not None:
-            yield from self._close_item(self._message_item, ended)
+            yield from self._close_item(self._message_item, item_status)
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             finish_reason or "", "completed"
         )
-        kind = "response.completed" if whole else "response.incomplete"
+        kind = "response.completed" if is_complete else "response.incomplete"
         yield self._final_event(kind, self._response_object(status, usage))
 
     def failed(self, error: ProtocolError) -> Iterator[Event]:
@@ -159,7 +153,7 @@ class ResponseEvents:
             self._message_item = TextItem(len(self._items), is_reasoning=False)
             yield from self._open_item(self._message_item)
             place = encode(self._message_item.event_fields)[1:-1]
-            self._delta_head = f'{{"type":"response.output_text.delta",{place},"delta":'
+            self._text_event_start = f'{{"type":"response.output_text.delta",{place},"delta":'
         logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         if not text and not logprobs:
             return
@@ -173,7 +167,7 @@ class ResponseEvents:
         self._sequence_number = number + 1
         return (
             "response.output_text.delta",
-            f'{self._delta_head}{encode_basestring(text)},"logprobs":{logprobs},'
+            f'{self._text_event_start}{encode_basestring(text)},"logprobs":{logprobs},'
             f'"sequence_number":{number}}}',
         )
 
@@ -198,8 +192,8 @@ class ResponseEvents:
 
     def _close_reasoning(self, status: ItemStatus) -> Iterator[Event]:
         if self._reasoning_item is not None:
-            thoughts, self._reasoning_item = self._reasoning_item, None
-            yield from self._close_item(thoughts, status)
+            item, self._reasoning_item = self._reasoning_item, None
+            yield from self._close_item(item, status)
 
     def _close_item(self, item: TextItem, status: ItemStatus) -> Iterator[Event]:
         item.status = status
@@ -215,16 +209,7 @@ class ResponseEvents:
         return self._make_event(kind, output_index=item.index, item=item.as_dict())
 
     def _response_object(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
-        return response_object(
-            self._request,
-            self._defaults,
-            id=self.id,
-            created_at=self._created_at,
-            status=status,
-            model=self._model_name,
-            output=[item.as_dict() for item in self._items],
-            usage=usage,
-        )
+        return self._response.as_dict(status, [item.as_dict() for item in self._items], usage)
 
     def _final_event(self, kind: str, response: dict[str, Any]) -> Event:
         self.body = encode(response)

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE, LimitedObject
+from asyncllm.serving.answers import ItemStatus
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE, LimitedObject, Objects
 from asyncllm.serving.sampling_fields import TextOr
 
 Message = dict[str, Any]
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemText(TypedDict):
@@ -26,8 +26,7 @@ class ItemText(TypedDict):
     logprobs: NotRequired[list[Any] | None]
 
 
-ItemTexts = Annotated[list[LimitedObject[ItemText]], Field(min_length=1, fail_fast=True)]
-ItemContent = TextOr[str, ItemTexts]
+ItemContent = TextOr[str, Annotated[Objects[ItemText], Field(min_length=1)]]
 
 
 class _InputItem(TypedDict):
@@ -35,7 +34,7 @@ class _InputItem(TypedDict):
     clients send output items back as input."""
 
     id: NotRequired[str | None]
-    status: NotRequired[Status | None]
+    status: NotRequired[ItemStatus | None]
 
 
 class MessageItem(_InputItem):
@@ -68,9 +67,7 @@ class ReasoningText(TypedDict):
 class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
     summary: NotRequired[list[Any] | None]
-    content: NotRequired[
-        Annotated[list[LimitedObject[ReasoningText]], Field(fail_fast=True)] | None
-    ]
+    content: NotRequired[Objects[ReasoningText] | None]
     encrypted_content: NotRequired[None]
 
 
@@ -86,35 +83,35 @@ InputItem = Annotated[
     Discriminator(
         _item_tag,
         custom_error_type=UNSUPPORTED_TYPE,
-        custom_error_message="message, function_call, function_call_output or reasoning",
+        custom_error_message="message function_call function_call_output reasoning",
     ),
 ]
 
 
 def items_to_messages(items: Iterable[Any]) -> list[Message]:
-    """Convert items to messages for chat templates. A turn's calls and reasoning become part of its
-    message."""
-    found: list[Message] = []
-    thoughts: list[str] = []
+    """Convert items to messages for chat templates. The calls and the reasoning of the assistant
+    become parts of its message."""
+    messages: list[Message] = []
+    reasoning: list[str] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts += [part["text"] for part in item.get("content") or ()]
+            reasoning += [part["text"] for part in item.get("content") or ()]
             continue
         if kind == "function_call_output":
             content = _message_content(item["output"])
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
             continue
         if kind == "function_call":
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(_tool_call(item))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_tool_call(item))
         else:
-            found.append({"role": item["role"], "content": _message_content(item["content"])})
-        if thoughts and found[-1]["role"] == "assistant":
-            found[-1]["reasoning_content"] = "\n".join(thoughts)
-            thoughts = []
-    return found
+            messages.append({"role": item["role"], "content": _message_content(item["content"])})
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = "\n".join(reasoning)
+            reasoning = []
+    return messages
 
 
 def _tool_call(item: Any) -> dict[str, Any]:
@@ -131,8 +128,8 @@ def _message_content(content: Any) -> Any:
 
 
 def memory_size(messages: Iterable[Message]) -> int:
-    """Approximate size of messages in memory, in bytes: 256 for each object with a few short
-    fields, plus its texts."""
+    """Approximate size of messages in memory, in bytes: their texts, and 256 bytes for each object
+    with a few fields."""
     return sum(map(_memory_size_of, messages))
 
 

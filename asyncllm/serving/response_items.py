@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from asyncllm.outputs import ToolCall
-from asyncllm.serving.answers import TokenLogprob
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
+from asyncllm.serving.answers import ItemStatus, TokenLogprob
 
 
 @dataclass(slots=True)
 class TextItem:
-    """Item with one growing part of text: a message, or reasoning.
+    """Output item with one text, which grows: a message, or reasoning.
 
     Args:
         index: index among the response's items.
@@ -68,12 +66,12 @@ class CallItem:
     id: str = field(default_factory=lambda: f"fc_{uuid.uuid4().hex}")
 
     def as_dict(self) -> dict[str, Any]:
-        begun = self.status == "in_progress"
+        has_arguments = self.status != "in_progress"
         return {
             "id": self.id,
             "type": "function_call",
             "status": self.status,
             "call_id": self.call.id,
             "name": self.call.name,
-            "arguments": "" if begun else self.call.arguments,
+            "arguments": self.call.arguments if has_arguments else "",
         }

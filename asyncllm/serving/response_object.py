@@ -1,76 +1,75 @@
-"""response_object: the JSON object of a response in any state."""
+"""ResponseObject: the JSON object of a response in any state."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from asyncllm.outputs import Usage
-from asyncllm.serving.choices import truncation_field
+from asyncllm.serving.choices_writer import truncation_field
 from asyncllm.serving.response_request import ResponseRequest
 
 
-def response_object(
-    request: ResponseRequest,
-    defaults: Mapping[str, Any],
-    *,
-    id: str,
-    created_at: float,
-    status: str,
-    model: str,
-    output: list[dict[str, Any]],
-    usage: Usage | None,
-) -> dict[str, Any]:
-    """Make the protocol's JSON object of a response.
+class ResponseObject:
+    """JSON object of one response, which repeats most fields of its request.
 
     Args:
-        request: the client's request; the object repeats most of its fields.
+        request: the client's request.
+        model: the client's name for the model.
         defaults: values of sampling fields that the request leaves out.
+
+    Attributes:
+        id: id of the response.
     """
-    incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    reasoning: Any = request.reasoning or {}
-    return {
-        "id": id,
-        "object": "response",
-        "created_at": created_at,
-        "completed_at": time.time() if status == "completed" else None,
-        "status": status,
-        "error": None,
-        "incomplete_details": incomplete,
-        "model": model,
-        "instructions": request.instructions,
-        "previous_response_id": request.previous_response_id,
-        "output": output,
-        "usage": _usage_fields(usage),
-        "timings": _timings(usage),
-        "max_output_tokens": request.max_output_tokens,
-        "temperature": _sampling_value(request, defaults, "temperature"),
-        "top_p": _sampling_value(request, defaults, "top_p"),
-        "top_logprobs": request.num_logprobs or 0,
-        "background": False,
-        "store": request.should_store,
-        "service_tier": "default",
-        "text": {"format": {"type": "text"}, **(request.text or {}), "verbosity": "medium"},
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "tools": request.tools or [],
-        "tool_choice": request.tool_choice or "auto",
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "truncation": "disabled",
-        "metadata": request.metadata or {},
-        "user": request.user,
-        "safety_identifier": request.safety_identifier,
-    }
+
+    def __init__(self, request: ResponseRequest, model: str, defaults: Mapping[str, Any]) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        reasoning: Any = request.reasoning or {}
+        self._constant_fields = {
+            "id": self.id,
+            "object": "response",
+            "created_at": time.time(),
+            "model": model,
+            "instructions": request.instructions,
+            "previous_response_id": request.previous_response_id,
+            "max_output_tokens": request.max_output_tokens,
+            "temperature": defaults.get("temperature", 1.0),
+            "top_p": defaults.get("top_p", 1.0),
+            **request.present_values(("temperature", "top_p")),
+            "top_logprobs": request.num_logprobs or 0,
+            "background": False,
+            "store": request.should_store,
+            "service_tier": "default",
+            "text": {"format": {"type": "text"}, **(request.text or {}), "verbosity": "medium"},
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+            "tools": request.tools or [],
+            "tool_choice": request.tool_choice or "auto",
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "truncation": "disabled",
+            "metadata": request.metadata or {},
+            "user": request.user,
+            "safety_identifier": request.safety_identifier,
+        }
+
+    def as_dict(
+        self, status: str, output: list[dict[str, Any]], usage: Usage | None = None
+    ) -> dict[str, Any]:
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._constant_fields,
+            "completed_at": time.time() if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": incomplete,
+            "output": output,
+            "usage": None if usage is None else _usage_fields(usage),
+            "timings": None if usage is None else _timings(usage),
+        }
 
 
-def _sampling_value(request: ResponseRequest, defaults: Mapping[str, Any], name: str) -> float:
-    value = getattr(request, name)
-    return defaults.get(name, 1.0) if value is None else value
-
-
-def _usage_fields(usage: Usage | None) -> dict[str, Any] | None:
-    if usage is None:
-        return None
+def _usage_fields(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -81,8 +80,6 @@ def _usage_fields(usage: Usage | None) -> dict[str, Any] | None:
     }
 
 
-def _timings(usage: Usage | None) -> dict[str, Any] | None:
-    """Timings of the response in seconds, an extension of OpenAI's protocol."""
-    if usage is None:
-        return None
+def _timings(usage: Usage) -> dict[str, Any]:
+    """Timings of a response in seconds, an extension of OpenAI's protocol."""
     return {"queue_time": usage.queue_time, "ttft": usage.ttft, "total_time": usage.total_time}

@@ -17,9 +17,9 @@ from asyncllm.serving.chat_request import (
     ReasoningEffort,
     ToolMode,
 )
-from asyncllm.serving.request_body import LimitedObject, unsupported
+from asyncllm.serving.request_body import AcceptedValues, LimitedObject, Objects, unsupported
 from asyncllm.serving.response_input import InputItem, Message, items_to_messages
-from asyncllm.serving.sampling_fields import OBFUSCATION, TextOr
+from asyncllm.serving.sampling_fields import OBFUSCATION_VALUES, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
@@ -27,9 +27,9 @@ from asyncllm.validation import MAX_INTEGER
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE_VALUES = (
     LOGPROBS,
-    # Reasoning is not encrypted: clients send its items back as they got them.
+    # Reasoning is not encrypted: clients send reasoning items back unchanged.
     "reasoning.encrypted_content",
-    # No answer has these parts: the tools and inputs that make them are refused.
+    # Parts of answers to tools and inputs that this server refuses.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -107,10 +107,10 @@ class ResponseRequest(ConversationFields):
     """Body of a request for a response: OpenAI's fields, those of SamplingParams, and ``generate``.
     With ``generate=false`` the prompt is only computed into the prefix cache."""
 
-    KIND = "field of /v1/responses"
+    COUNTERPARTS_KEY = "field of /v1/responses"
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **ConversationFields.NEUTRAL,
+    ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
+        **ConversationFields.ACCEPTED_VALUES,
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
@@ -120,11 +120,11 @@ class ResponseRequest(ConversationFields):
         "truncation": ("disabled",),
     }
     # Reasoning is not summarised, and "auto" leaves that choice to the server.
-    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = {
         "text.verbosity": ("medium",),
         "reasoning.summary": ("auto",),
         "reasoning.generate_summary": ("auto",),
-        **OBFUSCATION,
+        **OBFUSCATION_VALUES,
     }
 
     input: Input
@@ -132,13 +132,7 @@ class ResponseRequest(ConversationFields):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    tools: (
-        Annotated[
-            list[LimitedObject[ResponseTool]],
-            Field(max_length=MAX_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    tools: Annotated[Objects[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -170,7 +164,7 @@ class ResponseRequest(ConversationFields):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """New messages of the request, in the engine's form."""
+        """Messages of ``input``, as ``AsyncLLMEngine.chat`` takes them."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
         return tuple(items_to_messages(self.input))
@@ -190,29 +184,24 @@ class ResponseRequest(ConversationFields):
             ProtocolError: for unsupported fields.
             AsyncLLMError: as for ``AsyncLLMEngine.chat``.
         """
-        params = self.sampling_params(
-            {
-                # Generate at least one token, so that the whole prompt is computed and cached.
-                "max_tokens": self.max_output_tokens if self.generates else 1,
-                "logprobs": self.num_logprobs,
-            }
-        )
         if self.instructions is not None:
             conversation = ({"role": "system", "content": self.instructions}, *conversation)
         effort = (self.reasoning or {}).get("effort")
         return self.submit_chat(
             engine,
             conversation,
-            params,
+            options,
             response_format=self._response_format(),
             template_variables=self.template_variables(engine, effort, "reasoning.effort"),
-            options=options,
+            # Generate at least one token, so that the whole prompt is computed and cached.
+            max_tokens=self.max_output_tokens if self.generates else 1,
+            logprobs=self.num_logprobs,
         )
 
     def _response_format(self) -> dict[str, Any] | None:
         """Convert ``text.format`` to the ``response_format`` of chat completions."""
-        found: Any = (self.text or {}).get("format")
-        if found is None or found["type"] != "json_schema":
-            return found
-        schema = {key: value for key, value in found.items() if key != "type"}
+        text_format: Any = (self.text or {}).get("format")
+        if text_format is None or text_format["type"] != "json_schema":
+            return text_format
+        schema = {key: value for key, value in text_format.items() if key != "type"}
         return {"type": "json_schema", "json_schema": schema}

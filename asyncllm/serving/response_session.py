@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode
-from asyncllm.serving.protocol_error import ProtocolError, from_engine_error
+from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.request_body import parse_json, unsupported
 from asyncllm.serving.response_events import Event
 from asyncllm.serving.response_request import ResponseRequest
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
 
-MAX_CONTINUABLE = 32
+MAX_UNSTORED_RESPONSES = 32
 MAX_UNSTORED_SIZE = 1 << 24
 """Maximum number of responses with ``store=false`` that a connection can continue, and of their
 bytes."""
@@ -43,7 +43,7 @@ MAX_ERRORS = 64
 
 @dataclass(eq=False, repr=False)
 class ResponseSession:
-    """Reads requests of one connection and answers them, one at a time.
+    """Reader of one connection's requests, which it answers one at a time.
 
     Args:
         connection: open connection. The session closes it only for reasons of the protocol.
@@ -59,7 +59,7 @@ class ResponseSession:
     owner: str
     current: ResponseTurn | None = None
     _unstored_responses: ResponseStore = field(
-        default_factory=lambda: ResponseStore(MAX_CONTINUABLE, MAX_UNSTORED_SIZE)
+        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_SIZE)
     )
     _num_errors: int = 0
     _is_closing: bool = False
@@ -82,25 +82,27 @@ class ResponseSession:
     async def _handle_message(self, message: str | bytes) -> None:
         try:
             await self._execute_message(message)
-        except ProtocolError as error:
-            await self._refuse(error)
-        except AsyncLLMError as error:
-            await self._refuse(from_engine_error(error, ENGINE_NAMES))
+        except (ProtocolError, AsyncLLMError) as error:
+            await self._refuse(to_protocol_error(error, ENGINE_NAMES))
             self._close_on_engine_end(error)
         else:
             self._num_errors = 0
 
     async def _execute_message(self, message: str | bytes) -> None:
+        if not isinstance(message, str):
+            raise ProtocolError("binary message: expected text", code="invalid_message")
         # The message is held already, but takes several times its bytes once it is decoded.
         claim = await self.serving.claim(len(message))
         streams: list[TokenStream] = []
         try:
-            event = await self.serving.run(lambda: _decode_message(message), len(message))
-            kind = event.get("type")
+            event = await self.serving.run(partial(parse_json, message), len(message))
+            kind = event.pop("type", None)
             if kind == "response.create":
                 streams.append(await self._create_response(event, len(message)))
             elif kind == "response.cancel":
-                self._cancel_response()
+                if self.current is None:
+                    raise ProtocolError("no response is in flight", code="response_not_in_flight")
+                self.current.stream.abort()
             else:
                 raise ProtocolError(
                     "type: expected 'response.create' or 'response.cancel'",
@@ -118,7 +120,7 @@ class ResponseSession:
         if self._num_errors >= MAX_ERRORS:
             self._close(1008, f"{MAX_ERRORS} invalid messages in a row")
 
-    def _close_on_engine_end(self, error: AsyncLLMError) -> None:
+    def _close_on_engine_end(self, error: Exception) -> None:
         """Close the connection if the engine has closed or died."""
         if isinstance(error, EngineClosedError):
             self._close(1001, "the engine is closed")
@@ -139,7 +141,11 @@ class ResponseSession:
                 status=409,
             )
         self.serving.check_open()
-        request = await self.serving.run(partial(self._parse_request, event), size)
+        request = await self.serving.run(
+            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), size
+        )
+        if request.stream is False:
+            raise unsupported("stream", False, (True,))
         turn = await ResponseTurn.begin(
             self.serving, self.owner, request, size, self._unstored_responses
         )
@@ -147,18 +153,6 @@ class ResponseSession:
         self.serving.pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
         return turn.stream
-
-    def _parse_request(self, event: dict[str, Any]) -> ResponseRequest:
-        fields = {name: value for name, value in event.items() if name != "type"}
-        request = ResponseRequest.parse(fields, self.serving.unsupported_fields)
-        if request.stream is False:
-            raise unsupported("stream", False, (True,))
-        return request
-
-    def _cancel_response(self) -> None:
-        if self.current is None:
-            raise ProtocolError("no response is in flight", code="response_not_in_flight")
-        self.current.stream.abort()
 
     # --- responses ----------------------------------------------------------------------
 
@@ -170,7 +164,7 @@ class ResponseSession:
         except AsyncLLMError as error:
             self._end_current()
             with contextlib.suppress(*DISCONNECT_ERRORS):
-                failed = turn.events.failed(from_engine_error(error, ENGINE_NAMES))
+                failed = turn.events.failed(to_protocol_error(error, ENGINE_NAMES))
                 await self._send_all(await turn.serialize(failed))
                 self._close_on_engine_end(error)
         except DISCONNECT_ERRORS:
@@ -191,14 +185,3 @@ class ResponseSession:
         send = self.connection.send
         for _, data in events:
             await send(data)
-
-
-def _decode_message(message: str | bytes) -> dict[str, Any]:
-    """Decode a message to an event.
-
-    Raises:
-        ProtocolError: if it is no JSON object.
-    """
-    if not isinstance(message, str):
-        raise ProtocolError("binary message: expected text", code="invalid_message")
-    return parse_json(message)

@@ -12,7 +12,7 @@ from asyncllm.serving.response_input import Message, memory_size
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All messages up to the end of a response, without instructions, which each request sets anew.
+    """Messages up to the end of a response, without instructions: each request has its own.
 
     Attributes:
         size: approximate bytes of the messages in memory.
@@ -38,8 +38,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses by owner and id; another owner's id is unknown. Conversations share
-    their messages, but each counts in full.
+    """Store of the latest responses, by owner and id. Conversations share their messages, but the
+    size of each counts in full.
 
     Args:
         max_responses: maximum number of responses; 0 stores none.
@@ -49,7 +49,7 @@ class ResponseStore:
 
     def __init__(self, max_responses: int, max_size: int) -> None:
         self._max_responses = max_responses
-        self._bytes_left = max_size
+        self._num_bytes_left = max_size
         self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -57,17 +57,17 @@ class ResponseStore:
 
     def add(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         self._responses[owner, response_id] = stored
-        self._bytes_left -= _response_size(stored)
-        while len(self._responses) > self._max_responses or self._bytes_left < 0:
+        self._num_bytes_left -= _response_size(stored)
+        while len(self._responses) > self._max_responses or self._num_bytes_left < 0:
             _, oldest = self._responses.popitem(last=False)
-            self._bytes_left += _response_size(oldest)
+            self._num_bytes_left += _response_size(oldest)
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Remove a response; returns False if there was none."""
-        found = self._responses.pop((owner, response_id), None)
-        if found is not None:
-            self._bytes_left += _response_size(found)
-        return found is not None
+        removed = self._responses.pop((owner, response_id), None)
+        if removed is not None:
+            self._num_bytes_left += _response_size(removed)
+        return removed is not None
 
 
 def _response_size(stored: StoredResponse) -> int:

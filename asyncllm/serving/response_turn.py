@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 
 import anyio
 
 from asyncllm.serving.byte_budget import ByteClaim
 from asyncllm.serving.response_events import Event, ResponseEvents
+from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import (
     Conversation,
@@ -22,13 +22,12 @@ from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
 MEMORY_PER_JSON_BYTE = 32
-"""Number of bytes of a conversation in memory that are converted in the time in which one byte of
-JSON is read. A short message has about 360 bytes, and is checked and converted in 3
-microseconds."""
+"""Bytes of a conversation in memory that count as one byte of JSON: converting them takes as long
+as reading that byte. A short message has about 360 bytes, and is converted in 3 microseconds."""
 
-WRITE_TO_READ_SPEED = 10
-"""Number of bytes of JSON that are written in the time in which one byte is read. Events with the
-whole response repeat the request's texts and tools."""
+WRITTEN_PER_READ_BYTE = 10
+"""Bytes of JSON that are written in the time that reading one byte takes. Events with the whole
+response repeat the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
 
@@ -47,7 +46,7 @@ class ResponseTurn:
     _serving: Serving
     _owner: str
     _conversation: Conversation
-    _store: ResponseStore | None
+    _store: ResponseStore
     _size: int
     _claim: ByteClaim
 
@@ -58,7 +57,7 @@ class ResponseTurn:
         owner: str,
         request: ResponseRequest,
         size: int,
-        connection_store: ResponseStore | None = None,
+        connection_store: ResponseStore,
     ) -> Self:
         """Submit a request; a long conversation is checked on the worker thread. The caller calls
         ``release`` at the end of the answer.
@@ -71,46 +70,39 @@ class ResponseTurn:
         Raises:
             ProtocolError, AsyncLLMError: if it cannot be served.
         """
-        history = _find_conversation(
-            request.previous_response_id, owner, serving.store, connection_store
-        )
-        claim = serving.hold(size)
-        submit = partial(
-            cls._submit, serving, owner, request, size, history, connection_store, claim
-        )
+        history = Conversation()
+        if (previous_id := request.previous_response_id) is not None:
+            stored = connection_store.get(owner, previous_id)
+            stored = stored or serving.store.get(owner, previous_id)
+            if stored is None:
+                raise response_not_found(previous_id, "previous_response_id")
+            history = stored.conversation
+        claim = serving.claim_answer(size)
+
+        def submit() -> Self:
+            engine = serving.engine
+            model = serving.model_name(request.model)
+            conversation = history.extended_by(request.messages)
+            stream = request.submit(engine, conversation.messages, serving.options(owner))
+            defaults = engine.model_config.generation_defaults or {}
+            response = ResponseObject(request, model, defaults)
+            events = ResponseEvents(request, response, engine.tokenizer.spelling_of)
+            store = serving.store if request.should_store else connection_store
+            return cls(stream, events, serving, owner, conversation, store, size, claim)
+
         try:
             return await serving.run(submit, size + history.size // MEMORY_PER_JSON_BYTE)
         except BaseException:
             claim.release()
             raise
 
-    @classmethod
-    def _submit(
-        cls,
-        serving: Serving,
-        owner: str,
-        request: ResponseRequest,
-        size: int,
-        history: Conversation,
-        connection_store: ResponseStore | None,
-        claim: ByteClaim,
-    ) -> Self:
-        engine = serving.engine
-        model = serving.model_name(request.model)
-        conversation = history.extended_by(request.messages)
-        stream = request.submit(engine, conversation.messages, serving.options(owner))
-        defaults = engine.model_config.generation_defaults or {}
-        events = ResponseEvents(request, model, defaults, engine.tokenizer.spelling_of)
-        keep_in = serving.store if request.should_store else connection_store
-        return cls(stream, events, serving, owner, conversation, keep_in, size, claim)
-
     def release(self) -> None:
-        """Free the place of the request in memory, once the client has read its answer."""
+        """Release the memory that the request claims, once the client has read its answer."""
         self._claim.release()
 
     async def serialize(self, events: Iterable[Event]) -> list[Event]:
         """Serialise events with the whole response, on the worker thread if they are long."""
-        return await self._serving.run(lambda: list(events), self._size // WRITE_TO_READ_SPEED)
+        return await self._serving.run(lambda: list(events), self._size // WRITTEN_PER_READ_BYTE)
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
         """Send the events after ``created``, and store the response.
@@ -131,25 +123,9 @@ class ResponseTurn:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream = self.stream
-        ending = await self.serialize(events.completed(stream.finish_reason, stream.usage))
-        if self._store is not None:
-            turn = (events.assistant_message(),) if generates else ()
-            stored = StoredResponse(self._conversation.extended_by(turn), events.body)
-            self._store.add(self._owner, events.id, stored)
+        final_events = await self.serialize(events.completed(stream.finish_reason, stream.usage))
+        turn = (events.assistant_message(),) if generates else ()
+        stored = StoredResponse(self._conversation.extended_by(turn), events.body)
+        self._store.add(self._owner, events.id, stored)
         before_end()
-        await send(ending)
-
-
-def _find_conversation(
-    response_id: str | None,
-    owner: str,
-    store: ResponseStore,
-    connection_store: ResponseStore | None,
-) -> Conversation:
-    if response_id is None:
-        return Conversation()
-    found = None if connection_store is None else connection_store.get(owner, response_id)
-    found = found or store.get(owner, response_id)
-    if found is None:
-        raise response_not_found(response_id, "previous_response_id")
-    return found.conversation
+        await send(final_events)

@@ -11,13 +11,20 @@ from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.response_events import Event
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.response_store import response_not_found
+from asyncllm.serving.response_store import ResponseStore, response_not_found
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import Serving
 
 
 async def create_response(serving: Serving, exchange: Exchange) -> None:
-    request, turn = await _begin(serving, exchange)
+    def parse(body: bytes) -> tuple[ResponseRequest, int]:
+        return ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
+
+    request, size = await exchange.read(parse)
+    turn = await ResponseTurn.begin(
+        serving, exchange.owner, request, size, connection_store=ResponseStore(0, 0)
+    )
+    exchange.release_body([turn.stream])
     try:
         if request.stream:
             await _send_events(serving, exchange, turn)
@@ -29,17 +36,6 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
         await exchange.respond(200, turn.events.body.encode())
     finally:
         turn.release()
-
-
-async def _begin(serving: Serving, exchange: Exchange) -> tuple[ResponseRequest, ResponseTurn]:
-    """Read and submit a request. The body is freed when this returns."""
-    body = await exchange.body()
-    request = await serving.run(
-        lambda: ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
-    )
-    turn = await ResponseTurn.begin(serving, exchange.owner, request, len(body))
-    exchange.release_body([turn.stream])
-    return request, turn
 
 
 async def _drop_events(events: Iterable[Event]) -> None:
@@ -69,12 +65,12 @@ def _encode_events(events: Iterable[Event]) -> str:
 
 async def get_response(serving: Serving, exchange: Exchange) -> None:
     response_id = exchange.scope["path_params"]["response_id"]
-    found = serving.store.get(exchange.owner, response_id)
-    if found is None:
+    stored = serving.store.get(exchange.owner, response_id)
+    if stored is None:
         raise response_not_found(response_id)
-    claim = serving.hold(len(found.body))
+    claim = serving.claim_answer(len(stored.body))
     try:
-        await exchange.respond(200, found.body.encode())
+        await exchange.respond(200, stored.body.encode())
     finally:
         claim.release()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
@@ -20,7 +20,7 @@ from asyncllm.sampling_params import (
     NUMBER_BOUNDS,
     SamplingParams,
 )
-from asyncllm.serving.request_body import Label, RequestBody, invalid
+from asyncllm.serving.request_body import AcceptedValues, Label, RequestBody
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
@@ -51,9 +51,20 @@ BadWords = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+def _parse_logit_bias(biases: dict[str, Any]) -> dict[int, Any]:
+    """Convert the keys of ``logit_bias`` to integers: JSON keys are strings."""
+    if len(biases) > MAX_BIAS:
+        raise ValueError(f"at most {MAX_BIAS} token ids")
+    if not all(key.isdecimal() and key.isascii() and len(key) <= 10 for key in biases):
+        raise ValueError("token ids, 0 or more, for keys")
+    return {int(key): bias for key, bias in biases.items()}
+
+
 Bias = Annotated[
     dict[str, Any],
-    # ``_parse_logit_bias`` checks the items, and stops at the first invalid one.
+    AfterValidator(_parse_logit_bias),
     WithJsonSchema(
         {
             "type": "object",
@@ -68,16 +79,15 @@ Bias = Annotated[
     ),
 ]
 
-SHARED_FIELDS = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
-    "stop_token_ids ignore_eos min_tokens truncate_prompt_tokens allowed_token_ids bad_words "
-    "skip_special_tokens include_stop_str_in_output structured_outputs extra_args"
-).split()
-"""Fields with the same name in SamplingParams."""
+OBFUSCATION_VALUES: AcceptedValues = {"stream_options.include_obfuscation": (False,)}
+"""Accepted values of OpenAI's option that pads events against traffic analysis."""
 
 
-OBFUSCATION: Mapping[str, tuple[Any, ...]] = {"stream_options.include_obfuscation": (False,)}
-"""Accepted values of the field that asks for padded events (against traffic analysis)."""
+def bounded(name: str) -> Any:
+    """Make an optional number field, described with its bounds in SamplingParams."""
+    low, high = {**INTEGER_BOUNDS, **NUMBER_BOUNDS}[name]
+    minimum_key = "exclusiveMinimum" if name == "top_p" else "minimum"
+    return Field(default=None, json_schema_extra={minimum_key: low, "maximum": high})
 
 
 class SamplingFields(RequestBody):
@@ -85,19 +95,19 @@ class SamplingFields(RequestBody):
     their meanings and neutral values."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    temperature: float | None = bounded("temperature")
+    top_p: float | None = bounded("top_p")
+    top_k: int | None = bounded("top_k")
+    min_p: float | None = bounded("min_p")
+    presence_penalty: float | None = bounded("presence_penalty")
+    frequency_penalty: float | None = bounded("frequency_penalty")
+    repetition_penalty: float | None = bounded("repetition_penalty")
+    seed: int | None = bounded("seed")
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    truncate_prompt_tokens: int | None = None
+    min_tokens: int | None = bounded("min_tokens")
+    truncate_prompt_tokens: int | None = bounded("truncate_prompt_tokens")
     logit_bias: Bias | None = None
     allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
     bad_words: BadWords | None = None
@@ -111,46 +121,22 @@ class SamplingFields(RequestBody):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 
-    def sampling_params(self, renamed_params: Mapping[str, Any]) -> SamplingParams:
+    def sampling_params(self, **renamed_params: Any) -> SamplingParams:
         """Convert the fields to SamplingParams, before anything is submitted.
 
         Args:
-            renamed_params: parameters whose fields have other names in the protocol.
+            renamed_params: parameters whose fields have other names or meanings in the protocol.
 
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.
         """
-        given = self.present_values(SHARED_FIELDS)
-        if self.logit_bias is not None:
-            given["logit_bias"] = _parse_logit_bias(self.logit_bias)
-        return SamplingParams(**given, **renamed_params)
-
-    @classmethod
-    def openapi_schema(cls, ref_template: str) -> dict[str, Any]:
-        schema = super().openapi_schema(ref_template)
-        for kind, bounds in (int | None, INTEGER_BOUNDS), (float | None, NUMBER_BOUNDS):
-            for name, (low, high) in bounds.items():
-                field = cls.model_fields.get(name)
-                # A field whose type is not that of SamplingParams only has its name in common.
-                if field is not None and field.annotation == kind:
-                    least = "exclusiveMinimum" if name == "top_p" else "minimum"
-                    schema["properties"][name] |= {least: low, "maximum": high}
-        return schema
+        shared_names = SamplingParams.__dataclass_fields__.keys() - renamed_params.keys()
+        return SamplingParams(**self.present_values(shared_names), **renamed_params)
 
     @property
     def scheduling_options(self) -> dict[str, Any]:
         """Arguments of ``AsyncLLMEngine.stream`` and ``chat`` for scheduling."""
         return self.present_values(("priority", "cache_salt"))
-
-
-def _parse_logit_bias(given: Mapping[str, Any]) -> dict[int, Any]:
-    """Convert the keys of ``logit_bias`` to integers: JSON keys are strings."""
-    if len(given) > MAX_BIAS:
-        raise invalid("logit_bias", given, f"at most {MAX_BIAS} token ids")
-    for key in given:
-        if not (key.isdecimal() and key.isascii() and len(key) <= 10):
-            raise invalid("logit_bias", key, "token ids, 0 or more, for keys")
-    return {int(key): bias for key, bias in given.items()}
 
 
 class StreamOptions(TypedDict):
@@ -160,11 +146,11 @@ class StreamOptions(TypedDict):
 
 
 class ChoicesRequest(SamplingFields):
-    """Fields of the two protocols whose answers have ``choices``."""
+    """Fields of completions and chat completions, whose answers have ``choices``."""
 
-    NEUTRAL_SUBFIELDS: ClassVar[Mapping[str, tuple[Any, ...]]] = OBFUSCATION
+    ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = OBFUSCATION_VALUES
 
-    n: int | None = None
+    n: int | None = bounded("n")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

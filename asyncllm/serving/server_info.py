@@ -33,7 +33,7 @@ async def health(serving: Serving, exchange: Exchange) -> None:
 
 
 async def live(serving: Serving, exchange: Exchange) -> None:
-    """Answer whether the process should live: a dead engine does not recover."""
+    """Answer with 503 if the process should be restarted: a dead engine does not recover."""
     await exchange.respond_json(_state(serving), 503 if serving.engine.state == "dead" else 200)
 
 

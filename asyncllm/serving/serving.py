@@ -28,8 +28,8 @@ from asyncllm.validation import describe
 T = TypeVar("T")
 
 LONG_JSON_BYTES = 4096
-"""Minimum number of bytes of JSON that a worker thread reads or writes instead of the event loop. A
-byte takes up to a quarter of a microsecond; logit biases and tools take longest."""
+"""Minimum number of bytes of JSON that a worker thread reads or writes, so that the event loop does
+not wait. A byte takes up to a quarter of a microsecond."""
 
 LARGE_JSON_BYTES = 1 << 16
 """Minimum number of bytes of JSON that count in ``large_bodies`` instead of ``small_bodies``."""
@@ -43,7 +43,7 @@ class Serving:
         model_names: names of the model; the first is used for requests that name none.
         timeout: maximum duration of an answer in seconds; None sets no limit.
         ping_interval: seconds of silence after which a stream of events sends a comment.
-        pacer: limits the frame rate of all streamed answers.
+        pacer: limits the frame rate of all streamed answers together.
         store: responses that can be continued.
         stats_interval: seconds between two snapshots of the statistics.
         needs_token: whether clients have to send a bearer token.
@@ -55,10 +55,12 @@ class Serving:
         sessions: sessions of the open WebSockets.
         worker: thread that reads and writes long JSON. It pauses together with the engine's threads
             for long texts, so that streams keep half their speed under any load of long bodies.
-        small_bodies, large_bodies: budgets of the bytes of JSON from LONG_JSON_BYTES on, and from
-            LARGE_JSON_BYTES on, that are being read, checked or tokenised. A request of many small
-            tools takes 8 times its bytes meanwhile. A small body waits for no large one.
-        repeats: budget of the bytes, from LARGE_JSON_BYTES on, that answers under way repeat.
+        small_bodies, large_bodies: budgets of the bytes of bodies that are being read, checked or
+            tokenised: of those from LONG_JSON_BYTES on, and of those from LARGE_JSON_BYTES on. A
+            request of many small tools takes 8 times its bytes meanwhile. A small body waits for
+            no large one.
+        repeated_bytes: budget of the JSON that answers being sent repeat from their requests; only
+            requests from LARGE_JSON_BYTES on count.
     """
 
     engine: AsyncLLMEngine
@@ -81,7 +83,7 @@ class Serving:
     worker: WorkerThread = field(init=False)
     small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
-    repeats: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
+    repeated_bytes: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
 
     def __post_init__(self) -> None:
         self.worker = WorkerThread("asyncllm-json", self.engine._cooldown)
@@ -109,14 +111,14 @@ class Serving:
             raise
         return claim
 
-    def hold(self, size: int) -> ByteClaim:
-        """Claim memory for an answer that repeats ``size`` bytes of JSON, until the claim is
-        released: once its client has read it.
+    def claim_answer(self, size: int) -> ByteClaim:
+        """Claim memory for an answer that repeats ``size`` bytes of JSON. The caller releases the
+        claim once the client has read the answer.
 
         Raises:
             ProtocolError: if the answers under way repeat too much.
         """
-        claim = self.repeats.claim(size if size >= LARGE_JSON_BYTES else 0, lambda: None)
+        claim = self.repeated_bytes.claim(size if size >= LARGE_JSON_BYTES else 0, lambda: None)
         if not claim.granted:
             claim.release()
             raise ProtocolError(
@@ -135,18 +137,16 @@ class Serving:
         if not all(stream.prompt_token_ids for stream in streams):
             with suppress(AsyncLLMError):  # The engine may have closed.
                 prompts = self.engine._running().submitter.prompts_made()
-        num_left = len(prompts)
+        unfinished = iter(prompts)
 
         def release_after_last() -> None:
-            nonlocal num_left
-            num_left -= 1
-            if num_left <= 0:
+            prompt = next(unfinished, None)
+            if prompt is None:
                 claim.release()
+            else:
+                post_when_done(prompt, release_after_last)
 
-        for prompt in prompts:
-            post_when_done(prompt, release_after_last)
-        if not prompts:
-            claim.release()
+        release_after_last()
 
     def model_name(self, requested: str | None) -> str:
         """Name of the model in an answer.

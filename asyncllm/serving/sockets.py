@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Send
 
-from asyncllm.serving.access import PROTOCOL
+from asyncllm.serving.access import SUBPROTOCOL
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, ClientGoneError, Exchange
 from asyncllm.serving.serving import Serving
 
@@ -61,7 +61,7 @@ async def run_session(
         make_session: makes a session from a connection and the owner of its responses.
         serving: has the set of open sessions.
     """
-    subprotocol = PROTOCOL if PROTOCOL in exchange.scope.get("subprotocols", ()) else None
+    subprotocol = SUBPROTOCOL if SUBPROTOCOL in exchange.scope.get("subprotocols", ()) else None
     connection = SocketConnection(*await exchange.accept(subprotocol))
     session = make_session(connection, exchange.owner)
     serving.sessions.add(session)

@@ -67,5 +67,5 @@ class StatsSession:
             "type": "asyncllm.stats",
             "stats": asdict(self.serving.engine.stats()),
             "connections": len(sessions),
-            "responses": sorted(responses, key=lambda one: one["id"])[:MAX_RESPONSES],
+            "responses": sorted(responses, key=lambda response: response["id"])[:MAX_RESPONSES],
         }

@@ -50,8 +50,8 @@ class LogprobWriter:
     def _make_entries(self, candidates: Iterable[tuple[int, float]]) -> list[TopLogprob]:
         spell, lowest = self.spelling_of, LOWEST_LOGPROB
         return [
-            {"token": text, "logprob": one if one > lowest else lowest, "bytes": data}
-            for token_id, one in candidates
+            {"token": text, "logprob": logprob if logprob > lowest else lowest, "bytes": data}
+            for token_id, logprob in candidates
             for text, data in (spell(token_id),)
         ]
 
@@ -78,7 +78,7 @@ class LegacyLogprobs:
         Args:
             first: token id of the first token if it has no log-probability.
         """
-        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
             if item is None:
                 text, logprob, top = "" if first is None else self.spelling_of(first)[0], None, None
@@ -86,18 +86,18 @@ class LegacyLogprobs:
                 sampled, likeliest = item._rows()
                 text, logprob = self.spelling_of(sampled[0])[0], max(sampled[1], LOWEST_LOGPROB)
                 top = self._top_by_text((*islice(likeliest, self.num_top), sampled))
-            found["tokens"].append(text)
-            found["token_logprobs"].append(logprob)
-            found["top_logprobs"].append(top)
-            found["text_offset"].append(self._offset)
+            lists["tokens"].append(text)
+            lists["token_logprobs"].append(logprob)
+            lists["top_logprobs"].append(top)
+            lists["text_offset"].append(self._offset)
             self._offset += len(text)
-        return found
+        return lists
 
     def _top_by_text(self, candidates: Iterable[tuple[int, float]]) -> dict[str, float]:
-        """Log-probabilities by text. Of two tokens with the same text the likelier one counts. As
-        in OpenAI's protocol, the sampled token is always included."""
+        """Map from tokens' texts to log-probabilities. If two tokens have one text, the likelier
+        counts. The sampled token is always included, as in OpenAI's protocol."""
         top: dict[str, float] = {}
         spell, lowest = self.spelling_of, LOWEST_LOGPROB
-        for token_id, one in candidates:
-            top.setdefault(spell(token_id)[0], one if one > lowest else lowest)
+        for token_id, logprob in candidates:
+            top.setdefault(spell(token_id)[0], logprob if logprob > lowest else lowest)
         return top

@@ -9,8 +9,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_core import to_json
 
-from asyncllm.engine import AsyncLLMEngine
-from asyncllm.runtime.prompt_encoder import Encode
+from asyncllm.errors import InvalidRequestError
 from asyncllm.serving.answers import Text, Tokens
 from asyncllm.serving.chat_request import (
     Messages,
@@ -20,7 +19,6 @@ from asyncllm.serving.chat_request import (
     template_messages,
 )
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
 from asyncllm.text.long_text import SHORT_TEXT
@@ -38,29 +36,6 @@ class TokenizeRequest(TemplateFields):
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-
-    def prepare(self, engine: AsyncLLMEngine) -> Encode:
-        """Check the input; returns ``InputProcessor.prepare_tokenize``'s function. An input that
-        cannot fit into the context is refused, because an answer may take thirty times its memory.
-
-        Raises:
-            ProtocolError, InvalidRequestError: for an invalid input.
-            ContextLengthExceededError: for a text with more characters than can fit.
-        """
-        if (self.prompt is None) == (self.messages is None):
-            raise ProtocolError(
-                "prompt: expected either prompt or messages", code="invalid_value", param="prompt"
-            )
-        messages = self.messages
-        _, encode = engine._running().prompts.prepare_tokenize(
-            self.prompt or "" if messages is None else template_messages(messages, engine),
-            add_special_tokens=self.add_special_tokens,
-            tools=self.tools,
-            add_generation_prompt=self.add_generation_prompt is not False,
-            chat_template_kwargs=self.template_variables(engine, self.reasoning_effort) or None,
-            max_tokens=engine.max_model_len - 1,
-        )
-        return encode
 
 
 class DetokenizeRequest(RequestBody):
@@ -91,14 +66,25 @@ async def answer_long_text(
 def tokenize(serving: Serving, data: bytes, max_characters: int | None) -> bytes | None:
     request = TokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
-    engine = serving.engine
-    token_ids = request.prepare(engine)(max_characters)
+    engine, messages = serving.engine, request.messages
+    if (request.prompt is None) == (messages is None):
+        raise InvalidRequestError("prompt: expected either prompt or messages", param="prompt")
+    _, encode = engine._running().prompts.prepare_tokenize(
+        request.prompt or "" if messages is None else template_messages(messages, engine),
+        add_special_tokens=request.add_special_tokens,
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        chat_template_kwargs=request.template_variables(engine, request.reasoning_effort) or None,
+        # An answer may take thirty times the memory of its text: refuse what cannot fit.
+        max_tokens=engine.max_model_len - 1,
+    )
+    token_ids = encode(max_characters)
     if token_ids is None:
         return None
     body = Tokens(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
         bytes_of = engine.tokenizer.bytes_of
-        body["token_strs"] = [bytes_of(one).decode(errors="replace") for one in token_ids]
+        body["token_strs"] = [bytes_of(token_id).decode(errors="replace") for token_id in token_ids]
     return to_json(body)
 
 

@@ -124,7 +124,7 @@ class EngineServer(HttpServer):
         return self.__aenter__().__await__()
 
     async def serve_forever(self) -> None:
-        """Wait until it is cancelled, or the server or its engine is closed.
+        """Wait until the server or its engine is closed, or this call is cancelled.
 
         Raises:
             EngineDeadError, EngineClosedError: if the engine ended by anything but its

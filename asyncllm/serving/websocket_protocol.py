@@ -9,17 +9,17 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
-from asyncllm.serving.bounded_protocol import FREE_BYTES, BoundedProtocol, Timer
+from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_TURN, BoundedProtocol, Timer
 from asyncllm.serving.byte_budget import MIN_PACE_BYTES, PACE_SECONDS, ByteBudget, ByteClaim
 from asyncllm.serving.parse_queue import EVENTS_PER_TURN
 
-FREE_FRAMES = 1024
+BASE_FRAMES = 1024
 BYTES_PER_FRAME = 64
-"""Bytes of a fragmented message per allowed frame: it may have FREE_FRAMES frames, and one more for
-each BYTES_PER_FRAME bytes. Pings and pongs between its fragments count."""
+"""Limit on the frames of a fragmented message: BASE_FRAMES, and one more for each BYTES_PER_FRAME
+bytes. Pings and pongs between its fragments count."""
 
 MESSAGE_SECONDS = 30.0
-"""Seconds that a client has to send the rest of a message of more than FREE_BYTES."""
+"""Seconds that a client has to send a message of more than MAX_BYTES_PER_TURN bytes."""
 
 FRAME_SLICE_BYTES = 256, 4096
 """Minimum and maximum number of bytes that the WebSocket parser gets at a time. It parses every
@@ -30,8 +30,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     """A WebSocket connection.
 
     Class attributes:
-        long_messages: budget of the server's messages of more than FREE_BYTES, from their first
-            bytes until the application reads the next message.
+        long_messages: budget of all messages of more than MAX_BYTES_PER_TURN bytes. A message is
+            in it until the application asks for the next one.
     """
 
     long_messages: ClassVar[ByteBudget]
@@ -74,30 +74,30 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             return
         # websockets would make a Frame and a buffer for each text, at more than half of the cost.
         self.transport.write(_encode_text_frame(text.encode()))
-        if len(text) > FREE_BYTES:
+        if len(text) > MAX_BYTES_PER_TURN:
             # Let the application see that the client has read a long message.
             await self.writable.wait()
 
     def _parse(self) -> None:
-        least, most = FRAME_SLICE_BYTES
-        size, self._num_frames = least, 0
+        min_size, max_size = FRAME_SLICE_BYTES
+        size, self._num_frames = min_size, 0
         while self._unparsed and self._may_parse() and not self.transport.is_closing():
             if self._num_frames >= EVENTS_PER_TURN:
                 self._wait_for_turn()
                 return
-            if self._claim is None and self._num_message_bytes() > FREE_BYTES:
+            if self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_TURN:
                 self._claim = self.long_messages.claim(
                     self.limits.max_message_size, self._begin_long_message
                 )
                 continue
-            before = self._num_frames
+            num_frames_before = self._num_frames
             WebSocketsSansIOProtocol.data_received(self, self._take_unparsed(size))
-            size = least if self._num_frames > before else min(2 * size, most)
+            size = min_size if self._num_frames > num_frames_before else min(2 * size, max_size)
         if not self._may_read() and not self.transport.is_closing():
             self.transport.pause_reading()
 
     def _num_message_bytes(self) -> int:
-        """Number of bytes held of an incomplete message."""
+        """Number of received bytes of an incomplete message."""
         return len(self.conn.reader.buffer) + (self.conn.current_size or 0)
 
     def _begin_long_message(self) -> None:
@@ -107,7 +107,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             self._resume_parsing()
 
     def _check_pace(self) -> None:
-        """Close the connection if its message holds others up, else check again later."""
+        """Close the connection if its message comes too slowly while others wait, else check again
+        later."""
         if self._claim is not None and self._claim.is_too_slow(self._num_message_bytes()):
             self._close_slow_message(
                 f"of a message less than {MIN_PACE_BYTES >> 10} KiB came in {PACE_SECONDS:g} "
@@ -134,9 +135,9 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         events = self.conn.events
         self._num_frames += len(events)
         frames = [event for event in events if isinstance(event, Frame)]
-        if any(self._has_no_frames_left(frame) for frame in frames) and not self.close_sent:
+        if any(self._uses_up_frames(frame) for frame in frames) and not self.close_sent:
             reason = (
-                f"more than {FREE_FRAMES} frames, and one for each {BYTES_PER_FRAME} bytes, in a "
+                f"more than {BASE_FRAMES} frames, and one for each {BYTES_PER_FRAME} bytes, in a "
                 "message"
             )
             self.conn.fail(CloseCode.MESSAGE_TOO_BIG, reason)
@@ -146,12 +147,12 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         for frame in frames:
             frame.data = b""  # websockets' parser refers to the last frame until the next one
 
-    def _has_no_frames_left(self, frame: Frame) -> bool:
-        """Count a frame of a fragmented message, or between its fragments; returns whether the
-        message has used up its frames."""
+    def _uses_up_frames(self, frame: Frame) -> bool:
+        """Count a frame of a fragmented message, or between its fragments. Returns whether the
+        message has more frames than allowed."""
         is_control = frame.opcode >= Opcode.CLOSE
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
-            self._frames_left = FREE_FRAMES
+            self._frames_left = BASE_FRAMES
         if self._is_fragmented or not (is_control or frame.fin):
             self._frames_left += (0 if is_control else len(frame.data) / BYTES_PER_FRAME) - 1
         if not is_control:
@@ -160,10 +161,10 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     def _may_parse(self) -> bool:
         # Before the handshake is answered, the client may turn out to have no access.
-        is_decided = self.handshake_complete or not self.handshake_initiated
+        is_admitted = self.handshake_complete or not self.handshake_initiated
         has_claim = self._claim is None or self._claim.granted
         # Reading is paused while a message is unread.
-        return is_decided and has_claim and not self.read_paused
+        return is_admitted and has_claim and not self.read_paused
 
     def _may_read(self) -> bool:
         # Pongs would pile up while writing is paused.

@@ -1,4 +1,4 @@
-"""TrackedStream and Demo: the demo's streams, with their times and texts."""
+"""DemoStream and Demo: the streams of ``asyncllm demo``, with their texts and times."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import Prompt
 from asyncllm.cli.session import model_name
 from asyncllm.cli.text import format_rate, format_seconds, printable
@@ -19,7 +20,7 @@ _REFRESH_SECONDS = 0.08
 
 
 @dataclass(eq=False)
-class TrackedStream:
+class DemoStream:
     """One stream, its text, and its timestamps by ``time.perf_counter``."""
 
     number: int
@@ -66,7 +67,7 @@ class Demo:
     """All streams of one demo."""
 
     engine: AsyncLLMEngine
-    streams: list[TrackedStream]
+    streams: list[DemoStream]
     began_at: float
     ended_at: float | None = None
     stats: EngineStats = field(default_factory=EngineStats)
@@ -85,17 +86,17 @@ class Demo:
 
     @property
     def num_tokens(self) -> int:
-        return sum(tracked.num_tokens for tracked in self.streams)
+        return sum(stream.num_tokens for stream in self.streams)
 
     @property
     def max_streams(self) -> int:
         """Maximum number of streams that generated tokens at the same time."""
         spans = [
-            (t.first_token_at, t.last_token_at)
-            for t in self.streams
-            if t.first_token_at and t.last_token_at
+            (stream.first_token_at, stream.last_token_at)
+            for stream in self.streams
+            if stream.first_token_at and stream.last_token_at
         ]
-        return max((sum(a <= at <= b for a, b in spans) for at, _ in spans), default=0)
+        return max((sum(begin <= at <= end for begin, end in spans) for at, _ in spans), default=0)
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -103,8 +104,8 @@ class Demo:
 
     def totals_text(self) -> str:
         """Summary of the demo in one line."""
-        first = sorted(tracked.ttft for tracked in self.streams if tracked.ttft is not None)
-        median = format_seconds(first[len(first) // 2]) if first else "–"
+        ttfts = [stream.ttft for stream in self.streams if stream.ttft is not None]
+        median = format_seconds(percentile(ttfts, 0.5))
         return (
             f"{self.num_streams_text}, {self.num_tokens} tokens in {format_seconds(self.elapsed)}: "
             f"{format_rate(self.num_tokens, self.elapsed)} together, first token after {median} "
@@ -115,7 +116,7 @@ class Demo:
 
 async def follow_all(demo: Demo, refresh: Callable[[], None]) -> None:
     """Read every stream to its end, and call ``refresh`` about ten times a second."""
-    readers = [asyncio.create_task(tracked.follow_stream()) for tracked in demo.streams]
+    readers = [asyncio.create_task(stream.follow_stream()) for stream in demo.streams]
     try:
         pending = set(readers)
         while pending:

@@ -1,0 +1,108 @@
+"""ChoicesWriter: base of the writers of completions and chat completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from asyncllm.outputs import Completion, CompletionOutput, Delta, Usage
+from asyncllm.serving.answers import TokenUsage, Truncation
+from asyncllm.serving.exchange import encode
+from asyncllm.serving.running_usage import RunningUsage
+from asyncllm.serving.sampling_fields import ChoicesRequest
+from asyncllm.serving.token_logprobs import logprobs_size
+from asyncllm.stream import TokenStream
+
+
+class ChoicesWriter:
+    """Writer of one answer, whole or in server-sent events.
+
+    In its methods, ``first_choice`` is the index of a stream's first choice in the answer.
+
+    Class attributes:
+        ID_PREFIX: prefix of the answer's id.
+        OBJECT, CHUNK_OBJECT: field ``object`` of a whole answer, and of a streamed chunk.
+
+    Args:
+        model: the client's name for the model.
+        request: the client's request.
+        more_fields: further fields of the answer and of each chunk.
+    """
+
+    ID_PREFIX: ClassVar[str]
+    OBJECT: ClassVar[str]
+    CHUNK_OBJECT: ClassVar[str]
+
+    def __init__(self, model: str, request: ChoicesRequest, **more_fields: Any) -> None:
+        self._fields = {
+            "object": self.OBJECT,
+            "id": f"{self.ID_PREFIX}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+            **more_fields,
+        }
+        usage_of_stream = request.usage_of_stream
+        self._sends_usage = usage_of_stream != "none"
+        self._running_usage = RunningUsage() if usage_of_stream == "each chunk" else None
+        # There is a chunk per token: their constant part is serialised once.
+        self._chunk_start = f"data: {encode({**self._fields, 'object': self.CHUNK_OBJECT})[:-1]}"
+
+    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [
+            self._choice(output, i * len(completion.outputs), completion)
+            for i, completion in enumerate(completions)
+            for output in completion.outputs
+        ]
+        usage = self._usage([completion.usage for completion in completions])
+        return {**self._fields, "choices": choices, "usage": usage}
+
+    def _choice(
+        self, output: CompletionOutput, first_choice: int, completion: Completion
+    ) -> dict[str, Any]:
+        """Choice of a whole answer: one output of a prompt's completion."""
+        raise NotImplementedError
+
+    def opening(self) -> str:
+        """Events before the first delta."""
+        return ""
+
+    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+        """Events of a delta, or an empty text if there is nothing to send yet."""
+        raise NotImplementedError
+
+    def size(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
+        """Approximate number of JSON bytes of a delta's log-probabilities."""
+        return logprobs_size(delta.logprobs)
+
+    def final_chunks(self, usages: Sequence[Usage | None]) -> str:
+        """Events after the last delta."""
+        return self._chunk("", encode(self._usage(usages))) if self._sends_usage else ""
+
+    def _chunk(self, choice: str, usage: str = "null") -> str:
+        """Event with one choice, or none, and with ``usage`` if the client asked for it."""
+        usage_field = f',"usage":{usage}' if self._sends_usage else ""
+        return f'{self._chunk_start},"choices":[{choice}]{usage_field}}}\n\n'
+
+    def _count_usage(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+        """Count a delta; returns the JSON of ``usage`` in its chunks."""
+        counts = self._running_usage
+        return "null" if counts is None else counts.add(delta, first_choice, stream)
+
+    def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
+        """``usage`` of one or several streams."""
+        ended = [usage for usage in usages if usage is not None]
+        return {
+            "prompt_tokens": sum(usage.prompt_tokens for usage in ended),
+            "completion_tokens": sum(usage.completion_tokens for usage in ended),
+            "total_tokens": sum(usage.total_tokens for usage in ended),
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in ended)},
+            **truncation_field(sum(usage.truncated_prompt_tokens for usage in ended)),
+        }
+
+
+def truncation_field(num_tokens: int) -> Truncation:
+    """Field of ``usage`` with the number of tokens cut from a prompt, if there are any."""
+    return {"truncated_prompt_tokens": num_tokens} if num_tokens else {}
