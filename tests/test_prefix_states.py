@@ -19,10 +19,11 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu import memory
 from asyncllm.gpu.cache_sizing import choose_snapshots
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
+from asyncllm.gpu.graph.graph_replay import Graphs
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import MemoryProbe
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.step_runner import StepRunner

@@ -16,8 +16,9 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.graph.graph_replay import Graphs
 from asyncllm.gpu.memory import MemoryProbe, check_states
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model import families

@@ -161,13 +161,6 @@ class CacheBudget:
             f"{self.graph_reserve}, and {self.free} are free now"
         )
 
-    def remedy(self) -> str:
-        """Phrase for an error message: the settings to change for a larger cache."""
-        smaller = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
-        if self.allowed < self.free_at_start:
-            return f"raise gpu_memory_utilization, or {smaller}"
-        return f"free memory on the GPU, or {smaller}"
-
 
 def cuda_cache_bytes(
     config: EngineConfig,
@@ -220,15 +213,17 @@ def cuda_cache_bytes(
         graph_reserve=graph_reserve + math.ceil(captured_share_of_step * peak),
         free=free,
     )
+    smaller_step = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
     if failure is not None:
         raise EngineError(
-            f"the largest step does not fit beside the weights ({budget}): lower "
-            "max_num_batched_tokens, max_num_seqs or max_model_len"
+            f"the largest step does not fit beside the weights ({budget}): {smaller_step}"
         ) from failure
     if budget.available < min_bytes:
+        is_limited = budget.allowed < free_at_start
+        remedy = "raise gpu_memory_utilization" if is_limited else "free memory on the GPU"
         raise KVCacheTooSmallError(
             f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
-            f"{min_bytes} ({budget}): {budget.remedy()}"
+            f"{min_bytes} ({budget}): {remedy}, or {smaller_step}"
         )
     logger.info("%d bytes for the KV cache: %s", budget.available, budget)
     return budget.available

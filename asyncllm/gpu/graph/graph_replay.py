@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -28,6 +29,21 @@ DrawFunction = Callable[[Tensor, Stages], None]
 vocab_size]``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """The CUDA graphs to capture.
+
+    Attributes:
+        capturer: captures the graphs.
+        sizes: batch sizes of decode steps that get a graph.
+        token_sizes: token counts of mixed steps that get graphs.
+    """
+
+    capturer: GraphCapturer
+    sizes: Sequence[int]
+    token_sizes: Sequence[int] = ()
+
+
 class GraphReplay(Replay):
     """Runs steps from CUDA graphs.
 
@@ -38,9 +54,7 @@ class GraphReplay(Replay):
     No method waits for the device; all work is queued on the current stream.
 
     Args:
-        capturer: captures the graphs.
-        sizes: batch sizes of decode steps that get a graph.
-        token_sizes: token counts of mixed steps that get graphs.
+        graphs: the graphs to capture.
         draw: draws tokens from a step's logits.
 
     Attributes:
@@ -53,16 +67,16 @@ class GraphReplay(Replay):
         model: LanguageModel,
         cache: KVCache,
         memory: StepMemory,
-        capturer: GraphCapturer,
-        sizes: Sequence[int],
-        token_sizes: Sequence[int],
+        graphs: Graphs,
         draw: DrawFunction,
     ) -> None:
         super().__init__(model, cache, memory)
-        self.graphs = StepGraphs(self._run_part, capturer, sizes)
+        self.graphs = StepGraphs(self._run_part, graphs.capturer, graphs.sizes)
         self.piecewise: PiecewiseGraphs | None = None
-        if token_sizes and isinstance(model, Decoder):
-            self.piecewise = PiecewiseGraphs(model, cache, memory, capturer, token_sizes)
+        if graphs.token_sizes and isinstance(model, Decoder):
+            self.piecewise = PiecewiseGraphs(
+                model, cache, memory, graphs.capturer, graphs.token_sizes
+            )
         self._draw = draw
         self._logits: Tensor | None = None
         mixed = "op by op" if self.piecewise is None else "in segments"

@@ -14,10 +14,11 @@ exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in o
 import triton
 import triton.language as tl
 
+from asyncllm.gpu.ops.triton.attention_tile import padded_head_dim
 from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS
 
 MIN_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
-MERGED_SPLITS = 8
+MERGED_SPLITS = tl.constexpr(8)
 
 
 @triton.jit
@@ -63,9 +64,7 @@ def merge_kernel(
     stride_out_row,
     stride_out_head,
     HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    MERGED: tl.constexpr,
     WINDOW: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     PREFILL: tl.constexpr,
@@ -79,6 +78,7 @@ def merge_kernel(
         splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of ``balanced_split_keys``.
         first_row: index of the first row in ``out``.
     """
+    BLOCK_DIM: tl.constexpr = padded_head_dim(HEAD_DIM)
     row = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_DIM)
@@ -101,8 +101,8 @@ def merge_kernel(
     acc = tl.zeros([BLOCK_DIM], tl.float32)
     total_max = tl.full([], float("-inf"), tl.float32)
     total_sum = tl.zeros([], tl.float32)
-    for start in range(0, used, MERGED):
-        split = start + tl.arange(0, MERGED)
+    for start in range(0, used, MERGED_SPLITS):
+        split = start + tl.arange(0, MERGED_SPLITS)
         exists = split < used
         at = base + split * step
         maxima = tl.load(partial_max + at, mask=exists, other=float("-inf"))

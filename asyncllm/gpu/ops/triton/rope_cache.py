@@ -47,19 +47,19 @@ def rope_cache_kernel(
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_VALUES: tl.constexpr,
     SCALED: tl.constexpr,
 ):
     """Norms and rotates a token's heads, and writes k and v; grid ``(tokens, blocks of HEADS)``.
 
-    Heads are numbered: first query heads, then key heads, then value heads. With SCALED a row of
-    the table has separate cosines and sines for keys, ``k_table`` elements after those for queries.
+    Heads are numbered: first query heads, then key heads, then value heads. A norm's weight is None
+    if the model has no such norm. With SCALED a row of the table has separate cosines and sines for
+    keys, ``k_table`` elements after those for queries.
     """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
+    NORM_VALUES: tl.constexpr = v_weight is not None
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_HALF)
@@ -72,7 +72,7 @@ def rope_cache_kernel(
     raw_second = tl.load(at + HALF, mask=real, other=0.0)
     first = raw_first.to(tl.float32)
     second = raw_second.to(tl.float32)
-    if NORM:
+    if q_weight is not None:
         in_half = (dims < HALF)[None, :]
         weight_of = tl.where(is_query, q_weight, k_weight)
         if NORM_VALUES:
@@ -175,14 +175,12 @@ class TritonRopeAndCache:
                 norm.norm_in_place(part)
         rows = qkv.shape[0]
         if rows:
-            block_half = next_power_of_2(shape.head_dim // 2)
-            heads = max(1, TILE_ELEMENTS // block_half)
+            heads = max(1, TILE_ELEMENTS // next_power_of_2(shape.head_dim // 2))
             rope_cache_kernel[rows, cdiv(num_q + 2 * num_k, heads)](
                 qkv,
-                *(
-                    qkv if norm is None else norm
-                    for norm in (self.q_norm, self.k_norm, self.v_norm)
-                ),
+                self.q_norm,
+                self.k_norm,
+                self.v_norm,
                 table,
                 positions,
                 cache,
@@ -195,12 +193,8 @@ class TritonRopeAndCache:
                 NUM_HEADS=num_q,
                 KV_HEADS=num_k,
                 HEAD_DIM=shape.head_dim,
-                HALF=shape.head_dim // 2,
-                BLOCK_HALF=block_half,
                 HEADS=heads,
                 BLOCK_SIZE=cache.shape[2],
-                NORM=self.q_norm is not None,
-                NORM_VALUES=self.v_norm is not None,
                 SCALED=table.dim() == 3,
                 num_warps=4,
             )

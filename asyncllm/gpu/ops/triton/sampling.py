@@ -149,11 +149,8 @@ def chunk_kernel(
 
 
 @triton.jit
-def race_in_chunk(logits, chunk, factor, vocab_size, key):
-    """The winner of the race among a chunk's tokens."""
-    lane = tl.arange(0, CHUNK)
-    token = chunk * CHUNK + lane
-    value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+def log_noise(key, chunk, lane):
+    """Logarithm of the exponential noise of tokens, ``lane`` of their chunk."""
     counter = (chunk // 4 * CHUNK + lane).to(tl.uint32)
     zero = counter * 0
     word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
@@ -161,7 +158,16 @@ def race_in_chunk(logits, chunk, factor, vocab_size, key):
     word = tl.where(
         index < 2, tl.where(index == 0, word0, word1), tl.where(index == 2, word2, word3)
     )
-    score = value.to(tl.float32) * factor - log_exponential(word)
+    return log_exponential(word)
+
+
+@triton.jit
+def race_in_chunk(logits, chunk, factor, vocab_size, key):
+    """The winner of the race among a chunk's tokens."""
+    lane = tl.arange(0, CHUNK)
+    token = chunk * CHUNK + lane
+    value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+    score = value.to(tl.float32) * factor - log_noise(key, chunk, lane)
     first = tl.min(tl.where(score == tl.max(score, 0), token, vocab_size), 0)
     return tl.minimum(first, vocab_size - 1)
 
@@ -176,17 +182,10 @@ def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_va
     winner = tl.full([SCANNED_CHUNKS, CHUNK], 0, tl.int32)
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        chunk = token // CHUNK
-        counter = (chunk // 4 * CHUNK + token % CHUNK).to(tl.uint32)
-        zero = counter * 0
-        word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
-        index = chunk % 4
-        word = tl.where(
-            index < 2, tl.where(index == 0, word0, word1), tl.where(index == 2, word2, word3)
-        )
+        noise = log_noise(key, token // CHUNK, token % CHUNK)
         ahead = real & is_ahead(value, token, pivot_value, pivot)
         mass += tl.where(ahead, tl.exp(value - largest), 0.0)
-        score = tl.where(ahead, value - log_exponential(word), float("-inf"))
+        score = tl.where(ahead, value - noise, float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
         winner = tl.where(better, token, winner)

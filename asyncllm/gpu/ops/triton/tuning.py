@@ -264,7 +264,7 @@ def next_power_of_2(value: int) -> int:
 
 def block_dim_of(head_dim: int) -> int:
     """Size of a head in a tile, padded to a power of two of at least 16."""
-    return max(16, next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def workspace_size(count: int, num_heads: int, head_dim: int) -> int:
