@@ -279,16 +279,12 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 def available_memory() -> int:
     """Bytes that the process may still allocate: the kernel's estimate, within its cgroup."""
     try:
-        available = _meminfo_available()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         available = _memory_without_procfs()
     return min(available, _cgroup_available(available))
-
-
-def _meminfo_available() -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _memory_without_procfs() -> int:

@@ -119,7 +119,9 @@ class GraphReplay(Replay):
     def prepare(self, step: LaunchedStep) -> bool:
         if step.is_decode:
             step.bucket = self.graphs.bucket(len(step.rows))
-            step.balanced = self._is_skewed(step)
+            # Choose the balanced plan if the rows' lengths differ too much for equal splits.
+            batch = step.bucket or len(step.rows)
+            step.balanced = any(is_skewed(batch, step.positions) for is_skewed in self._skew_tests)
         elif self.piecewise is not None:
             step.bucket = self.piecewise.graphs.bucket(step.batch.num_tokens)
         return step.is_decode
@@ -177,10 +179,3 @@ class GraphReplay(Replay):
             shape = info.max_num_seqs, info.vocab_size
             self._logits = torch.zeros(shape, dtype=dtype, device=self.memory.device)
         return self._logits
-
-    def _is_skewed(self, step: LaunchedStep) -> bool:
-        """Whether the rows' lengths differ so much that attention needs its balanced plan."""
-        if not self._skew_tests:
-            return False
-        batch = step.bucket or len(step.rows)
-        return any(is_skewed(batch, step.positions) for is_skewed in self._skew_tests)

@@ -177,17 +177,12 @@ class TritonAttention:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if not plan.kernels:
-            self._bind_kernels(plan, q.shape[0], cache.shape[2])
+            # Bind the kernels to the arguments that all layers of a step share.
+            sizes, count = (self.shape, cache.shape[2]), q.shape[0] - plan.num_decodes
+            if plan.num_decodes:
+                plan.kernels.append(self._decode(*sizes, self.decode_tiles, plan))
+            if plan.query_start_loc is not None:
+                plan.kernels.append(self._prefill(*sizes, self.prefill_tiles, plan, count))
         for kernel in plan.kernels:
             kernel(q, cache, out, sinks)
         return out.view(q.shape[0], -1)
-
-    def _bind_kernels(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
-        """Binds the kernels to the arguments that all layers of a step share."""
-        if plan.num_decodes:
-            plan.kernels.append(self._decode(self.shape, block_size, self.decode_tiles, plan))
-        if plan.query_start_loc is not None:
-            count = tokens - plan.num_decodes
-            plan.kernels.append(
-                self._prefill(self.shape, block_size, self.prefill_tiles, plan, count)
-            )

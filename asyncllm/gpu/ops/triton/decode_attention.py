@@ -53,7 +53,6 @@ def decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -68,6 +67,7 @@ def decode_kernel(
     ``(all splits, kv_heads * ROW_TILES)``, partial results ``[all splits, heads]``. Accumulators
     have a last dimension of BLOCK_DIM.
     """
+    ROW_TILES: tl.constexpr = tl.cdiv(GROUP, ROWS)
     BLOCK_DIM: tl.constexpr = padded_head_dim(HEAD_DIM)
     row = tl.program_id(0)
     kv_head = tl.program_id(1) // ROW_TILES
@@ -161,5 +161,5 @@ class DecodeAttention(PagedAttention):
         super().__init__(
             decode_kernel, shape, block_size, tiles, plan, grid,
             (plan.block_table, plan.table_rows[:batch], seq_lens), (batch,), merge,
-            ROW_TILES=row_tiles, MAX_ROWS=max_rows,
+            MAX_ROWS=max_rows,
         )  # fmt: skip

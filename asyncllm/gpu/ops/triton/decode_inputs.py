@@ -59,7 +59,7 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
-    """See ``TorchOps.decode_inputs``."""
+    """Changes a block table and computes decode inputs, see ``TorchOps.decode_inputs``."""
     assert group.table_changes is not None
     count, (changed, new_blocks) = step.num_rows, group.table_changes
     if not count and not len(changed):

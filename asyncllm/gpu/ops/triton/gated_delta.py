@@ -13,10 +13,11 @@ from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-TOKEN_VALUES, CHUNK_VALUES = 32, 16
-"""Number of columns of a head's state that a program of the token or chunk kernel computes."""
+TOKEN_COLUMNS, CHUNK_COLUMNS = tl.constexpr(32), tl.constexpr(16)
+"""Columns of a head's state per program of ``delta_token_kernel`` and ``delta_chunk_kernel``."""
 
 CHUNK = tl.constexpr(16)
+"""Tokens per chunk."""
 
 
 @triton.jit
@@ -29,13 +30,13 @@ def _log_decay(a, dt_bias, log_rate, head):
 
 
 @triton.jit
-def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_V: tl.constexpr):
+def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
     """Loads a program's columns of a head's state, zeros if it is ``fresh``.
 
     Returns their row and column numbers, addresses, mask and values.
     """
     keys = tl.arange(0, max(16, triton.next_power_of_2(KEYS)))
-    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    values = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
     matrix = state + (keys[:, None] * VALUES + values[None, :])
     held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
@@ -60,7 +61,6 @@ def delta_token_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     LONG_ROWS: tl.constexpr,
     MIXED: tl.constexpr,
 ):
@@ -81,7 +81,7 @@ def delta_token_kernel(
         return
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
     fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, BLOCK_V)
+    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, TOKEN_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for i in range(count):
         token = first + i
@@ -121,7 +121,6 @@ def delta_chunk_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """Computes rows of several tokens in chunks of CHUNK; grid as in ``delta_token_kernel``.
 
@@ -137,7 +136,7 @@ def delta_chunk_kernel(
     steps = tl.arange(0, CHUNK)
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
     fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, BLOCK_V)
+    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, CHUNK_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for start in range(0, count, CHUNK):
         real = start + steps < count
@@ -207,21 +206,18 @@ class TritonGatedDelta:
             "VALUES": shape.value_dim,
         }
 
-        def grid(values: int) -> tuple[int, int, int]:
-            return rows.num_rows, shape.num_value_heads, cdiv(shape.value_dim, values)
+        def grid(columns: int) -> tuple[int, int, int]:
+            return rows.num_rows, shape.num_value_heads, cdiv(shape.value_dim, columns)
 
         exact = qkv.dtype == torch.float32
         if rows.num_rows:
-            delta_token_kernel[grid(TOKEN_VALUES)](
+            delta_token_kernel[grid(TOKEN_COLUMNS.value)](
                 *arguments,
                 **sizes,
-                BLOCK_V=TOKEN_VALUES,
                 LONG_ROWS=exact and rows.is_mixed,
                 MIXED=rows.is_mixed,
                 num_warps=8,
             )
         if rows.is_mixed and not exact:
-            delta_chunk_kernel[grid(CHUNK_VALUES)](
-                *arguments, **sizes, BLOCK_V=CHUNK_VALUES, num_warps=4
-            )
+            delta_chunk_kernel[grid(CHUNK_COLUMNS.value)](*arguments, **sizes, num_warps=4)
         return out

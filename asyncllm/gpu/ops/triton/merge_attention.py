@@ -18,7 +18,9 @@ from asyncllm.gpu.ops.triton.attention_tile import padded_head_dim
 from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS
 
 MIN_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
+
 MERGED_SPLITS = tl.constexpr(8)
+"""Number of splits whose partial results a program reads at a time."""
 
 
 @triton.jit

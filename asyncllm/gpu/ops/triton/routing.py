@@ -26,12 +26,12 @@ def routing_kernel(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
 ):
     """Chooses a token's top_k experts and their weights; grid ``(rows,)``.
 
     Of experts with equal scores the one with the smaller id is chosen first. ``correction`` and
-    ``expert_scale`` may be None.
+    ``expert_scale`` may be None. Unless ``min_weight_sum`` is None, the weights are divided by
+    their sum, or by ``min_weight_sum`` if that is larger.
     """
     BLOCK: tl.constexpr = triton.next_power_of_2(EXPERTS)
     BLOCK_K: tl.constexpr = triton.next_power_of_2(TOP_K)
@@ -63,7 +63,7 @@ def routing_kernel(
         chosen = tl.where(places == place, score, chosen)
         found = tl.where(places == place, expert, found)
         left = left & (experts != expert)
-    if RENORMALISE:
+    if min_weight_sum is not None:
         total = tl.sum(chosen, 0)
         chosen = chosen / tl.where(total < min_weight_sum, min_weight_sum, total)
     chosen *= scale
@@ -100,11 +100,10 @@ class TritonRouting:
                 self.expert_scale,
                 logits.stride(0),
                 config.scale,
-                config.min_weight_sum,
+                config.min_weight_sum if config.renormalise else None,
                 EXPERTS=config.num_experts,
                 TOP_K=config.top_k,
                 SIGMOID=config.scoring == "sigmoid",
-                RENORMALISE=config.renormalise,
                 num_warps=1,
             )
         return ids, weights

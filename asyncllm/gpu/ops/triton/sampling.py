@@ -54,9 +54,10 @@ rows. A kernel specialised on the alignments would be compiled again while reque
 
 @triton.jit
 def race_key(states, positions, row, req_index):
-    """Key of the noise for a row's sampled token, like ``gumbel.gumbel_keys``.
+    """Philox key of a row's noise: an output of SplitMix64, as in ``gumbel.gumbel_keys``.
 
-    It is output number ``positions + 1``, the token's position, of SplitMix64 from the row's state.
+    The generator's state is the request's seed; the number of the output is the position of the
+    sampled token, ``positions + 1``.
     """
     state = tl.load(states + req_index).to(tl.uint64, bitcast=True)
     steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
