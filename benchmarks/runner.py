@@ -22,7 +22,7 @@ from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
-from asyncllm.gpu.graph.graph_replay import Graphs
+from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
@@ -87,7 +87,7 @@ def make_runner() -> ModelRunner:
         pipeline_depth=2,
     )
     cache = KVCache(groups, NUM_BLOCKS, dtype, cpu)
-    graphs = Graphs(GraphCapturer(), ())
+    graphs = GraphPlan(GraphCapturer(), ())
     runner = ModelRunner(decoder, cache, info, stream=NullStream(), graphs=graphs)
     for buffer in runner._open_runner().memory.host_buffers:
         buffer.tokens.fill_(TOKEN)

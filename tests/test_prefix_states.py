@@ -19,7 +19,7 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu import memory
 from asyncllm.gpu.cache_sizing import choose_snapshots
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
-from asyncllm.gpu.graph.graph_replay import Graphs
+from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import MemoryProbe
@@ -103,7 +103,7 @@ def late(hybrid: Hybrid, capturer=GraphCapturer, **overrides: Any) -> ModelRig:
     state: Any = state_of(runner)
     state.model.ops = TorchOps()
     info = replace(runner.info, pipeline_depth=2)
-    graphs = Graphs(capturer(), (4,))
+    graphs = GraphPlan(capturer(), (4,))
     made = ModelRunner(state.model, state.cache, info, stream=stream, graphs=graphs)
     return ModelRig(hybrid, run_late(made))
 

@@ -69,7 +69,7 @@ def load_decoder(
     if attention:
         ops = make_ops(device, next(iter(attention.values())))
     else:
-        _refuse_without_attention(config, device)
+        _check_settings_without_attention(config, device)
         threads = num_threads or available_cpus()
         ops = ops_without_attention(config.attention_backend, device, threads)
     groups = kv.kv_groups(attention, block_size)
@@ -92,9 +92,9 @@ def load_decoder(
             load = partial(load_weights, accepts_form=accepts_form, transient=ops.packs_linear)
         read = partial(load, model, dtype, device, progress)
 
-        def build(weights: Weights, are_final: bool) -> LanguageModel:
+        def build(weights: Weights, are_converted: bool) -> LanguageModel:
             ops.linear_bytes = 0
-            own = None if are_final else convert
+            own = None if are_converted else convert
             return build_decoder(model, ops, attention, weights, own, dtype)
 
         decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
@@ -108,7 +108,7 @@ def load_decoder(
     return decoder, groups, free_at_start, store
 
 
-def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:
+def _check_settings_without_attention(config: EngineConfig, device: torch.device) -> None:
     """Raises InvalidRequestError for settings that have no effect without attention layers."""
     op_sets = ("auto", "torch", "native") if device.type == "cpu" else ("auto", "torch")
     accepted = {"attention_backend": op_sets, "kv_cache_memory": (None,)}

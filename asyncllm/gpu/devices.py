@@ -50,7 +50,7 @@ def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     try:
-        return torch.device("cuda", _usable_index(name, cuda))
+        return torch.device("cuda", _cuda_device_index(name, cuda))
     except _CudaProblemError as problem:
         if name != "auto":
             message = f'device={name!r}: {problem}; device="cpu" runs everywhere'
@@ -60,7 +60,7 @@ def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
     return torch.device("cpu")
 
 
-def _usable_index(name: str, cuda: Any) -> int:
+def _cuda_device_index(name: str, cuda: Any) -> int:
     """Initialises CUDA, and returns the index of the device that ``name`` selects."""
     if not torch.backends.cuda.is_built():
         reason = f"torch {torch.__version__} was built without CUDA"

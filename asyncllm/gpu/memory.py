@@ -170,7 +170,7 @@ def cuda_cache_bytes(
     weights_bytes: int,
     profile_run: Callable[[], None],
     graph_reserve: int,
-    captured_share_of_step: float = 0.0,
+    captured_step_fraction: float = 0.0,
     min_bytes: int,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
@@ -185,8 +185,8 @@ def cuda_cache_bytes(
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_share_of_step``.
-        captured_share_of_step: number of tokens of the largest captured mixed step, whose
+        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_step_fraction``.
+        captured_step_fraction: number of tokens of the largest captured mixed step, whose
             activations the graphs keep, divided by that of the largest step.
         min_bytes: bytes of the smallest usable cache.
 
@@ -210,7 +210,7 @@ def cuda_cache_bytes(
         utilization=config.gpu_memory_utilization,
         weights=weights_bytes,
         peak=peak,
-        graph_reserve=graph_reserve + math.ceil(captured_share_of_step * peak),
+        graph_reserve=graph_reserve + math.ceil(captured_step_fraction * peak),
         free=free,
     )
     smaller_step = "lower max_num_batched_tokens, max_num_seqs or max_model_len"

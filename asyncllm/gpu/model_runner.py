@@ -21,7 +21,7 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
-from asyncllm.gpu.graph.graph_replay import GraphReplay, Graphs
+from asyncllm.gpu.graph.graph_replay import GraphPlan, GraphReplay
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.graph.streams import Stream, SyncStream
@@ -77,7 +77,7 @@ class ModelRunner:
         *,
         num_threads: int | None = None,
         stream: Stream | None = None,
-        graphs: Graphs | None = None,
+        graphs: GraphPlan | None = None,
         num_logprobs: int = 20,
         logits_processors: Sequence[LogitsProcessor] = (),
         packed: PackedStore | str = "",

@@ -30,7 +30,7 @@ vocab_size]``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Graphs:
+class GraphPlan:
     """The CUDA graphs to capture.
 
     Attributes:
@@ -67,7 +67,7 @@ class GraphReplay(Replay):
         model: LanguageModel,
         cache: KVCache,
         memory: StepMemory,
-        graphs: Graphs,
+        graphs: GraphPlan,
         draw: DrawFunction,
     ) -> None:
         super().__init__(model, cache, memory)

@@ -53,7 +53,7 @@ rows. A kernel specialised on the alignments would be compiled again while reque
 
 
 @triton.jit
-def race_key(states, positions, row, req_index):
+def philox_key(states, positions, row, req_index):
     """Philox key of a row's noise: an output of SplitMix64, as in ``gumbel.gumbel_keys``.
 
     The generator's state is the request's seed; the number of the output is the position of the
@@ -110,7 +110,7 @@ def chunk_kernel(
     greedy, factor = temperature_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
     zero = counter * 0
-    key = race_key(states, positions, row, req_index)
+    key = philox_key(states, positions, row, req_index)
     k = tl.load(top_ks + req_index).to(tl.int32)
     limited = (k > 0) & (k < vocab_size)
     truncated = limited | (tl.load(min_ps + req_index) > 0.0) | (tl.load(top_ps + req_index) < 1.0)
@@ -174,7 +174,9 @@ def race_in_chunk(logits, chunk, factor, vocab_size, key):
 
 
 @triton.jit
-def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot):
+def race_ahead_of_pivot(
+    logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot
+):
     """Probability mass of the tokens that rank above a pivot, and the token drawn among them. Only
     tokens of the chunks in ``listed`` count. The draw takes the largest of the logits with Gumbel
     noise."""
@@ -233,7 +235,7 @@ def choose_kernel(
     largest = tl.max(maxima, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(sums * tl.exp(maxima - base), 0)
-    key = race_key(states, positions, row, req_index)
+    key = philox_key(states, positions, row, req_index)
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
     by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
@@ -278,16 +280,16 @@ def choose_kernel(
                     logits, candidates + row * MAX_SORTED, listed, count, factor, vocab_size,
                     floor_value, lowest_order, k,
                 )  # fmt: skip
-            total, token = race_ahead(*among, largest, key, cut_value, cut_token)
+            total, token = race_ahead_of_pivot(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
-            mass, following = race_ahead(
+            mass, following = race_ahead_of_pivot(
                 *among, largest, key, scaled_logit_of(logits, token, factor), token
             )
             # The loop ends however the mass is rounded, because the mass is 0 once no token is
             # ahead of the winner.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
-                mass, following = race_ahead(
+                mass, following = race_ahead_of_pivot(
                     *among, largest, key, scaled_logit_of(logits, token, factor), token
                 )
     # Check the total mass, not the maximum: NaN in a chunk makes the total NaN, but a maximum may

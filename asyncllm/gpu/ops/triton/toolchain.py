@@ -24,12 +24,12 @@ def check_triton() -> None:
     Raises:
         EngineError: one of these is missing; the message says which, and how to get it.
     """
-    problem = _find_problem()
+    problem = _missing_requirement()
     if problem is not None:
         raise EngineError(f'{problem}, or choose attention_backend="torch"')
 
 
-def _find_problem() -> str | None:
+def _missing_requirement() -> str | None:
     """What keeps Triton from launching kernels here, and how to get it; None if nothing does."""
     try:
         triton = importlib.import_module("triton")
