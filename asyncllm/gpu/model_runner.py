@@ -24,7 +24,7 @@ from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.graph_replay import GraphPlan, GraphReplay
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.graph.step_queue import StepQueue
-from asyncllm.gpu.graph.streams import Stream, SyncStream
+from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -76,7 +76,7 @@ class ModelRunner:
         info: ExecutorInfo,
         *,
         num_threads: int | None = None,
-        stream: Stream | None = None,
+        stream: SyncStream | None = None,
         graphs: GraphPlan | None = None,
         num_logprobs: int = 20,
         logits_processors: Sequence[LogitsProcessor] = (),

@@ -14,7 +14,7 @@ from asyncllm.core.in_process import InProcess
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
 from asyncllm.gpu.graph.replay import Replay
-from asyncllm.gpu.graph.streams import Stream
+from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -46,7 +46,7 @@ class StepRunner:
     """
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: Stream,
+        self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: SyncStream,
         in_process: InProcess, *, on_device: bool, num_logprobs: int, padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.cache, self.info, self.stream = model, cache, info, stream

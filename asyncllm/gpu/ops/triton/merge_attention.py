@@ -113,10 +113,11 @@ def merge_kernel(
             partial_acc + at[:, None] * BLOCK_DIM + dims[None, :], mask=exists[:, None], other=0.0
         )
         new_max = tl.maximum(total_max, tl.max(maxima, 0))
-        # The first splits of a prefill row may have no key in the row's window.
-        known = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(maxima - known)
-        decay = tl.exp2(total_max - known)
+        # Subtract 0 while no split has had a key in the row's window: minus infinity less itself is
+        # NaN.
+        base_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(maxima - base_max)
+        decay = tl.exp2(total_max - base_max)
         total_sum = total_sum * decay + tl.sum(sums * weights, 0)
         acc = acc * decay + tl.sum(accs * weights[:, None], 0)
         total_max = new_max
