@@ -31,9 +31,9 @@ def _log_decay(a, dt_bias, log_rate, head):
 
 @triton.jit
 def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads a program's columns of a head's state, zeros if it is ``fresh``.
+    """Loads a program's columns of a head's state; zeros for a ``fresh`` one, without tokens.
 
-    Returns their row and column numbers, addresses, mask and values.
+    Returns the row numbers, column numbers, addresses, mask and values.
     """
     keys = tl.arange(0, max(16, triton.next_power_of_2(KEYS)))
     values = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

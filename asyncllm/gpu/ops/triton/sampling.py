@@ -151,7 +151,7 @@ def chunk_kernel(
 
 @triton.jit
 def log_noise(key, chunk, lane):
-    """Logarithm of the exponential noise of tokens, ``lane`` of their chunk."""
+    """Logarithm of the exponential noise of tokens, given by chunk and index ``lane`` in it."""
     counter = (chunk // 4 * CHUNK + lane).to(tl.uint32)
     zero = counter * 0
     word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
