@@ -22,9 +22,10 @@ from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
+from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -86,7 +87,7 @@ def make_runner() -> ModelRunner:
         pipeline_depth=2,
     )
     cache = KVCache(groups, NUM_BLOCKS, dtype, cpu)
-    graphs = Graphs(GraphCapturer(), ())
+    graphs = GraphPlan(GraphCapturer(), ())
     runner = ModelRunner(decoder, cache, info, stream=NullStream(), graphs=graphs)
     for buffer in runner._open_runner().memory.host_buffers:
         buffer.tokens.fill_(TOKEN)

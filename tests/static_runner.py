@@ -20,11 +20,11 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.sampling_inputs import Stages
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_batch_sizes
-from asyncllm.gpu.graph.graph_replay import GraphReplay
+from asyncllm.gpu.graph.graph_replay import GraphPlan, GraphReplay
 from asyncllm.gpu.graph.streams import CudaStream
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.launched_step import LaunchedStep
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
@@ -297,7 +297,7 @@ def make_runner(
     graphs = None
     if capturer is not None:
         sizes = default_batch_sizes(max_num_seqs) if sizes is None else sizes
-        graphs = Graphs(capturer, sizes, token_sizes)
+        graphs = GraphPlan(capturer, sizes, token_sizes)
     runner = ModelRunner(
         decoder,
         cache,

@@ -132,7 +132,7 @@ def on_gpu(gpu: SimulatedGPU, call: Callable[..., Any], *args: Any) -> Any:
 def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | None = None, **kw):
     """As a start does: look, load, measure."""
     config = config or EngineConfig()
-    settings = {"graph_reserve": 0, "captured_share_of_step": 0.0, "min_bytes": 1} | kw
+    settings = {"graph_reserve": 0, "captured_step_fraction": 0.0, "min_bytes": 1} | kw
     with mock.patch.object(memory, "GPU_MEMORY", gpu):
         free_at_start = check_weights(config, GPU, weights)
         gpu.engine += weights
@@ -516,7 +516,7 @@ def test_sizing_measures_the_schedulers_step(monkeypatch, has_states, graphs):
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
         "graph_reserve": graph_reserve((1, 2), 4, MODEL.vocab_size, 2),
         # Of 64 tokens, the largest captured mixed step has all.
-        "captured_share_of_step": float(graphs == "auto"),
+        "captured_step_fraction": float(graphs == "auto"),
         "min_bytes": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),
     }
 

@@ -346,7 +346,7 @@ def test_depth_is_two_where_full_step_takes_ten_milliseconds(seconds, found, cal
         sizes.append(count)
         return next(times)
 
-    assert min_tokens_ahead(time_step, 64) == found
+    assert min_tokens_ahead(time_step, 64, {}) == found
     assert sizes == calls
 
 

@@ -19,10 +19,11 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu import memory
 from asyncllm.gpu.cache_sizing import choose_snapshots
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
+from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.memory import MemoryProbe
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.step_runner import StepRunner
@@ -102,7 +103,7 @@ def late(hybrid: Hybrid, capturer=GraphCapturer, **overrides: Any) -> ModelRig:
     state: Any = state_of(runner)
     state.model.ops = TorchOps()
     info = replace(runner.info, pipeline_depth=2)
-    graphs = Graphs(capturer(), (4,))
+    graphs = GraphPlan(capturer(), (4,))
     made = ModelRunner(state.model, state.cache, info, stream=stream, graphs=graphs)
     return ModelRig(hybrid, run_late(made))
 

@@ -16,8 +16,9 @@ from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.build import build_model_runner
+from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.memory import MemoryProbe, check_states
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model import families
@@ -86,7 +87,7 @@ def test_the_static_step_on_a_late_device(lfm2):
     decoder, cache, info = state_of(plain).model, state_of(plain).cache, plain.info
     decoder.ops = TorchOps()
     info = replace(info, pipeline_depth=2)
-    graphs = Graphs(recorder, (4,))
+    graphs = GraphPlan(recorder, (4,))
     runner = run_late(ModelRunner(decoder, cache, info, stream=stream, graphs=graphs))
     run_twice(lfm2, runner, depth=2)
     assert stream.most == 2

@@ -23,9 +23,10 @@ from asyncllm.gpu.execution_mode import (
     graph_sizes,
     token_graph_sizes,
 )
+from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.memory import release
-from asyncllm.gpu.model_runner import Graphs, ModelRunner
+from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import is_small_model
 from asyncllm.gpu.sample.batched_processors import make_processors
 from asyncllm.gpu.sample.logprobs import DEFAULT_BUFFERED_LOGPROBS
@@ -145,7 +146,7 @@ def _load_runner(
     step_graphs, most = None, config.max_logprobs
     if mode.make_capturer is not None:
         token_sizes = token_graph_sizes(config, mode, token_budget)
-        step_graphs = Graphs(mode.make_capturer(), graphs, token_sizes)
+        step_graphs = GraphPlan(mode.make_capturer(), graphs, token_sizes)
     runner = ModelRunner(
         decoder,
         cache,

@@ -39,7 +39,11 @@ SNAPSHOT_MEMORY_DIVISOR = 8
 """Snapshots take at most the memory that the weights leave, divided by this number."""
 
 MAX_CPU_CACHE_BYTES = 4 * 2**30
+"""Largest KV cache on a CPU if no setting fixes its size."""
+
 CPU_CACHE_DIVISOR = 4
+"""A KV cache on a CPU takes at most the available memory divided by this number."""
+
 MAX_CPU_SNAPSHOT_BYTES = MAX_CPU_CACHE_BYTES // 4
 
 
@@ -106,7 +110,7 @@ def choose_cache_size(
             weights_bytes=model_bytes(model, dtype) + state_bytes,
             profile_run=partial(profile, **largest),
             graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
-            captured_share_of_step=captured / token_budget,
+            captured_step_fraction=captured / token_budget,
             min_bytes=min_cache_bytes(config, groups, dtype, token_budget),
         )
     size = size_cache(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncllm.config import EngineConfig
@@ -50,8 +49,6 @@ _INITIAL_STEP_SIZES = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
 the budget is LOWEST_BUDGET and the second is not timed."""
 
-_NO_TIMINGS: Mapping[int, float] = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -83,7 +80,7 @@ class Calibration:
 
 
 def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> Calibration:
-    """Times steps to choose the token budget and, on a CPU, run-ahead.
+    """Times steps to choose the token budget and, on a CPU, which steps run ahead.
 
     It chooses only settings that the configuration leaves open, and applies them. Call it once the
     kernels are compiled.
@@ -94,19 +91,18 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
         known_seconds[count] = seconds = time_prefill(runner, count)
         return seconds
 
-    found = Calibration()
+    info, budget, tokens_ahead = runner.info, None, None
     if config.max_num_batched_tokens == "auto":
         options: dict[str, Any] = {}
         if mode.stream.is_async:
-            most = runner.info.max_num_batched_tokens
+            most = info.max_num_batched_tokens
             options = {"target": GPU_TARGET_SECONDS, "highest": most, "repeats": 2}
-        found = Calibration(calibrate_token_budget(time_step, **options))
-        found.apply(runner)
+        budget = calibrate_token_budget(time_step, **options)
     if config.async_scheduling is None and runner.can_run_ahead:
-        most = min(runner.info.max_num_seqs, runner.info.max_num_batched_tokens)
-        ahead = Calibration(tokens_ahead=min_tokens_ahead(time_step, most, known_seconds))
-        ahead.apply(runner)
-        found = replace(found, tokens_ahead=ahead.tokens_ahead)
+        most = min(info.max_num_seqs, budget or info.max_num_batched_tokens)
+        tokens_ahead = min_tokens_ahead(time_step, most, known_seconds)
+    found = Calibration(budget, tokens_ahead)
+    found.apply(runner)
     return found
 
 
@@ -218,7 +214,7 @@ def calibrate_token_budget(
 def min_tokens_ahead(
     time_step: Callable[[int], float],
     max_num_seqs: int,
-    known_seconds: Mapping[int, float] = _NO_TIMINGS,
+    known_seconds: Mapping[int, float],
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
     thread.
@@ -240,9 +236,11 @@ def min_tokens_ahead(
         in the best of three runs.
     """
     few = min(_INITIAL_STEP_SIZES[0], max_num_seqs)
-    if few not in known_seconds:
+    seconds = known_seconds.get(few)
+    if seconds is None:
         time_step(1)
-    if (known_seconds[few] if few in known_seconds else time_step(few)) > MAX_AHEAD_SECONDS:
+        seconds = time_step(few)
+    if seconds > MAX_AHEAD_SECONDS:
         return None
     seconds = time_step(max_num_seqs)
     if seconds < 2 * MAX_AHEAD_SECONDS:

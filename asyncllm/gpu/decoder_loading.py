@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,9 +30,6 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
 from asyncllm.validation import invalid
 
-if TYPE_CHECKING:
-    from asyncllm.gpu.transformers_model.build import ModelPlan
-
 ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
 the end of each prefix whose recurrent state is saved."""
@@ -48,28 +44,34 @@ def load_decoder(
     *,
     next_to_model: bool = False,
 ) -> tuple[LanguageModel, list[KVGroup], int, PackedStore | str]:
-    """Loads the model.
+    """Loads a model, with its weights, op set, attention and KV groups.
 
     Args:
-        next_to_model: see PackedStore.
+        num_threads: number of threads of the ops on a CPU; None is one per available core.
+        progress: called with the bytes of weights read.
+        next_to_model: keep the packed weights beside the model, see PackedStore.
 
     Returns:
         The model; its KV groups; the GPU's free bytes before loading (0 on a CPU); and the store of
         the packed weights, or the reason why there is none.
     """
     dtype = resolve_dtype(config.dtype, model, device, config.attention_backend)
+    plan = None
     if isinstance(model, ModelConfig):
-        plan, kv = None, kv_plan(model)
+        kv = kv_plan(model)
     else:
-        plan = _plan(model)
+        # Import transformers' modules late: the engine's own decoders do not need them.
+        from asyncllm.gpu.transformers_model.build import ModelPlan
+
+        plan = ModelPlan.of(model)
         kv = plan.kv
     attention, block_size = _make_attention(config, kv.kinds, dtype, device, num_threads)
     if attention:
         ops = make_ops(device, next(iter(attention.values())))
     else:
-        _refuse_without_attention(config, device)
-        name, threads = config.attention_backend, num_threads or available_cpus()
-        ops = ops_without_attention(name, device, threads)
+        _check_settings_without_attention(config, device)
+        threads = num_threads or available_cpus()
+        ops = ops_without_attention(config.attention_backend, device, threads)
     groups = kv.kv_groups(attention, block_size)
     free_at_start = 0
     if device.type == "cuda":
@@ -77,7 +79,6 @@ def load_decoder(
     convert = resolve_conversion(config, model, device, ops)
     context = getattr(ops, "context", None)
     store = open_store(config, model, context, dtype, progress, next_to_model=next_to_model)
-    is_dummy = config.load_format == "dummy"
     if isinstance(model, ModelConfig):
         if ops.packs_linear:
             warn_without_huge_pages()
@@ -85,36 +86,29 @@ def load_decoder(
                 # Limit torch to one thread: after every copy torch's threads would spin and take
                 # time from the native threads, which pack the weights.
                 set_thread_count(1)
-        accepts_form = ops.accepts_form if ops.schemes != {"plain"} else None
         load = dummy_weights
-        if not is_dummy:
+        if config.load_format != "dummy":
+            accepts_form = ops.accepts_form if ops.schemes != {"plain"} else None
             load = partial(load_weights, accepts_form=accepts_form, transient=ops.packs_linear)
         read = partial(load, model, dtype, device, progress)
 
-        def build(weights: Weights, are_final: bool) -> LanguageModel:
+        def build(weights: Weights, are_converted: bool) -> LanguageModel:
             ops.linear_bytes = 0
-            own = None if are_final else convert
+            own = None if are_converted else convert
             return build_decoder(model, ops, attention, weights, own, dtype)
 
         decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
-        return decoder, groups, free_at_start, store
-    assert plan is not None
-    from asyncllm.gpu.transformers_model.loading import load_transformers_decoder
+    else:
+        assert plan is not None
+        from asyncllm.gpu.transformers_model.loading import load_transformers_decoder
 
-    decoder = load_transformers_decoder(
-        config, model, plan, ops, attention, groups, dtype, device, convert, progress
-    )
+        decoder = load_transformers_decoder(
+            config, model, plan, ops, attention, groups, dtype, device, convert, progress
+        )
     return decoder, groups, free_at_start, store
 
 
-def _plan(model: TransformersConfig) -> ModelPlan:
-    # Import transformers' modules late: the engine's own decoders do not need them.
-    from asyncllm.gpu.transformers_model.build import ModelPlan
-
-    return ModelPlan.of(model)
-
-
-def _refuse_without_attention(config: EngineConfig, device: torch.device) -> None:
+def _check_settings_without_attention(config: EngineConfig, device: torch.device) -> None:
     """Raises InvalidRequestError for settings that have no effect without attention layers."""
     op_sets = ("auto", "torch", "native") if device.type == "cpu" else ("auto", "torch")
     accepted = {"attention_backend": op_sets, "kv_cache_memory": (None,)}

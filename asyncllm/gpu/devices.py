@@ -19,9 +19,8 @@ logger = get_logger(__name__)
 MIN_CAPABILITY = (8, 0)
 """Lowest supported compute capability: the first with bfloat16, which the kernels need."""
 
-_CPU_REMEDY = 'device="cpu" runs everywhere'
 _NO_GPU_MESSAGES = ("Found no NVIDIA driver", "No CUDA GPUs are available")
-"""Beginnings of torch's error messages for a missing GPU (c10/cuda/CUDAFunctions.cpp)."""
+"""Beginnings of torch's error messages for a missing driver or GPU (c10/cuda/CUDAFunctions.cpp)."""
 
 
 class _CudaProblemError(Exception):
@@ -51,16 +50,17 @@ def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     try:
-        return torch.device("cuda", _usable_index(name, cuda))
+        return torch.device("cuda", _cuda_device_index(name, cuda))
     except _CudaProblemError as problem:
         if name != "auto":
-            raise EngineError(f"device={name!r}: {problem}; {_CPU_REMEDY}") from problem.__cause__
+            message = f'device={name!r}: {problem}; device="cpu" runs everywhere'
+            raise EngineError(message) from problem.__cause__
         if problem.has_gpu:
             logger.warning('device="auto" is the CPU: %s', problem)
     return torch.device("cpu")
 
 
-def _usable_index(name: str, cuda: Any) -> int:
+def _cuda_device_index(name: str, cuda: Any) -> int:
     """Initialises CUDA, and returns the index of the device that ``name`` selects."""
     if not torch.backends.cuda.is_built():
         reason = f"torch {torch.__version__} was built without CUDA"
@@ -118,19 +118,12 @@ def resolve_dtype(
         return getattr(torch, name)
     if device.type != "cpu":
         return getattr(torch, model.dtype)
-    half = model.dtype in ("bfloat16", "float16")
-    if half and not is_small_model(model) and (computes_in_bfloat16() or runs_native(backend)):
-        return torch.bfloat16
-    return torch.float32
-
-
-def runs_native(backend: str) -> bool:
-    """Whether native ops run on a CPU with this attention backend.
-
-    The native GEMM reads 16-bit weights and multiplies in float32 on every processor that it is
-    compiled for: a memory-bound step takes half the time that it takes with float32 weights.
-    """
-    return backend == "native" or (backend == "auto" and choose_native().runs)
+    if model.dtype not in ("bfloat16", "float16") or is_small_model(model):
+        return torch.float32
+    # The native GEMM reads 16-bit weights and multiplies in float32 on every processor that it is
+    # compiled for: a memory-bound step takes half the time that it takes with float32 weights.
+    runs_native = backend == "native" or (backend == "auto" and choose_native().runs)
+    return torch.bfloat16 if runs_native or computes_in_bfloat16() else torch.float32
 
 
 def computes_in_bfloat16() -> bool:

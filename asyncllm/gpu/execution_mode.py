@@ -16,7 +16,7 @@ from asyncllm.gpu.graph.cuda_graphs import (
     default_batch_sizes,
     default_token_sizes,
 )
-from asyncllm.gpu.graph.streams import CudaStream, Stream, SyncStream
+from asyncllm.gpu.graph.streams import CudaStream, SyncStream
 from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import invalid
 
@@ -45,7 +45,7 @@ class ExecutionMode:
     """
 
     device: torch.device
-    stream: Stream
+    stream: SyncStream
     make_capturer: Callable[[], GraphCapturer] | None
     max_num_seqs: int
     token_budget: int

@@ -29,10 +29,6 @@ class LayerCache(NamedTuple):
     num_elements: int
     window: int | None
 
-    @classmethod
-    def of(cls, kind: AttentionKind) -> LayerCache:
-        return cls(2 * kind.shape.num_kv_heads * kind.shape.head_dim, kind.window)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
@@ -143,7 +139,8 @@ class KVPlan:
         indices: list[int] = []
         caches: list[LayerCache] = []
         for kind, source in zip(kinds, sources, strict=True):
-            cache, index = LayerCache.of(kind), len(caches)
+            num_elements = 2 * kind.shape.num_kv_heads * kind.shape.head_dim
+            cache, index = LayerCache(num_elements, kind.window), len(caches)
             if source is None:
                 caches.append(cache)
             else:

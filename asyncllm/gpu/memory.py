@@ -161,13 +161,6 @@ class CacheBudget:
             f"{self.graph_reserve}, and {self.free} are free now"
         )
 
-    def remedy(self) -> str:
-        """Phrase for an error message: the settings to change for a larger cache."""
-        smaller = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
-        if self.allowed < self.free_at_start:
-            return f"raise gpu_memory_utilization, or {smaller}"
-        return f"free memory on the GPU, or {smaller}"
-
 
 def cuda_cache_bytes(
     config: EngineConfig,
@@ -177,7 +170,7 @@ def cuda_cache_bytes(
     weights_bytes: int,
     profile_run: Callable[[], None],
     graph_reserve: int,
-    captured_share_of_step: float = 0.0,
+    captured_step_fraction: float = 0.0,
     min_bytes: int,
 ) -> int:
     """Measures the bytes left for a KV cache whose size is not configured.
@@ -192,8 +185,8 @@ def cuda_cache_bytes(
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_share_of_step``.
-        captured_share_of_step: number of tokens of the largest captured mixed step, whose
+        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_step_fraction``.
+        captured_step_fraction: number of tokens of the largest captured mixed step, whose
             activations the graphs keep, divided by that of the largest step.
         min_bytes: bytes of the smallest usable cache.
 
@@ -217,18 +210,20 @@ def cuda_cache_bytes(
         utilization=config.gpu_memory_utilization,
         weights=weights_bytes,
         peak=peak,
-        graph_reserve=graph_reserve + math.ceil(captured_share_of_step * peak),
+        graph_reserve=graph_reserve + math.ceil(captured_step_fraction * peak),
         free=free,
     )
+    smaller_step = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
     if failure is not None:
         raise EngineError(
-            f"the largest step does not fit beside the weights ({budget}): lower "
-            "max_num_batched_tokens, max_num_seqs or max_model_len"
+            f"the largest step does not fit beside the weights ({budget}): {smaller_step}"
         ) from failure
     if budget.available < min_bytes:
+        is_limited = budget.allowed < free_at_start
+        remedy = "raise gpu_memory_utilization" if is_limited else "free memory on the GPU"
         raise KVCacheTooSmallError(
             f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
-            f"{min_bytes} ({budget}): {budget.remedy()}"
+            f"{min_bytes} ({budget}): {remedy}, or {smaller_step}"
         )
     logger.info("%d bytes for the KV cache: %s", budget.available, budget)
     return budget.available
@@ -284,16 +279,12 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 def available_memory() -> int:
     """Bytes that the process may still allocate: the kernel's estimate, within its cgroup."""
     try:
-        available = _meminfo_available()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         available = _memory_without_procfs()
     return min(available, _cgroup_available(available))
-
-
-def _meminfo_available() -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _memory_without_procfs() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from threading import get_ident
 
@@ -20,11 +20,11 @@ from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
 from asyncllm.gpu.execution_report import execution_report
 from asyncllm.gpu.graph.captures import compiling_alone
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, StepGraphs
-from asyncllm.gpu.graph.graph_replay import GraphReplay
+from asyncllm.gpu.graph.cuda_graphs import StepGraphs
+from asyncllm.gpu.graph.graph_replay import GraphPlan, GraphReplay
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.graph.step_queue import StepQueue
-from asyncllm.gpu.graph.streams import Stream, SyncStream
+from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -35,21 +35,6 @@ from asyncllm.gpu.sample.logprobs import MAX_BUFFERED_LOGPROBS
 from asyncllm.gpu.step_runner import StepRunner
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.logits_processor import LogitsProcessor
-
-
-@dataclass(frozen=True, slots=True)
-class Graphs:
-    """The CUDA graphs to capture.
-
-    Attributes:
-        capturer: captures the graphs.
-        sizes: batch sizes of decode steps that get a graph.
-        token_sizes: token counts of mixed steps that get graphs.
-    """
-
-    capturer: GraphCapturer
-    sizes: Sequence[int]
-    token_sizes: Sequence[int] = ()
 
 
 class ModelRunner:
@@ -91,8 +76,8 @@ class ModelRunner:
         info: ExecutorInfo,
         *,
         num_threads: int | None = None,
-        stream: Stream | None = None,
-        graphs: Graphs | None = None,
+        stream: SyncStream | None = None,
+        graphs: GraphPlan | None = None,
         num_logprobs: int = 20,
         logits_processors: Sequence[LogitsProcessor] = (),
         packed: PackedStore | str = "",
@@ -107,7 +92,7 @@ class ModelRunner:
             runner = StepRunner(
                 model, cache, info, self._stream, self.in_process,
                 on_device=graphs is not None, num_logprobs=min(num_logprobs, MAX_BUFFERED_LOGPROBS),
-                padded_tokens=max(graphs.token_sizes, default=0) if graphs is not None else 0,
+                padded_tokens=max(graphs.token_sizes, default=0) if graphs else 0,
             )  # fmt: skip
         if self._stream.is_async:
             held = SamplingLimits(runner.sampler.state.num_logprobs)
@@ -117,10 +102,7 @@ class ModelRunner:
         self._num_threads = num_threads
         self._thread: int | None = None
         if graphs is not None:
-            runner.replay = GraphReplay(
-                model, cache, runner.memory, graphs.capturer, graphs.sizes, graphs.token_sizes,
-                runner.draw,
-            )  # fmt: skip
+            runner.replay = GraphReplay(model, cache, runner.memory, graphs, runner.draw)
         self.execution = runner.replay.description
         if graphs is None:
             with self._explain_memory_error():
@@ -163,10 +145,8 @@ class ModelRunner:
         """
         runner = self._open_runner()
         if isinstance(runner.replay, GraphReplay):
-            with compiling_alone():
-                with torch.inference_mode(), self._stream.context():
-                    warm_up(runner, runner.replay, progress)
-                self._stream.synchronize()
+            with compiling_alone(), self._synchronized_work():
+                warm_up(runner, runner.replay, progress)
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Captures a graph for every batch size and token count, before the first step.
@@ -176,9 +156,15 @@ class ModelRunner:
         """
         replay = self._open_runner().replay
         if isinstance(replay, GraphReplay):
-            with torch.inference_mode(), self._stream.context():
+            with self._synchronized_work():
                 replay.capture_all(progress)
-            self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def _synchronized_work(self) -> Iterator[None]:
+        """Context that queues work on the stream, and waits for it at the end."""
+        with torch.inference_mode(), self._stream.context():
+            yield
+        self._stream.synchronize()
 
     def report(self) -> ExecutionReport:
         """Makes the ExecutionReport; no step may be in flight."""

@@ -13,7 +13,6 @@ from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.batch.sampling_table import scalar_sections
 from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, make_dummy_batch, step_inputs
-from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.captures import compiling_alone
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
@@ -38,13 +37,18 @@ def profile_run(
     """
     few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
+    specs = [group.spec for group in groups]
+    steps = largest_rows(max_num_batched_tokens, max_num_seqs, max_model_len)
     with compiling_alone(), torch.inference_mode():
-        for num_decodes, counts in largest_rows(
-            max_num_batched_tokens, max_num_seqs, max_model_len
-        ):
-            step = _make_step(
-                groups, num_decodes, counts, max_num_seqs, max_model_len, weight.device
-            )
+        for num_decodes, counts in steps:
+            starts = (max_model_len - counts).tolist()
+            batch = make_dummy_batch(starts, counts.tolist(), num_decodes=num_decodes)
+            rows = InputBatch(len(counts), max_model_len, specs)
+            step = step_inputs(batch, rows, weight.device)
+            if num_decodes < len(counts):
+                # Compute logits for as many tokens as a step may sample.
+                wanted = torch.arange(min(max_num_seqs, step.num_tokens), device=weight.device)
+                step = replace(step, wanted=wanted, num_logits=len(wanted))
             _sample_all_rows(decoder, few.forward(step, cache).logits)
 
 
@@ -91,25 +95,6 @@ def largest_rows(
         counts = [1] * num_decodes + [max_model_len] * full + [rest] * (rest > 0)
         steps.append((num_decodes, np.array(counts, dtype=np.int64)))
     return steps
-
-
-def _make_step(
-    groups: Sequence[KVGroup],
-    num_decodes: int,
-    counts: np.ndarray,
-    max_num_seqs: int,
-    max_model_len: int,
-    device: torch.device,
-) -> StepInputs:
-    """Makes a step's inputs, with logits for ``max_num_seqs`` tokens, or all if fewer."""
-    rows, starts = len(counts), (max_model_len - counts).tolist()
-    batch = make_dummy_batch(starts, counts.tolist(), num_decodes=num_decodes)
-    persistent = InputBatch(rows, max_model_len, [group.spec for group in groups])
-    step = step_inputs(batch, persistent, device)
-    if num_decodes == rows:
-        return step
-    wanted = torch.arange(min(max_num_seqs, step.num_tokens), device=device)
-    return replace(step, wanted=wanted, num_logits=len(wanted))
 
 
 def _sample_all_rows(decoder: LanguageModel, logits: torch.Tensor) -> None:

@@ -27,14 +27,10 @@ class StateSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one sequence's state, in a model of ``dtype``."""
-        return math.prod(self.shape) * (self.dtype or dtype).itemsize
-
 
 def slot_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
-    """Bytes of a sequence's states in all layers."""
-    return sum(spec.num_bytes(dtype) for spec in specs)
+    """Bytes of a sequence's states in all layers, in a model of ``dtype``."""
+    return sum(math.prod(spec.shape) * (spec.dtype or dtype).itemsize for spec in specs)
 
 
 class StateCache:

@@ -106,15 +106,14 @@ class StepMemory:
             return
         tokens_end = next(reversed(self.buffer.tensors))
         self.buffer.copy_from(step.buffer, LAST_DECODE_SECTION if step.is_decode else tokens_end)
-        for group, indices, values in step.overflow_changes:
-            table_changes = (
-                copy_to_device(indices, self.device),
-                copy_to_device(values, self.device),
-            )
-            self._change_table(group, table_changes)
-        if not step.is_decode:
-            for group in range(len(self.block_tables)):
-                self._change_table(group, self._table_changes(group))
+        if step.overflow_changes or not step.is_decode:
+            no_rows = self.decode_inputs(0)
+            for group, *arrays in step.overflow_changes:
+                indices, values = (copy_to_device(array, self.device) for array in arrays)
+                changed = replace(no_rows.groups[group], table_changes=(indices, values))
+                self._ops.decode_inputs(no_rows, changed)
+            if not step.is_decode:
+                self.derive_decode_inputs(no_rows)
 
     def prepare_sampling(self, stages: Stages, host: HostBuffer) -> None:
         """Queues the copy of the step's grammar masks, and allocates its log-probabilities."""
@@ -141,14 +140,14 @@ class StepMemory:
             host.logprobs.copy_from(self.logprobs, count)
 
     def derive_inputs(self, step: LaunchedStep) -> StepInputs:
-        """Computes the derived sections on the host, and returns the step's inputs."""
+        """Computes positions, lengths and KV slots on the host, and returns the step's inputs."""
         assert step.sizes is not None
         sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
         host.derive_sections(self._batch, sizes, decodes)
         return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
 
     def insert_sampled_tokens(self, inputs: StepInputs) -> None:
-        """Queues the op that inserts decode rows' input tokens, where only the device has them."""
+        """Queues the op that fills in decode rows' input tokens that only the device knows."""
         count = inputs.num_decodes
         if self.on_device and count:
             tokens = inputs.token_ids[:count]
@@ -173,7 +172,9 @@ class StepMemory:
             query_start_loc=none,
             prefill_start_loc=none,
             groups=[
-                replace(own, table_changes=self._table_changes(group))
+                replace(
+                    own, table_changes=(tensors[f"changed_{group}"], tensors[f"new_blocks_{group}"])
+                )
                 for group, own in enumerate(self._group_inputs(num_rows))
             ],
             max_num_seqs=self.info.max_num_seqs,
@@ -199,7 +200,7 @@ class StepMemory:
         return self.buffer.groups(self._batch, self.block_tables, num_tokens)
 
     def derive_decode_inputs(self, inputs: StepInputs) -> None:
-        """Queues the op that computes the values of the tensors from ``decode_inputs``."""
+        """Queues the op that fills the tensors of ``decode_inputs`` for the latest step."""
         for group in inputs.groups:
             self._ops.decode_inputs(inputs, group)
 
@@ -216,11 +217,3 @@ class StepMemory:
             mask_slots=None if masks is None else masks.slots[rows],
             mask_words=None if masks is None else masks.words,
         )
-
-    def _table_changes(self, group: int) -> tuple[Tensor, Tensor]:
-        tensors = self.buffer.tensors
-        return tensors[f"changed_{group}"], tensors[f"new_blocks_{group}"]
-
-    def _change_table(self, group: int, table_changes: tuple[Tensor, Tensor]) -> None:
-        none = self.decode_inputs(0)
-        self._ops.decode_inputs(none, replace(none.groups[group], table_changes=table_changes))

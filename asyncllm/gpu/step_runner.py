@@ -14,7 +14,7 @@ from asyncllm.core.in_process import InProcess
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
 from asyncllm.gpu.graph.replay import Replay
-from asyncllm.gpu.graph.streams import Stream
+from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -46,7 +46,7 @@ class StepRunner:
     """
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: Stream,
+        self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: SyncStream,
         in_process: InProcess, *, on_device: bool, num_logprobs: int, padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.cache, self.info, self.stream = model, cache, info, stream
@@ -128,7 +128,11 @@ class StepRunner:
                 if step.host_rows is not None:
                     output.merge(step.host_rows.places, step.host_rows.sample())
                 if step.prompt_hidden is not None:
-                    self._gather_prompt_logprobs(step, output)
+                    output.prompt_logprobs, errors = gather_prompt_logprobs(
+                        step.batch.prompt_logprobs, step.prompt_tokens, step.prompt_hidden,
+                        self.model,
+                    )  # fmt: skip
+                    step.failures = errors | step.failures
         return output
 
     def store_tokens(self, step: LaunchedStep, tokens: np.ndarray) -> None:
@@ -238,7 +242,13 @@ class StepRunner:
 
     def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
         """Draws rows with and without sampling stages separately, which is faster on a CPU."""
-        memory, count, some = self.memory, step.num_logits, self._rows_with_stages(step)
+        memory, count = self.memory, step.num_logits
+        staged = step.row_stages[:count] != 0
+        if step.masks is not None:
+            staged[step.sampled_indices_of(step.masks.rows)] = True
+        if step.host_rows is not None:
+            staged[step.host_rows.places] = False
+        some = np.flatnonzero(staged)
         if len(some) in (0, count):
             self.draw(logits, step.stages)
             return
@@ -253,20 +263,3 @@ class StepRunner:
         tokens[index] = found
         if top is not None and memory.logprobs is not None:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids
-
-    def _rows_with_stages(self, step: LaunchedStep) -> np.ndarray:
-        """Indices of the sampled rows that the device samples with a mask or another stage."""
-        staged = step.row_stages[: step.num_logits] != 0
-        if step.masks is not None:
-            staged[step.sampled_indices_of(step.masks.rows)] = True
-        if step.host_rows is not None:
-            staged[step.host_rows.places] = False
-        return np.flatnonzero(staged)
-
-    def _gather_prompt_logprobs(self, step: LaunchedStep, output: SampleOutput) -> None:
-        """Adds prompt log-probabilities, computed from the kept hidden states."""
-        assert step.prompt_hidden is not None
-        spans = step.batch.prompt_logprobs
-        found = gather_prompt_logprobs(spans, step.prompt_tokens, step.prompt_hidden, self.model)
-        output.prompt_logprobs, errors = found
-        step.failures = errors | step.failures

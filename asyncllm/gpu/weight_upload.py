@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -11,8 +12,6 @@ from torch import Tensor
 CHUNK_BYTES = 16 * 2**20
 """Size of a buffer in bytes: its copy over PCIe takes hundreds of microseconds, far more than the
 launch."""
-
-_NUM_BUFFERS = 2
 
 
 @dataclass(slots=True)
@@ -50,9 +49,9 @@ class PinnedUploader:
         self.device, self.chunk_bytes = device, chunk_bytes
         self._buffers = [
             _Buffer(torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin))
-            for _ in range(_NUM_BUFFERS)
+            for _ in range(2)
         ]
-        self._next_buffer = 0
+        self._next_buffers = cycle(self._buffers)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queues the copy of ``source`` on the host to ``target`` on the device.
@@ -71,8 +70,7 @@ class PinnedUploader:
             self._wait(buffer)
 
     def _copy_chunk(self, source: Tensor, target: Tensor) -> None:
-        buffer = self._buffers[self._next_buffer]
-        self._next_buffer = (self._next_buffer + 1) % len(self._buffers)
+        buffer = next(self._next_buffers)
         self._wait(buffer)
         size = source.shape[0] * source.dtype.itemsize
         host = buffer.host[:size].view(source.dtype)

@@ -154,11 +154,10 @@ def _quantised_weight(
     found = packed_weights(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form
     )
-    # Refuse experts in several forms: each expert is a layer of its own, and a form may end within
-    # an expert.
-    return (
-        None if found is not None and found.next_parts and ".experts." in parameter.name else found
-    )
+    if found is not None and found.next_parts and ".experts." in parameter.name:
+        # Experts are split into a layer each, and one form may end within an expert.
+        return None
+    return found
 
 
 def packed_weights(

@@ -1,6 +1,6 @@
 """The checks of the kernels on a GPU: those of the benchmark's kernels stage, and a few more.
 
-They skip where there is none. None of them has been run so far.
+They skip where there is none.
 """
 
 from __future__ import annotations

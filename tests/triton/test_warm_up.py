@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,9 +81,10 @@ def run_everything(runner: ModelRunner) -> None:
         given = StepBatch(0, list(range(rows)), starts, tokens, [True] * rows, decodes)
         for each in stages:
             queue_mixed_step(runner, given, each)
-    changed = torch.arange(3 * ROWS)
-    for group in range(len(memory.block_tables)):
-        memory._change_table(group, (changed, changed.int()))
+    changed, none = torch.arange(3 * ROWS), memory.decode_inputs(0)
+    for group in none.groups:
+        many = replace(group, table_changes=(changed, changed.int()))
+        steps_of(runner).model.ops.decode_inputs(none, many)
 
 
 def draw_for_the_host(runner: ModelRunner) -> None:

@@ -51,7 +51,15 @@ class CudaGraphCapturer(GraphCapturer):
             except Exception as error:
                 reason, is_memory_error = explain(error), is_out_of_memory(error)
             self._reset_generator()
-        self._log_failure(reason, is_memory_error)
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
+            remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory_error else ""
+            logger.warning(
+                "a CUDA graph could not be captured, its steps run eagerly and are tried again "
+                "later%s (%s)",
+                remedy,
+                reason,
+            )
         return None
 
     def cut(self, work: Callable[[], None]) -> None:
@@ -63,7 +71,7 @@ class CudaGraphCapturer(GraphCapturer):
     def memory(self) -> int:
         return pool_bytes(self._pool, self.device)
 
-    def _record_graph(self, run: Callable[[], None], pool: _POOL_HANDLE) -> Callable[[], None]:
+    def _record_graph(self, run: Callable[[], object], pool: _POOL_HANDLE) -> Callable[[], None]:
         recording = self._recording = _Recording(pool)
         try:
             recording.begin()
@@ -105,23 +113,7 @@ class CudaGraphCapturer(GraphCapturer):
         """
         with contextlib.suppress(Exception):
             scratch = torch.zeros(1, device=self.device)
-
-            def run() -> None:
-                scratch.zero_()
-
-            self._record_graph(run, torch.cuda.graph_pool_handle())
-
-    def _log_failure(self, reason: str, is_memory_error: bool) -> None:
-        if reason in self._logged_reasons:
-            return
-        self._logged_reasons.add(reason)
-        remedy = ": lower gpu_memory_utilization or kv_cache_memory" if is_memory_error else ""
-        logger.warning(
-            "a CUDA graph could not be captured, its steps run eagerly and are tried again later%s "
-            "(%s)",
-            remedy,
-            reason,
-        )
+            self._record_graph(scratch.zero_, torch.cuda.graph_pool_handle())
 
 
 class _Recording:

@@ -54,7 +54,7 @@ CAPTURES = ProcessCaptures()
 COMPILE_SECONDS = 120.0
 """Maximum number of seconds that an engine waits for another engine's compilation."""
 
-_COMPILING = threading.Lock()
+_COMPILE_LOCK = threading.Lock()
 """Lock for compilations, one per process: Triton's tables of compiled kernels are per process and
 have no lock."""
 
@@ -67,9 +67,9 @@ def compiling_alone() -> Iterator[None]:
     first. An engine that hangs within the context blocks other engines for at most
     ``COMPILE_SECONDS``; then they compile the same kernels again.
     """
-    held = _COMPILING.acquire(timeout=COMPILE_SECONDS)
+    held = _COMPILE_LOCK.acquire(timeout=COMPILE_SECONDS)
     try:
         yield
     finally:
         if held:
-            _COMPILING.release()
+            _COMPILE_LOCK.release()

@@ -141,7 +141,7 @@ class StepGraphs:
         if bucket is None:
             self._run(key)
             return
-        key = GraphKey(bucket, key.part, key.stages, key.balanced)
+        key = replace(key, bucket=bucket)
         graph = self._graphs.get(key)
         if graph is not None:
             graph()
@@ -149,7 +149,10 @@ class StepGraphs:
         largest = replace(key, bucket=self.buckets[-1])
         if largest not in self._graphs and largest not in self._failed:
             key = largest
-        if self._should_retry(key):
+        failed = self._failed.get(key)
+        if failed is not None:
+            failed.steps += 1
+        if failed is None or failed.steps >= RETRY_STEPS**failed.captures:
             self._capture_graph(key)
         else:
             self._run(key)
@@ -169,20 +172,10 @@ class StepGraphs:
         self._graphs.clear()
         del self._run
 
-    def _should_retry(self, key: GraphKey) -> bool:
-        """Counts a step whose key has no graph. Returns whether to capture it now, after earlier
-        captures of the key have failed."""
-        failed = self._failed.get(key)
-        if failed is None:
-            return True
-        failed.steps += 1
-        return failed.steps >= RETRY_STEPS**failed.captures
-
     def _capture_graph(self, key: GraphKey) -> None:
         """Runs the step, and keeps its graph."""
         began, before = time.perf_counter(), self._capturer.memory()
-        run = partial(self._run, key)
-        graph = self._capturer.capture(run)
+        graph = self._capturer.capture(partial(self._run, key))
         if graph is None:
             failed = self._failed.setdefault(key, _FailedCaptures())
             failed.captures, failed.steps = failed.captures + 1, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -28,6 +29,21 @@ DrawFunction = Callable[[Tensor, Stages], None]
 vocab_size]``."""
 
 
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """The CUDA graphs to capture.
+
+    Attributes:
+        capturer: captures the graphs.
+        sizes: batch sizes of decode steps that get a graph.
+        token_sizes: token counts of mixed steps that get graphs.
+    """
+
+    capturer: GraphCapturer
+    sizes: Sequence[int]
+    token_sizes: Sequence[int] = ()
+
+
 class GraphReplay(Replay):
     """Runs steps from CUDA graphs.
 
@@ -38,9 +54,7 @@ class GraphReplay(Replay):
     No method waits for the device; all work is queued on the current stream.
 
     Args:
-        capturer: captures the graphs.
-        sizes: batch sizes of decode steps that get a graph.
-        token_sizes: token counts of mixed steps that get graphs.
+        graphs: the graphs to capture.
         draw: draws tokens from a step's logits.
 
     Attributes:
@@ -53,16 +67,16 @@ class GraphReplay(Replay):
         model: LanguageModel,
         cache: KVCache,
         memory: StepMemory,
-        capturer: GraphCapturer,
-        sizes: Sequence[int],
-        token_sizes: Sequence[int],
+        graphs: GraphPlan,
         draw: DrawFunction,
     ) -> None:
         super().__init__(model, cache, memory)
-        self.graphs = StepGraphs(self._run_part, capturer, sizes)
+        self.graphs = StepGraphs(self._run_part, graphs.capturer, graphs.sizes)
         self.piecewise: PiecewiseGraphs | None = None
-        if token_sizes and isinstance(model, Decoder):
-            self.piecewise = PiecewiseGraphs(model, cache, memory, capturer, token_sizes)
+        if graphs.token_sizes and isinstance(model, Decoder):
+            self.piecewise = PiecewiseGraphs(
+                model, cache, memory, graphs.capturer, graphs.token_sizes
+            )
         self._draw = draw
         self._logits: Tensor | None = None
         mixed = "op by op" if self.piecewise is None else "in segments"
@@ -105,7 +119,9 @@ class GraphReplay(Replay):
     def prepare(self, step: LaunchedStep) -> bool:
         if step.is_decode:
             step.bucket = self.graphs.bucket(len(step.rows))
-            step.balanced = self._is_skewed(step)
+            # Choose the balanced plan if the rows' lengths differ too much for equal splits.
+            batch = step.bucket or len(step.rows)
+            step.balanced = any(is_skewed(batch, step.positions) for is_skewed in self._skew_tests)
         elif self.piecewise is not None:
             step.bucket = self.piecewise.graphs.bucket(step.batch.num_tokens)
         return step.is_decode
@@ -163,10 +179,3 @@ class GraphReplay(Replay):
             shape = info.max_num_seqs, info.vocab_size
             self._logits = torch.zeros(shape, dtype=dtype, device=self.memory.device)
         return self._logits
-
-    def _is_skewed(self, step: LaunchedStep) -> bool:
-        """Whether the rows' lengths differ so much that attention needs its balanced plan."""
-        if not self._skew_tests:
-            return False
-        batch = step.bucket or len(step.rows)
-        return any(is_skewed(batch, step.positions) for is_skewed in self._skew_tests)

@@ -1,4 +1,4 @@
-"""Stream: a queue of a device's work, synchronous on a CPU, a CUDA stream on a GPU."""
+"""SyncStream, CudaStream: queues of a device's work, synchronous on a CPU."""
 
 from __future__ import annotations
 
@@ -139,6 +139,3 @@ class CudaStream(SyncStream):
         STREAMS.give_back(self._stream)
         if self._side_stream is not None:
             STREAMS.give_back(self._side_stream)
-
-
-Stream = SyncStream

@@ -19,7 +19,6 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.batch.step_buffer import make_dummy_batch, step_inputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.graph_replay import GraphReplay
-from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.step_runner import StepRunner
 
 PROMPT_TOKENS = 2
@@ -86,25 +85,16 @@ def _sample_processed(runner: StepRunner) -> None:
     model.ops.top_logprobs(logits, memory.sampled[:1], out)
 
 
-def expert_kernel_thresholds(decoder: LanguageModel) -> tuple[int, ...]:
-    """Token counts per step from which on experts use other kernels than in smaller steps."""
-    experts = getattr(decoder.model, "experts", None)
-    if experts is None:
-        return ()
-    return decoder.ops.expert_kernel_token_counts(
-        experts.routing.num_experts, experts.routing.top_k
-    )
-
-
 def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
     """Numbers of prefill tokens, one for each kernel that experts use only in larger steps."""
-    info = runner.info
+    info, experts = runner.info, getattr(runner.model.model, "experts", None)
+    if experts is None:
+        return []
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
-    return [
-        count - 1
-        for count in expert_kernel_thresholds(runner.model)
-        if PROMPT_TOKENS < count - 1 < most
-    ]
+    sizes = experts.routing.num_experts, experts.routing.top_k
+    thresholds = runner.model.ops.expert_kernel_token_counts(*sizes)
+    # One token of each step is that of its decode row.
+    return [count - 1 for count in thresholds if PROMPT_TOKENS < count - 1 < most]
 
 
 def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:

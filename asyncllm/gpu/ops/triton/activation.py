@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-BLOCK = 1024
+BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -41,7 +41,6 @@ def gated_mul_kernel(
     stride_gates,
     stride_ups,
     ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Multiplies activated gates by the up projections; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
@@ -63,9 +62,9 @@ def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, activation: str) -> 
     gate, up = (gate_up, up) if up is not None else (gate_up, gate_up[:, width:])
     rows, out = len(gate), up.new_empty((len(gate), width))
     if rows:
-        gated_mul_kernel[(rows, cdiv(width, BLOCK))](
+        gated_mul_kernel[(rows, cdiv(width, BLOCK.value))](
             out, gate, up, width, out.stride(0), row_stride("gate", gate), row_stride("up", up),
-            ACTIVATION=activation, BLOCK=BLOCK, num_warps=4,
+            ACTIVATION=activation, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -80,7 +79,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 @triton.jit
-def softcap_kernel(x, width, cap, stride, BLOCK: tl.constexpr):
+def softcap_kernel(x, width, cap, stride):
     """``cap * tanh(x / cap)`` in place; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -95,7 +94,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     """``cap * tanh(x / cap)`` of ``x [S, N]``, in float32 and in place."""
     rows, width = x.shape
     if rows:
-        softcap_kernel[(rows, cdiv(width, BLOCK))](
-            x, width, cap, row_stride("x", x), BLOCK=BLOCK, num_warps=4
+        softcap_kernel[(rows, cdiv(width, BLOCK.value))](
+            x, width, cap, row_stride("x", x), num_warps=4
         )
     return x

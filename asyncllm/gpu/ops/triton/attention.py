@@ -15,21 +15,9 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
+from asyncllm.gpu.ops.triton import tuning
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.toolchain import check_triton
-from asyncllm.gpu.ops.triton.tuning import (
-    MAX_HEAD_DIM,
-    SKEWED_TOKENS,
-    decode_programs,
-    decode_tiles,
-    is_skewed,
-    num_extra_splits,
-    num_splits,
-    num_tile_splits,
-    num_tiles,
-    prefill_tiles,
-    workspace_size,
-)
 
 
 class TritonAttention:
@@ -50,7 +38,7 @@ class TritonAttention:
         device_types=CUDA,
         min_capability=(8, 0),
         dtypes=HALF | {torch.float32},
-        max_head_dim=MAX_HEAD_DIM,
+        max_head_dim=tuning.MAX_HEAD_DIM,
         block_multiple=16,
         sinks=True,
     )
@@ -95,15 +83,15 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
-        self.programs_per_sm = decode_programs(capability, shape.head_dim)
-        self.decode_tiles = decode_tiles(capability, shape.head_dim, dtype.itemsize)
-        self.prefill_tiles = prefill_tiles(capability, shape.head_dim, dtype.itemsize)
+        self.programs_per_sm = tuning.decode_programs(capability, shape.head_dim)
+        self.decode_tiles = tuning.decode_tiles(capability, shape.head_dim, dtype.itemsize)
+        self.prefill_tiles = tuning.prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
     def splits(self, batch: int, max_len: int, window: int | None) -> int:
         """Chooses the number of splits per row for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
-        return num_splits(
+        return tuning.num_splits(
             batch, self.shape.num_kv_heads, max_len, self.num_sms, self.programs_per_sm
         )
 
@@ -112,7 +100,7 @@ class TritonAttention:
 
         With a window they never do: all rows then see about as many keys.
         """
-        return window is None and max_len > SKEWED_TOKENS
+        return window is None and max_len > tuning.SKEWED_TOKENS
 
     def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
         """Whether the longest row would hold up the other rows if all had equally many splits.
@@ -127,7 +115,7 @@ class TritonAttention:
             return False
         splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
         places = self.programs_per_sm * self.num_sms
-        return is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
+        return tuning.is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> TritonPlan:
         rows, decodes = step.num_rows, step.num_decodes
@@ -152,7 +140,7 @@ class TritonAttention:
                 num_partials, self._plan_tiles(plan, tokens, rows - decodes, max_len)
             )
         if num_partials:
-            size = workspace_size(num_partials, self.shape.num_heads, self.shape.head_dim)
+            size = tuning.workspace_size(num_partials, self.shape.num_heads, self.shape.head_dim)
             plan.workspace = torch.empty(size, dtype=torch.float32, device=self.device)
         return plan
 
@@ -160,7 +148,7 @@ class TritonAttention:
         """Chooses the splits of decode rows; returns the number of partial results per head."""
         batch = plan.num_decodes
         if balanced:
-            plan.extra_splits = num_extra_splits(
+            plan.extra_splits = tuning.num_extra_splits(
                 self.shape.num_kv_heads, self.num_sms, self.programs_per_sm
             )
             return batch + plan.extra_splits
@@ -172,8 +160,8 @@ class TritonAttention:
         shape, tiles = self.shape, self.prefill_tiles
         if plan.window is not None:
             max_len = min(max_len, plan.window + tiles.rows)
-        count = num_tiles(tokens, seqs, shape.group_size, tiles)
-        splits = num_tile_splits(count, shape.num_kv_heads, max_len, self.num_sms)
+        count = tuning.num_tiles(tokens, seqs, shape.group_size, tiles)
+        splits = tuning.num_tile_splits(count, shape.num_kv_heads, max_len, self.num_sms)
         plan.tile_splits = splits
         return tokens * splits if splits > 1 else 0
 
@@ -188,18 +176,13 @@ class TritonAttention:
     ) -> Tensor:
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if plan.decode is None and plan.prefill is None:
-            self._bind_kernels(plan, q.shape[0], cache.shape[2])
-        for kernel in (plan.decode, plan.prefill):
-            if kernel is not None:
-                kernel(q, cache, out, sinks)
+        if not plan.kernels:
+            # Bind the kernels to the arguments that all layers of a step share.
+            sizes, count = (self.shape, cache.shape[2]), q.shape[0] - plan.num_decodes
+            if plan.num_decodes:
+                plan.kernels.append(self._decode(*sizes, self.decode_tiles, plan))
+            if plan.query_start_loc is not None:
+                plan.kernels.append(self._prefill(*sizes, self.prefill_tiles, plan, count))
+        for kernel in plan.kernels:
+            kernel(q, cache, out, sinks)
         return out.view(q.shape[0], -1)
-
-    def _bind_kernels(self, plan: TritonPlan, tokens: int, block_size: int) -> None:
-        """Binds the kernels to the arguments that all layers of a step share."""
-        if plan.num_decodes:
-            plan.decode = self._decode(self.shape, block_size, self.decode_tiles, plan)
-        if plan.query_start_loc is not None:
-            plan.prefill = self._prefill(
-                self.shape, block_size, self.prefill_tiles, plan, tokens - plan.num_decodes
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,8 +31,8 @@ class TritonPlan:
             rows' query tokens, from 0 on; None if there are no prefill rows. Rows may be empty.
             Tokens from the last entry on are padding.
         window: number of keys that a query sees, its own included; None is all.
-        decode, prefill: the kernels bound to the step's arguments by its first layer; None without
-            rows of that kind.
+        kernels: the kernels of decode rows and of prefill rows, if the step has such rows; the
+            step's first layer binds them to the arguments that all layers share.
     """
 
     num_decodes: int
@@ -45,5 +45,4 @@ class TritonPlan:
     workspace: Tensor | None = None
     query_start_loc: Tensor | None = None
     window: int | None = None
-    decode: Callable[..., None] | None = None
-    prefill: Callable[..., None] | None = None
+    kernels: list[Callable[..., None]] = field(default_factory=list)

@@ -8,25 +8,29 @@ base 2, like the hardware's exponential.
 import triton
 import triton.language as tl
 
+from asyncllm.gpu.ops.triton.tuning import block_dim_of
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+padded_head_dim = triton.constexpr_function(block_dim_of)
 
-def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
     """Converts a model's scale and soft cap to arguments of ``score_tile``."""
     if softcap is None:
-        return scale * LOG2_E.value, 0.0
+        return scale * LOG2_E.value, None
     return scale / softcap, softcap * LOG2_E.value
 
 
 @triton.jit
-def score_tile(q, k, score_scale, softcap, SOFTCAP: tl.constexpr):
+def score_tile(q, k, score_scale, softcap):
     """Scores of queries and keys in base 2.
 
-    Without a cap ``score_scale`` is ``scale * log2(e)``. With SOFTCAP it is ``scale / softcap``,
-    and ``softcap`` is the cap times log2(e).
+    Without a soft cap ``softcap`` is None, and ``score_scale`` is ``scale * log2(e)``. With one,
+    ``score_scale`` is ``scale / cap``, and ``softcap`` is the cap times log2(e).
     """
     scores = tl.dot(q, k, input_precision="ieee") * score_scale
-    if SOFTCAP:
+    if softcap is not None:
         # tanh by exp2 is exact for very large and very small scores, where exp2 is infinite or 0.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * 2.885390081777927) + 1.0))
     return scores
@@ -38,24 +42,16 @@ def attend_tile(
     acc,
     row_max,
     row_sum,
-    k_cache,
-    v_cache,
-    table,
-    stride_block,
-    stride_slot,
-    stride_dim,
+    cache,
     first_key,
     positions,
     first_seen,
     kv_len,
-    score_scale,
-    softcap,
+    factors,
     window,
     HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -66,14 +62,17 @@ def attend_tile(
     Args:
         q: ``[rows, BLOCK_DIM]``.
         acc, row_max, row_sum: float32 state of the softmax; the maximum is of scores in base 2.
-        k_cache, v_cache: the keys and the values of one key/value head, with the same strides.
-        table: the sequence's block table.
+        cache: pointers to the keys and to the values of one key/value head, the pointer to the
+            sequence's block table, and the strides of blocks, slots and elements.
         positions: ``[rows]``, index of the last key that each row sees.
         first_seen: with WINDOW, index of the first key that any row sees. Blocks before it are
             never read: another sequence may own them by now and have written NaN, and a weight of
             0 times NaN is NaN.
+        factors: ``score_scale`` and ``softcap`` of ``score_tile``.
         kv_len: number of the sequence's tokens in the cache; slots after them are never read.
     """
+    BLOCK_DIM: tl.constexpr = q.shape[1]
+    k_cache, v_cache, table, stride_block, stride_slot, stride_dim = cache
     keys = first_key + tl.arange(0, KEYS)
     dims = tl.arange(0, BLOCK_DIM)
     exists = keys < kv_len
@@ -96,7 +95,7 @@ def attend_tile(
         k = tl.load(k_at, mask=(dims < HEAD_DIM)[:, None], other=0.0)
     else:
         k = tl.load(k_at)
-    scores = score_tile(q, k, score_scale, softcap, SOFTCAP)
+    scores = score_tile(q, k, *factors)
     if MASKED:
         visible = exists[None, :] & (keys[None, :] <= positions[:, None])
         if WINDOW:

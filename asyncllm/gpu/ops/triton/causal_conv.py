@@ -12,7 +12,8 @@ from asyncllm.gpu.ops.triton.prefill_attention import find_sequence
 from asyncllm.gpu.ops.triton.state_rows import TILE_TOKENS, TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-BLOCK_CHANNELS = 256
+BLOCK = tl.constexpr(256)
+TOKENS = tl.constexpr(TILE_TOKENS)
 
 
 @triton.jit
@@ -34,7 +35,6 @@ def conv_token_kernel(
     stride_x,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
     MIXED: tl.constexpr,
 ):
     """Convolves rows of one token and updates their states; grid ``(rows, blocks of channels)``."""
@@ -75,8 +75,6 @@ def conv_chunk_kernel(
     num_rows,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
     """Convolves a tile of TOKENS tokens of a longer row; grid ``(tiles, blocks of channels)``."""
     tile = tl.program_id(0)
@@ -116,7 +114,6 @@ def conv_state_kernel(
     stride_x,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Updates the states of rows of several tokens; grid ``(rows, blocks of channels)``.
 
@@ -149,8 +146,8 @@ class TritonCausalConv:
     def __call__(self, x: Tensor, state: Tensor, rows: TritonStateRows) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         width, channels = self.weight.shape
-        shape = {"CHANNELS": channels, "WIDTH": width, "BLOCK": BLOCK_CHANNELS, "num_warps": 4}
-        blocks, count = cdiv(channels, BLOCK_CHANNELS), rows.num_rows
+        shape = {"CHANNELS": channels, "WIDTH": width, "num_warps": 4}
+        blocks, count = cdiv(channels, BLOCK.value), rows.num_rows
         of_rows = rows.slots, rows.positions, rows.query_start, x.stride(0)
         if count:
             conv_token_kernel[(count, blocks)](
@@ -158,7 +155,7 @@ class TritonCausalConv:
             )
         if rows.is_mixed:
             conv_chunk_kernel[(rows.num_tiles, blocks)](
-                out, x, state, self.weight, *of_rows, count, TOKENS=TILE_TOKENS, **shape
+                out, x, state, self.weight, *of_rows, count, **shape
             )
             conv_state_kernel[(count, blocks)](x, state, *of_rows, **shape)
         return out

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
-from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
+from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, padded_head_dim
 from asyncllm.gpu.ops.triton.merge_attention import balanced_split_keys, split_keys
 from asyncllm.gpu.ops.triton.paged_attention import MergeArguments, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
@@ -52,14 +52,10 @@ def decode_kernel(
     stride_table,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
     MAX_ROWS: tl.constexpr,
 ):
@@ -71,6 +67,8 @@ def decode_kernel(
     ``(all splits, kv_heads * ROW_TILES)``, partial results ``[all splits, heads]``. Accumulators
     have a last dimension of BLOCK_DIM.
     """
+    ROW_TILES: tl.constexpr = tl.cdiv(GROUP, ROWS)
+    BLOCK_DIM: tl.constexpr = padded_head_dim(HEAD_DIM)
     row = tl.program_id(0)
     kv_head = tl.program_id(1) // ROW_TILES
     split = tl.program_id(2)
@@ -110,20 +108,19 @@ def decode_kernel(
     at_head = kv_head.to(tl.int64) * stride_head
     k_cache = kv_cache + at_head
     cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
-    factors = (score_scale, softcap, window)
     positions = tl.full([ROWS], 0, tl.int32) + (kv_len - 1)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    if SINKS:
+    if sinks is not None:
         # The sink is a key without a value; only the first split counts it.
         if split == 0:
             row_max = tl.load(sinks + heads, mask=in_group, other=0.0) * LOG2_E
             row_sum += 1.0
     for first_key in range(start, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries, acc, row_max, row_sum, *cache, first_key, positions, kv_len - window, kv_len,
-            *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
+            queries, acc, row_max, row_sum, cache, first_key, positions, kv_len - window, kv_len,
+            (score_scale, softcap), window, HEAD_DIM, KEYS, BLOCK_SIZE, WINDOW, True,
         )  # fmt: skip
     if ONE_SPLIT:
         result = acc / row_sum[:, None]
@@ -164,5 +161,5 @@ class DecodeAttention(PagedAttention):
         super().__init__(
             decode_kernel, shape, block_size, tiles, plan, grid,
             (plan.block_table, plan.table_rows[:batch], seq_lens), (batch,), merge,
-            ROW_TILES=row_tiles, MAX_ROWS=max_rows,
+            MAX_ROWS=max_rows,
         )  # fmt: skip

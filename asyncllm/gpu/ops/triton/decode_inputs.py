@@ -9,7 +9,7 @@ import triton.language as tl
 from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-BLOCK = 128
+BLOCK = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_changes"])
@@ -28,7 +28,6 @@ def decode_inputs_kernel(
     num_changes,
     stride_table,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Updates a block table and computes the inputs of decode rows; grid ``(rows / BLOCK,)``.
 
@@ -60,12 +59,12 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
-    """See ``TorchOps.decode_inputs``."""
+    """Changes a block table and computes decode inputs, see ``TorchOps.decode_inputs``."""
     assert group.table_changes is not None
     count, (changed, new_blocks) = step.num_rows, group.table_changes
     if not count and not len(changed):
         return
-    decode_inputs_kernel[(max(1, cdiv(count, BLOCK)),)](
+    decode_inputs_kernel[(max(1, cdiv(count, BLOCK.value)),)](
         step.token_ids,
         step.seq_lens,
         group.slot_mapping,
@@ -80,6 +79,5 @@ def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
         len(changed),
         group.block_table.stride(0),
         BLOCK_SIZE=group.block_size,
-        BLOCK=BLOCK,
         num_warps=4,
     )

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
+from asyncllm.gpu.ops.triton.tuning import cdiv
 
-BLOCK_PAIRS, BLOCK_COLUMNS = 1024, 1024
+BLOCK = tl.constexpr(1024)
 
 
 # The number of tokens varies by step. A kernel specialised on it would be compiled again while
@@ -26,7 +26,6 @@ def sort_kernel(
     num_tokens,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Writes an expert's pairs of (token, expert) after those of earlier experts; grid
     ``(experts,)``.
@@ -52,9 +51,9 @@ def sort_kernel(
 
 
 @triton.jit
-def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Computes the end of each expert's tiles as a tile index; grid ``(1,)``."""
-    experts = tl.arange(0, BLOCK)
+    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
     real = experts < EXPERTS
     count = tl.load(starts + experts + 1, mask=real, other=0)
     count -= tl.load(starts + experts, mask=real, other=0)
@@ -71,13 +70,11 @@ def sum_kernel(
     stride_shared,
     stride_gate,
     TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Sums the outputs of a token's experts; grid ``(rows, blocks of width)``.
 
-    The terms are in the order of the token's expert ids; the shared experts' output comes last.
+    The terms are in the order of the token's expert ids. The output of shared experts, if there are
+    any, is added last, multiplied by the sigmoid of ``gate`` unless that is None.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -87,9 +84,9 @@ def sum_kernel(
         total += tl.load(x + (row * TOP_K + place) * width + columns, mask=real, other=0.0)
     # Round after each operation, as ``add_shared`` does.
     result = total.to(out.dtype.element_ty)
-    if SHARED:
+    if shared is not None:
         beside = tl.load(shared + row * stride_shared + columns, mask=real, other=0.0)
-        if GATE:
+        if gate is not None:
             logit = tl.load(gate + row * stride_gate).to(tl.float32)
             factor = (1.0 / (1.0 + tl.exp(-logit))).to(out.dtype.element_ty).to(tl.float32)
             beside = (beside.to(tl.float32) * factor).to(out.dtype.element_ty)
@@ -113,13 +110,9 @@ def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor
     pairs = ids.new_empty((tokens, top_k))
     starts, tile_ends = (ids.new_empty((1, num_experts + more)) for more in (1, 0))
     sort_kernel[(num_experts,)](
-        pairs, starts, ids, tokens, EXPERTS=num_experts, TOP_K=top_k, BLOCK=BLOCK_PAIRS,
-        num_warps=4,
-    )  # fmt: skip
-    tiles_kernel[(1,)](
-        tile_ends, starts, EXPERTS=num_experts, ROWS=rows, BLOCK=next_power_of_2(num_experts),
-        num_warps=4,
-    )  # fmt: skip
+        pairs, starts, ids, tokens, EXPERTS=num_experts, TOP_K=top_k, num_warps=4
+    )
+    tiles_kernel[(1,)](tile_ends, starts, EXPERTS=num_experts, ROWS=rows, num_warps=4)
     return pairs, starts, tile_ends
 
 
@@ -133,17 +126,14 @@ def sum_experts(
         shared, gate: see ``Experts``.
     """
     tokens, width = out.shape
-    sum_kernel[(tokens, cdiv(width, BLOCK_COLUMNS))](
+    sum_kernel[(tokens, cdiv(width, BLOCK.value))](
         out,
         x,
-        out if shared is None else shared,
-        out if gate is None else gate,
+        shared,
+        gate,
         width,
-        0 if shared is None else shared.stride(0),
-        0 if gate is None else gate.stride(0),
+        None if shared is None else shared.stride(0),
+        None if gate is None else gate.stride(0),
         TOP_K=top_k,
-        SHARED=shared is not None,
-        GATE=gate is not None,
-        BLOCK=BLOCK_COLUMNS,
         num_warps=4,
     )

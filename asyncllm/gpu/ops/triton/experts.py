@@ -37,7 +37,7 @@ def find_expert(tile_ends, num_experts, tile):
 
 @triton.jit
 def find_rows(starts, tile_ends, expert, tile, ROWS: tl.constexpr):
-    """Indices of a tile's sorted rows, and whether each belongs to the tile's expert."""
+    """Indices of a tile's sorted rows, and whether each row belongs to the tile's expert."""
     first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(starts + expert + 1)
     rows = tl.load(starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
@@ -63,11 +63,12 @@ def gate_up_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Computes the activated gate-up product by expert; grid ``(tiles, blocks of columns)``."""
+    """Computes the activated gate-up product by expert; grid ``(tiles, blocks of columns)``.
+
+    ``bias`` and ``limit`` may be None. With a limit, gate and up are clamped, as in gpt-oss.
+    """
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -91,7 +92,7 @@ def gate_up_kernel(
         gate = tl.dot(a, tl.load(at, mask=mask, other=0.0), gate, input_precision="ieee")
         at += intermediate_size.to(tl.int64) * hidden_size
         up = tl.dot(a, tl.load(at, mask=mask, other=0.0), up, input_precision="ieee")
-    if BIAS:
+    if bias is not None:
         bias_at = bias + own + columns
         gate += tl.load(bias_at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_at + intermediate_size, mask=in_columns, other=0.0).to(tl.float32)[
@@ -100,7 +101,7 @@ def gate_up_kernel(
     # Round as a linear layer rounds its output.
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
-    if CLAMPED:
+    if limit is not None:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         result = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
@@ -126,9 +127,11 @@ def down_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    BIAS: tl.constexpr,
 ):
-    """Computes the weighted float32 result of each pair; grid ``(tiles, blocks of columns)``."""
+    """Computes the weighted float32 result of each pair; grid ``(tiles, blocks of columns)``.
+
+    ``bias`` may be None.
+    """
     tile = tl.program_id(0)
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
@@ -148,7 +151,7 @@ def down_kernel(
         mask = deep[:, None] & in_columns[None, :]
         b = tl.load(weight_at + depth[:, None], mask=mask, other=0.0)
         result = tl.dot(a, b, result, input_precision="ieee")
-    if BIAS:
+    if bias is not None:
         shift = tl.load(bias + own + columns, mask=in_columns, other=0.0)
         result += shift.to(tl.float32)[None, :]
     result *= tl.load(factors + pair, mask=real, other=0.0)[:, None]
@@ -196,16 +199,14 @@ class TritonExperts:
             activated,
             x,
             self.gate_up,
-            self.gate_up if self.gate_up_bias is None else self.gate_up_bias,
+            self.gate_up_bias,
             *plan,
             top_k,
             self.hidden_size,
             self.intermediate_size,
-            config.limit or 0.0,
+            config.limit,
             config.alpha,
             x.stride(0),
-            BIAS=self.gate_up_bias is not None,
-            CLAMPED=config.limit is not None,
             ACTIVATION="gelu" if config.gelu else "silu",
             **constants,
         )
@@ -213,12 +214,11 @@ class TritonExperts:
             out,
             activated,
             self.down,
-            self.down if self.down_bias is None else self.down_bias,
+            self.down_bias,
             weights,
             *plan,
             self.hidden_size,
             self.intermediate_size,
-            BIAS=self.down_bias is not None,
             **constants,
         )
         sum_experts(summed, out, top_k, shared, gate)

@@ -11,24 +11,36 @@ from torch import Tensor
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
-from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
+from asyncllm.gpu.ops.triton.tuning import cdiv
 
-TOKEN_VALUES, CHUNK_VALUES = 32, 16
-"""Number of columns of a head's state that a program of the token or chunk kernel computes."""
+TOKEN_COLUMNS, CHUNK_COLUMNS = tl.constexpr(32), tl.constexpr(16)
+"""Columns of a head's state per program of ``delta_token_kernel`` and ``delta_chunk_kernel``."""
 
-CHUNK = 16
-
-
-@triton.jit
-def _softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+CHUNK = tl.constexpr(16)
+"""Tokens per chunk."""
 
 
 @triton.jit
 def _log_decay(a, dt_bias, log_rate, head):
     """Logarithm of a head's decay, computed from its logits ``a``."""
     rate = tl.exp(tl.load(log_rate + head))
-    return -rate * _softplus(a.to(tl.float32) + tl.load(dt_bias + head))
+    x = a.to(tl.float32) + tl.load(dt_bias + head)
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return -rate * softplus
+
+
+@triton.jit
+def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Loads a program's columns of a head's state; zeros for a ``fresh`` one, without tokens.
+
+    Returns the row numbers, column numbers, addresses, mask and values.
+    """
+    keys = tl.arange(0, max(16, triton.next_power_of_2(KEYS)))
+    values = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
+    matrix = state + (keys[:, None] * VALUES + values[None, :])
+    held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
+    return keys, values, matrix, own, held
 
 
 @triton.jit
@@ -49,8 +61,6 @@ def delta_token_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     LONG_ROWS: tl.constexpr,
     MIXED: tl.constexpr,
 ):
@@ -69,13 +79,9 @@ def delta_token_kernel(
     # Skip rows without tokens: loads for them would read another row's token, or beyond the end.
     if LONG_ROWS and (count == 0):
         return
-    keys = tl.arange(0, BLOCK_K)
-    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
-    matrix = state + (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
-    matrix += keys[:, None] * VALUES + values[None, :]
+    state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
     fresh = tl.load(positions + first) == 0
-    held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
+    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, TOKEN_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for i in range(count):
         token = first + i
@@ -115,11 +121,8 @@ def delta_chunk_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
-    """Computes rows of several tokens in chunks of TOKENS; grid as in ``delta_token_kernel``.
+    """Computes rows of several tokens in chunks of CHUNK; grid as in ``delta_token_kernel``.
 
     The formulas are those of ``_compute_chunk`` in ``gpu/ops/gated_delta.py``. The triangular
     system is solved by forward substitution. Products are in TensorFloat-32, which has at least as
@@ -130,16 +133,12 @@ def delta_chunk_kernel(
     count = tl.load(query_start + row + 1) - first
     if count <= 1:
         return
-    keys = tl.arange(0, BLOCK_K)
-    values = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    steps = tl.arange(0, TOKENS)
-    own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
-    matrix = state + (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
-    matrix += keys[:, None] * VALUES + values[None, :]
+    steps = tl.arange(0, CHUNK)
+    state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
     fresh = tl.load(positions + first) == 0
-    held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
+    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, CHUNK_COLUMNS)
     size = (HEADS // GROUP) * KEYS
-    for start in range(0, count, TOKENS):
+    for start in range(0, count, CHUNK):
         real = start + steps < count
         token = first + start + steps
         # Tokens after the last one change nothing: their log decay, key and value are 0.
@@ -167,7 +166,7 @@ def delta_chunk_kernel(
         wanted = real[:, None] & (values[None, :] < VALUES)
         v = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
         change = (v - from_state) * beta[:, None]
-        for i in range(1, TOKENS):
+        for i in range(1, CHUNK):
             system_row = tl.sum(tl.where((steps == i)[:, None], system, 0.0), 0)
             less = tl.sum(system_row[:, None] * change, 0)
             change -= tl.where((steps == i)[:, None], less[None, :], 0.0)
@@ -205,24 +204,20 @@ class TritonGatedDelta:
             "GROUP": shape.num_value_heads // shape.num_key_heads,
             "KEYS": shape.key_dim,
             "VALUES": shape.value_dim,
-            "BLOCK_K": max(16, next_power_of_2(shape.key_dim)),
         }
 
-        def grid(values: int) -> tuple[int, int, int]:
-            return rows.num_rows, shape.num_value_heads, cdiv(shape.value_dim, values)
+        def grid(columns: int) -> tuple[int, int, int]:
+            return rows.num_rows, shape.num_value_heads, cdiv(shape.value_dim, columns)
 
         exact = qkv.dtype == torch.float32
         if rows.num_rows:
-            delta_token_kernel[grid(TOKEN_VALUES)](
+            delta_token_kernel[grid(TOKEN_COLUMNS.value)](
                 *arguments,
                 **sizes,
-                BLOCK_V=TOKEN_VALUES,
                 LONG_ROWS=exact and rows.is_mixed,
                 MIXED=rows.is_mixed,
                 num_warps=8,
             )
         if rows.is_mixed and not exact:
-            delta_chunk_kernel[grid(CHUNK_VALUES)](
-                *arguments, **sizes, BLOCK_V=CHUNK_VALUES, TOKENS=CHUNK, num_warps=4
-            )
+            delta_chunk_kernel[grid(CHUNK_COLUMNS.value)](*arguments, **sizes, num_warps=4)
         return out

@@ -14,10 +14,13 @@ exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in o
 import triton
 import triton.language as tl
 
+from asyncllm.gpu.ops.triton.attention_tile import padded_head_dim
 from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS
 
 MIN_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
-MERGED_SPLITS = 8
+
+MERGED_SPLITS = tl.constexpr(8)
+"""Number of splits whose partial results a program reads at a time."""
 
 
 @triton.jit
@@ -63,9 +66,7 @@ def merge_kernel(
     stride_out_row,
     stride_out_head,
     HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    MERGED: tl.constexpr,
     WINDOW: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     PREFILL: tl.constexpr,
@@ -79,6 +80,7 @@ def merge_kernel(
         splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of ``balanced_split_keys``.
         first_row: index of the first row in ``out``.
     """
+    BLOCK_DIM: tl.constexpr = padded_head_dim(HEAD_DIM)
     row = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_DIM)
@@ -101,8 +103,8 @@ def merge_kernel(
     acc = tl.zeros([BLOCK_DIM], tl.float32)
     total_max = tl.full([], float("-inf"), tl.float32)
     total_sum = tl.zeros([], tl.float32)
-    for start in range(0, used, MERGED):
-        split = start + tl.arange(0, MERGED)
+    for start in range(0, used, MERGED_SPLITS):
+        split = start + tl.arange(0, MERGED_SPLITS)
         exists = split < used
         at = base + split * step
         maxima = tl.load(partial_max + at, mask=exists, other=float("-inf"))
@@ -111,10 +113,11 @@ def merge_kernel(
             partial_acc + at[:, None] * BLOCK_DIM + dims[None, :], mask=exists[:, None], other=0.0
         )
         new_max = tl.maximum(total_max, tl.max(maxima, 0))
-        # The first splits of a prefill row may have no key in the row's window.
-        known = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(maxima - known)
-        decay = tl.exp2(total_max - known)
+        # Subtract 0 while no split has had a key in the row's window: minus infinity less itself is
+        # NaN.
+        base_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(maxima - base_max)
+        decay = tl.exp2(total_max - base_max)
         total_sum = total_sum * decay + tl.sum(sums * weights, 0)
         acc = acc * decay + tl.sum(accs * weights[:, None], 0)
         total_max = new_max

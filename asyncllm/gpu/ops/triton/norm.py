@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.operands import row_stride
-from asyncllm.gpu.ops.triton.tuning import next_power_of_2, row_warps
+from asyncllm.gpu.ops.triton.tuning import row_warps
 
 
 @triton.jit
@@ -25,30 +25,27 @@ def norm_kernel(
     stride_x,
     stride_residual,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    SCALED: tl.constexpr,
-    SUM_SCALED: tl.constexpr,
 ):
     """Norms a row; grid ``(rows,)``.
 
-    With ADD, the sum ``residual + x`` is normed, and replaces the residual. With SCALED, x is
-    multiplied by ``multiplier`` first. With SUM_SCALED, the rounded sum is multiplied by
-    ``sum_scale``. The normed values are rounded before the multiplication by a weight of x's dtype,
-    but after the multiplication by a float32 weight.
+    Unless ``residual`` is None, the sum ``(multiplier * x + residual) * sum_scale`` is normed, and
+    replaces the residual. It is rounded after each operation, and a factor of None is left out. The
+    normed values are rounded before the multiplication by a weight of x's dtype, but after the
+    multiplication by a float32 weight.
     """
+    BLOCK: tl.constexpr = triton.next_power_of_2(WIDTH)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < WIDTH
     value = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
-    if SCALED:
+    if multiplier is not None:
         value = (value * multiplier).to(x.dtype.element_ty).to(tl.float32)
-    if ADD:
+    if residual is not None:
         at = residual + row * stride_residual + columns
         value += tl.load(at, mask=real, other=0.0).to(tl.float32)
         # Norm the rounded sum, which is what the next layer reads as its residual.
         rounded = value.to(residual.dtype.element_ty)
-        if SUM_SCALED:
+        if sum_scale is not None:
             rounded = (rounded.to(tl.float32) * sum_scale).to(residual.dtype.element_ty)
         tl.store(at, rounded, mask=real)
         value = rounded.to(tl.float32)
@@ -84,11 +81,11 @@ class TritonRMSNorm:
         """The norm of ``x [T, H]``, or of each part of ``x [T, parts, H]``."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        return self._launch(rows, rows, out).view(x.shape)
+        return self._launch(rows, None, out).view(x.shape)
 
     def norm_in_place(self, x: Tensor) -> None:
         """Replaces ``x [T, H]`` by its norm."""
-        self._launch(x, x, x)
+        self._launch(x, None, x)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``norm(sum)`` and ``sum = scale * (multiplier * x + residual)``.
@@ -96,9 +93,9 @@ class TritonRMSNorm:
         The sum replaces ``residual``.
         """
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return self._launch(x, residual, out, add=True), residual
+        return self._launch(x, residual, out), residual
 
-    def _launch(self, x: Tensor, residual: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    def _launch(self, x: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
         rows, width = x.shape
         if width != len(self.weight):
             raise ValueError(f"rows of {width} elements: expected {len(self.weight)}")
@@ -109,16 +106,12 @@ class TritonRMSNorm:
                 residual,
                 self.weight,
                 self.eps,
-                self.multiplier,
-                self.scale,
+                None if residual is None or self.multiplier == 1.0 else self.multiplier,
+                None if residual is None or self.scale == 1.0 else self.scale,
                 out.stride(0),
                 row_stride("x", x),
-                row_stride("residual", residual),
+                None if residual is None else row_stride("residual", residual),
                 WIDTH=width,
-                BLOCK=next_power_of_2(width),
-                ADD=add,
-                SCALED=add and self.multiplier != 1.0,
-                SUM_SCALED=add and self.scale != 1.0,
                 num_warps=row_warps(width),
             )
         return out
@@ -135,9 +128,9 @@ def gated_norm_kernel(
     stride_gate,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Norms a head and multiplies it by SiLU of its gate; grid ``(rows, heads)``."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(SIZE)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     real = columns < SIZE
@@ -168,7 +161,6 @@ class TritonGatedNorm:
         if rows:
             gated_norm_kernel[(rows, width // size)](
                 out, x, gate, self.weight, self.eps, row_stride("x", x), row_stride("gate", gate),
-                HEADS=width // size, SIZE=size, BLOCK=next_power_of_2(size),
-                num_warps=row_warps(size),
+                HEADS=width // size, SIZE=size, num_warps=row_warps(size),
             )  # fmt: skip
         return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import score_factors
-from asyncllm.gpu.ops.triton.merge_attention import MERGED_SPLITS, merge_kernel
+from asyncllm.gpu.ops.triton.merge_attention import merge_kernel
 from asyncllm.gpu.ops.triton.operands import cache_strides, head_strides
 from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of
 
@@ -98,15 +98,12 @@ class PagedAttention:
     ) -> None:
         self._metadata, window = metadata, plan.window
         self._numbers = (*counts, *score_factors(shape.scale, shape.softcap), window or 0)
-        block_dim = block_dim_of(shape.head_dim)
-        sizes = {"HEAD_DIM": shape.head_dim, "BLOCK_DIM": block_dim, "KEYS": tiles.keys}
+        sizes = {"HEAD_DIM": shape.head_dim, "KEYS": tiles.keys}
         constants |= sizes | {
             "GROUP": shape.group_size,
             "ROWS": tiles.rows,
             "BLOCK_SIZE": block_size,
-            "SOFTCAP": shape.softcap is not None,
             "WINDOW": window is not None,
-            "SINKS": shape.sinks,
             "ONE_SPLIT": merge is None,
         }
         self._launch = RepeatedLaunch(
@@ -115,11 +112,10 @@ class PagedAttention:
         self._merge = merge
         if merge is not None:
             assert plan.workspace is not None
-            size = merge.num_partials * shape.num_heads
+            size, block_dim = merge.num_partials * shape.num_heads, block_dim_of(shape.head_dim)
             workspace = plan.workspace[: size * (block_dim + 2)]
             self._partials = workspace.split([size * block_dim, size, size])
             constants = sizes | {
-                "MERGED": MERGED_SPLITS,
                 "WINDOW": merge.window is not None,
                 "MAX_ROWS": merge.max_rows,
                 "PREFILL": merge.prefill,
@@ -149,7 +145,7 @@ class PagedAttention:
             q,
             cache,
             *self._metadata,
-            out if sinks is None else sinks,
+            sinks,
             *self._numbers,
             *out_strides,
             *head_strides("q", q),

@@ -15,9 +15,9 @@ import triton.language as tl
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
-from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile
+from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, padded_head_dim
 from asyncllm.gpu.ops.triton.paged_attention import MergeArguments, PagedAttention
-from asyncllm.gpu.ops.triton.tuning import Tiles, next_power_of_2, num_tiles
+from asyncllm.gpu.ops.triton.tuning import Tiles, num_tiles
 
 
 @triton.jit
@@ -75,14 +75,10 @@ def prefill_kernel(
     stride_table,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
 ):
     """Computes attention of a tile of queries over a split of their keys.
@@ -94,6 +90,8 @@ def prefill_kernel(
     A token has GROUP_ROWS rows in a tile: GROUP rounded up to a power of two, because a division by
     another number would need registers that a full tile does not leave.
     """
+    BLOCK_DIM: tl.constexpr = padded_head_dim(HEAD_DIM)
+    GROUP_ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     TOKENS: tl.constexpr = ROWS // GROUP_ROWS
     # The last tiles come first, because later queries see more keys.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -144,11 +142,10 @@ def prefill_kernel(
     at_head = kv_head.to(tl.int64) * stride_head
     k_cache = kv_cache + at_head
     cache = (k_cache, k_cache + stride_kv, table, stride_block, stride_slot, stride_dim)
-    factors = (score_scale, softcap, window)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    if SINKS:
+    if sinks is not None:
         # The sink is a key without a value; only the first split counts it.
         if split == 0:
             row_max = tl.load(sinks + heads, mask=in_tile, other=0.0) * LOG2_E
@@ -156,13 +153,13 @@ def prefill_kernel(
     if not ONE_LOOP:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
-                queries, acc, row_max, row_sum, *cache, first_key, positions, first_seen, kv_len,
-                *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, False,
+                queries, acc, row_max, row_sum, cache, first_key, positions, first_seen, kv_len,
+                (score_scale, softcap), window, HEAD_DIM, KEYS, BLOCK_SIZE, WINDOW, False,
             )  # fmt: skip
     for first_key in range(unmasked_end, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries, acc, row_max, row_sum, *cache, first_key, positions, first_seen, kv_len,
-            *factors, HEAD_DIM, BLOCK_DIM, KEYS, BLOCK_SIZE, SOFTCAP, WINDOW, True,
+            queries, acc, row_max, row_sum, cache, first_key, positions, first_seen, kv_len,
+            (score_scale, softcap), window, HEAD_DIM, KEYS, BLOCK_SIZE, WINDOW, True,
         )  # fmt: skip
     if ONE_SPLIT:
         result = (acc / row_sum[:, None]).to(out.dtype.element_ty)
@@ -211,5 +208,5 @@ class PrefillAttention(PagedAttention):
             prefill_kernel, shape, block_size, tiles, plan,
             (num_tiles(num_tokens, num_seqs, group, tiles), shape.num_kv_heads, splits),
             (plan.block_table, plan.table_rows[first:], plan.seq_lens[first:], starts),
-            (num_seqs, first), merge, GROUP_ROWS=next_power_of_2(group),
+            (num_seqs, first), merge,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
-"""Number of elements in each half of the heads that a program computes."""
+"""Elements per program, counted in the first halves of the heads that it computes."""
 
 
 @triton.jit
@@ -47,19 +47,17 @@ def rope_cache_kernel(
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_VALUES: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
     """Norms and rotates a token's heads, and writes k and v; grid ``(tokens, blocks of HEADS)``.
 
-    Heads are numbered: first query heads, then key heads, then value heads. With SCALED a row of
-    the table has separate cosines and sines for keys, ``k_table`` elements after those for queries.
+    Heads are numbered: first query heads, then key heads, then value heads. A norm's weight is None
+    if the model has no such norm. Unless ``k_table`` is None, a row of the table has separate
+    cosines and sines for keys, ``k_table`` elements after those for queries.
     """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_HALF)
@@ -72,10 +70,10 @@ def rope_cache_kernel(
     raw_second = tl.load(at + HALF, mask=real, other=0.0)
     first = raw_first.to(tl.float32)
     second = raw_second.to(tl.float32)
-    if NORM:
+    if q_weight is not None:
         in_half = (dims < HALF)[None, :]
         weight_of = tl.where(is_query, q_weight, k_weight)
-        if NORM_VALUES:
+        if v_weight is not None:
             weight_of = tl.where(is_value, v_weight, weight_of)
         weight_at = weight_of[:, None] + dims[None, :]
         weight = tl.load(weight_at, mask=in_half, other=0.0).to(tl.float32)
@@ -91,18 +89,19 @@ def rope_cache_kernel(
         weight = tl.load(weight_at + HALF, mask=in_half, other=0.0).to(tl.float32)
         second = (second * weight).to(kind).to(tl.float32)
     table_at = table + tl.load(positions + token).to(tl.int64) * stride_table + dims[None, :]
-    if SCALED:
+    if k_table is not None:
         table_at += tl.where(is_query, 0, k_table)[:, None]
     in_table = (dims < HALF)[None, :]
     cos = tl.load(table_at, mask=in_table, other=0.0).to(tl.float32)
     sin = tl.load(table_at + HALF, mask=in_table, other=0.0).to(tl.float32)
     rotated_first, rotated_second = rotate(first, second, cos, sin)
     is_rotated = is_value[:, None] == 0
-    if NORM_VALUES:
+    changed = real & is_rotated
+    if v_weight is not None:
         raw_first, raw_second = first.to(kind), second.to(kind)
+        changed = real
     first = tl.where(is_rotated, rotated_first.to(kind), raw_first)
     second = tl.where(is_rotated, rotated_second.to(kind), raw_second)
-    changed = real & (is_rotated | NORM_VALUES)
     tl.store(at, first, mask=changed)
     tl.store(at + HALF, second, mask=changed)
 
@@ -175,14 +174,12 @@ class TritonRopeAndCache:
                 norm.norm_in_place(part)
         rows = qkv.shape[0]
         if rows:
-            block_half = next_power_of_2(shape.head_dim // 2)
-            heads = max(1, TILE_ELEMENTS // block_half)
+            heads = max(1, TILE_ELEMENTS // next_power_of_2(shape.head_dim // 2))
             rope_cache_kernel[rows, cdiv(num_q + 2 * num_k, heads)](
                 qkv,
-                *(
-                    qkv if norm is None else norm
-                    for norm in (self.q_norm, self.k_norm, self.v_norm)
-                ),
+                self.q_norm,
+                self.k_norm,
+                self.v_norm,
                 table,
                 positions,
                 cache,
@@ -190,18 +187,13 @@ class TritonRopeAndCache:
                 self.eps,
                 row_stride("qkv", qkv),
                 table.stride(0),
-                shape.head_dim,
+                shape.head_dim if table.dim() == 3 else None,
                 *cache_strides(cache),
                 NUM_HEADS=num_q,
                 KV_HEADS=num_k,
                 HEAD_DIM=shape.head_dim,
-                HALF=shape.head_dim // 2,
-                BLOCK_HALF=block_half,
                 HEADS=heads,
                 BLOCK_SIZE=cache.shape[2],
-                NORM=self.q_norm is not None,
-                NORM_VALUES=self.v_norm is not None,
-                SCALED=table.dim() == 3,
                 num_warps=4,
             )
         split = qkv.view(rows, num_q + 2 * num_k, shape.head_dim)

@@ -11,7 +11,6 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import RoutingConfig
 from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.routing import RouterWeights
-from asyncllm.gpu.ops.triton.tuning import next_power_of_2
 
 
 @triton.jit
@@ -25,18 +24,17 @@ def routing_kernel(
     scale,
     min_weight_sum,
     EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     SIGMOID: tl.constexpr,
-    CORRECTION: tl.constexpr,
-    EXPERT_SCALE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
 ):
     """Chooses a token's top_k experts and their weights; grid ``(rows,)``.
 
-    Of experts with equal scores the one with the smaller id is chosen first.
+    Of experts with equal scores the one with the smaller id is chosen first. ``correction`` and
+    ``expert_scale`` may be None. Unless ``min_weight_sum`` is None, the weights are divided by
+    their sum, or by ``min_weight_sum`` if that is larger.
     """
+    BLOCK: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOP_K)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     real = experts < EXPERTS
@@ -48,7 +46,7 @@ def routing_kernel(
         scores = tl.exp(logit - tl.max(logit, 0))
         scores = scores / tl.sum(scores, 0)
     choice = scores
-    if CORRECTION:
+    if correction is not None:
         choice += tl.load(correction + experts, mask=real, other=0.0)
     # Choose NaN scores first, as torch.topk does: NaN has to reach the output, and ids have to be
     # valid.
@@ -65,11 +63,11 @@ def routing_kernel(
         chosen = tl.where(places == place, score, chosen)
         found = tl.where(places == place, expert, found)
         left = left & (experts != expert)
-    if RENORMALISE:
+    if min_weight_sum is not None:
         total = tl.sum(chosen, 0)
         chosen = chosen / tl.where(total < min_weight_sum, min_weight_sum, total)
     chosen *= scale
-    if EXPERT_SCALE:
+    if expert_scale is not None:
         chosen *= tl.load(expert_scale + found)
     wanted = places < TOP_K
     tl.store(ids + row * TOP_K + places, found, mask=wanted)
@@ -98,19 +96,14 @@ class TritonRouting:
                 ids,
                 weights,
                 logits,
-                weights if self.correction is None else self.correction,
-                weights if self.expert_scale is None else self.expert_scale,
+                self.correction,
+                self.expert_scale,
                 logits.stride(0),
                 config.scale,
-                config.min_weight_sum,
+                config.min_weight_sum if config.renormalise else None,
                 EXPERTS=config.num_experts,
-                BLOCK=next_power_of_2(config.num_experts),
                 TOP_K=config.top_k,
-                BLOCK_K=next_power_of_2(config.top_k),
                 SIGMOID=config.scoring == "sigmoid",
-                CORRECTION=self.correction is not None,
-                EXPERT_SCALE=self.expert_scale is not None,
-                RENORMALISE=config.renormalise,
                 num_warps=1,
             )
         return ids, weights

@@ -53,10 +53,11 @@ rows. A kernel specialised on the alignments would be compiled again while reque
 
 
 @triton.jit
-def race_key(states, positions, row, req_index):
-    """Key of the noise for a row's sampled token, like ``gumbel.gumbel_keys``.
+def philox_key(states, positions, row, req_index):
+    """Philox key of a row's noise: an output of SplitMix64, as in ``gumbel.gumbel_keys``.
 
-    It is output number ``positions + 1``, the token's position, of SplitMix64 from the row's state.
+    The generator's state is the request's seed; the number of the output is the position of the
+    sampled token, ``positions + 1``.
     """
     state = tl.load(states + req_index).to(tl.uint64, bitcast=True)
     steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
@@ -109,7 +110,7 @@ def chunk_kernel(
     greedy, factor = temperature_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
     zero = counter * 0
-    key = race_key(states, positions, row, req_index)
+    key = philox_key(states, positions, row, req_index)
     k = tl.load(top_ks + req_index).to(tl.int32)
     limited = (k > 0) & (k < vocab_size)
     truncated = limited | (tl.load(min_ps + req_index) > 0.0) | (tl.load(top_ps + req_index) < 1.0)
@@ -149,11 +150,8 @@ def chunk_kernel(
 
 
 @triton.jit
-def race_in_chunk(logits, chunk, factor, vocab_size, key):
-    """The winner of the race among a chunk's tokens."""
-    lane = tl.arange(0, CHUNK)
-    token = chunk * CHUNK + lane
-    value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+def log_noise(key, chunk, lane):
+    """Logarithm of the exponential noise of tokens, given by chunk and index ``lane`` in it."""
     counter = (chunk // 4 * CHUNK + lane).to(tl.uint32)
     zero = counter * 0
     word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
@@ -161,13 +159,24 @@ def race_in_chunk(logits, chunk, factor, vocab_size, key):
     word = tl.where(
         index < 2, tl.where(index == 0, word0, word1), tl.where(index == 2, word2, word3)
     )
-    score = value.to(tl.float32) * factor - log_exponential(word)
+    return log_exponential(word)
+
+
+@triton.jit
+def race_in_chunk(logits, chunk, factor, vocab_size, key):
+    """The winner of the race among a chunk's tokens."""
+    lane = tl.arange(0, CHUNK)
+    token = chunk * CHUNK + lane
+    value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
+    score = value.to(tl.float32) * factor - log_noise(key, chunk, lane)
     first = tl.min(tl.where(score == tl.max(score, 0), token, vocab_size), 0)
     return tl.minimum(first, vocab_size - 1)
 
 
 @triton.jit
-def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot):
+def race_ahead_of_pivot(
+    logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot
+):
     """Probability mass of the tokens that rank above a pivot, and the token drawn among them. Only
     tokens of the chunks in ``listed`` count. The draw takes the largest of the logits with Gumbel
     noise."""
@@ -176,17 +185,10 @@ def race_ahead(logits, listed, count, factor, vocab_size, largest, key, pivot_va
     winner = tl.full([SCANNED_CHUNKS, CHUNK], 0, tl.int32)
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        chunk = token // CHUNK
-        counter = (chunk // 4 * CHUNK + token % CHUNK).to(tl.uint32)
-        zero = counter * 0
-        word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
-        index = chunk % 4
-        word = tl.where(
-            index < 2, tl.where(index == 0, word0, word1), tl.where(index == 2, word2, word3)
-        )
+        noise = log_noise(key, token // CHUNK, token % CHUNK)
         ahead = real & is_ahead(value, token, pivot_value, pivot)
         mass += tl.where(ahead, tl.exp(value - largest), 0.0)
-        score = tl.where(ahead, value - log_exponential(word), float("-inf"))
+        score = tl.where(ahead, value - noise, float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
         winner = tl.where(better, token, winner)
@@ -233,7 +235,7 @@ def choose_kernel(
     largest = tl.max(maxima, 0)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(sums * tl.exp(maxima - base), 0)
-    key = race_key(states, positions, row, req_index)
+    key = philox_key(states, positions, row, req_index)
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
     by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
@@ -278,16 +280,16 @@ def choose_kernel(
                     logits, candidates + row * MAX_SORTED, listed, count, factor, vocab_size,
                     floor_value, lowest_order, k,
                 )  # fmt: skip
-            total, token = race_ahead(*among, largest, key, cut_value, cut_token)
+            total, token = race_ahead_of_pivot(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
-            mass, following = race_ahead(
+            mass, following = race_ahead_of_pivot(
                 *among, largest, key, scaled_logit_of(logits, token, factor), token
             )
             # The loop ends however the mass is rounded, because the mass is 0 once no token is
             # ahead of the winner.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
-                mass, following = race_ahead(
+                mass, following = race_ahead_of_pivot(
                     *among, largest, key, scaled_logit_of(logits, token, factor), token
                 )
     # Check the total mass, not the maximum: NaN in a chunk makes the total NaN, but a maximum may

@@ -24,58 +24,52 @@ def check_triton() -> None:
     Raises:
         EngineError: one of these is missing; the message says which, and how to get it.
     """
+    problem = _missing_requirement()
+    if problem is not None:
+        raise EngineError(f'{problem}, or choose attention_backend="torch"')
+
+
+def _missing_requirement() -> str | None:
+    """What keeps Triton from launching kernels here, and how to get it; None if nothing does."""
     try:
         triton = importlib.import_module("triton")
     except ImportError as error:
-        raise EngineError(
-            f"Triton cannot be imported ({error}): install triton>=3.6, or choose "
-            'attention_backend="torch"'
-        ) from error
+        return f"Triton cannot be imported ({error}): install triton>=3.6"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < MIN_VERSION:
-        raise EngineError(
-            f"Triton {triton.__version__} is too old: expected 3.6 or later, or "
-            'attention_backend="torch"'
-        )
+        return f"Triton {triton.__version__} is too old: expected 3.6 or later"
     if triton.knobs.runtime.interpret or triton.knobs.build.impl is not None:
-        return
+        return None
     compiler = os.environ.get("CC")
     candidates = [compiler] if compiler else ["gcc", "clang"]
     if not any(map(shutil.which, candidates)):
         none = "neither gcc nor clang is on the PATH"
         missing = f"CC={compiler!r} is not found" if compiler else none
-        raise EngineError(
-            f"Triton needs a C compiler to launch kernels, and {missing}: "
-            "install gcc (on Debian and Ubuntu: apt install gcc), or choose "
-            'attention_backend="torch"'
+        return (
+            f"Triton needs a C compiler to launch kernels, and {missing}: install gcc (on Debian "
+            "and Ubuntu: apt install gcc)"
         )
     header = _python_header()
     if not header.exists():
-        raise EngineError(
+        return (
             f"Triton needs Python's headers to launch kernels, and {header} is not there: install "
-            "them (on Debian and Ubuntu: apt install python3-dev), or choose "
-            'attention_backend="torch"'
+            "them (on Debian and Ubuntu: apt install python3-dev)"
         )
     # A cache manager that the application has set may need no folder.
-    if triton.knobs.cache.manager_class is None:
-        _check_cache_folder(triton.knobs.cache.dir)
-
-
-def _check_cache_folder(folder: str) -> None:
-    """Checks that Triton can write its cache folder; otherwise its first kernel would fail.
-
-    It is not writable in a read-only container, or for a user without a home directory.
-    """
+    if triton.knobs.cache.manager_class is not None:
+        return None
+    # In a read-only container, and for a user without a home directory, Triton's first kernel would
+    # fail.
+    folder = triton.knobs.cache.dir
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            return None
     except OSError as error:
-        raise EngineError(
+        return (
             f"Triton compiles kernels into the folder {folder!r}, which cannot be written "
-            f"({explain(error)}): set the environment variable TRITON_CACHE_DIR to one that can, "
-            'or choose attention_backend="torch"'
-        ) from error
+            f"({explain(error)}): set the environment variable TRITON_CACHE_DIR to one that can"
+        )
 
 
 def _python_header() -> Path:

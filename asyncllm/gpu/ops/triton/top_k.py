@@ -16,7 +16,10 @@ import triton.language as tl
 from asyncllm.gpu.ops import gumbel
 
 CHUNK = tl.constexpr(gumbel.CHUNK)
+
 KEY_FACTOR = tl.constexpr(0x9E3779B1)
+"""Odd factor that maps token ids, modulo 2**32, to keys in a pseudo-random order."""
+
 KEY_FACTOR_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
 SCANNED_CHUNKS = tl.constexpr(4)
@@ -81,17 +84,17 @@ def count_ahead_of(
     below = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
     for start in range(0, count, SCANNED_CHUNKS):
         token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        # Multiplication by an odd number permutes 32-bit integers: keys of tokens differ.
-        packed_key = (token.to(tl.uint32) * KEY_FACTOR).to(tl.int32, bitcast=True)
+        # Order tokens by keys: the token with the largest key among some tokens is a random one.
+        key = (token.to(tl.uint32) * KEY_FACTOR).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)
         ranks += (real & ahead).to(tl.int32)
         after_high = is_ahead(high_value, high, value, token)
         between = real & ahead & after_high
-        above = tl.where(between, tl.maximum(above, packed_key), above)
+        above = tl.where(between, tl.maximum(above, key), above)
         before_low = is_ahead(value, token, low_value, low)
         between = real & (ahead == 0) & (at_pivot == 0) & before_low
-        below = tl.where(between, tl.maximum(below, packed_key), below)
+        below = tl.where(between, tl.maximum(below, key), below)
     rank = tl.sum(tl.sum(ranks, 1), 0)
     return (
         rank,
@@ -101,8 +104,9 @@ def count_ahead_of(
 
 
 @triton.jit
-def token_of_key(packed_key):
-    return (packed_key.to(tl.uint32, bitcast=True) * KEY_FACTOR_INVERSE).to(tl.int32, bitcast=True)
+def token_of_key(key):
+    """Token id of a key, see ``KEY_FACTOR``."""
+    return (key.to(tl.uint32, bitcast=True) * KEY_FACTOR_INVERSE).to(tl.int32, bitcast=True)
 
 
 @triton.jit

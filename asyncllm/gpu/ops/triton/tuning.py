@@ -19,15 +19,15 @@ SPLIT_TOKENS = 256
 slower."""
 
 MAX_WAVE_SPLITS = 8
-"""Maximum number of splits of a sequence whose only purpose is to fill the last wave."""
+"""Number up to which a sequence is split only to fill the last wave of programs."""
 
 PROGRAMS_PER_SM = 4
 """Number of decode attention programs that fit a multiprocessor's shared memory and registers, for
 heads of up to 256 elements."""
 
-_FEW_PROGRAMS_PER_SM = 2
-"""PROGRAMS_PER_SM of GPUs with 100 KB of shared memory per multiprocessor, and, on other GPUs, for
-heads of more than 256 elements."""
+_REDUCED_PROGRAMS_PER_SM = 2
+"""Number of decode attention programs that fit a multiprocessor with 100 KB of shared memory, and,
+for heads of more than 256 elements, any other multiprocessor."""
 
 TILE_SPLIT_TOKENS = 512
 """Minimum number of keys per split of a prefill tile. Shorter splits do not pay: a split's partial
@@ -35,7 +35,8 @@ result, which has to be merged, is twice as large as the keys and values that on
 reads."""
 
 SKEWED_TOKENS = 1024
-"""Tokens by which a split must exceed twice the average per program to make a batch skewed."""
+"""A batch is skewed if its longest split has this many tokens more than twice the average per
+program."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -59,9 +60,9 @@ class Tiles:
 
 
 # Keys are the lowest compute capability, values the tiles for heads of up to 64, 128, 256 and 512
-# elements. Because of the look-up in the block table a buffered tile of K and V takes two stages: n
-# tiles take 2n + 1. With heads of 512 elements, a tile of 32 keys takes 32 KB
-# for K and as much for V.
+# elements. Each buffered tile of K and V takes two stages, one for the look-up in the block table:
+# n tiles take 2n + 1 stages. With heads of 512 elements, a tile of 32 keys takes 32 KB for K and as
+# much for V.
 _DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
     86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
@@ -123,9 +124,9 @@ def decode_programs(capability: int, head_dim: int) -> int:
     """Number of decode attention programs that run on a multiprocessor at the same time."""
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
-        return 1 if has_less else _FEW_PROGRAMS_PER_SM
+        return 1 if has_less else _REDUCED_PROGRAMS_PER_SM
     if has_less:
-        return _FEW_PROGRAMS_PER_SM
+        return _REDUCED_PROGRAMS_PER_SM
     # A tile of 128 keys takes a third of a Hopper multiprocessor's shared memory.
     return 3 if 90 <= capability < 100 and 64 < head_dim <= 128 else PROGRAMS_PER_SM
 
@@ -264,7 +265,7 @@ def next_power_of_2(value: int) -> int:
 
 def block_dim_of(head_dim: int) -> int:
     """Size of a head in a tile, padded to a power of two of at least 16."""
-    return max(16, next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def workspace_size(count: int, num_heads: int, head_dim: int) -> int:
