@@ -137,16 +137,18 @@ class Serving:
         if not all(stream.prompt_token_ids for stream in streams):
             with suppress(AsyncLLMError):  # The engine may have closed.
                 prompts = self.engine._running().submitter.prompts_made()
-        unfinished = iter(prompts)
+        num_left = len(prompts)
 
         def release_after_last() -> None:
-            prompt = next(unfinished, None)
-            if prompt is None:
+            nonlocal num_left
+            num_left -= 1
+            if num_left <= 0:
                 claim.release()
-            else:
-                post_when_done(prompt, release_after_last)
 
-        release_after_last()
+        for prompt in prompts:
+            post_when_done(prompt, release_after_last)
+        if not prompts:
+            claim.release()
 
     def model_name(self, requested: str | None) -> str:
         """Name of the model in an answer.

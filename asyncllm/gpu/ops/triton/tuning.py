@@ -82,7 +82,7 @@ def decode_tiles(capability: int, head_dim: int, element_size: int = 2) -> Tiles
     tiles = _find_tiles(_DECODE_TILES, capability, head_dim)
     if element_size > 2:
         # Halve the keys per tile: float32 elements have twice the bytes of 16-bit elements.
-        tiles = Tiles(tiles.rows, max(16, tiles.keys // 2), tiles.warps, 1)
+        tiles = Tiles(tiles.rows, 32 if tiles.keys > 32 else 16, tiles.warps, 1)
     return tiles
 
 
