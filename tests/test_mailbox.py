@@ -9,12 +9,7 @@ import pytest
 import trio
 
 from asyncllm.core.channel import Channel
-from asyncllm.runtime.mailbox import (
-    WAKES_PER_TURN,
-    LoopMailbox,
-    MailboxRegistry,
-    ThreadMailbox,
-)
+from asyncllm.runtime.mailbox import LoopMailbox, MailboxRegistry, ThreadMailbox
 from tests.channels import Host, Waiter
 
 
@@ -52,22 +47,6 @@ def test_one_loop_call_wakes_all_announced_readers():
     assert len(loop.posted) == 1
     loop.run_posted()
     assert channels[3].waiter.woken
-
-
-def test_a_loop_has_other_turns_between_the_wakes_of_a_large_batch():
-    loop = Loop()
-    mailbox = LoopMailbox(loop)
-    channels = [waiting() for _ in range(2 * WAKES_PER_TURN + 1)]
-    mailbox.notify(channels[:-1])
-    woken = []
-    while loop.posted:
-        loop.run_posted()
-        woken.append(sum(channel.waiter.woken for channel in channels))
-        if len(woken) == 1:
-            # One that is announced meanwhile needs no call of its own.
-            mailbox.notify(channels[-1:])
-            assert len(loop.posted) == 1
-    assert woken == [WAKES_PER_TURN, 2 * WAKES_PER_TURN, 2 * WAKES_PER_TURN + 1]
 
 
 def test_closed_loop_is_reported_with_or_without_outstanding_call():

@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from asyncllm.core.channel import Channel
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, running_loop
 
-WAKES_PER_TURN = 64
-"""Readers that are woken in one turn of an event loop. All that a large batch wakes would keep the
-loop from its other work for milliseconds."""
-
 
 class LoopMailbox:
     """Wakes the readers of one event loop, with at most one call into it pending."""
@@ -40,14 +36,11 @@ class LoopMailbox:
         # call.
         self._is_call_pending = False
         ready = self._channels_to_wake
-        for _ in range(min(len(ready), WAKES_PER_TURN)):
+        while ready:
             waiter = ready.popleft().waiter
             # The waiter may already have been woken or cancelled.
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
-        if ready and not self._is_call_pending:
-            self._is_call_pending = True
-            self.backend.post(self._drain)
 
 
 @dataclass(slots=True, eq=False)

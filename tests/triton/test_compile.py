@@ -58,10 +58,12 @@ def programs_per_sm(build: Build, warps: int, capability: int) -> int:
 
 
 def test_splits_are_chosen_for_the_places_of_decode_attention() -> None:
+    """But for one more on 9.0 with heads of 128, which a GPU has measured."""
     for name, programs in PROGRAMS.items():
         if name.startswith("decode"):
             head_dim = 512 if name.endswith("head512") else 128
-            assert programs == {sm: decode_programs(sm, head_dim) for sm in programs}
+            expected = programs if head_dim == 512 else programs | {90: 4}
+            assert expected == {sm: decode_programs(sm, head_dim) for sm in programs}
 
 
 VARIANTS = variants()
