@@ -104,9 +104,9 @@ def test_every_counterpart_exists():
 
 @pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, ResponseRequest])
 def test_every_counterpart_of_a_body_exists(body):
-    names = COUNTERPARTS[body.KIND]
+    names = COUNTERPARTS[body.COUNTERPARTS_KEY]
     assert not body.model_fields.keys() & names.keys()
-    assert not body.NEUTRAL.keys() & names.keys()
+    assert not body.ACCEPTED_VALUES.keys() & names.keys()
     ours = {re.split("[=;]", one)[0] for name, one in names.items() if "." not in name}
     assert ours - {"a message with the role system"} <= body.model_fields.keys()
 

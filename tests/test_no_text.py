@@ -58,12 +58,12 @@ async def test_tokens_come_without_text() -> None:
 async def test_partial_output_at_deadline_has_no_text() -> None:
     async with fake_engine("x" * 1000, step_time=0.01) as engine:
         with pytest.raises(DeadlineExceededError) as caught:
-            await engine.generate("x", detokenize=False, timeout=0.2)
+            await engine.generate("x", detokenize=False, timeout=0.6)
         assert caught.value.partial is not None
         assert caught.value.partial.text == ""
         assert set(caught.value.partial.token_ids) == {ord("x")}
         with pytest.raises(DeadlineExceededError) as caught:
-            await engine.generate("x", timeout=0.2)
+            await engine.generate("x", timeout=0.6)
         assert caught.value.partial is not None
         assert caught.value.partial.text.startswith("xx")
 
