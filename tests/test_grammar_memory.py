@@ -7,11 +7,10 @@ import gc
 import random
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from asyncllm.structured.grammar import Grammar, GrammarMemory, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests.fakes import thread_of
-from tests.idle import until
+from tests.idle import blocking_until, until
 from tests.slow import slow_but
 from tests.structured import ByteRig, byte_vocabulary, tokens_of
 
@@ -247,7 +246,8 @@ async def test_failed_rows_hold_neither_grammar_memory_nor_prompts(small_limit, 
         kept = [one async for one in job]
         await check_others_compile(engine)
         assert [type(one.error) for one in kept] == [InvalidRequestError] * 8
-        assert "in _accept" in kept[0].error.__notes__[0]
+        first: Any = kept[0].error
+        assert "in _accept" in first.__notes__[0]
         assert num_requests() <= before + 1  # The scheduler has those of its latest step.
 
 
@@ -276,25 +276,26 @@ def refers_to(error: BaseException, value: object) -> bool:
 async def test_request_that_ends_while_it_gets_its_grammar_holds_none(small_limit):
     async with ByteRig().engine() as engine:
         compiler: Any = thread_of(engine).grammars
-        compile_ = compiler._backends.compile
+        compile_ = compiler.backends.compile
         streams: list[Any] = []
 
         def compile_and_abort(spec: Any, begin: Any) -> Grammar:
             grammar = compile_(spec, begin)
 
             def new_matcher() -> Any:
-                streams[-1].abort()
-                while streams[-1]._channel.final is None:
-                    time.sleep(0.001)
+                number = "abc".index(spec.text)
+                blocking_until(lambda: len(streams) > number)
+                streams[number].abort()
+                blocking_until(lambda: streams[number]._channel.final is not None)
                 return grammar.new_matcher()
 
             return replace(grammar, new_matcher=new_matcher)
 
-        compiler._backends.compile = compile_and_abort
+        compiler.backends.compile = compile_and_abort
         for letter in "abc":
             streams.append(engine.stream("x", structured_outputs={"regex": letter}))
             assert (await streams[-1].result()).finish_reason == "abort"
-        compiler._backends.compile = compile_
+        compiler.backends.compile = compile_
         await check_others_compile(engine)
 
 
@@ -316,8 +317,8 @@ async def test_compiles_wait_for_running_requests_alone(small_limit):
         assert (await waiting.result()).text == "e"
 
 
-class SlowMatcher:
-    """Matcher that notes its release."""
+class FakeMatcher:
+    """Matcher that only records whether it was released."""
 
     is_released = False
 
@@ -333,7 +334,8 @@ def test_a_matcher_is_released_once_its_mask_is_made():
         assert gate.wait(10)
         return b"", 0.0
 
-    running, queued, done, idle = (StructuredOutput(cast(Any, SlowMatcher())) for _ in range(4))
+    matchers: list[Any] = [FakeMatcher() for _ in range(4)]
+    running, queued, done, idle = map(StructuredOutput, matchers)
     with ThreadPoolExecutor(1) as worker:
         done.next_mask = worker.submit(lambda: (b"", 0.0))
         done.next_mask.result()
@@ -343,10 +345,9 @@ def test_a_matcher_is_released_once_its_mask_is_made():
         for one in (running, queued, done, idle):
             one.release()
         assert queued.next_mask.cancelled()
-        released = [one.matcher.is_released for one in (running, queued, done, idle)]
-        assert released == [False, True, True, True]
+        assert [one.is_released for one in matchers] == [False, True, True, True]
         gate.set()
-    assert running.matcher.is_released
+    assert matchers[0].is_released
 
 
 # --- what a grammar takes --------------------------------------------------------------------
