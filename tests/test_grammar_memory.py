@@ -293,7 +293,7 @@ async def test_request_that_ends_while_it_gets_its_grammar_holds_none(small_limi
 
         compiler.backends.compile = compile_and_abort
         for letter in "abc":
-            streams.append(engine.stream("x", structured_outputs={"regex": letter}))
+            streams.append(engine.stream("x", structured_outputs={"regex": letter}, timeout=5))
             assert (await streams[-1].result()).finish_reason == "abort"
         compiler.backends.compile = compile_
         await check_others_compile(engine)
