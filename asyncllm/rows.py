@@ -23,6 +23,7 @@ from typing import Any
 import anyio.lowlevel
 
 from asyncllm import validation as check
+from asyncllm.core.tracebacks import replace_tracebacks
 from asyncllm.errors import EngineError, RequestError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.outputs import Completion
@@ -90,7 +91,11 @@ class _Row:
         try:
             yield
         except Exception as error:
+            replace_tracebacks(error)
             self.error = error
+        finally:
+            # Break the cycle of the row and its channel, whose waiter it is.
+            self.stream = None
 
 
 @dataclass(eq=False)
@@ -224,6 +229,7 @@ class Rows:
         try:
             yield
         except Exception as error:
+            replace_tracebacks(error)
             self.fail(row, error)
 
     def add(self, row: _Row, stream: TokenStream, mailbox: ThreadMailbox | None = None) -> None:

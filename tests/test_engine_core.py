@@ -20,7 +20,7 @@ from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.core.tracebacks import clear_frames
+from asyncllm.core.tracebacks import clear_frames, replace_tracebacks
 from asyncllm.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -669,3 +669,52 @@ def test_traceback_frames_of_an_error_chain_are_cleared():
     gc.collect()
     assert [ref() for ref in seen] == [None] * 4
     assert first.__traceback__.tb_frame.f_code.co_name == "raised"
+
+
+def test_replaced_tracebacks_keep_no_caller_alive():
+    seen = []
+
+    def catch():
+        kept = FakeTokenizer()
+        seen.append(weakref.ref(kept))
+        return [raised(kind, seen) for kind in (KeyError, ValueError, OSError)]
+
+    error, cause, context = catch()
+    error.__cause__, error.__context__, context.__context__ = cause, context, error
+    error.__traceback__ = raised(IndexError, seen).__traceback__
+    replace_tracebacks(error)
+    assert [ref() for ref in seen] == [None] * 5
+    (note,) = error.__notes__
+    for name in ("KeyError", "ValueError", "OSError"):
+        assert f"{name} was raised in:\n" in note
+    assert note.count(", in raised\n") == 3
+    assert "raise kind" in note
+    replace_tracebacks(error)
+    try:
+        raise error
+    except KeyError as again:
+        replace_tracebacks(again)
+    assert error.__notes__[0] == note
+    assert len(error.__notes__) == 2
+
+
+def test_an_exception_that_is_raised_again_and_again_keeps_one_note():
+    error = KeyError("shared")
+    for _ in range(3):
+        try:
+            raise error
+        except KeyError:
+            replace_tracebacks(error)
+    assert len(error.__notes__) == 1
+
+
+def test_odd_notes_do_not_end_the_engine():
+    class Odd(RequestError):
+        @property
+        def __notes__(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+            raise ZeroDivisionError
+
+    with pytest.raises(Odd) as caught:
+        raise Odd("x")
+    replace_tracebacks(caught.value)
+    assert caught.value.__traceback__ is None

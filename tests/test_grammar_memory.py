@@ -7,19 +7,23 @@ import gc
 import random
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from asyncllm import InvalidRequestError
+from asyncllm import AsyncLLMEngine, DeadlineExceededError, InvalidRequestError, SamplingParams
+from asyncllm.core.request import Request
+from asyncllm.core.structured_output import StructuredOutput
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar, GrammarMemory, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests.fakes import thread_of
-from tests.idle import until
+from tests.idle import blocking_until, until
 from tests.slow import slow_but
 from tests.structured import ByteRig, byte_vocabulary, tokens_of
 
@@ -152,6 +156,198 @@ async def test_a_request_that_has_ended_holds_no_grammar():
         gc.collect()
         assert not compiler._memories
         assert stream.request_id
+
+
+# --- requests that have ended ---------------------------------------------------------------
+
+
+@pytest.fixture
+def small_limit(monkeypatch):
+    """A limit that two small grammars exceed; the garbage collector is off."""
+    monkeypatch.setattr(compiler_module, "MAX_GRAMMAR_BYTES", 3 * 2**19)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def ambiguous(letter: str) -> dict[str, str]:
+    """A form whose outputs all become too complex after some 20 tokens."""
+    return {"grammar": f'root ::= x root | x\nx ::= "{letter}" | "{letter}" x'}
+
+
+def num_requests() -> int:
+    return sum(type(one) is Request for one in gc.get_objects())
+
+
+async def check_others_compile(engine: AsyncLLMEngine) -> None:
+    asked = {"choice": ["other"]}
+    assert (await engine.generate("x", structured_outputs=asked, timeout=10)).text == "other"
+    compiler = thread_of(engine).grammars
+    compiler._cache.clear()
+    assert not compiler._memories
+
+
+async def fail(engine: AsyncLLMEngine, letter: str) -> Any:
+    with pytest.raises(InvalidRequestError, match="too complex for the next token") as caught:
+        await engine.generate("x", structured_outputs=ambiguous(letter), timeout=5)
+    return caught.value
+
+
+async def expire(engine: AsyncLLMEngine, letter: str) -> Any:
+    stream = engine.stream(
+        "x", structured_outputs={"regex": letter}, timeout=0.05, min_tokens=1, on_slow="pause"
+    )
+    await engine.pause()
+    with pytest.raises(DeadlineExceededError) as caught:
+        await stream.result()
+    await engine.resume()
+    return caught.value, stream
+
+
+async def end_slowly(engine: AsyncLLMEngine, letter: str, end: Any) -> Any:
+    asked = {"regex": f"{letter}{{1000}}"}
+    stream = engine.stream("x", structured_outputs=asked, max_unread=2, on_slow="pause")
+    await until(lambda: engine.stats().num_paused == 1)
+    end(stream)
+    await until(lambda: engine.stats().num_paused == 0)
+    return stream
+
+
+async def abort(engine: AsyncLLMEngine, letter: str) -> Any:
+    return await end_slowly(engine, letter, lambda stream: stream.abort())
+
+
+async def close(engine: AsyncLLMEngine, letter: str) -> Any:
+    return await end_slowly(engine, letter, lambda stream: stream.close())
+
+
+async def finish(engine: AsyncLLMEngine, letter: str) -> Any:
+    stream = engine.stream("x", structured_outputs={"regex": letter}, n=2)
+    return stream, await stream.result()
+
+
+@pytest.mark.parametrize("end", [fail, expire, abort, close, finish])
+async def test_ended_requests_hold_no_grammar_memory(small_limit, end):
+    async with ByteRig(eos=False).engine() as engine:
+        kept = [await end(engine, letter) for letter in "abcdef"]
+        await check_others_compile(engine)
+        assert len(kept) == 6
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_failed_rows_hold_neither_grammar_memory_nor_prompts(small_limit, ordered):
+    def params(letter: str) -> SamplingParams:
+        return SamplingParams(structured_outputs=ambiguous(letter))
+
+    before = num_requests()
+    async with ByteRig(eos=False).engine() as engine:
+        job = engine.map(list("abcdefgh"), sampling_params=params, ordered=ordered, timeout=5)
+        kept = [one async for one in job]
+        await check_others_compile(engine)
+        assert [type(one.error) for one in kept] == [InvalidRequestError] * 8
+        first: Any = kept[0].error
+        assert "in _accept" in first.__notes__[0]
+        assert num_requests() <= before + 1  # The scheduler has those of its latest step.
+
+
+async def test_errors_keep_the_requests_of_no_other_stream(small_limit):
+    async with ByteRig(eos=False).engine() as engine:
+        kept = [await fail(engine, letter) for letter in "abc"]
+        await check_others_compile(engine)
+        scheduler = thread_of(engine).core.scheduler
+        for error in kept:
+            assert not refers_to(error, scheduler)
+
+
+def refers_to(error: BaseException, value: object) -> bool:
+    """Whether a frame of the error's traceback, or a caller of one, has a value as a variable."""
+    tb = error.__traceback__
+    while tb is not None:
+        frame = tb.tb_frame
+        while frame is not None:
+            if any(one is value for one in frame.f_locals.values()):
+                return True
+            frame = frame.f_back
+        tb = tb.tb_next
+    return False
+
+
+async def test_request_that_ends_while_it_gets_its_grammar_holds_none(small_limit):
+    async with ByteRig().engine() as engine:
+        compiler: Any = thread_of(engine).grammars
+        compile_ = compiler.backends.compile
+        streams: list[Any] = []
+
+        def compile_and_abort(spec: Any, begin: Any) -> Grammar:
+            grammar = compile_(spec, begin)
+
+            def new_matcher() -> Any:
+                number = "abc".index(spec.text)
+                blocking_until(lambda: len(streams) > number)
+                streams[number].abort()
+                blocking_until(lambda: streams[number]._channel.final is not None)
+                return grammar.new_matcher()
+
+            return replace(grammar, new_matcher=new_matcher)
+
+        compiler.backends.compile = compile_and_abort
+        for letter in "abc":
+            streams.append(engine.stream("x", structured_outputs={"regex": letter}, timeout=5))
+            assert (await streams[-1].result()).finish_reason == "abort"
+        compiler.backends.compile = compile_
+        await check_others_compile(engine)
+
+
+async def test_compiles_wait_for_running_requests_alone(small_limit):
+    async with ByteRig(eos=False).engine() as engine:
+
+        def submit(text: str, **options: Any) -> Any:
+            return engine.stream("x", structured_outputs={"regex": text}, **options)
+
+        holders = [submit(f"{letter}{{1000}}", max_unread=2, on_slow="pause") for letter in "ab"]
+        await until(lambda: engine.stats().num_paused == 2)
+        late, left, waiting = submit("c", timeout=0.1), submit("d"), submit("e")
+        left.abort()
+        with pytest.raises(DeadlineExceededError):
+            await late.result()
+        assert (await left.result()).finish_reason == "abort"
+        assert engine.stats().num_waiting == 1
+        holders[0].abort()
+        assert (await waiting.result()).text == "e"
+
+
+class FakeMatcher:
+    """Matcher that only records whether it was released."""
+
+    is_released = False
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+def test_a_matcher_is_released_once_its_mask_is_made():
+    begun, gate = threading.Event(), threading.Event()
+
+    def make_slowly() -> tuple[bytes, float]:
+        begun.set()
+        assert gate.wait(10)
+        return b"", 0.0
+
+    matchers: list[Any] = [FakeMatcher() for _ in range(4)]
+    running, queued, done, idle = map(StructuredOutput, matchers)
+    with ThreadPoolExecutor(1) as worker:
+        done.next_mask = worker.submit(lambda: (b"", 0.0))
+        done.next_mask.result()
+        running.next_mask = worker.submit(make_slowly)
+        assert begun.wait(10)
+        queued.next_mask = worker.submit(lambda: (b"", 0.0))
+        for one in (running, queued, done, idle):
+            one.release()
+        assert queued.next_mask.cancelled()
+        assert [one.is_released for one in matchers] == [False, True, True, True]
+        gate.set()
+    assert matchers[0].is_released
 
 
 # --- what a grammar takes --------------------------------------------------------------------

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from asyncllm.core.deadlines import DeadlineExceededError, Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.output_processor import OutputProcessor, as_request_error, make_partial
-from asyncllm.core.request import RequestGroup, Status
+from asyncllm.core.request import OutputGrammar, RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.structured_output import MaskMaker
@@ -360,10 +360,13 @@ class EngineCore:
 
     # --- commands ----------------------------------------------------------------------
 
-    def on_add(self, group: RequestGroup) -> None:
-        """Queue a group whose prompt is ready, unless it was aborted meanwhile."""
+    def on_add(self, group: RequestGroup, grammars: Sequence[OutputGrammar] = ()) -> None:
+        """Queue a group whose prompt is ready, unless it was aborted meanwhile. ``grammars`` are
+        those of its members, if any; a group that has ended takes none."""
         if all(member.status is not Status.NEW for member in group.members):
             return
+        for member, grammar in zip(group.members, grammars, strict=False):
+            member.structured_output = grammar
         if group.cancelled:
             self.on_abort(group)
             return

@@ -10,6 +10,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, Mailbox, StreamEnd, check_gil
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
+from asyncllm.core.tracebacks import replace_tracebacks
 from asyncllm.errors import RequestError, with_cause
 from asyncllm.outputs import (
     Completion,
@@ -166,9 +167,11 @@ class OutputProcessor:
         group.cancelled = True
         self._admission.forget(group)
         for member in group.members:
-            # Release the grammar, as the application may keep the stream: grammars in use take
-            # memory that other compilations need.
-            member.structured_output = None
+            # Release the grammar, as the application may keep the stream or its error: grammars in
+            # use take memory that other compilations need.
+            grammar, member.structured_output = member.structured_output, None
+            if grammar is not None:
+                grammar.release()
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
         group.members = []
@@ -260,6 +263,8 @@ class OutputProcessor:
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End the whole group with an exception, even if only one member failed."""
         if not group.channel.ended:
+            # The application may keep the error, and with it whatever its frames refer to.
+            replace_tracebacks(error)
             for request in group.members:
                 self._scheduler.finish(request, None)
             self.close(group.members[-1], error)

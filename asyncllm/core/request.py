@@ -53,6 +53,8 @@ class OutputGrammar(Protocol):
 
     def mask(self, request: Request) -> bytes | None: ...
 
+    def release(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:

@@ -167,6 +167,14 @@ class StructuredOutput:
             "cannot spell what it does"
         )
 
+    def release(self) -> None:
+        """Free the grammar's state once the request has ended, after the mask that another thread
+        is making. Any thread may call it."""
+        if self.next_mask is None or self.next_mask.cancel():
+            self.matcher.release()
+        else:
+            self.next_mask.add_done_callback(lambda _: self.matcher.release())
+
 
 def _grammar_violation_error(request: Request, token_id: int) -> RequestError:
     return RequestError(

@@ -1,17 +1,52 @@
-"""clear_frames: frees the objects that a kept exception's traceback keeps alive."""
+"""Functions that free the objects which a kept exception's traceback keeps alive."""
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 
-_EXCEPTION_LINKS = [
+_TRACEBACK, _CAUSE, _CONTEXT = (
     vars(BaseException)[name] for name in ("__traceback__", "__cause__", "__context__")
-]
+)
+
+_MAX_LINES = 16
+"""Maximum number of frames of a traceback in a note, the innermost ones."""
 
 
 def clear_frames(error: BaseException) -> None:
     """Clear the local variables in the tracebacks of ``error`` and its causes. Running frames keep
     their variables; file names and lines stay."""
+    for current in _chain(error):
+        traceback.clear_frames(_TRACEBACK.__get__(current))
+
+
+def replace_tracebacks(error: BaseException) -> None:
+    """Replace the tracebacks of ``error`` and its causes by a note that has their lines.
+
+    A frame refers to the frame that called it, and a frame that ends while something refers to it
+    keeps its variables. So a traceback with cleared frames keeps those of all its callers alive:
+    the step, the requests in it and the engine.
+    """
+    lines: list[str] = []
+    for current in _chain(error):
+        tb = _TRACEBACK.__get__(current)
+        if tb is not None:
+            summary = traceback.StackSummary.extract(traceback.walk_tb(tb), limit=-_MAX_LINES)
+            lines += [f"{type(current).__name__} was raised in:\n", *summary.format()]
+            _TRACEBACK.__set__(current, None)
+    note = "".join(lines).rstrip()
+    with contextlib.suppress(Exception):  # A subclass may have notes of its own kind.
+        if note and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an exception, its causes and contexts.
+
+    The attributes are read by BaseException's own descriptors: a subclass may override them, and
+    raise.
+    """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -19,8 +54,5 @@ def clear_frames(error: BaseException) -> None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        # Read the attributes by BaseException's own descriptors: a subclass may override them, and
-        # raise.
-        tb, *causes = (descriptor.__get__(current) for descriptor in _EXCEPTION_LINKS)
-        traceback.clear_frames(tb)
-        pending += causes
+        yield current
+        pending += _CAUSE.__get__(current), _CONTEXT.__get__(current)

@@ -250,11 +250,13 @@ class Submitter:
             core.send(core.on_fail, group, error)
             return
         try:
-            for member in group.members:
-                member.structured_output = StructuredOutput(
-                    grammar.new_matcher(), grammar.special_tokens
-                )
+            # The engine thread gives them to the members: the group may end at any time, and a
+            # grammar that a member gets afterwards would never be released.
+            grammars = [
+                StructuredOutput(grammar.new_matcher(), grammar.special_tokens)
+                for _ in group.members
+            ]
         except BaseException as failure:  # A grammar backend's native code may panic.
             core.send(core.on_fail, group, failure)
             return
-        core.send(core.on_add, group)
+        core.send(core.on_add, group, grammars)

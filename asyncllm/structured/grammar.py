@@ -57,13 +57,19 @@ class GrammarMatcher(Protocol):
         """Whether the output so far is complete, and no token may follow."""
         ...
 
+    def release(self) -> None:
+        """Free the parser's state and the share of the grammar's memory, whoever still refers to
+        the matcher. No other method may be called afterwards. Idempotent; any thread may call
+        it."""
+        ...
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class GrammarMemory:
     """Upper bound on the memory of a compiled grammar, which its matchers share.
 
-    The memory is in use until the grammar and the last of its matchers are gone: each refers to
-    this object.
+    The memory is in use until the grammar is gone and the last of its matchers is released: each
+    refers to this object until then.
 
     Attributes:
         compiled_size: bytes after the compilation.

@@ -161,6 +161,10 @@ class LLGuidanceMatcher:
     def is_terminated(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
+    def release(self) -> None:
+        self._matcher = None
+        self._memory = GrammarMemory()  # Counts nowhere.
+
     def _error(self, message: str) -> Exception:
         """Make the error for an output whose next token exceeds the limits of the parser."""
         # The grammar's matchers share the lexer, and so its errors.

@@ -111,8 +111,8 @@ class XGrammarMatcher:
     __slots__ = ("_mask", "_mask_words", "_matcher", "_memory", "_vocabulary")
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, memory: GrammarMemory) -> None:
-        self._matcher = matcher
-        self._memory = memory
+        self._matcher: Any = matcher
+        self._memory: GrammarMemory | None = memory
         self._vocabulary = vocabulary
         # The mask has one more token than the vocabulary: the token that ends a grammar.
         num_words = len(vocabulary.tokens) // 32 + 1
@@ -142,6 +142,9 @@ class XGrammarMatcher:
             return False
         mask = self.bitmask()
         return mask == bytes(len(mask))
+
+    def release(self) -> None:
+        self._matcher = self._memory = None
 
 
 def refuse_ambiguous(spec: StructuredOutputs) -> None:
