@@ -246,7 +246,9 @@ JSON_SCALARS = st.one_of(
     st.sampled_from(["true", "false", "null", "[]", "{}", '""', "[[1]]"]),
 )
 JSON_VALUES = JSON_SCALARS | st.lists(JSON_SCALARS, max_size=3).map(lambda v: f"[{','.join(v)}]")
-JSON_FIELDS = sorted({*ResponseRequest.model_fields, *ResponseRequest.ACCEPTED_VALUES, "type", "anything"})
+JSON_FIELDS = sorted(
+    {*ResponseRequest.model_fields, *ResponseRequest.ACCEPTED_VALUES, "type", "anything"}
+)
 
 
 @EXAMPLES

@@ -70,8 +70,16 @@ async def _answer_whole(
     serving: Serving, exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
 ) -> None:
     """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
-    async with abort_on_disconnect(exchange, streams):
-        completions = [await stream.result() for stream in streams]
+    completion_of: dict[TokenStream, Completion] = {}
+
+    async def read(stream: TokenStream) -> None:
+        completion_of[stream] = await stream.result()
+
+    # Side by side, so that the first request that fails ends the others.
+    async with abort_on_disconnect(exchange, streams), task_group() as readers:
+        for stream in streams:
+            readers.start_soon(read, stream)
+    completions = [completion_of[stream] for stream in streams]
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
