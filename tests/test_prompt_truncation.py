@@ -92,7 +92,7 @@ async def test_a_text_is_bounded_all_the_same() -> None:
         ids = [7] * 2**19
         done = await engine.generate(ids, truncate_prompt_tokens=5, max_tokens=1)
         assert done.prompt_token_ids == (7,) * 5
-        for wrong in ([-1, *ids[:99]], [*ids[:99], 258]):
+        for wrong in ([*ids[:99], -1], [*ids[:95], 258, *ids[:4]]):
             with refused("prompt"):
                 engine.stream(wrong, truncate_prompt_tokens=5)
         with pytest.raises(ContextLengthExceededError, match=r"has 10485\d\d characters"):

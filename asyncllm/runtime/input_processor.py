@@ -95,7 +95,8 @@ class InputProcessor:
         call: CallArguments = ("text_completion", prompt)
         request = self._make_group(sampling_params, sampling, options)
         if text is None:
-            token_ids = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
+            token_ids, num_cut = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
+            request.group.num_truncated_tokens = num_cut
             return self._submission(request, call, lambda _: token_ids, 0)
         min_tokens = 0
         if len(text) > SHORT_TEXT:
@@ -237,7 +238,7 @@ class InputProcessor:
             raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
         info, model = self.loaded.executor.info, self.loaded.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
-            sampling, model.generation_defaults or {}, self._draw_seed
+            sampling, model.generation_defaults or {}, self._draw_seed, info.vocab_size
         )
         resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
         num_kept, max_kept = resolved.truncate_prompt_tokens, info.max_model_len - 1
