@@ -231,7 +231,8 @@ class SamplingParams:
             if len(bias) > MAX_BIAS:
                 raise check.invalid("logit_bias", bias, f"at most {MAX_BIAS} token ids")
             ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_BIAS)
-            values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
+            numbers = check.items("logit_bias", bias.values(), "numbers", MAX_BIAS)
+            values = check.numbers_in("logit_bias", numbers, *BIAS_RANGE)
             self._set_field("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):

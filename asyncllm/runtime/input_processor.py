@@ -28,8 +28,8 @@ from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fi
 from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
-from asyncllm.text.detokenizer import NoText
-from asyncllm.text.long_text import SHORT_TEXT
+from asyncllm.text.detokenizer import NoText, StopStrings
+from asyncllm.text.long_text import LONG_TEXT
 from asyncllm.tool_calls.message_parser import MessageParser
 from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
@@ -355,7 +355,9 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        detokenizer_options: dict[str, frozenset[int]] = {}
+        detokenizer_options: dict[str, Any] = {}
+        if request.sampling.stop:
+            detokenizer_options["stop"] = StopStrings(request.sampling.stop)
         if parser is not None:
             delimiters = self._delimiters(parser.form)
             detokenizer_options["visible"] = delimiters.special

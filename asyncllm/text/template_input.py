@@ -51,9 +51,11 @@ class TemplateInput:
         chat_template: the variable ``chat_template``, or None.
         values: all other variables of the template.
         texts: every string in ``values``.
+        num_characters: number of characters of all strings. A rendered prompt may have more, or
+            fewer.
     """
 
-    __slots__ = ("chat_template", "texts", "values")
+    __slots__ = ("chat_template", "num_characters", "texts", "values")
 
     def __init__(
         self, messages: Any, variables: Mapping[str, Any], *, arguments_as_text: bool = False
@@ -82,11 +84,7 @@ class TemplateInput:
             "documents": None,
         }
         self.texts = copier.texts
-
-    @property
-    def num_characters(self) -> int:
-        """Number of characters of all strings. A rendered prompt may have more, or fewer."""
-        return sum(map(len, self.texts)) + len(self.chat_template or "")
+        self.num_characters = sum(map(len, self.texts)) + len(template or "")
 
     def with_changed_strings(
         self, change: Callable[[str], str], unchanged: Collection[str] = ()
@@ -162,6 +160,9 @@ def _check_messages(messages: Any, copier: TemplateCopier, as_text: bool) -> lis
         raise _invalid_input("messages", "empty", "a list of at least one message")
     chat = []
     for i, plain in enumerate(copier.copy_items(messages, "messages", "messages")):
+        if _is_simple(plain):
+            chat.append(plain)
+            continue
         where = f"messages[{i}]"
         if not isinstance(plain, dict):
             raise _invalid_input(where, f"a {type(messages[i]).__name__}", "a dict with a role")
@@ -179,6 +180,15 @@ def _check_messages(messages: Any, copier: TemplateCopier, as_text: bool) -> lis
             ]
         chat.append(_with_reasoning(plain))
     return chat
+
+
+def _is_simple(message: Any) -> bool:
+    """Whether a message needs no conversion, because it has a role and a text alone."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is type(message.get("content")) is str
+    )
 
 
 def _join_content(content: Any, where: str) -> str:

@@ -13,7 +13,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.json_tree import walk_json
 from asyncllm.structured.references import is_local, resolve
 from asyncllm.text.template_input import TemplateCopier
-from asyncllm.tool_calls.function_schema import function_schema, is_function, is_model
+from asyncllm.tool_calls.function_schema import function_schema, is_model
 
 MAX_TOOLS = 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -42,9 +42,9 @@ class ToolUse:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
                 message has the path of the invalid value.
         """
-        given = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
+        items = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
         copier = TemplateCopier()
-        schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(given))
+        schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):
@@ -97,12 +97,12 @@ def _parse_choice(value: Any) -> str | dict[str, str]:
 
 
 def _parse_tool(tool: Any, where: str, copier: TemplateCopier) -> dict[str, Any]:
-    if is_function(tool) or is_model(tool):
+    if inspect.isroutine(tool) or is_model(tool):
         tool = function_schema(tool, where)
     plain = copier.copy_value(tool, where, "tools")
-    if not isinstance(plain, dict) or plain.get("type", "function") != "function":
-        raise _invalid_tool(where, check.describe(tool), f"one of {_ACCEPTED}")
-    function = plain.get("function")
+    is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
+    _require(is_tool, where, tool, f"one of {_ACCEPTED}")
+    function: Any = plain.get("function")
     if "function" not in plain:  # OpenAI's Responses protocol has the fields at the top.
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"
