@@ -73,7 +73,11 @@ class _ShortRepr(reprlib.Repr):
             return self.repr_str(str.__str__(x), level)
         if isinstance(x, (bytes, bytearray)) and len(x) > self.maxother:
             x = x[: self.maxother]
-        if isinstance(x, (Mapping, Set, Sequence)) and len(x) > self.maxlist:
+        if isinstance(x, Mapping):
+            return self.repr_dict(x, level)  # pyright: ignore[reportArgumentType]
+        if isinstance(x, (list, tuple)):
+            return self.repr_list(x, level)  # pyright: ignore[reportArgumentType]
+        if isinstance(x, (Set, Sequence)) and not isinstance(x, (bytes, bytearray, range)):
             return f"<{type(x).__name__} of {len(x)} items>"
         return super().repr_instance(x, level)
 

@@ -137,3 +137,23 @@ async def test_over_http() -> None:
         *_, last, _ = events_of(answer.text)
         assert last["usage"]["truncated_prompt_tokens"] == 3
         assert last["usage"]["prompt_tokens"] == 14
+
+
+class Unread(list[int]):
+    """A list whose items nobody may read; its slices are plain lists."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it is read")
+
+
+async def test_only_kept_ids_are_read_and_long_lists_not_at_all() -> None:
+    async with fake_engine("xy", max_model_len=50) as engine:
+        done = await engine.generate(Unread([-1] * 99 + [7] * 5), truncate_prompt_tokens=5)
+        assert done.prompt_token_ids == (7,) * 5
+        assert done.usage is not None
+        assert done.usage.truncated_prompt_tokens == 99
+        vocab_size = engine.model_config.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            with refused(name, f"at most {vocab_size} token ids"):
+                engine.stream("a", **{name: Unread([1] * (vocab_size + 1))})
+            await engine.generate("a", max_tokens=1, **{name: range(vocab_size)})
