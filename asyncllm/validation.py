@@ -70,7 +70,7 @@ class _ShortRepr(reprlib.Repr):
     def repr_instance(self, x: Any, level: int) -> str:
         # The repr of a long text or container of another type would be all of it.
         if isinstance(x, str):
-            return self.repr_str(str.__str__(x), level)
+            return self.repr_str(str.__getitem__(x, slice(self.maxstring + 1)), level)
         if isinstance(x, (bytes, bytearray)) and len(x) > self.maxother:
             x = x[: self.maxother]
         if isinstance(x, Mapping):
