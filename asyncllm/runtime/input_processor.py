@@ -29,7 +29,7 @@ from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText, StopStrings
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import SHORT_TEXT
 from asyncllm.tool_calls.message_parser import MessageParser
 from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
