@@ -92,7 +92,7 @@ async def beam_search(
     ignore_eos = check.boolean("ignore_eos", ignore_eos)
     eos_token_ids = frozenset(() if ignore_eos else engine.model_config.eos_token_ids)
     vocab_size = engine.model_config.vocab_size
-    stop_token_ids = check.token_ids("stop_token_ids", stop_token_ids, vocab_size)
+    stop_token_ids = check.token_ids("stop_token_ids", stop_token_ids, vocab_size, vocab_size)
     search = BeamSearch(
         beam_width=check.integer("beam_width", beam_width, 1, MAX_BEAM_WIDTH),
         max_tokens=check.integer("max_tokens", max_tokens, 1),

@@ -55,6 +55,12 @@ MAX_STOP_IDS = 128
 """Maximum number of ``logit_bias`` entries, and of stop tokens that ``min_tokens`` suppresses. The
 device's tables have this size, so that sampling does not wait for the host."""
 
+MAX_TOKEN_IDS = 270_000
+"""Maximum number of entries of ``stop_token_ids`` and ``allowed_token_ids``: those of the largest
+vocabularies. An engine takes no more than its model has tokens."""
+
+TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+
 MAX_LOGITS_PROCESSORS = 64
 """Maximum number of logits processors of a request. Each is called for each token while the batch
 waits."""
@@ -94,8 +100,8 @@ class SamplingParams:
             output uses this seed, and each further output a seed derived from it; see
             ``of_output``.
         stop: strings that end the output, 64 of 1024 characters at most; they may span tokens.
-        stop_token_ids: token ids that end the output. This and every other field of token ids
-            has at most 524,288; repeats are dropped here and in ``allowed_token_ids``.
+        stop_token_ids: token ids that end the output. This and ``allowed_token_ids`` have at most
+            270,000 entries, in a call at most as many as the vocabulary; repeats are dropped.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: maximum number of output tokens; None allows all that fit the context.
         min_tokens: minimum number of output tokens, before which EOS, stop tokens and stop strings
@@ -214,11 +220,8 @@ class SamplingParams:
             accepted = "true with stop strings, which are looked for in the text"
             raise check.invalid("detokenize", self.detokenize, accepted)
         self._check_bad_words()
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            check.field(self, check.token_ids, name)
-            if token_ids := getattr(self, name):
-                # Without repeats there are at most as many ids as tokens in the vocabulary.
-                self._set_field(name, tuple(dict.fromkeys(token_ids)))
+        for name in TOKEN_ID_LISTS:
+            check.field(self, check.token_ids, name, max_items=MAX_TOKEN_IDS, unique=True)
         if self.allowed_token_ids == ():
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
@@ -228,7 +231,8 @@ class SamplingParams:
             if len(bias) > MAX_BIAS:
                 raise check.invalid("logit_bias", bias, f"at most {MAX_BIAS} token ids")
             ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_BIAS)
-            values = [check.number("logit_bias", value, *BIAS_RANGE) for value in bias.values()]
+            numbers = check.items("logit_bias", bias.values(), "numbers", MAX_BIAS)
+            values = check.numbers_in("logit_bias", numbers, *BIAS_RANGE)
             self._set_field("logit_bias", dict(zip(ids, values, strict=True)))
         check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
         if not all(callable(processor) for processor in self.logits_processors):
@@ -280,6 +284,7 @@ class SamplingParams:
         overrides: Mapping[str, Any],
         defaults: Mapping[str, Any],
         draw_seed: Callable[[], int],
+        vocab_size: int = MAX_TOKEN_IDS,
     ) -> SamplingParams:
         """Copy with ``overrides`` applied and every unset field filled in.
 
@@ -288,6 +293,7 @@ class SamplingParams:
             defaults: values of the model's ``generation_config`` for ``temperature``, ``top_p``,
                 ``top_k``, ``min_p`` and ``repetition_penalty``, checked when the model was loaded.
             draw_seed: called if there is no seed.
+            vocab_size: maximum number of entries of a list of token ids in ``overrides``.
 
         Raises:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
@@ -298,6 +304,8 @@ class SamplingParams:
         check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         resolved = copy(self)
         for name, value in overrides.items():
+            if name in TOKEN_ID_LISTS and value is not None:
+                value = check.items(name, value, "token ids", vocab_size)
             resolved._set_field(name, value)
         if overrides:
             resolved.__post_init__()

@@ -17,13 +17,15 @@ import operator
 import reprlib
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import wraps
+from types import NoneType
 from typing import Any, TypeVar
 
 from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.errors import InvalidRequestError
+from asyncllm.json_copier import JsonCopier
 
 T = TypeVar("T")
 
@@ -47,14 +49,40 @@ ErrorFactory = Callable[[str, object, str], Exception]
 
 
 class _ShortRepr(reprlib.Repr):
+    """Representation of a value's beginning, which reads no more than it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = self.maxlong = 80
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 8
+
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         # reprlib would sort all keys, which takes 0.1 s for a large request body.
         return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
 
+    def repr_set(self, x: set[Any], level: int) -> str:
+        return super().repr_set(set(itertools.islice(x, self.maxset + 1)), level)
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return super().repr_frozenset(frozenset(itertools.islice(x, self.maxset + 1)), level)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        # The repr of a long text or container of another type would be all of it.
+        if isinstance(x, str):
+            return self.repr_str(str.__getitem__(x, slice(self.maxstring + 1)), level)
+        if isinstance(x, (bytes, bytearray)) and len(x) > self.maxother:
+            x = x[: self.maxother]
+        if isinstance(x, Mapping):
+            return self.repr_dict(x, level)  # pyright: ignore[reportArgumentType]
+        if isinstance(x, (list, tuple)):
+            return self.repr_list(x, level)  # pyright: ignore[reportArgumentType]
+        if isinstance(x, (Set, Sequence)) and not isinstance(x, (bytes, bytearray, range)):
+            return f"<{type(x).__name__} of {len(x)} items>"
+        return super().repr_instance(x, level)
+
 
 _SHORT_REPR = _ShortRepr()
-_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
-_SHORT_REPR.maxdict = _SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = 8
 
 
 def describe(value: object) -> str:
@@ -147,6 +175,14 @@ def number(
     return _refuse(name, value, f"{description} {preposition} {low:g} to {high:g}", **options)
 
 
+def numbers_in(name: str, values: Collection[Any], low: float, high: float) -> list[float]:
+    """Check floats in ``[low, high]``."""
+    # Plain numbers are checked together, in a tenth of the time.
+    if set(map(type, values)) <= {int, float} and all(low <= value <= high for value in values):
+        return [value + 0.0 for value in values]
+    return [number(name, value, low, high) for value in values]
+
+
 def seconds(name: str, value: Any, **options: Any) -> Any:
     """Check a duration in seconds. If ``above`` is set, 0 is refused too."""
     return number(name, value, 0, MAX_SECONDS, description="a number of seconds", **options)
@@ -161,9 +197,17 @@ def boolean(name: str, value: Any, **options: Any) -> Any:
     return _refuse(name, value, "true or false", **options)
 
 
-def string(name: str, value: Any, *, empty: bool = False, **options: Any) -> Any:
-    """Check a text: it must be valid UTF-8, without lone surrogates."""
+def string(
+    name: str, value: Any, *, empty: bool = False, max_length: int = MAX_INTEGER, **options: Any
+) -> Any:
+    """Check a text: it must be valid UTF-8, without lone surrogates.
+
+    Args:
+        max_length: maximum number of characters.
+    """
     text = plain_text(value)
+    if text is not None and len(text) > max_length:
+        _refuse(name, text, f"at most {max_length} characters, not {len(text)}", **options)
     if text or (empty and text is not None):
         with suppress(UnicodeEncodeError):
             text.encode()
@@ -174,35 +218,29 @@ def string(name: str, value: Any, *, empty: bool = False, **options: Any) -> Any
 def plain_data(name: str, value: Any, **options: Any) -> Any:
     """Copy a dict of plain data: None, booleans, finite numbers, 64-bit integers, text, lists, and
     dicts with text for keys."""
+    copier = JsonCopier(
+        MAX_DATA_SIZE,
+        MAX_DATA_SIZE,
+        MAX_DEPTH,
+        _convert_plain_scalar,
+        scalar_types=frozenset({str, bool, NoneType}),
+        text_keys=True,
+    )
     with suppress(Exception):
         if isinstance(value, Mapping):
-            return _copy_plain_data(value, [MAX_DATA_SIZE], MAX_DEPTH)
+            copied = copier.copy(value)
+            "".join(copier.texts).encode()
+            if copier.num_values + copier.num_characters <= MAX_DATA_SIZE:
+                return copied
     accepted = (
         f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA_SIZE} values and characters at most"
     )
     return _refuse(name, value, accepted, **options)
 
 
-def _copy_plain_data(value: Any, num_left: list[int], depth: int) -> Any:
-    """Copy plain data. Raises for anything else, and for more than ``num_left[0]`` values and
-    characters."""
-    num_left[0] -= 1 + len(value) if isinstance(value, str) else 1
-    if num_left[0] < 0 or depth < 0:
-        raise ValueError
-    if value is None or isinstance(value, bool):
-        return value
+def _convert_plain_scalar(value: Any) -> Any:
     if isinstance(value, str):
-        return string("", value, empty=True)
-    if isinstance(value, Mapping):
-        pairs = itertools.islice(value.items(), num_left[0] + 1)
-        return {
-            string("", _copy_plain_data(key, num_left, depth), empty=True): _copy_plain_data(
-                item, num_left, depth - 1
-            )
-            for key, item in pairs
-        }
-    if isinstance(value, (list, tuple)):
-        return [_copy_plain_data(item, num_left, depth - 1) for item in value]
+        return str.__str__(value)
     if isinstance(value, numbers.Integral):
         return integer("", value, -(2**63), 2**64 - 1)
     return number("", value, -sys.float_info.max, sys.float_info.max)
@@ -218,9 +256,14 @@ def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any
 def items(name: str, value: Any, accepted: str, max_items: int = MAX_ITEMS, **options: Any) -> Any:
     """Read the items of a sequence or a set into a tuple, empty for None. More than ``max_items``
     items are refused; an endless iterable is read no further than one item beyond."""
-    found_items: Any = value or () if value is None or type(value) is tuple else None
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
+    found_items: Any = value or () if value is None or type(value) is tuple else None
     if found_items is None and not is_text and isinstance(value, Iterable):
+        length = 0
+        with suppress(Exception):  # Without a length, as iterators are, or of more than 64 bits.
+            length = len(value)  # pyright: ignore[reportArgumentType]
+        if length > max_items:
+            return _refuse(name, value, f"at most {max_items} {accepted}", **options)
         with suppress(TypeError):  # Iterating over an array without dimensions raises TypeError.
             found_items = tuple(itertools.islice(value, max_items + 1))
     if found_items is not None and len(found_items) <= max_items:
@@ -247,24 +290,35 @@ def strings(
     if value is None:
         return _refuse(name, value, accepted, **options)
     texts = items(name, value, accepted, max_items, **options)
-    # ``optional`` concerns the field; its items may not be None.
-    texts = tuple([string(name, text, **{**options, "optional": False}) for text in texts])
-    if max(map(len, texts), default=0) > max_length:
+    if any(isinstance(text, str) and str.__len__(text) > max_length for text in texts):
         _refuse(name, texts, accepted, **options)
-    return texts
+    # ``optional`` concerns the field; its items may not be None.
+    return tuple([string(name, text, **{**options, "optional": False}) for text in texts])
 
 
 def token_ids(
-    name: str, value: Any, below: int = MAX_INTEGER, max_items: int = MAX_ITEMS, **options: Any
+    name: str,
+    value: Any,
+    below: int = MAX_INTEGER,
+    max_items: int = MAX_ITEMS,
+    *,
+    unique: bool = False,
+    **options: Any,
 ) -> Any:
-    """Check a sequence of integers in ``[0, below)``; returns a tuple, empty for None."""
+    """Check a sequence of integers in ``[0, below)``; returns a tuple, empty for None.
+
+    Args:
+        unique: drop repeats.
+    """
     accepted = f"token ids, integers from 0 to {below - 1}"
     all_ids = items(name, value, accepted, max_items, **options)
     with suppress(Exception):
         kinds = set(map(type, all_ids))
         ids = all_ids if kinds <= {int} else tuple(array("q", all_ids))
-        if not ids or (min(ids) >= 0 and max(ids) < below and bool not in kinds):
-            return ids
+        # Long lists have many repeats.
+        distinct = dict.fromkeys(ids)
+        if not ids or (min(distinct) >= 0 and max(distinct) < below and bool not in kinds):
+            return tuple(distinct) if unique else ids
     invalid_ids = (one for one in all_ids if _integer_in(one, 0, below - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
     return _refuse(name, next(invalid_ids, value), accepted, **{**options, "optional": False})

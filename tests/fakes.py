@@ -82,10 +82,12 @@ class FakeTokenizer:
     ) -> list[int]:
         return self.encode(" ".join(m["content"] for m in conversation.values["messages"]))
 
-    def detokenizer(self, params: Any, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(
+        self, params: Any, prompt_token_ids: Sequence[int] = (), *, stop: Any = None
+    ) -> Detokenizer:
         return Detokenizer(
             FailingDecoder(self.failing_tokens),
-            stop=params.stop,
+            stop=stop or params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )

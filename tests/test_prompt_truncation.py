@@ -92,7 +92,7 @@ async def test_a_text_is_bounded_all_the_same() -> None:
         ids = [7] * 2**19
         done = await engine.generate(ids, truncate_prompt_tokens=5, max_tokens=1)
         assert done.prompt_token_ids == (7,) * 5
-        for wrong in ([-1, *ids[:99]], [*ids[:99], 258]):
+        for wrong in ([*ids[:99], -1], [*ids[:95], 258, *ids[:4]]):
             with refused("prompt"):
                 engine.stream(wrong, truncate_prompt_tokens=5)
         with pytest.raises(ContextLengthExceededError, match=r"has 10485\d\d characters"):
@@ -137,3 +137,23 @@ async def test_over_http() -> None:
         *_, last, _ = events_of(answer.text)
         assert last["usage"]["truncated_prompt_tokens"] == 3
         assert last["usage"]["prompt_tokens"] == 14
+
+
+class Unread(list[int]):
+    """A list whose items nobody may read; its slices are plain lists."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it is read")
+
+
+async def test_only_kept_ids_are_read_and_long_lists_not_at_all() -> None:
+    async with fake_engine("xy", max_model_len=50) as engine:
+        done = await engine.generate(Unread([-1] * 99 + [7] * 5), truncate_prompt_tokens=5)
+        assert done.prompt_token_ids == (7,) * 5
+        assert done.usage is not None
+        assert done.usage.truncated_prompt_tokens == 99
+        vocab_size = engine.model_config.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            with refused(name, f"at most {vocab_size} token ids"):
+                engine.stream("a", **{name: Unread([1] * (vocab_size + 1))})
+            await engine.generate("a", max_tokens=1, **{name: range(vocab_size)})

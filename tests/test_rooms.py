@@ -47,6 +47,7 @@ ROOMS = (
     "outputs",
     "structured",
     "validation",
+    "json_copier",
     "counterparts",
     "errors logger version",
 )

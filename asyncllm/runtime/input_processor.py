@@ -28,7 +28,7 @@ from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fi
 from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
-from asyncllm.text.detokenizer import NoText
+from asyncllm.text.detokenizer import NoText, StopStrings
 from asyncllm.text.long_text import SHORT_TEXT
 from asyncllm.tool_calls.message_parser import MessageParser
 from asyncllm.tool_calls.response_format import ResponseFormat
@@ -95,7 +95,8 @@ class InputProcessor:
         call: CallArguments = ("text_completion", prompt)
         request = self._make_group(sampling_params, sampling, options)
         if text is None:
-            token_ids = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
+            token_ids, num_cut = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
+            request.group.num_truncated_tokens = num_cut
             return self._submission(request, call, lambda _: token_ids, 0)
         min_tokens = 0
         if len(text) > SHORT_TEXT:
@@ -237,7 +238,7 @@ class InputProcessor:
             raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
         info, model = self.loaded.executor.info, self.loaded.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
-            sampling, model.generation_defaults or {}, self._draw_seed
+            sampling, model.generation_defaults or {}, self._draw_seed, info.vocab_size
         )
         resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
         num_kept, max_kept = resolved.truncate_prompt_tokens, info.max_model_len - 1
@@ -354,7 +355,9 @@ class InputProcessor:
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
         tokenizer = self.loaded.tokenizer
-        detokenizer_options: dict[str, frozenset[int]] = {}
+        detokenizer_options: dict[str, Any] = {}
+        if request.sampling.stop:
+            detokenizer_options["stop"] = StopStrings(request.sampling.stop)
         if parser is not None:
             delimiters = self._delimiters(parser.form)
             detokenizer_options["visible"] = delimiters.special

@@ -149,9 +149,15 @@ class PromptEncoder:
         formats = self.loaded.response_formats
         return formats or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
 
-    def check_ids(self, prompt: Any, num_kept: int | None) -> list[int]:
-        """Check a prompt of token ids; returns the last ``num_kept`` of them (None: all) as plain
-        integers."""
+    def check_ids(self, prompt: Any, num_kept: int | None) -> tuple[list[int], int]:
+        """Check a prompt of token ids.
+
+        Args:
+            num_kept: maximum number of token ids to keep; None refuses a prompt that is too long.
+
+        Returns:
+            The last ``num_kept`` token ids, and the number of those cut off, which are not read.
+        """
         info = self.loaded.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
         if isinstance(prompt, dict) or isinstance(first, dict):
@@ -159,14 +165,22 @@ class PromptEncoder:
         if isinstance(first, (str, list)):
             accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
             raise check.invalid("prompt", prompt, accepted)
-        max_tokens, length = info.max_model_len, 0
+        max_tokens, length, num_cut = info.max_model_len, 0, 0
         with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
             length = len(prompt)
-        if num_kept is not None:
+        if num_kept is None:
+            if length >= max_tokens:
+                raise self.too_long_error(length)
+        else:
             max_tokens = max(check.MAX_ITEMS, max_tokens)
-        elif length >= max_tokens:
-            raise self.too_long_error(length)
-        return list(check.token_ids("prompt", prompt, info.vocab_size, max_tokens))
+            if num_kept < length <= max_tokens:
+                with suppress(Exception):  # A set has no end that could be kept.
+                    prompt, num_cut = prompt[-num_kept:], length - num_kept
+        ids = check.token_ids("prompt", prompt, info.vocab_size, max_tokens)
+        if num_kept is not None and len(ids) > num_kept:
+            num_cut += len(ids) - num_kept
+            ids = ids[-num_kept:]
+        return list(ids), num_cut
 
     def too_long_error(self, num_tokens: int, qualifier: str = "") -> ContextLengthExceededError:
         longest = self.loaded.executor.info.max_model_len

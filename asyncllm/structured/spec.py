@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
-from asyncllm.structured.json_tree import walk_json
+from asyncllm.json_copier import JsonCopier, NotJsonError
 from asyncllm.structured.python_types import is_schema_type, schema_of
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
@@ -103,12 +103,12 @@ def _check_json_object(value: Any) -> str:
 
 def _check_regex(value: Any) -> str:
     name = f"{_PARAM}.regex"
-    return _check_length(name, check.string(name, value), MAX_REGEX_CHARACTERS)
+    return check.string(name, value, max_length=MAX_REGEX_CHARACTERS)
 
 
 def _check_grammar(value: Any) -> str:
     name = f"{_PARAM}.grammar"
-    text = _check_length(name, check.string(name, value), MAX_CHARACTERS)
+    text = check.string(name, value, max_length=MAX_CHARACTERS)
     # A JSON escape within a rule may hide a reference.
     return _check_references(name, text, len(_RULE_START.findall(text)) + text.count("\\u00"))
 
@@ -117,7 +117,9 @@ def _check_choice(value: Any) -> str:
     name = f"{_PARAM}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.items(name, value, accepted, MAX_CHOICES)
-    choices = [check.string(name, choice) for choice in choices]
+    if sum(str.__len__(one) for one in choices if isinstance(one, str)) > MAX_CHARACTERS:
+        raise check.invalid(name, value, f"at most {MAX_CHARACTERS} characters")
+    choices = [check.string(name, one) for one in choices]
     if not choices or len(set(choices)) != len(choices):
         raise check.invalid(name, value, accepted)
     return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
@@ -161,18 +163,18 @@ def _parse_json(name: str, text: str) -> Any:
 
 def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
-    for count, (item, depth) in enumerate(walk_json(value)):
-        if depth > MAX_DEPTH:
-            raise check.invalid(name, value, f"at most {MAX_DEPTH} levels")
-        if count > MAX_CHARACTERS:
-            # A list that occurs many times in others is short in memory and long as JSON.
-            raise check.invalid(name, value, f"at most {MAX_CHARACTERS} characters")
-        if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
-            raise check.invalid(name, item, "strings for keys")
+    # On average a value takes two characters of JSON.
+    copier = JsonCopier(MAX_CHARACTERS // 2 + 1, MAX_CHARACTERS, MAX_DEPTH - 1, text_keys=True)
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_mapping_to_dict)
+        text = json.dumps(copier.copy(value), ensure_ascii=False, allow_nan=False)
         text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
+    except NotJsonError as error:
+        accepted = (
+            f"a schema of JSON types, {MAX_DEPTH} levels and {MAX_CHARACTERS} characters at most "
+            f"({error.explain(name)})"
+        )
+        raise check.invalid(name, value, accepted) from None
+    except Exception as error:  # The caller's mapping may raise anything.
         raise check.invalid(name, value, f"values that JSON has ({error})") from None
     return _check_references(name, _check_length(name, text, MAX_CHARACTERS))
 
@@ -184,10 +186,3 @@ def _check_references(name: str, text: str, num_rules: int = 0) -> str:
             name, text, f"at most {MAX_REFERENCES} references and rules, not {count}"
         )
     return text
-
-
-def _mapping_to_dict(value: Any) -> Any:
-    """Convert a mapping to a dict, for ``json.dumps``."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")

@@ -7,6 +7,17 @@ from collections.abc import Sequence
 from asyncllm.text.text_decoder import TextDecoder
 
 
+class StopStrings:
+    """Stop strings of a request, prepared once for all its outputs."""
+
+    __slots__ = ("first_characters", "max_length", "texts")
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        self.first_characters = frozenset(text[0] for text in texts)
+        self.max_length = max(map(len, texts), default=0)
+
+
 class StopMatcher:
     """Finds stop strings in text that arrives in pieces, and holds back as little as possible.
 
@@ -16,7 +27,7 @@ class StopMatcher:
     match never begins in released text.
 
     Args:
-        stops: non-empty strings.
+        stops: non-empty strings; several matchers may share StopStrings.
         include_stop: release the stop string too.
 
     Attributes:
@@ -32,11 +43,12 @@ class StopMatcher:
         "stopped",
     )
 
-    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str] | StopStrings, *, include_stop: bool = False) -> None:
+        prepared = stops if isinstance(stops, StopStrings) else StopStrings(stops)
+        self._stops = prepared.texts
         self._include_stop = include_stop
-        self._first_characters = frozenset(stop[0] for stop in stops)
-        self._max_stop_length = max(map(len, stops), default=0)
+        self._first_characters = prepared.first_characters
+        self._max_stop_length = prepared.max_length
         self._held = ""
         self.stopped: str | None = None
 
@@ -109,7 +121,7 @@ class Detokenizer:
         self,
         decoder: TextDecoder,
         *,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | StopStrings = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.json_copier import JsonCopier, NotJsonError, convert_subclass
 from asyncllm.validation import describe, explain
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
 _MAX_DEPTH = 100
 _MAX_VALUES = 100_000
+
+MAX_CHARACTERS = 2**24
+"""Maximum number of characters of the strings of a conversation, as many as a prompt may have. One
+long string may occur many times, and all of them are joined to be searched."""
+
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class TemplateInput:
@@ -43,9 +51,11 @@ class TemplateInput:
         chat_template: the variable ``chat_template``, or None.
         values: all other variables of the template.
         texts: every string in ``values``.
+        num_characters: number of characters of all strings. A rendered prompt may have more, or
+            fewer.
     """
 
-    __slots__ = ("chat_template", "texts", "values")
+    __slots__ = ("chat_template", "num_characters", "texts", "values")
 
     def __init__(
         self, messages: Any, variables: Mapping[str, Any], *, arguments_as_text: bool = False
@@ -64,7 +74,7 @@ class TemplateInput:
                 "chat_template", kind, "the name or the source of one", "chat_template"
             )
         self.chat_template: str | None = template
-        copier = _JsonCopier()
+        copier = TemplateCopier()
         chat = _check_messages(messages, copier, arguments_as_text)
         self.values = {
             "add_generation_prompt": True,
@@ -74,11 +84,7 @@ class TemplateInput:
             "documents": None,
         }
         self.texts = copier.texts
-
-    @property
-    def num_characters(self) -> int:
-        """Number of characters of all strings. A rendered prompt may have more, or fewer."""
-        return sum(map(len, self.texts)) + len(self.chat_template or "")
+        self.num_characters = sum(map(len, self.texts)) + len(template or "")
 
     def with_changed_strings(
         self, change: Callable[[str], str], unchanged: Collection[str] = ()
@@ -94,20 +100,6 @@ class TemplateInput:
         }
 
 
-def plain_values(value: Any, where: str, param: str) -> Any:
-    """Copy of ``value`` in JSON types.
-
-    Args:
-        where: place of the value, for the error message.
-        param: parameter of the caller, for the error.
-
-    Raises:
-        InvalidRequestError: for a type without a JSON equivalent, for more than 100,000 values, or
-            for nesting deeper than 100 levels.
-    """
-    return _JsonCopier().copy_value(value, where, param)
-
-
 def _change_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
@@ -121,74 +113,59 @@ def _change_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-class _JsonCopier:
-    """Copier of values to JSON types, which also collects their strings."""
+class TemplateCopier:
+    """Copier of the values of one call; its errors are InvalidRequestErrors."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._values_left = _MAX_VALUES
+        self._copier = JsonCopier(_MAX_VALUES, MAX_CHARACTERS, _MAX_DEPTH, _convert)
+        self.texts = self._copier.texts
+
+    @property
+    def values_left(self) -> int:
+        return _MAX_VALUES - self._copier.num_values
 
     def copy_value(self, value: Any, where: str, param: str) -> Any:
+        return self._run(lambda: self._copier.copy(value), where, param)
+
+    def copy_items(self, values: Collection[Any], where: str, param: str) -> list[Any]:
+        return self._run(lambda: self._copier.copy_items(values), where, param)
+
+    def _run(self, copy: Callable[[], Any], where: str, param: str) -> Any:
         try:
-            return self._copy(value, where, 0)
-        except _NotJsonError as error:
-            raise InvalidRequestError(f"{error}, expected JSON types", param=param) from None
-        # Methods of the application's own types may raise errors of any class.
+            return copy()
+        except NotJsonError as error:
+            cause, message = error.__cause__, error.explain(where)
+            message += ", expected JSON types" if cause is None else f" ({explain(cause)})"
+            raise InvalidRequestError(message, param=param) from cause
         except Exception as error:
             raise InvalidRequestError(
                 f"{where}: cannot be read ({explain(error)})", param=param
             ) from error
 
-    def _copy(self, value: Any, where: str, depth: int) -> Any:
-        self._values_left -= 1
-        if depth > _MAX_DEPTH:
-            raise _NotJsonError(f"{where:.80}: nested more than {_MAX_DEPTH} levels deep")
-        if self._values_left < 0:
-            raise _NotJsonError(f"{where:.80}: beyond {_MAX_VALUES} values")
-        kind = type(value)
-        if kind is str:
-            self.texts.append(value)
-            return value
-        if value is None or kind is bool or kind is int or kind is float:
-            return value
-        if kind is dict or isinstance(value, Mapping):
-            copied = {}
-            for key, item in value.items():
-                # The path is only for errors, and strings raise none: most items are strings.
-                at = where if type(item) is str else f"{where}.{key!s:.40}"
-                copied[self._copy(key, where, depth)] = self._copy(item, at, depth + 1)
-            return copied
-        if isinstance(value, (list, tuple)):
-            items = [self._copy(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
-            return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, str):
-            return self._copy(str.__str__(value), where, depth)
-        if isinstance(value, (int, float)):
-            return int(value) if isinstance(value, int) else float(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return self._copy(fields, where, depth)
-        if hasattr(value, "model_dump") and not isinstance(value, type):
-            return self._copy(value.model_dump(), where, depth + 1)
-        raise _NotJsonError(f"{where}: a {type(value).__name__}")
+
+def _convert(value: Any) -> Any:
+    """Convert a dataclass, a pydantic model or an object of a subclass of a JSON type."""
+    if isinstance(value, (type, str, int, float)):
+        return convert_subclass(value)
+    if dataclasses.is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return value.model_dump() if hasattr(value, "model_dump") else convert_subclass(value)
 
 
-class _NotJsonError(Exception):
-    """A value without a JSON equivalent, or beyond a limit."""
-
-
-def _check_messages(messages: Any, copier: _JsonCopier, as_text: bool) -> list[dict[str, Any]]:
+def _check_messages(messages: Any, copier: TemplateCopier, as_text: bool) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)):
         accepted = "a list of at least one message; a prompt is for stream() or generate()"
         raise _invalid_input("messages", f"a {type(messages).__name__}", accepted)
     if not messages:
         raise _invalid_input("messages", "empty", "a list of at least one message")
     chat = []
-    for i, message in enumerate(messages):
+    for i, plain in enumerate(copier.copy_items(messages, "messages", "messages")):
+        if _is_simple(plain):
+            chat.append(plain)
+            continue
         where = f"messages[{i}]"
-        plain = copier.copy_value(message, where, "messages")
         if not isinstance(plain, dict):
-            raise _invalid_input(where, f"a {type(message).__name__}", "a dict with a role")
+            raise _invalid_input(where, f"a {type(messages[i]).__name__}", "a dict with a role")
         # Clients send null for an absent field, but templates test only whether it is present.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
@@ -196,10 +173,22 @@ def _check_messages(messages: Any, copier: _JsonCopier, as_text: bool) -> list[d
             raise _invalid_input(f"{where}.role", describe(role), "a string, as 'user'")
         if "content" in plain:
             plain["content"] = _join_content(plain["content"], f"{where}.content")
-        for call in plain.get("tool_calls") or ():
-            _convert_arguments(call, copier, as_text, f"{where}.tool_calls")
+        if calls := plain.get("tool_calls"):
+            where = f"{where}.tool_calls"
+            plain["tool_calls"] = [
+                _convert_arguments(call, copier, as_text, where) for call in calls
+            ]
         chat.append(_with_reasoning(plain))
     return chat
+
+
+def _is_simple(message: Any) -> bool:
+    """Whether a message needs no conversion, because it has a role and a text alone."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("role")) is type(message.get("content")) is str
+    )
 
 
 def _join_content(content: Any, where: str) -> str:
@@ -224,24 +213,38 @@ def _join_content(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _convert_arguments(call: Any, copier: _JsonCopier, as_text: bool, where: str) -> None:
-    """Convert a call's arguments in place: to JSON text with ``as_text``, else to a dict. Invalid
+def _convert_arguments(call: Any, copier: TemplateCopier, as_text: bool, where: str) -> Any:
+    """Copy a call with its arguments as JSON text if ``as_text`` is set, else as a dict. Invalid
     JSON stays text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        return
+        return call
     arguments = function.get("arguments")
     if as_text and isinstance(arguments, dict):
-        function["arguments"] = copier.copy_value(
-            json.dumps(arguments, ensure_ascii=False), where, "messages"
-        )
-    elif not as_text and isinstance(arguments, str):
+        converted: Any = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        _check_num_values(arguments, copier.values_left, where)
         try:
-            parsed = json.loads(arguments)
+            converted = json.loads(arguments)
         except (ValueError, RecursionError):
-            return
-        if isinstance(parsed, dict):
-            function["arguments"] = copier.copy_value(parsed, where, "messages")
+            return call
+        if not isinstance(converted, dict):
+            return call
+    else:
+        return call
+    converted = {**function, "arguments": copier.copy_value(converted, where, "messages")}
+    return {**call, "function": converted} if "function" in call else converted
+
+
+def _check_num_values(text: str, num_left: int, where: str) -> None:
+    """Refuse JSON text of more than ``num_left`` values before it is parsed."""
+    signs = ",[{"
+    if sum(map(text.count, signs)) > num_left:
+        text = _STRING.sub("", text)
+        if sum(map(text.count, signs)) > num_left:
+            raise InvalidRequestError(
+                f"{where}: beyond {_MAX_VALUES} values, expected JSON types", param="messages"
+            )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +256,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _check_tools(tools: Any, copier: _JsonCopier) -> list[Any] | None:
+def _check_tools(tools: Any, copier: TemplateCopier) -> list[Any] | None:
     if tools is None:
         return None
     plain = copier.copy_value(tools, "tools", "tools")

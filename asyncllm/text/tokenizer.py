@@ -26,7 +26,7 @@ from asyncllm.errors import (
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.control_tokens import ControlTokens, component_stages
-from asyncllm.text.detokenizer import Detokenizer
+from asyncllm.text.detokenizer import Detokenizer, StopStrings
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
 from asyncllm.text.long_text import LONG_TEXT, SHORT_TEXT
 from asyncllm.text.template_input import TemplateInput
@@ -309,14 +309,20 @@ class Tokenizer:
         prompt_token_ids: Sequence[int] = (),
         *,
         visible: frozenset[int] = frozenset(),
+        stop: StopStrings | None = None,
     ) -> Detokenizer:
-        """Make the detokenizer of one output; ``visible`` as for ``text_decoder``."""
+        """Make the detokenizer of one output.
+
+        Args:
+            visible: as for ``text_decoder``.
+            stop: ``params.stop``, prepared for several outputs.
+        """
         decoder = self.text_decoder(
             prompt_token_ids, skip_special_tokens=params.skip_special_tokens, visible=visible
         )
         return Detokenizer(
             decoder,
-            stop=tuple(params.stop),
+            stop=stop or params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )

@@ -12,7 +12,7 @@ from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.json_tree import walk_json
 from asyncllm.structured.references import is_local, resolve
-from asyncllm.text.template_input import plain_values
+from asyncllm.text.template_input import TemplateCopier
 from asyncllm.tool_calls.function_schema import function_schema, is_model
 
 MAX_TOOLS = 1024
@@ -43,7 +43,8 @@ class ToolUse:
                 message has the path of the invalid value.
         """
         items = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
-        schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(items))
+        copier = TemplateCopier()
+        schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):
@@ -95,10 +96,10 @@ def _parse_choice(value: Any) -> str | dict[str, str]:
     raise check.invalid("tool_choice", value, accepted)
 
 
-def _parse_tool(tool: Any, where: str) -> dict[str, Any]:
+def _parse_tool(tool: Any, where: str, copier: TemplateCopier) -> dict[str, Any]:
     if inspect.isroutine(tool) or is_model(tool):
         tool = function_schema(tool, where)
-    plain = plain_values(tool, where, "tools")
+    plain = copier.copy_value(tool, where, "tools")
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
     _require(is_tool, where, tool, f"one of {_ACCEPTED}")
     function: Any = plain.get("function")

@@ -1,0 +1,238 @@
+"""JsonCopier: bounded copies of a caller's values, made of JSON types."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from types import NoneType
+from typing import Any
+
+SCALAR_TYPES = frozenset({str, bool, int, float, NoneType})
+
+
+_MIN_SHARED = 16
+"""Minimum number of values of a container without others whose copy is shared."""
+
+
+class NotJsonError(Exception):
+    """Error for a value without a JSON equivalent, or beyond a limit. Its cause is the error of a
+    method of the value, if there is one."""
+
+    def __init__(self, problem: str, is_limit: bool = False) -> None:
+        super().__init__(problem)
+        self._is_limit = is_limit
+        self._path: list[str] = []
+
+    def add_step(self, container: Any, key: Any) -> None:
+        """Add a container's key or index under which the value is."""
+        name = key if type(key) is str else f"<{type(key).__name__}>"
+        self._path.append(f".{name:.40}" if type(container) is dict else f"[{key}]")
+
+    def explain(self, root: str) -> str:
+        """Make a message that names the place of the value in ``root``."""
+        where = root + "".join(reversed(self._path))
+        return f"{where:.80}: {self}" if self._is_limit else f"{where}: {self}"
+
+
+def convert_subclass(value: Any) -> Any:
+    """Convert an object of a subclass of ``str``, ``int`` or ``float`` to the plain type."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    raise NotJsonError(f"a {type(value).__name__}")
+
+
+class JsonCopier:
+    """Copies values to dicts, lists and scalars, within limits for all its copies together.
+
+    The size of a container is checked before it is read. A container that occurs again counts
+    again, but is copied once: a few lists that share their items may stand for more values than
+    anyone can visit. Its occurrences share the copy, so a copy must not be changed.
+
+    Args:
+        max_values: maximum number of values; containers and keys of dicts count too.
+        max_characters: maximum number of characters of all strings. An integer counts as one
+            character for each 4 bits.
+        max_depth: maximum nesting depth.
+        convert: function that converts a value of another type, or raises NotJsonError.
+        scalar_types: types whose values need no conversion.
+        text_keys: refuse keys other than strings, and make lists of tuples.
+
+    Attributes:
+        texts: all strings, each as often as it occurs.
+    """
+
+    def __init__(
+        self,
+        max_values: int,
+        max_characters: int,
+        max_depth: int,
+        convert: Callable[[Any], Any] = convert_subclass,
+        *,
+        scalar_types: frozenset[type] = SCALAR_TYPES,
+        text_keys: bool = False,
+    ) -> None:
+        self.texts: list[str] = []
+        self.max_values, self.max_characters, self.max_depth = max_values, max_characters, max_depth
+        self.num_values = self.num_characters = 0
+        self._convert, self._scalar_types, self._text_keys = convert, scalar_types, text_keys
+        self._copies: dict[int, tuple[Any, ...]] = {}
+        """Copies by the id of their source, which is kept so that nothing else gets its id."""
+        self._height = 0
+        """Number of levels of the value that was copied last."""
+
+    def copy(self, value: Any) -> Any:
+        """Copy a value.
+
+        Raises:
+            NotJsonError: for a value without a JSON equivalent, or beyond a limit.
+        """
+        self._count(1)
+        if type(value) in self._scalar_types:
+            self._count_scalars((value,), {type(value)})
+            return value
+        return self._copy(value, 0)
+
+    def copy_items(self, values: Collection[Any]) -> list[Any]:
+        """Copy several values; an error's place begins with the value's index."""
+        self._count(len(values))
+        return self._copy_nested(list(values), -1)
+
+    def _count(self, num_values: int, num_characters: int = 0) -> None:
+        self.num_values += num_values
+        self.num_characters += num_characters
+        if self.num_values > self.max_values:
+            raise NotJsonError(f"beyond {self.max_values} values", True)
+        if self.num_characters > self.max_characters:
+            raise NotJsonError(f"beyond {self.max_characters} characters", True)
+
+    def _count_scalars(self, values: Collection[Any], kinds: Collection[type]) -> None:
+        """Count the characters of scalars among values of the types ``kinds``."""
+        if str in kinds:
+            texts = values if len(kinds) == 1 else [one for one in values if type(one) is str]
+            self.texts += texts
+            self._count(0, sum(map(len, texts)))
+        if int in kinds and int in self._scalar_types:
+            self._count(0, sum(one.bit_length() for one in values if type(one) is int) // 4)
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > self.max_depth:
+            raise NotJsonError(f"nested more than {self.max_depth} levels deep", True)
+
+    def _copy(self, value: Any, depth: int) -> Any:
+        """Copy a value of a type other than ``scalar_types``; it is counted itself."""
+        earlier = self._copies.get(id(value))
+        if earlier is not None:
+            _, copied, self._height, num_values, num_characters, first, last = earlier
+            self._check_depth(depth + self._height)
+            self._count(num_values, num_characters)
+            self.texts += self.texts[first:last]
+            return copied
+        num_values, num_characters, first = self.num_values, self.num_characters, len(self.texts)
+        if isinstance(value, (list, tuple)):
+            copied = self._copy_sequence(value, depth)
+        elif isinstance(value, (dict, Mapping)):
+            copied = self._copy_mapping(value, depth)
+        else:
+            copied = self._convert(value)
+            self._height = 0
+            if type(copied) in SCALAR_TYPES:
+                self._count_scalars((copied,), {type(copied)})
+                return copied
+            # An object may convert to another without end, but a dict's items are one level deeper.
+            copied = self._copy(copied, depth + (type(copied) is not dict))
+        if self._height < 2 and self.num_values - num_values < _MIN_SHARED:
+            return copied
+        self._copies[id(value)] = (
+            value,
+            copied,
+            self._height,
+            self.num_values - num_values,
+            self.num_characters - num_characters,
+            first,
+            len(self.texts),
+        )
+        return copied
+
+    def _copy_mapping(self, value: Any, depth: int) -> dict[Any, Any]:
+        if type(value) is dict:
+            self._count(2 * len(value))
+            copied = value.copy()
+        else:
+            num_pairs = (self.max_values - self.num_values) // 2 + 1
+            pairs = list(itertools.islice(value.items(), num_pairs))
+            self._count(2 * len(pairs))
+            copied = dict(pairs)
+        kinds = set(map(type, copied))
+        if kinds == {str}:
+            self._count_scalars(copied, kinds)
+        elif copied:
+            keys = self._copy_nested(list(copied), depth)
+            if self._text_keys and set(map(type, keys)) != {str}:
+                raise NotJsonError("has keys that are not strings")
+            copied = dict(zip(keys, copied.values(), strict=True))
+        return self._copy_nested(copied, depth)
+
+    def _copy_sequence(self, value: Any, depth: int) -> Any:
+        if type(value) in (list, tuple):
+            self._count(len(value))
+            copied = list(value)
+        else:
+            copied = list(itertools.islice(value, self.max_values - self.num_values + 1))
+            self._count(len(copied))
+        copied = self._copy_nested(copied, depth)
+        return tuple(copied) if isinstance(value, tuple) and not self._text_keys else copied
+
+    def _copy_nested(self, copied: Any, depth: int) -> Any:
+        """Copy the items of a shallow copy, which are at the next depth, in place."""
+        is_dict = type(copied) is dict
+        items = copied.values() if is_dict else copied
+        kinds, scalar_types, height = set(map(type, items)), self._scalar_types, 0
+        if kinds:
+            self._check_depth(depth + 1)
+            self._count_scalars(items, kinds)
+            height = 1
+        if kinds <= scalar_types:
+            pass
+        elif self._copy_flat(copied, kinds, depth + 1):
+            height = 2
+        else:
+            for key, item in copied.items() if is_dict else enumerate(copied):
+                if type(item) in scalar_types:
+                    continue
+                try:
+                    copied[key] = self._copy(item, depth + 1)
+                except NotJsonError as error:
+                    error.add_step(copied, key)
+                    raise
+                # Methods of the caller's own types may raise errors of any class.
+                except Exception as error:
+                    unreadable = NotJsonError("cannot be read")
+                    unreadable.add_step(copied, key)
+                    raise unreadable from error
+                height = max(height, self._height + 1)
+        self._height = height
+        return copied
+
+    def _copy_flat(self, copied: Any, kinds: set[type], depth: int) -> bool:
+        """Copy the items of a list in place if all are dicts of scalars, as most messages are, or
+        all are lists of scalars, in a fifth of the time; returns False for other items."""
+        if type(copied) is not list or kinds not in ({dict}, {list}) or depth >= self.max_depth:
+            return False
+        is_dict = kinds == {dict}
+        num_values = (1 + is_dict) * sum(map(len, copied))
+        if self.num_values + num_values > self.max_values:
+            return False
+        keys = list(itertools.chain.from_iterable(copied)) if is_dict else []
+        values = list(
+            itertools.chain.from_iterable(map(dict.values, copied) if is_dict else copied)
+        )
+        value_kinds = set(map(type, values))
+        if not value_kinds <= self._scalar_types or not set(map(type, keys)) <= {str}:
+            return False
+        self._count(num_values)
+        self._count_scalars(keys, {str})
+        self._count_scalars(values, value_kinds)
+        copied[:] = map(dict.copy if is_dict else list.copy, copied)
+        return True

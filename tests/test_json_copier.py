@@ -1,0 +1,259 @@
+"""JsonCopier: what it copies and counts, and that it reads no more than its limits."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncllm import InvalidRequestError, SamplingParams
+from asyncllm import validation as check
+from asyncllm.json_copier import JsonCopier, NotJsonError
+from asyncllm.structured.response_format import parse_response_format
+from asyncllm.text import template_input
+from asyncllm.text.template_input import TemplateInput
+from asyncllm.tool_calls.tool_use import ToolUse
+
+MESSAGE = {"role": "user", "content": "x"}
+LONG = "x" * 1_000_000
+
+
+def copier(max_values: int = 1000, max_characters: int = 10**6, max_depth: int = 50) -> JsonCopier:
+    return JsonCopier(max_values, max_characters, max_depth)
+
+
+def values_in(value: Any) -> Iterator[tuple[Any, int]]:
+    """All values with their depths, each as often as it occurs."""
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        yield item, depth
+        if isinstance(item, dict):
+            pending += [(key, depth) for key in item]
+            pending += [(one, depth + 1) for one in item.values()]
+        elif isinstance(item, (list, tuple)):
+            pending += [(one, depth + 1) for one in item]
+
+
+scalars = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(0, 1) | st.text(max_size=3)
+nested_values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=2) | st.integers(0, 3), inner, max_size=4)
+        | inner.map(lambda one: [one] * 3)
+        | inner.map(lambda one: {"a": one, "b": [one, one]})
+        | st.lists(st.dictionaries(st.text(max_size=2), scalars, max_size=3), max_size=4)
+    ),
+    max_leaves=5,
+)
+
+
+@given(nested_values, st.integers(0, 400), st.integers(0, 6))
+def test_copies_and_counts_as_a_plain_walk(value: Any, max_values: int, max_depth: int) -> None:
+    found = list(values_in(value))
+    texts = [one for one, _ in found if type(one) is str]
+    fits = len(found) <= max_values and max(depth for _, depth in found) <= max_depth
+    one = copier(max_values, max_depth=max_depth)
+    try:
+        copied = one.copy(value)
+    except NotJsonError:
+        assert not fits
+    else:
+        assert fits
+        assert repr(copied) == repr(value)
+        assert one.num_values == len(found)
+        assert sorted(one.texts) == sorted(texts)
+        bits = sum(one.bit_length() // 4 for one, _ in found if type(one) is int)
+        assert sum(map(len, texts)) <= one.num_characters <= sum(map(len, texts)) + bits + 99
+
+
+@given(nested_values)
+def test_copies_are_independent(value: Any) -> None:
+    before = deepcopy(value)
+    copied = copier(10**6).copy(value)
+    for item, _ in list(values_in(value)):
+        if isinstance(item, (dict, list)):
+            item.clear()
+    assert repr(copied) == repr(before)
+
+
+class Counted(UserDict[str, Any]):
+    reads = 0
+
+    def items(self) -> Any:
+        type(self).reads += 1
+        return super().items()
+
+
+def halves(depth: int, kind: Callable[[Any], Any]) -> Any:
+    value: Any = kind(0)
+    for _ in range(depth):
+        value = kind(value)
+    return value
+
+
+def counted(value: Any) -> Counted:
+    return Counted({"a": value, "b": value})
+
+
+def refused(call: Callable[[], Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        call()
+    assert caught.value.param == param
+
+
+def chat(**message: Any) -> TemplateInput:
+    return TemplateInput([MESSAGE | message], {})
+
+
+def tools(parameters: Any, times: int = 1) -> ToolUse | None:
+    named = [{"name": f"f{i}", "parameters": parameters} for i in range(times)]
+    return ToolUse.parse([{"type": "function", "function": one} for one in named], "auto", True)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "structured_outputs": lambda value: SamplingParams(structured_outputs={"json": value}),
+    "response_format": lambda value: parse_response_format(
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+    ),
+    "extra_args": lambda value: SamplingParams(extra_args={"x": value}),
+    "tools": tools,
+    "messages": lambda value: chat(content=value),
+    "chat_template_kwargs": lambda value: TemplateInput([MESSAGE], {"x": value}),
+}
+
+
+@pytest.mark.parametrize("param", CALLS)
+def test_shared_containers_are_read_once(param: str) -> None:
+    Counted.reads = 0
+    refused(lambda: CALLS[param](halves(30, counted)), param)
+    assert Counted.reads <= 60
+
+
+@pytest.mark.parametrize("param", CALLS)
+def test_long_texts_are_refused_before_memory_is_taken(param: str) -> None:
+    value = {"type": "object", "properties": {"x": {"enum": [LONG] * 150}}}
+    tracemalloc.start()
+    try:
+        refused(lambda: CALLS[param](value), param)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_long_integers_are_not_written() -> None:
+    with pytest.raises(InvalidRequestError, match="beyond 131072 characters"):
+        SamplingParams(structured_outputs={"json": {"enum": [10**4000] * 1000}})
+    params = SamplingParams(structured_outputs={"json": {"enum": [10**1000] * 100}})
+    assert json.loads(params.structured_outputs.text) == {"enum": [10**1000] * 100}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1] * 43_000},
+        {"enum": [[1]] * 26_000},
+        {"enum": [[]] * 32_000},
+        {"a" * 131_060: 1},
+        {"enum": ["x" * 10] * 9_300},
+    ],
+)
+def test_schemas_up_to_the_bound_are_accepted(schema: Any) -> None:
+    text = SamplingParams(structured_outputs={"json": schema}).structured_outputs.text
+    assert text == json.dumps(schema)
+    assert len(text) > 125_000
+
+
+def test_tools_are_counted_together() -> None:
+    one = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(1000)}}
+    assert tools(one, 10) is not None
+    with pytest.raises(InvalidRequestError, match=r"tools\[24\].*: beyond 100000 values"):
+        tools(one, 1000)
+
+
+def test_arguments_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def conversation(arguments: str, times: int = 1) -> list[Any]:
+        return [MESSAGE | {"tool_calls": [{"function": {"arguments": arguments}}] * times}]
+
+    prose = json.dumps({"a": ',"[{\\' * 50_000})
+    found = TemplateInput(conversation(prose), {}).values["messages"][0]
+    assert found["tool_calls"][0]["function"]["arguments"] == json.loads(prose)
+    many = '{"a": [' + "1," * 60_000 + "1]}"
+    TemplateInput(conversation(many), {})
+    with pytest.raises(InvalidRequestError, match="beyond 100000 values"):
+        TemplateInput(conversation(many, 2), {})
+    monkeypatch.setattr(template_input.json, "loads", lambda text: pytest.fail("it is parsed"))
+    with pytest.raises(InvalidRequestError, match="beyond 100000 values"):
+        TemplateInput(conversation('{"a": [' + "1," * 100_000 + "1]}"), {})
+
+
+def test_a_message_may_occur_several_times() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": ["b", {"c": "d"}]}'}}
+    for message in (MESSAGE, MESSAGE | {"tool_calls": [call, call]}, MESSAGE | {"name": None}):
+        same = TemplateInput([message] * 3, {})
+        apart = TemplateInput([deepcopy(message) for _ in range(3)], {})
+        assert same.values == apart.values
+        assert same.num_characters == apart.num_characters
+        assert "".join(same.texts) == "".join(apart.texts)
+
+
+class Compared(int):
+    comparisons = 0
+
+    def __lt__(self, other: Any) -> bool:
+        Compared.comparisons += 1
+        return int(self) < int(other)
+
+    __hash__ = int.__hash__
+
+
+class Shown:
+    times = 0
+
+    def __repr__(self) -> str:
+        Shown.times += 1
+        return "."
+
+
+def test_descriptions_read_little_of_a_value() -> None:
+    value: Any = [Shown()] * 10
+    for _ in range(20):
+        value = [value] * 10
+    bunch: Any = [[[Shown()] * 10] * 10] * 10
+    for one in (value, bunch, OrderedDict.fromkeys(range(10**5), Shown())):
+        assert len(check.describe(one)) < 10_000
+    assert Shown.times <= 600
+    check.describe(set(map(Compared, range(10**4))))
+    check.describe(frozenset(map(Compared, range(10**4))))
+    assert Compared.comparisons < 200
+    tracemalloc.start()
+    try:
+        for one in (b"x" * 10**6, bytearray(10**6), type("Text", (str,), {})("x" * 10**6)):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            assert len(check.describe(one)) < 500
+            assert tracemalloc.get_traced_memory()[1] - before < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_long_strings_are_not_encoded(name: str) -> None:
+    tracemalloc.start()
+    try:
+        refused(lambda: SamplingParams(**{name: [LONG]}), name)
+        refused(lambda: SamplingParams(structured_outputs={"regex": LONG}), "structured_outputs")
+        refused(lambda: SamplingParams(structured_outputs={"choice": [LONG]}), "structured_outputs")
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
