@@ -60,6 +60,7 @@ MAX_TOKEN_IDS = 270_000
 vocabularies. An engine takes no more than its model has tokens."""
 
 TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
+"""Fields with lists of token ids, which the vocabulary bounds."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Maximum number of logits processors of a request. Each is called for each token while the batch
