@@ -63,8 +63,11 @@ class RowResult:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """Row whose result was not read yet. It is the waiter of its stream's channel: a mailbox calls
-    ``set_result`` or ``set`` once the request has ended."""
+    """A row of a batch job, until its result is read.
+
+    It takes the place of the future or threading.Event by which a mailbox wakes a stream's reader:
+    the mailbox calls ``set_result`` or ``set`` when the request has ended.
+    """
 
     row: Any
     key: Any
@@ -78,11 +81,13 @@ class _Row:
         return self.has_ended
 
     def set_result(self, _: None = None) -> None:
+        """End the row, as a mailbox of an event loop does. Only the first call has an effect."""
         if not self.has_ended:
             self.has_ended = True
             self.on_end(self)
 
     def set(self) -> None:
+        """End the row, as a ThreadMailbox does; see ``set_result``."""
         self.set_result()
 
     @contextmanager

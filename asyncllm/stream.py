@@ -405,8 +405,8 @@ class TokenStream(Handle):
 
 
 class StreamWithHeartbeat:
-    """Iterator made by ``TokenStream.with_heartbeat``. Losing the last reference to it and the
-    stream aborts the request."""
+    """Iterator made by ``TokenStream.with_heartbeat``. The request is aborted once neither the
+    iterator nor the stream is referenced."""
 
     __slots__ = ("_seconds", "_stream")
 

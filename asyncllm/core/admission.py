@@ -133,8 +133,8 @@ class Admission:
         Returns:
             None if the group has its place in the queue; else a future that is done when the group
             has one. Owners with waiting groups get free places in turns, and ``reserve`` fails
-            while groups wait. To stop waiting, set the group's ``cancelled`` and send the abort. A
-            group that stops waiting without a place loses its members.
+            while groups wait. ``EngineCore.abort`` ends the wait; if the group has no place then,
+            its ``members`` are emptied.
 
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.

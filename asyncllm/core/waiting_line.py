@@ -62,8 +62,8 @@ class WaitingLine:
                 thread.
 
         Returns:
-            Future of the result of ``try_reserve``, or of the AsyncLLMError that it raises. A group
-            that leaves the line without a place loses its members.
+            Future of the result of ``try_reserve``, or of the AsyncLLMError that it raises. If the
+            group leaves the line without a place, its ``members`` are emptied.
         """
         waiter = self._waiters[group] = _Waiter(try_reserve, is_gone)
         self._num_waited += 1

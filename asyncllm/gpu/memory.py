@@ -277,7 +277,7 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def available_memory() -> int:
-    """Bytes that the process may still allocate: the kernel's estimate, within its cgroup."""
+    """Bytes that the process may still allocate, by the kernel's estimate and its cgroup."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":", 1) for line in lines)

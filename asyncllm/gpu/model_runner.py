@@ -287,9 +287,9 @@ class ModelRunner:
     # --- a step ------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
-        """Begins the steps that the stream can run before they are collected.
+        """Begins launched steps, in order, as far as the stream can run them now.
 
-        A step that failed, or whose tokens need the host, blocks the steps behind it. ``collect``
+        Steps behind a failed one, or one whose tokens the host draws, have to wait. ``collect``
         raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
         runner = self._open_runner()

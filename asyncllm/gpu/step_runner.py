@@ -115,7 +115,7 @@ class StepRunner:
         step.event, step.is_drawn = self.stream.record(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
-        """Waits for a step's tokens, and draws the tokens of rows that need the host."""
+        """Waits for a step, and draws on the host the tokens of rows that need it."""
         self.stream.wait(step)
         if not step.is_drawn:
             if step.batch.prompt_logprobs:
@@ -189,7 +189,7 @@ class StepRunner:
             self.memory.write_previous_tokens(step, self.memory.buffer)
 
     def _run_forward(self, step: LaunchedStep) -> None:
-        """Runs the forward pass, between the copies before and after it."""
+        """Queues a forward pass, with the copies of its inputs and its recurrent states."""
         states, loads, saves = self.cache.states, step.batch.state_loads, step.batch.state_saves
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)

@@ -189,8 +189,8 @@ class Serving:
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
-    """Names of the model for clients: ``EngineConfig.served_model_name``, else the model as given
-    to the engine, or the last part of its directory."""
+    """Names of the model for clients: ``EngineConfig.served_model_name``, else that of
+    ``EngineConfig.model``; for a path its last part."""
     config = engine.config
     if config.served_model_name is not None:
         return config.served_model_name

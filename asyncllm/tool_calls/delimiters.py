@@ -57,8 +57,8 @@ class Delimiters:
             last: whether this is the last text.
 
         Returns:
-            The match, or None if there is none or more text could change it; and whether more text
-            could lead to a match.
+            ``(match, pending)``. ``match`` is None if nothing matches, or if text that follows
+            could change the match; in the second case ``pending`` is true.
         """
         pending = False
         for _, pattern, literal in self.patterns:

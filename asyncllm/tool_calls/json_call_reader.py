@@ -41,9 +41,9 @@ arguments, where only brackets are counted.
 
 
 class _NotACallError(Exception):
-    """Signal that the text is no call.
+    """Raised for text that is no call.
 
-    The argument is the position in the text from which on this is certain.
+    Its argument is the number of characters of the text after which that is certain.
     """
 
 

@@ -225,9 +225,9 @@ _PER_HEAD = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
 
 
 def _module_names(model: ModelConfig) -> dict[str, str]:
-    """Map GGUF's names to transformers', both without the layer's prefix.
+    """Map GGUF's module names to transformers', both without the layer's prefix.
 
-    Names are of modules, or of tensors that are no module's weight or bias.
+    Tensors that are no module's weight or bias, such as "attn_sinks.weight", have entries too.
     """
     names, mlp, experts = model.names, model.names.mlp, model.experts
     modules = {

@@ -97,7 +97,10 @@ def join_slices(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.d
 
 
 def row_ranges(shape: tuple[int, ...], row_multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield ranges of about ``SLICE_ELEMENTS`` elements, from multiples of ``row_multiple``."""
+    """Split the rows of a tensor into ranges of about ``SLICE_ELEMENTS`` elements.
+
+    Yields ``(start, stop)``; every start is a multiple of ``row_multiple``.
+    """
     count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // row_multiple) * row_multiple
     for start in range(0, shape[0], count):
         yield start, min(start + count, shape[0])

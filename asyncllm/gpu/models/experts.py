@@ -58,7 +58,7 @@ class ParallelExperts:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the experts' output for ``residual`` to the MLP's output ``x`` and norm the sum.
+        """Norm the sum of the MLP's output ``x`` and the experts' output for ``residual``.
 
         Shapes are ``[T, H]``.
         """

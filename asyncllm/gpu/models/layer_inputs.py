@@ -98,7 +98,11 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
 
 
 def build_input_layer(scope: Scope, size: int, layer: Layer, index: int) -> InputLayer:
-    """Append to ``layer`` the residual block with its per-layer embedding, ``[T, size]``."""
+    """Make an InputLayer: ``layer``, then a residual block for its per-layer embedding.
+
+    Args:
+        size: columns of the per-layer embedding.
+    """
     hidden, scope = scope.model.hidden_size, scope.child("input.", "")
     return InputLayer(
         layer,

@@ -63,7 +63,11 @@ class Scope:
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
-        """Read a parameter that is one checkpoint tensor; ``fields`` as for ``parameter``."""
+        """Read a parameter that is one checkpoint tensor.
+
+        Args:
+            fields: other fields of Parameter.
+        """
         return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:

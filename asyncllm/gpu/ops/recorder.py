@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def refuse_call(self) -> NoReturn:
-        """Raises Unrecordable; the context calls it for native ops that cannot be recorded."""
+        """Raises Unrecordable. The context calls it for an op that cannot be recorded."""
         raise Unrecordable("a native op cannot be recorded")
 
     def _record_selection(self, x: Tensor, index: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """TorchOps: the op set in plain torch, base class and reference of all op sets.
 
-Tiny models are bound by the overhead of torch calls, not by arithmetic, so that each op is written
+Tiny models are bound by the overhead of torch calls, not by arithmetic. So each op is written
 with as few torch calls as possible.
 """
 

@@ -54,7 +54,7 @@ class _StoppedError(Exception):
 
 
 class PackedStore:
-    """Reader of an engine's packed weights from a file, or writer of a new file.
+    """Packed weights of an engine: read from a file, or packed and then written to one.
 
     Weights are looked up first in the cache folder, by the metadata of the checkpoint's files, then
     beside the model (``asyncllm pack``), by the checksum of the checkpoint's content. A file's name
@@ -65,9 +65,9 @@ class PackedStore:
         next_to_model: write beside the model and not into the cache folder.
 
     Attributes:
-        state: phrase that says where the weights come from, and why not from a file.
+        state: phrase for the log: where the weights come from, and why no file was used.
         num_threads: number of threads of the native ops.
-        path: the file that is written.
+        path: the file to write.
     """
 
     def __init__(
