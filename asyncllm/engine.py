@@ -191,7 +191,7 @@ class AsyncLLMEngine(Handle):
         self._mailboxes.clear()
         leftovers = (
             thread.thread_to_join,
-            *self._input_processor.prompts.texts.close(),
+            *self._input_processor.prompts.text_threads.close(),
             *self._submitter.close(),
         )
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -537,7 +537,7 @@ class AsyncLLMEngine(Handle):
         )
         token_ids = encode(SHORT_TEXT)
         if token_ids is None:
-            token_ids = await prompts.texts.call(encode, num_characters)
+            token_ids = await prompts.text_threads.call(encode, num_characters)
         return token_ids  # pyright: ignore[reportReturnType]
 
     async def detokenize(
@@ -552,7 +552,11 @@ class AsyncLLMEngine(Handle):
         """
         prompts = self._running().prompts
         length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
-        return decode() if length < LONG_TEXT else await prompts.texts.long.call(decode, length)
+        return (
+            decode()
+            if length < LONG_TEXT
+            else await prompts.text_threads.long_thread.call(decode, length)
+        )
 
     # --- the engine as a whole ---------------------------------------------------------
 

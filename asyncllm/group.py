@@ -194,7 +194,7 @@ class EngineGroup(AsyncLLMEngine):
         for engine in engines:
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
-            for thread in self._input_processor.prompts.texts.close():
+            for thread in self._input_processor.prompts.text_threads.close():
                 await join(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:

@@ -110,11 +110,11 @@ class SimulatedGPU:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         self.pooled += size
 
-    def finish(self, device: torch.device, seconds: float) -> bool:
+    def synchronize(self, device: torch.device, timeout: float) -> bool:
         self._answer("finish")
         return not self.busy
 
-    def empty_cache(self, device: torch.device, seconds: float = -1) -> None:
+    def empty_cache(self, device: torch.device, timeout: float = -1) -> None:
         self._answer("empty_cache")
         self.cached = self.pooled = 0
 

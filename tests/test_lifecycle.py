@@ -636,7 +636,7 @@ def test_a_destructor_takes_no_lock():
     engine._start_blocking()
     core = core_of(engine)
     last = [engine]
-    texts = engine._input_processor.submitter._texts
+    texts = engine._input_processor.submitter._text_threads
     locks = [core._lock, core.admission._lock, texts.long._lock, texts._short._lock]
     del engine, texts
 

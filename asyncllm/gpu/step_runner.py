@@ -228,7 +228,7 @@ class StepRunner:
             else:
                 self.draw(logits, step.stages)
         if count < len(step.rows):
-            memory.sampled.numpy()[count : len(step.rows)] = largest.numpy()
+            memory.sampled_tokens.numpy()[count : len(step.rows)] = largest.numpy()
         if step.buffer is not memory.buffer:
             memory.return_tokens(step)
 
@@ -237,7 +237,7 @@ class StepRunner:
         rows."""
         memory, count = self.memory, len(logits)
         top = memory.logprobs if stages & Stages.LOGPROBS else None
-        tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
+        tokens, rows = memory.sampled_tokens[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
@@ -252,7 +252,11 @@ class StepRunner:
         if len(some) in (0, count):
             self.draw(logits, step.stages)
             return
-        index, rows, tokens = torch.from_numpy(some), memory.sampling_rows(count), memory.sampled
+        index, rows, tokens = (
+            torch.from_numpy(some),
+            memory.sampling_rows(count),
+            memory.sampled_tokens,
+        )
         own, found, top = rows.select(index), tokens[index], None
         if step.stages & Stages.LOGPROBS:
             top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)

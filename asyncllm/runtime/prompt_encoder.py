@@ -15,7 +15,7 @@ from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
 from asyncllm.runtime.worker_thread import Cooldown, TextThreads
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.tool_use import ToolUse
 
 Encode = Callable[[int | None], list[int] | None]
@@ -29,17 +29,17 @@ class PromptEncoder:
     """Converts prompts to token ids for one running engine.
 
     Attributes:
-        texts: worker threads for inputs of ``tokenize`` and ``detokenize``; prompts of
+        text_threads: worker threads for inputs of ``tokenize`` and ``detokenize``; prompts of
             requests have another.
     """
 
     loaded: LoadedModel
     config: EngineConfig
     cooldown: InitVar[Cooldown]
-    texts: TextThreads = field(init=False)
+    text_threads: TextThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self.texts = TextThreads("asyncllm-tokenize", cooldown)
+        self.text_threads = TextThreads("asyncllm-tokenize", cooldown)
 
     def prepare_tokenize(
         self,
@@ -67,7 +67,7 @@ class PromptEncoder:
                 accepted = "None or False with messages, whose special tokens the template writes"
                 raise check.invalid("add_special_tokens", special, accepted)
             tool_use = ToolUse.parse(options.tools, "auto", True)
-            self.response_format(tool_use, options)
+            self.chat_syntax(tool_use, options)
             chat = self.template_input(prompt, tool_use, options, generation)
             encode = partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
             return chat.num_characters, encode
@@ -129,11 +129,11 @@ class PromptEncoder:
                 accepted = f"no {name} beside {name}="
                 raise check.invalid("chat_template_kwargs", kwargs, accepted)
             variables[name] = value
-        return TemplateInput(messages, variables, arguments_as_text=self._formats.arguments_as_text)
+        return TemplateInput(
+            messages, variables, arguments_as_text=self._syntaxes.expects_text_arguments
+        )
 
-    def response_format(
-        self, tool_use: ToolUse | None, options: TemplateOptions
-    ) -> ResponseFormat | None:
+    def chat_syntax(self, tool_use: ToolUse | None, options: TemplateOptions) -> ChatSyntax | None:
         """Format of the answer to a conversation.
 
         Raises:
@@ -142,12 +142,12 @@ class PromptEncoder:
         template = self.loaded.tokenizer.chat_template
         if tool_use is not None and not template.reads("tools", options.chat_template):
             raise check.argument_error("tools", "the chat template takes none")
-        return self._formats.format_for(tool_use is not None)
+        return self._syntaxes.syntax_for(tool_use is not None)
 
     @cached_property
-    def _formats(self) -> ResponseFormats:
-        formats = self.loaded.response_formats
-        return formats or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
+    def _syntaxes(self) -> ChatSyntaxes:
+        syntaxes = self.loaded.chat_syntaxes
+        return syntaxes or ChatSyntaxes.of_tokenizer(self.loaded.tokenizer, self.config)
 
     def check_ids(self, prompt: Any, num_kept: int | None) -> tuple[list[int], int]:
         """Check a prompt of token ids.

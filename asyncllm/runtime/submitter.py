@@ -123,10 +123,10 @@ class Submitter:
     mailboxes: MailboxRegistry
     observers: Observers
     cooldown: InitVar[Cooldown]
-    _texts: TextThreads = field(init=False)
+    _text_threads: TextThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self._texts = TextThreads("asyncllm-text", cooldown)
+        self._text_threads = TextThreads("asyncllm-text", cooldown)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and
@@ -170,12 +170,12 @@ class Submitter:
 
     def prompts_made(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
-        return self._texts.barrier()
+        return self._text_threads.barrier()
 
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        return self.grammars.close() + self._texts.close()
+        return self.grammars.close() + self._text_threads.close()
 
     def _make_notifier(self, submission: Submission) -> None:
         request, observers = submission.request, (*submission.observers, *self.observers.all)
@@ -219,7 +219,7 @@ class Submitter:
             return True
 
         try:
-            self._texts.submit(make_and_send, submission.num_characters)
+            self._text_threads.submit(make_and_send, submission.num_characters)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

@@ -163,7 +163,7 @@ class JsonCallReader:
         if self._close_text is not None:
             assert self._delimiters is not None
             rest = self._close_text.lstrip()
-            match, _ = self._delimiters.match(rest, last=True)
+            match, _ = self._delimiters.match(rest, is_last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
         self._raw_texts.append(self._text)

@@ -259,7 +259,7 @@ def _module_names(model: ModelConfig) -> dict[str, str]:
         }
         for kind, part in zip(("gate", "up", "down"), stored.parts, strict=True):
             modules[f"ffn_{kind}_exps"] = f"{stored.experts}.{_EXPERT_INDEX}.{part}"
-            modules[f"ffn_{kind}_shexp"] = f"{stored.shared}.{kind}_proj"
+            modules[f"ffn_{kind}_shexp"] = f"{stored.shared_expert}.{kind}_proj"
     if model.linear_attention is not None:
         modules |= {
             "attn_qkv": "linear_attn.in_proj_qkv",

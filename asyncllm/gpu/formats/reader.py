@@ -33,7 +33,7 @@ class DequantisingReader:
     def __init__(self, source: CheckpointReader, fmt: WeightFormat, dtype: torch.dtype) -> None:
         self.source, self.format, self.dtype = source, fmt, dtype
         self.label, self.ignored = fmt.label, fmt.ignored
-        self._packed_tensors = {tensor.name: tensor for tensor in fmt.packed(source)}
+        self._packed_tensors = {tensor.name: tensor for tensor in fmt.find_tensors(source)}
         parts = {part for tensor in self._packed_tensors.values() for part in tensor.parts.values()}
         self.tensors: dict[str, TensorInfo] = {
             name: info

@@ -179,7 +179,7 @@ class TorchOps:
             dtype: dtype of the embedding.
             multiplier: factor on the embedding only.
         """
-        shared = replace(weights, shared=True)
+        shared = replace(weights, is_tied=True)
         return self.embedding(weights.values, multiplier), self.linear(shared)
 
     def sum_words(self, memory: Tensor) -> int:

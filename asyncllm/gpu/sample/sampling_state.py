@@ -77,7 +77,7 @@ class SamplingState:
         self.sections = Sections(scalar_sections(table_rows), torch.device("cpu"))
         self._scalars = self.sections.arrays
         for name, scalar in SCALARS.items():
-            self._scalars[name].fill(scalar.neutral)
+            self._scalars[name].fill(scalar.neutral_value)
         self.logprobs = np.full(table_rows, -1, dtype=np.int64)
         self.stages = np.zeros(table_rows, dtype=np.int64)
         self.needs_logits = np.ones(table_rows, dtype=np.bool_)
@@ -183,7 +183,7 @@ class SamplingState:
     def release(self, req_index: int) -> None:
         """Resets a request index to neutral values, with which its logits are not processed."""
         for name, scalar in SCALARS.items():
-            self._scalars[name][req_index] = scalar.neutral
+            self._scalars[name][req_index] = scalar.neutral_value
         self.logprobs[req_index] = -1
         self.stages[req_index] = 0
         self.needs_logits[req_index] = True
