@@ -372,7 +372,7 @@ def test_the_tokenizers_own_template_comes_first() -> None:
     calls = [("get_weather", {"city": 'Os"lo'})]
     expected = ("Ok.<|tool_call>call:rm{}<tool_call|>", "Hm.", calls)
     assert parse(form, [text]) == parse(form, text) == expected
-    assert (form.begin, form.reasoning_end) == ("<|channel>thought\n", "<channel|>")
+    assert (form.reasoning_begin, form.reasoning_end) == ("<|channel>thought\n", "<channel|>")
     assert form_for([], "hermes", "auto", OWN).calls is TOOL_FAMILIES["hermes"].calls
 
 

@@ -165,7 +165,7 @@ class Scheduler:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
             batch.prompt_logprobs = prompt_spans(step, self.info.vocab_size)
-        batch.released, self._released_req_indices = self._released_req_indices, []
+        batch.released_indices, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
         self._latest_step = step

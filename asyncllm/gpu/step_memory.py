@@ -100,7 +100,7 @@ class StepMemory:
     def upload(self, step: LaunchedStep) -> None:
         """Queues the copy of a step to the device, and the step's changes of the batch state
         there."""
-        for update in step.updates:
+        for update in step.table_updates:
             update.write(self.tables)
         if not self.on_device:
             return

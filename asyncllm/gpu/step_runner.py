@@ -153,12 +153,12 @@ class StepRunner:
         self.inputs.apply(batch)
         if self._zeroes_blocks and (batch.assignments or batch.new_blocks):
             step.blocks_to_zero = self.inputs.unfilled_blocks(batch)
-        for req_index in batch.released:
+        for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
             update = sampler.assign(self._in_process.with_processors(assignment))
             if update is not None:
-                step.updates.append(update)
+                step.table_updates.append(update)
         if self.replay.finds_greedy_tokens:
             needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:

@@ -69,7 +69,7 @@ class InputProcessor:
     no other request.
     """
 
-    loaded: LoadedModel
+    loaded_model: LoadedModel
     config: EngineConfig
     prompts: PromptEncoder
     submitter: RequestQueue
@@ -102,7 +102,7 @@ class InputProcessor:
             return self._submission(request, call, lambda _: token_ids, 0)
         min_tokens = 0
         if len(text) > SHORT_TEXT:
-            min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
+            min_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
             self._check_length(request, len(text), min_tokens)
         encode = partial(self.prompts.encode_text, text, True)
         return self._submission(request, call, encode, len(text), min_tokens=min_tokens)
@@ -240,7 +240,7 @@ class InputProcessor:
             raise check.invalid("priority", options.priority, accepted)
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
-        info, model = self.loaded.executor.info, self.loaded.model_config
+        info, model = self.loaded_model.executor.info, self.loaded_model.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
             sampling, model.generation_defaults or {}, self._draw_seed, info.vocab_size
         )
@@ -249,7 +249,7 @@ class InputProcessor:
         if num_kept is not None and num_kept > max_kept:
             accepted = f"at most {max_kept}, so that one more fits into max_model_len, -1 or None"
             raise check.invalid("truncate_prompt_tokens", num_kept, accepted)
-        in_process = getattr(self.loaded.executor, "in_process", None)
+        in_process = getattr(self.loaded_model.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
                 accepted = "none with an executor that runs in another process"
@@ -287,8 +287,8 @@ class InputProcessor:
             InvalidRequestError: for a bad word that the model cannot write.
         """
         allowed, words = lists = _token_rule_params(sampling)
-        vocab_size = self.loaded.executor.info.vocab_size
-        word_token_ids = bad_words_token_ids(words, self.loaded.tokenizer, vocab_size)
+        vocab_size = self.loaded_model.executor.info.vocab_size
+        word_token_ids = bad_words_token_ids(words, self.loaded_model.tokenizer, vocab_size)
         rules = TokenRules.create(allowed, word_token_ids, vocab_size)
         if len(words) > _MAX_QUICK_WORDS // 2 and len(allowed or ()) <= _MAX_QUICK_TOKENS:
             with self._cache_lock:
@@ -298,7 +298,7 @@ class InputProcessor:
         return rules
 
     def _set_token_rules(self, members: Sequence[Request], rules: TokenRules | None) -> None:
-        limits = self.loaded.executor.info.sampling_limits
+        limits = self.loaded_model.executor.info.sampling_limits
         for member in members:
             member.token_rules = rules
             member.needs_host = limits is not None and (
@@ -314,7 +314,7 @@ class InputProcessor:
         """Make the group with its channel and members; returns the first member. All arguments but
         the prompt are already checked."""
         resolved, claiming_processors = self._resolve_params(sampling_params, sampling, options)
-        model, info = self.loaded.model_config, self.loaded.executor.info
+        model, info = self.loaded_model.model_config, self.loaded_model.executor.info
         now = self.submitter.core.clock()
         group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
@@ -323,7 +323,7 @@ class InputProcessor:
             deadline=math.inf if options.timeout is None else now + options.timeout,
         )
         skip = resolved.skip_special_tokens
-        decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=skip)
+        decode = partial(self.loaded_model.tokenizer.decode, skip_special_tokens=skip)
         if not resolved.detokenize:
             decode = NoText.decode
         for index in range(resolved.n):
@@ -337,7 +337,7 @@ class InputProcessor:
                 cache_salt=options.cache_salt,
                 claiming_processors=claiming_processors,
                 output=DetokenizerState(decode),
-                first=group.members[0] if index else None,
+                first_member=group.members[0] if index else None,
             )
         self._set_token_rules(group.members, self._quick_token_rules(resolved))
         return group.members[0]
@@ -353,12 +353,12 @@ class InputProcessor:
             token_ids = token_ids[-num_kept:]
         if len(token_ids) >= request.max_model_len:
             raise self.prompts.too_long_error(len(token_ids))
-        vocab_size = self.loaded.executor.info.vocab_size
+        vocab_size = self.loaded_model.executor.info.vocab_size
         if max(token_ids) >= vocab_size:
             # A tokenizer may know more tokens than the model has embeddings.
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
-        tokenizer = self.loaded.tokenizer
+        tokenizer = self.loaded_model.tokenizer
         detokenizer_options: dict[str, Any] = {}
         if request.sampling.stop:
             detokenizer_options["stop"] = StopStrings(request.sampling.stop)
@@ -384,7 +384,7 @@ class InputProcessor:
         them."""
         delimiters = self._delimiter_tokens.get(syntax)
         if delimiters is None:
-            delimiters = DelimiterTokens.of(syntax, self.loaded.tokenizer)
+            delimiters = DelimiterTokens.of(syntax, self.loaded_model.tokenizer)
             self._delimiter_tokens[syntax] = delimiters
         return delimiters
 

@@ -75,7 +75,7 @@ class Submission:
             prompt = member.token_ids[: member.num_prompt_tokens]
             first = group.members[0] if group.members else None
             replace(
-                member, group=group, token_ids=prompt, first=first, structured_output=None
+                member, group=group, token_ids=prompt, first_member=first, structured_output=None
             )  # The constructor adds the request to the group.
         request = group.members[0]
         make_prompt = None if request.token_ids else self.make_prompt
@@ -178,7 +178,7 @@ class Submitter:
         return self.grammars.close() + self._text_threads.close()
 
     def _make_notifier(self, submission: Submission) -> None:
-        request, observers = submission.request, (*submission.observers, *self.observers.all)
+        request, observers = submission.request, (*submission.observers, *self.observers.registered)
         request.group.engine = self.observers.engine
         submission.notifier = ObserverNotifier(request, observers) if observers else None
         request.group.notifier = submission.notifier

@@ -79,7 +79,7 @@ class Serving:
     description: bytes | None = None
     description_lock: anyio.Lock = field(default_factory=anyio.Lock)
     sessions: set[object] = field(default_factory=set)
-    created: int = field(default_factory=lambda: int(time.time()))
+    created_at: int = field(default_factory=lambda: int(time.time()))
     worker: WorkerThread = field(init=False)
     small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))

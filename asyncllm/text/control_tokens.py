@@ -117,7 +117,7 @@ class ControlTokens:
                 self._restore_delimiters(str(error)), param=error.param
             ) from error
         if "\\ud8" not in text:
-            # A filter such as tojson escapes a surrogate as "\ud8…"; undo that.
+            # Restore surrogates that a filter such as tojson has escaped as "\ud8…".
             for surrogate in self._surrogates.values():
                 prompt = prompt.replace(f"\\u{ord(surrogate):x}", surrogate)
         return prompt

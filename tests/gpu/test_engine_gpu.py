@@ -146,7 +146,7 @@ def assert_equal_but_for_ties(found: Sequence[Completion], expected: Sequence[Co
 def graphs_of(engine: AsyncLLMEngine) -> Any:
     """The graphs of a started engine's runner."""
     assert engine._thread is not None
-    return engine._thread.loaded.executor.graphs
+    return engine._thread.loaded_model.executor.graphs
 
 
 def greedy_requests() -> list[Request]:

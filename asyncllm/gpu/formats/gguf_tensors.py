@@ -74,7 +74,7 @@ def model_tensors(file: GGUFFile, model: ModelConfig) -> dict[str, StoredTensor]
 
 
 class _TensorMapper:
-    """Mapping from the tensors of one GGUF file to those of transformers."""
+    """Mapping from the tensors of one GGUF file to transformers' tensors."""
 
     def __init__(self, file: GGUFFile, model: ModelConfig) -> None:
         self.path, self.model = file.path, model

@@ -109,9 +109,9 @@ class StepQueue(SyncStream):
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
             return False
-        if not batch.released and not batch.assignments and not batch.freed_entries:
+        if not batch.released_indices and not batch.assignments and not batch.freed_entries:
             return True
-        changed = {*batch.released, *(each.req_index for each in batch.assignments)}
+        changed = {*batch.released_indices, *(each.req_index for each in batch.assignments)}
         changed.update(req_index for req_index, *_ in batch.freed_entries)
         return all(changed.isdisjoint(one.batch.req_indices) for one in earlier_steps)
 

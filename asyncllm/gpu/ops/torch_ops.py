@@ -144,7 +144,7 @@ class TorchOps:
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
     def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        """Numbers of tokens per step from which on the experts launch other kernels.
+        """Numbers of tokens per step at which the experts change to other kernels.
 
         Warm-up runs a step of each number, because a kernel is compiled at its first launch.
         """

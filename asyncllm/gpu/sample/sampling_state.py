@@ -142,9 +142,11 @@ class SamplingState:
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
         rules = assignment.token_rules
-        if rules is not None and rules.allowed is not None:
+        if rules is not None and rules.allowed_mask is not None:
             # Copy the words: torch warns about read-only memory.
-            update.rows["allowed"] = mask_words(rules.allowed, num_words(self.vocab_size)).copy()
+            update.rows["allowed"] = mask_words(
+                rules.allowed_mask, num_words(self.vocab_size)
+            ).copy()
             scalars["restricted"][req_index] = 1
         elif params.allowed_token_ids is not None:
             raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")

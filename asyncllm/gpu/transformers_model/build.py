@@ -106,7 +106,7 @@ def build_transformers_decoder(
     owner.finish()
     embedding = torch.empty(0, dtype=dtype, device=owner.device)
     return TransformersDecoder(
-        model, ops, attention, modules, probed.base, step, embedding, plan.states
+        model, ops, attention, modules, probed.base_name, step, embedding, plan.states
     )
 
 

@@ -71,7 +71,7 @@ class Probe:
 
     Attributes:
         model: the probed skeleton.
-        base: name of the skeleton's submodule that ends with the last norm.
+        base_name: name of the skeleton's submodule that ends with the last norm.
         attention_calls: calls of attention, in order.
         linears: names of the linear layers that are called, and whose weight no other code reads.
         experts: names of the modules with experts.
@@ -82,7 +82,7 @@ class Probe:
     """
 
     model: nn.Module
-    base: str
+    base_name: str
     attention_calls: list[AttentionCall] = field(default_factory=list)
     linears: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
@@ -210,7 +210,7 @@ def probe(model: TransformersConfig) -> Probe:
         if type(module) in classes:
             module.__class__ = classes[type(module)]
             watched[name] = module
-    base, embedding = getattr(skeleton, result.base), skeleton.get_input_embeddings()
+    base, embedding = getattr(skeleton, result.base_name), skeleton.get_input_embeddings()
     kind: Any = type(embedding)
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
         embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
@@ -225,7 +225,7 @@ def probe(model: TransformersConfig) -> Probe:
                 attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
                 use_cache=False,
             ).last_hidden_state
-            logits_of(output_head(skeleton, result.base), hidden[0])
+            logits_of(output_head(skeleton, result.base_name), hidden[0])
         callers = [call.module for call in result.attention_calls]
         result.recurrent_calls, result.idle_modules = probe_recurrent(skeleton, watch, callers)
     except Exception as error:
