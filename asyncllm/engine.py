@@ -131,7 +131,7 @@ class AsyncLLMEngine(Handle):
             raise
 
     def _adopt_thread(self, thread: EngineThread) -> None:
-        loaded, core, config = thread.loaded, thread.core, self.config
+        loaded, core, config = thread.loaded_model, thread.core, self.config
         prompts = PromptEncoder(loaded, config, self._cooldown)
         submitter = Submitter(
             core, thread.grammars, self._mailboxes, self._observers, self._cooldown
@@ -191,7 +191,7 @@ class AsyncLLMEngine(Handle):
         self._mailboxes.clear()
         leftovers = (
             thread.thread_to_join,
-            *self._input_processor.prompts.texts.close(),
+            *self._input_processor.prompts.text_threads.close(),
             *self._submitter.close(),
         )
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -537,7 +537,7 @@ class AsyncLLMEngine(Handle):
         )
         token_ids = encode(SHORT_TEXT)
         if token_ids is None:
-            token_ids = await prompts.texts.call(encode, num_characters)
+            token_ids = await prompts.text_threads.call(encode, num_characters)
         return token_ids  # pyright: ignore[reportReturnType]
 
     async def detokenize(
@@ -552,7 +552,11 @@ class AsyncLLMEngine(Handle):
         """
         prompts = self._running().prompts
         length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
-        return decode() if length < LONG_TEXT else await prompts.texts.long.call(decode, length)
+        return (
+            decode()
+            if length < LONG_TEXT
+            else await prompts.text_threads.long_thread.call(decode, length)
+        )
 
     # --- the engine as a whole ---------------------------------------------------------
 
@@ -622,7 +626,7 @@ class AsyncLLMEngine(Handle):
             EngineClosedError: if the engine is not started, or closed.
         """
         inputs = self._running()
-        info = inputs.loaded.executor.info
+        info = inputs.loaded_model.executor.info
         token_ids = check.token_ids("token_ids", token_ids, info.vocab_size, info.max_model_len)
         cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
         return inputs.submitter.core.num_cached_tokens(PromptHashes(token_ids, cache_salt))
@@ -644,18 +648,18 @@ class AsyncLLMEngine(Handle):
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer: ``encode``, ``decode``, ``apply_chat_template``."""
-        return self._require_started().loaded.tokenizer
+        return self._require_started().loaded_model.tokenizer
 
     @property
     def model_config(self) -> Any:
         """The model's own configuration: its architecture, sizes and limits."""
-        return self._require_started().loaded.model_config
+        return self._require_started().loaded_model.model_config
 
     @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens, prompt and output: ``EngineConfig.max_model_len``; if that is
         None, the length that the engine chose at start."""
-        return self._require_started().loaded.executor.info.max_model_len
+        return self._require_started().loaded_model.executor.info.max_model_len
 
     # --- checks of the state -----------------------------------------------------------
 

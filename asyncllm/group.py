@@ -194,7 +194,7 @@ class EngineGroup(AsyncLLMEngine):
         for engine in engines:
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
-            for thread in self._input_processor.prompts.texts.close():
+            for thread in self._input_processor.prompts.text_threads.close():
                 await join(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:
@@ -362,20 +362,20 @@ class EngineGroup(AsyncLLMEngine):
 
     def _add(self, engine: AsyncLLMEngine) -> None:
         """Number an engine, and let requests go to it."""
-        for observer in self._observers.all:
+        for observer in self._observers.registered:
             engine.add_observer(observer)
         self._queue.add(engine, next(self._numbers))
 
     def _set_primary(self, engine: AsyncLLMEngine) -> None:
         """Use an engine's model and tokenizer to prepare later requests."""
-        loaded = engine._require_started().loaded
+        loaded = engine._require_started().loaded_model
         assert engine._submitter is not None
         self._queue.primary = engine._submitter
         if self._input_processor is None:
             prompts = PromptEncoder(loaded, engine.config, self._cooldown)
             self._input_processor = InputProcessor(loaded, engine.config, prompts, self._queue)
         else:
-            self._input_processor.loaded = self._input_processor.prompts.loaded = loaded
+            self._input_processor.loaded_model = self._input_processor.prompts.loaded_model = loaded
 
     def _require_started(self) -> EngineThread:
         for engine in self._queue.engines.values():

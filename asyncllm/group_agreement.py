@@ -30,7 +30,7 @@ def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
 
 
 def _agreed_values(engine: AsyncLLMEngine) -> dict[str, Any]:
-    loaded, config = engine._require_started().loaded, engine.config
+    loaded, config = engine._require_started().loaded_model, engine.config
     info, tokenizer, model = loaded.executor.info, loaded.tokenizer, loaded.model_config
     template = tokenizer.chat_template
     return {

@@ -58,7 +58,7 @@ class GroupQueue:
         self.waiting_line = WaitingLine()
         self._retries = retries
         self._router = Router()
-        self._texts = PrefixIndex(_MAX_PIECES_PER_ENGINE)
+        self._text_index = PrefixIndex(_MAX_PIECES_PER_ENGINE)
         self.retryable: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
 
     @property
@@ -130,7 +130,7 @@ class GroupQueue:
         self.release(self.engines[number])
         self.engines = {key: engine for key, engine in self.engines.items() if key != number}
         self._router.forget(number)
-        self._texts.forget(number)
+        self._text_index.forget(number)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request at the engine that is expected to answer first, and return its stream.
@@ -151,7 +151,9 @@ class GroupQueue:
         """Queue a request; if all queues are full, wait until an engine has a place for it."""
         group, is_gone = submission.request.group, running_backend().is_closed
         with self.waiting_line.lock:
-            placed = self.waiting_line.push(group, partial(self._place_first, submission), is_gone)
+            placed = self.waiting_line.push(
+                group, partial(self._place_first_waiting, submission), is_gone
+            )
         self.waiting_line.advance()
         if not placed.done():
             try:
@@ -176,7 +178,7 @@ class GroupQueue:
             observer.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
         placed.add_done_callback(_abort_placed)
 
-    def _place_first(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
+    def _place_first_waiting(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
         """Place the first waiting request; returns None if all queues are full."""
         try:
             return self._place(submission, 1)
@@ -230,7 +232,7 @@ class GroupQueue:
             (only,) = submitters.values()
             return only, None
         hashes = [] if request.token_ids else text_hashes(*_prompt_beginning(submission))
-        num_pieces = self._texts.find(hashes, self.core.clock()) if hashes else {}
+        num_pieces = self._text_index.find(hashes, self.core.clock()) if hashes else {}
         candidates = []
         for number, submitter in submitters.items():
             core, cached = submitter.core, num_pieces.get(number, 0) * _TOKENS_PER_PIECE
@@ -254,8 +256,8 @@ class GroupQueue:
             raise check.invalid("n", len(request.group.members), accepted)
         route = self._router.choose(candidates, submission.num_tokens)
         number: Any = route.key
-        text = self._texts.add(number, hashes, self.core.clock()) if hashes else None
-        observer = _RoutingObserver(self._router, route, self._texts, text)
+        sent_text = self._text_index.add(number, hashes, self.core.clock()) if hashes else None
+        observer = _RoutingObserver(self._router, route, self._text_index, sent_text)
         submission.observers = (observer,)
         return submitters[number], observer
 
@@ -283,8 +285,8 @@ class _RoutingObserver:
 
     router: Router
     route: Route
-    texts: PrefixIndex
-    text: Sent | None
+    text_index: PrefixIndex
+    sent_text: Sent | None
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
         """Do nothing: the request was counted when it was routed."""
@@ -295,15 +297,15 @@ class _RoutingObserver:
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
         if usage.ttft is None:
             self.withdraw()
-        elif self.text is not None:
-            pieces = len(self.text.hashes) * usage.cached_tokens / usage.prompt_tokens
-            self.texts.correct(self.text, round(pieces))
+        elif self.sent_text is not None:
+            pieces = len(self.sent_text.hashes) * usage.cached_tokens / usage.prompt_tokens
+            self.text_index.correct(self.sent_text, round(pieces))
 
     def withdraw(self) -> None:
         """Count the request as not sent: it was refused, or ended without a token."""
         self.router.settle(self.route)
-        if self.text is not None:
-            self.texts.withdraw(self.text)
+        if self.sent_text is not None:
+            self.text_index.withdraw(self.sent_text)
 
 
 def _abort_placed(placed: Future[Any]) -> None:

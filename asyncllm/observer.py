@@ -116,13 +116,13 @@ class Observers:
     """Observers of one engine; any thread may add and remove them.
 
     Attributes:
-        all: the current observers, an immutable tuple.
+        registered: the current observers, an immutable tuple.
         engine: the engine's number in its EngineGroup; None outside of one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.all: tuple[Observer, ...] = ()
+        self.registered: tuple[Observer, ...] = ()
         self.engine: int | None = None
 
     def add(self, observer: Observer) -> None:
@@ -135,17 +135,17 @@ class Observers:
             accepted = "an object with the methods on_submit and on_finish"
             raise invalid("observer", observer, accepted)
         with self._lock:
-            if not any(other is observer for other in self.all):
-                self.all = (*self.all, observer)
+            if not any(other is observer for other in self.registered):
+                self.registered = (*self.registered, observer)
 
     def remove(self, observer: Observer) -> None:
         """Remove an observer. It is still called when requests end whose submission it saw."""
         with self._lock:
-            self.all = tuple(other for other in self.all if other is not observer)
+            self.registered = tuple(other for other in self.registered if other is not observer)
 
     def report_death(self, error: BaseException) -> None:
         """Tell the observers that the engine has died."""
-        for observer in self.all:
+        for observer in self.registered:
             _call_method(observer, "on_engine_dead", self.engine, error)
 
 

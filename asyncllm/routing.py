@@ -93,15 +93,15 @@ class _EngineLoad:
         num_requests: requests that have no token yet.
         num_tokens: prompt tokens of these requests.
         num_uncached: prompt tokens of these requests that are not expected to be cached.
-        recent: prompt tokens that were not expected to be cached, of the latest requests, weighted
-            by ``Router._decay_weight``.
+        recent_uncached: prompt tokens that were not expected to be cached, of the latest requests,
+            weighted by ``Router._decay_weight``.
         trust: moving average of the share of expected cached tokens that were really cached.
     """
 
     num_requests: int = 0
     num_tokens: int = 0
     num_uncached: int = 0
-    recent: float = 0.0
+    recent_uncached: float = 0.0
     trust: float = 1.0
 
 
@@ -144,7 +144,7 @@ class Router:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loads: dict[Key, _EngineLoad] = {}
-        # Exponential decay: instead of scaling every ``recent`` down, scale new entries up.
+        # Exponential decay: instead of scaling all recent loads down, scale new entries up.
         self._decay_weight = 1.0
 
     def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
@@ -214,10 +214,12 @@ class Router:
     def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
         median_rate = _median_rate(ready)
         loads = [load for candidate in ready if (load := self._loads.get(candidate.key))]
-        mean = sum(load.recent for load in loads) / max(len(loads), 1)
+        mean = sum(load.recent_uncached for load in loads) / max(len(loads), 1)
         if len(loads) < len(ready):
             # A new engine counts as an average one, so that it changes no other engine's excess.
-            loads = [self._loads.setdefault(one.key, _EngineLoad(recent=mean)) for one in ready]
+            loads = [
+                self._loads.setdefault(one.key, _EngineLoad(recent_uncached=mean)) for one in ready
+            ]
         excess_weight = _EXCESS_SHARE / self._decay_weight
         best, least_seconds = 0, math.inf
         for i, (candidate, load) in enumerate(zip(ready, loads, strict=True)):
@@ -232,8 +234,8 @@ class Router:
             if stats.num_running > num_running:
                 num_running = stats.num_running
             work += _TOKENS_PER_RUNNING_REQUEST * num_running
-            if load.recent > mean:
-                work += excess_weight * (load.recent - mean)
+            if load.recent_uncached > mean:
+                work += excess_weight * (load.recent_uncached - mean)
             rate = stats.prompt_tokens_per_second
             if rate != median_rate:
                 rate = _credible_rate(rate, median_rate)
@@ -252,10 +254,10 @@ class Router:
         load.num_tokens += route.num_tokens
         load.num_uncached += num_uncached
         self._decay_weight *= 1.0 + 1.0 / (_NUM_RECENT_CHOICES * num_engines)
-        load.recent += num_uncached * self._decay_weight
+        load.recent_uncached += num_uncached * self._decay_weight
         if self._decay_weight > _MAX_DECAY_WEIGHT:
             for other in self._loads.values():
-                other.recent /= self._decay_weight
+                other.recent_uncached /= self._decay_weight
             self._decay_weight = 1.0
 
 

@@ -63,8 +63,11 @@ class RowResult:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """Row whose result was not read yet. It is the waiter of its stream's channel: a mailbox calls
-    ``set_result`` or ``set`` once the request has ended."""
+    """A row of a batch job, until its result is read.
+
+    It takes the place of the future or threading.Event by which a mailbox wakes a stream's reader:
+    the mailbox calls ``set_result`` or ``set`` when the request has ended.
+    """
 
     row: Any
     key: Any
@@ -78,11 +81,13 @@ class _Row:
         return self.has_ended
 
     def set_result(self, _: None = None) -> None:
+        """End the row, as a mailbox of an event loop does. Only the first call has an effect."""
         if not self.has_ended:
             self.has_ended = True
             self.on_end(self)
 
     def set(self) -> None:
+        """End the row, as a ThreadMailbox does; see ``set_result``."""
         self.set_result()
 
     @contextmanager
@@ -128,7 +133,7 @@ class Rows:
     is_exhausted: bool = field(init=False, default=False)
     _iterator: Any = field(init=False, default=None)
     _under_way: dict[_Row, None] = field(init=False, default_factory=dict)
-    _ended: deque[_Row] = field(init=False, default_factory=deque)
+    _ended_rows: deque[_Row] = field(init=False, default_factory=deque)
     _num_drawn: int = field(init=False, default=0)
     _num_done: int = field(init=False, default=0)
     _num_failed: int = field(init=False, default=0)
@@ -240,7 +245,7 @@ class Rows:
             row.set_result()
 
     def _on_end(self, row: _Row) -> None:
-        self._ended.append(row)
+        self._ended_rows.append(row)
         self.wake()
 
     def pop_ended(self) -> _Row | None:
@@ -251,8 +256,8 @@ class Rows:
                 return None
             del self._under_way[row]
             return row
-        while self._ended:
-            row = self._ended.popleft()
+        while self._ended_rows:
+            row = self._ended_rows.popleft()
             # The engine thread and the submitting thread may both have reported the row's end.
             if self._under_way.pop(row, row) is None:
                 return row
@@ -280,7 +285,7 @@ class Rows:
         it."""
         self.end()
         under_way, self._under_way = self._under_way, {}
-        self._ended.clear()
+        self._ended_rows.clear()
         for row in under_way:
             row.on_end = bool  # Do not refer to the job, because the engine may keep the row.
             row.row = None

@@ -100,7 +100,7 @@ class TokenStream(Handle):
         channel, resubmit = self._channel, self._resubmit
         if channel.num_written or self._group.aborted:
             return False
-        is_lost = isinstance(channel.final, EngineDeadError)
+        is_lost = isinstance(channel.stream_end, EngineDeadError)
         return is_lost and resubmit is not None and resubmit(self)
 
     @property
@@ -150,7 +150,7 @@ class TokenStream(Handle):
             raise StopAsyncIteration
         channel = self._channel
         items = channel.items
-        if not items and channel.final is None:
+        if not items and channel.stream_end is None:
             # This code is inlined: every reader runs it in every step, so a function call would be
             # noticeable.
             backend = self._backend or self._bind_to_loop()
@@ -164,13 +164,13 @@ class TokenStream(Handle):
                     channel.has_reader = True
                     # Check for output after setting the flag: output written before the flag is
                     # found here; output written after it wakes this reader.
-                    if items or channel.final is not None:
+                    if items or channel.stream_end is not None:
                         break
                     if timeout is None:
                         await waiter
                     else:
                         await backend.wait_at_most(waiter, timeout)
-                    if items or channel.final is not None:
+                    if items or channel.stream_end is not None:
                         break
                     if timeout is not None:
                         return None
@@ -232,10 +232,10 @@ class TokenStream(Handle):
         items = channel.items
         self._is_reading = True
         try:
-            while not items and channel.final is None:
+            while not items and channel.stream_end is None:
                 channel.waiter = waiter = threading.Event()
                 channel.has_reader = True
-                if not items and channel.final is None:
+                if not items and channel.stream_end is None:
                     mailbox.wait(waiter)
             delta = (
                 None if self._resubmit is not None and self._try_resubmit() else self._take_delta()
@@ -255,14 +255,14 @@ class TokenStream(Handle):
         False if the request has ended already; the waiter may be woken even then."""
         self._channel.waiter = waiter
         self._channel.mailbox = self._get_loop_mailbox() if mailbox is None else mailbox
-        return self._channel.final is None
+        return self._channel.stream_end is None
 
     def _take_delta(self) -> Delta:
         """Take the next unread delta; if it is the last, add the finish reason and usage. There
         must be an unread delta or an unread end."""
         channel = self._channel
         # Read the end before ``items``: once the end is set, ``items`` is complete.
-        final = channel.final
+        final = channel.stream_end
         items = channel.items
         delta = items.popleft() if items else _EMPTY_DELTA
         if not isinstance(delta, Delta):
@@ -318,7 +318,7 @@ class TokenStream(Handle):
             self._is_done = True
             self._error = final
             raise copy_for_raise(final)
-        last = final.last or _EMPTY_DELTA
+        last = final.last_delta or _EMPTY_DELTA
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
         self._is_done = True
@@ -405,8 +405,8 @@ class TokenStream(Handle):
 
 
 class StreamWithHeartbeat:
-    """Iterator made by ``TokenStream.with_heartbeat``. Losing the last reference to it and the
-    stream aborts the request."""
+    """Iterator made by ``TokenStream.with_heartbeat``. The request is aborted once neither the
+    iterator nor the stream is referenced."""
 
     __slots__ = ("_seconds", "_stream")
 

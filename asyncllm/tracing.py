@@ -182,12 +182,12 @@ def _finish_reason(request: Request, error: BaseException | None) -> str:
 def _input_messages(request: Request, submission: RequestInfo) -> str:
     prompt = submission.prompt
     if submission.operation == "chat":
-        return _to_json([_message(message) for message in prompt])
+        return _to_json([_input_message(message) for message in prompt])
     text = prompt if isinstance(prompt, str) else request.output.decode(request.token_ids)
     return _to_json([{"role": "user", "parts": [_text_part(text)]}])
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _input_message(message: Any) -> dict[str, Any]:
     """Convert a message of a conversation to the dict that OpenTelemetry's conventions define."""
     if not isinstance(message, Mapping):
         return {"role": "user", "parts": [message]}

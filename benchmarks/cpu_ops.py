@@ -89,7 +89,7 @@ def step_of(runner: ModelRunner, kind: Kind, number: int) -> StepBatch:
     return StepBatch(
         number, list(rows), [kind.before] * kind.rows, [kind.tokens] * kind.rows,
         [True] * kind.rows, num_decodes=kind.rows if kind.tokens == 1 else 0,
-        num_tokens=kind.rows * kind.tokens, released=list(rows) if number else [],
+        num_tokens=kind.rows * kind.tokens, released_indices=list(rows) if number else [],
         assignments=[
             RequestAssignment(
                 row, f"{number}-{row}", [7] * length, length,
@@ -118,7 +118,7 @@ def step_times(runner: ModelRunner, clock: Clock, kind: Kind, count: int) -> dic
         else:
             whole.append(time.perf_counter() - began)
     state.replay = recorded
-    runner.launch(StepBatch(2 * count + 2, released=list(range(kind.rows))))
+    runner.launch(StepBatch(2 * count + 2, released_indices=list(range(kind.rows))))
     runner.collect()
     found = {name: statistics.median(each[name] for each in times) for name in OPS}
     return found | {"recorded": statistics.median(whole)}

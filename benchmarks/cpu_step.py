@@ -92,7 +92,7 @@ def step_times(
         if step >= 10:
             found[bool(step % 2)].append(dict(zip(PARTS, (*values, total), strict=True)))
     state.replay = recorded
-    runner.launch(StepBatch(2 * count + 11, released=indices))
+    runner.launch(StepBatch(2 * count + 11, released_indices=indices))
     runner.collect()
     return found
 

@@ -14,14 +14,14 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from asyncllm.outputs import Delta, make_token_delta
+from asyncllm.tool_calls.chat_syntax import ChatSyntaxes
 from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import MessageParser
-from asyncllm.tool_calls.response_format import ResponseFormats
 from benchmarks.common import Report, cpu_time_of, options
 
 CALL = '<tool_call>\n{"name": "write", "arguments": {"text": "'
 TOOLS = {"write": {}}
-FORMAT = ResponseFormats([], None, "hermes", "qwen3").format_for(True)
+FORMAT = ChatSyntaxes([], None, "hermes", "qwen3").syntax_for(True)
 TEMPLATE = load_response_template(
     {
         "start_anchor": "<|im_start|>assistant\n",

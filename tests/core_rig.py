@@ -38,8 +38,8 @@ class Rig:
             params = SamplingParams(max_tokens=length, temperature=0.0, seed=0)
             output = DetokenizerState(self.tokenizer.decode, self.tokenizer.detokenizer(params))
             Request(group, params, token_ids=[*PROMPT, i], max_model_len=256, output=output)
-        if self.observers.all:
-            group.notifier = ObserverNotifier(group.members[0], self.observers.all)
+        if self.observers.registered:
+            group.notifier = ObserverNotifier(group.members[0], self.observers.registered)
         self.core.admission.reserve(group, len(PROMPT) + 1)
         if group.notifier is not None:
             group.notifier.submitted(RequestInfo("text_completion", PROMPT))

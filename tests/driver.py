@@ -113,7 +113,7 @@ class Driver:
 
     def launch(self, work: list[tuple[Sequence, int]]) -> StepBatch:
         """Each sequence computes so many tokens; 0 is all it has."""
-        batch = StepBatch(self.step, released=self.released)
+        batch = StepBatch(self.step, released_indices=self.released)
         self.step, self.released = self.step + 1, []
         rows = [(seq, count or seq.known - seq.computed) for seq, count in work]
         rows.sort(key=lambda row: row[1] != 1 or row[0].computed + 1 != row[0].known)

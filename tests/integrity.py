@@ -48,7 +48,7 @@ def check_kv_cache(kv: KVCacheManager, requests: list[Request]) -> None:
     held = [[b for blocks in r.blocks for b in blocks if b is not null] for r in requests]
     check_block_pool(kv.pool, held)
     if kv.states is not None:
-        check_block_pool(kv.states.pool, [[save.block] for save in kv.states._pending])
+        check_block_pool(kv.states.pool, [[save.block] for save in kv.states._pending_snapshots])
     for request in requests:
         assert len(request.blocks) in (0, len(kv.groups)), request
         assert bool(request.blocks) or request.num_computed_tokens == 0, request

@@ -327,7 +327,7 @@ def test_a_group_that_does_not_fit_into_a_tile_of_triton(hopper, head_dim, dtype
 
 def test_a_capability_can_be_checked_without_the_gpu():
     (unmet,) = TritonAttention.constraints.unmet(GPU, (7, 5))
-    assert (unmet.found, unmet.expected) == ("7.5", "compute capability from 8.0")
+    assert (unmet.actual, unmet.expected) == ("7.5", "compute capability from 8.0")
     assert not list(TritonAttention.constraints.unmet(GPU, (12, 1)))
 
 

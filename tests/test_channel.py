@@ -182,18 +182,18 @@ def test_first_end_is_the_end_and_counts_its_token_once():
     channel.put(3, "3 ", None)
     channel.put(4, "4 ", None)
     usage = Usage(1, 1, 0, 0.0, None, 0.0)
-    first = StreamEnd("stop", None, usage, last=Delta("5 ", (5,)))
+    first = StreamEnd("stop", None, usage, last_delta=Delta("5 ", (5,)))
     assert channel.offer_end(first) is True
     assert (channel.ended, channel.num_written) == (False, 3)
-    assert channel.offer_end(StreamEnd("stop", None, usage, last=Delta("6 ", (6,)))) is False
+    assert channel.offer_end(StreamEnd("stop", None, usage, last_delta=Delta("6 ", (6,)))) is False
     channel.end()
-    assert channel.final is first
+    assert channel.stream_end is first
     assert (channel.ended, channel.num_written) == (True, 3)
     for end in (StreamEnd("abort", None, usage), RuntimeError("failed")):
         channel = Channel()
         assert channel.offer_end(end) is True
         channel.end()
-        assert (channel.final, channel.num_written) == (end, 0)
+        assert (channel.stream_end, channel.num_written) == (end, 0)
 
 
 def ended_once(rig):

@@ -413,7 +413,7 @@ async def test_a_text_that_takes_longer_than_a_step_leaves_the_caller_s_thread(m
 
     monkeypatch.setattr(rig.tokenizer, "encode", recorded)
     async with rig.engine() as engine:
-        texts, go = engine._submitter._texts, threading.Event()
+        texts, go = engine._submitter._text_threads, threading.Event()
         texts.long.submit(go.wait)
         long = engine.stream("5 " * 2048, max_tokens=1)
         here = engine.stream("5 " * 256, max_tokens=1)

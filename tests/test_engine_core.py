@@ -128,7 +128,7 @@ class Rig:
 
 def end_of(request):
     """The reason of a request's end, or its exception; None while it lives."""
-    final = request.group.channel.final
+    final = request.group.channel.stream_end
     return final.finish_reason if isinstance(final, StreamEnd) else final
 
 
@@ -182,7 +182,7 @@ def test_request_leaves_queue_at_its_first_launch():
     rig.turns(2)
     assert (first.first_scheduled_at, second.first_scheduled_at) == (103.0, 107.0)
     assert len(rig.admission.queued_requests) == 0
-    usage = second.group.channel.final.usage
+    usage = second.group.channel.stream_end.usage
     assert (usage.queue_time, usage.ttft, usage.total_time) == (7.0, 7.0, 7.0)
 
 

@@ -23,7 +23,7 @@ def test_step_is_checked_eight_times_before_timeout(step_timeout, interval):
 def test_the_device_says_how_long_a_step_may_take(asked, expected):
     thread = EngineThread(EngineConfig(model="m", step_timeout=asked), lambda *_: None)
     info = SimpleNamespace(step_timeout=60.0)
-    thread.loaded = SimpleNamespace(executor=SimpleNamespace(info=info))
+    thread.loaded_model = SimpleNamespace(executor=SimpleNamespace(info=info))
     assert thread.step_timeout == expected
     assert thread.watch_interval == pytest.approx(expected / 8)
 

@@ -133,7 +133,7 @@ def test_captures_before_first_step(graphs, buckets, tokens):
     config = dummy_config(cuda_graphs=graphs, max_num_batched_tokens=100)
     runner = build_model_runner(config, MODEL, None, AheadOnCPU().mode(config))
     segments = replay_of(runner).piecewise
-    made = runner.graphs.captured + (segments.graphs.captured if segments else [])
+    made = runner.graphs.capture_stats + (segments.graphs.capture_stats if segments else [])
     assert [record.key for record in made] == [
         *(GraphKey(bucket) for bucket in buckets),
         *(GraphKey(count, GraphPart.BODY) for count in tokens),

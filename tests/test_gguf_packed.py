@@ -25,7 +25,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats.gguf_reader import GGUFReader
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.scope import _reorder_rows
+from asyncllm.gpu.models.weight_scope import _reorder_rows
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, join_weights
 from asyncllm.gpu.ops.native_ops import NativeOps

@@ -110,11 +110,11 @@ class SimulatedGPU:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         self.pooled += size
 
-    def finish(self, device: torch.device, seconds: float) -> bool:
-        self._answer("finish")
+    def synchronize(self, device: torch.device, timeout: float) -> bool:
+        self._answer("synchronize")
         return not self.busy
 
-    def empty_cache(self, device: torch.device, seconds: float = -1) -> None:
+    def empty_cache(self, device: torch.device, timeout: float = -1) -> None:
         self._answer("empty_cache")
         self.cached = self.pooled = 0
 
@@ -534,12 +534,12 @@ LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
 @pytest.mark.parametrize(
     ("device", "state", "log", "warning"),
     [
-        (GPU, {}, ["finish", "empty_cache"], ""),
+        (GPU, {}, ["synchronize", "empty_cache"], ""),
         (CPU, {}, [], ""),
-        (GPU, {"error": ILLEGAL}, ["finish"], str(ILLEGAL)),
-        (GPU, {"error": LAUNCH}, ["finish"], str(LAUNCH)),
+        (GPU, {"error": ILLEGAL}, ["synchronize"], str(ILLEGAL)),
+        (GPU, {"error": LAUNCH}, ["synchronize"], str(LAUNCH)),
         # Freeing device memory waits for all of its work, so it must not be tried.
-        (GPU, {"busy": True}, ["finish"], "still busy"),
+        (GPU, {"busy": True}, ["synchronize"], "still busy"),
     ],
 )
 def test_release_waits_and_then_empties(device, state, log, warning, caplog):
@@ -676,9 +676,9 @@ def test_waiting_for_the_device_is_bounded(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
-    assert MemoryProbe().finish(GPU, 10.0)
+    assert MemoryProbe().synchronize(GPU, 10.0)
     Event.left = 10**9
-    assert not MemoryProbe().finish(GPU, 0.02)
+    assert not MemoryProbe().synchronize(GPU, 0.02)
 
 
 @pytest.fixture
@@ -699,7 +699,7 @@ def torch_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captures]:
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
-    monkeypatch.setattr(MemoryProbe, "finish", lambda *_: True)
+    monkeypatch.setattr(MemoryProbe, "synchronize", lambda *_: True)
     yield captures
     captures.check_clean()
 

@@ -88,7 +88,7 @@ def test_masks_on_the_static_step(decoder, kinds):
             assert run(runner, depth, kinds, chunk=chunk) == expected
     graphs = runner.graphs
     assert graphs is not None
-    captured = {record.key for record in graphs.captured}
+    captured = {record.key for record in graphs.capture_stats}
     assert GraphKey(8, GraphPart.FORWARD) in captured
     assert GraphKey(8, GraphPart.SAMPLE, Stages.MASKS) in captured
     for trace in capturer.traces:

@@ -76,7 +76,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(captures, caplog, collecting
             captures.check_clean()
     # One attempt for each bucket, each followed by one that resets torch.
     assert captures.begun == 6
-    assert graphs.captured == []
+    assert graphs.capture_stats == []
     # Its reason is the same in all.
     (said,) = [record.message for record in caplog.records]
     assert str(captures.error) in said or "previous error" in said
@@ -92,8 +92,8 @@ def test_a_capture_that_goes_well(captures, collecting):
         graphs.run(GraphKey(rows))
     # Each once to warm up and once captured, then replayed.
     assert runs == [GraphKey(2)] * 2 + [GraphKey(1)] * 2
-    assert [record.key for record in graphs.captured] == [GraphKey(2), GraphKey(1)]
-    assert [record.num_bytes for record in graphs.captured] == [2**20] * 2
+    assert [record.key for record in graphs.capture_stats] == [GraphKey(2), GraphKey(1)]
+    assert [record.num_bytes for record in graphs.capture_stats] == [2**20] * 2
     assert gc.isenabled() == collecting
     assert len(captures.references) == 1
 
@@ -117,16 +117,16 @@ def test_failed_capture_is_retried_at_third_and_ninth_step(captures, caplog):
             attempts.append(step)
     # The first, the third behind it, the ninth behind that, where it goes well.
     assert attempts == [1, 4, 13]
-    assert [record.key for record in graphs.captured] == [GraphKey(1)]
+    assert [record.key for record in graphs.capture_stats] == [GraphKey(1)]
     # Each step once, the last of which is a replay, and the capture.
     assert runs.count(GraphKey(1)) == 13 + 1
     # The other has had no step since.
     assert runs.count(GraphKey(2)) == 1
     graphs.run(GraphKey(2))
     graphs.run(GraphKey(2))
-    assert len(graphs.captured) == 1
+    assert len(graphs.capture_stats) == 1
     graphs.run(GraphKey(2))
-    assert [record.key for record in graphs.captured] == [GraphKey(1), GraphKey(2)]
+    assert [record.key for record in graphs.capture_stats] == [GraphKey(1), GraphKey(2)]
     assert len(caplog.records) == 1
 
 
@@ -144,7 +144,7 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
     graphs.run(GraphKey(1, GraphPart.FORWARD))
     graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES))
     graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES))
-    assert [record.key for record in graphs.captured] == [
+    assert [record.key for record in graphs.capture_stats] == [
         GraphKey(4),
         GraphKey(4, GraphPart.FORWARD),
         GraphKey(4, GraphPart.SAMPLE, Stages.PENALTIES),

@@ -991,7 +991,7 @@ def a_dead_engine_is_chosen_again(patch):
 
 def a_retry_answers_twice(patch):
     def careless(self):
-        lost = isinstance(self._channel.final, EngineDeadError)
+        lost = isinstance(self._channel.stream_end, EngineDeadError)
         return lost and self._resubmit is not None and self._resubmit(self)
 
     patch.setattr(TokenStream, "_try_resubmit", careless)

@@ -134,7 +134,9 @@ def test_released_slots_start_anew_and_blocks_are_appended():
     assert prepare(inputs, make_batch([(1, 6, 1, True)])).token_ids.tolist() == [77]
     assert inputs.output_token_ids(1, 7).tolist() == [77]
     again = make_batch(
-        [(1, 8, 3, True)], released=[1], assignments=[assignment(1, [6] * 11, [2, 4, 7], 11)]
+        [(1, 8, 3, True)],
+        released_indices=[1],
+        assignments=[assignment(1, [6] * 11, [2, 4, 7], 11)],
     )
     # Two blocks come from the prefix cache and belong to others as well.
     inputs.apply(again)

@@ -636,9 +636,14 @@ def test_a_destructor_takes_no_lock():
     engine._start_blocking()
     core = core_of(engine)
     last = [engine]
-    texts = engine._input_processor.submitter._texts
-    locks = [core._lock, core.admission._lock, texts.long._lock, texts._short._lock]
-    del engine, texts
+    threads = engine._input_processor.submitter._text_threads
+    locks = [
+        core._lock,
+        core.admission._lock,
+        threads.long_thread._lock,
+        threads._short_thread._lock,
+    ]
+    del engine, threads
 
     def collect_among_locks():
         for lock in locks:

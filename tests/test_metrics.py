@@ -114,7 +114,7 @@ async def test_preemptions_are_counted():
 async def test_histograms_hold_the_times_of_the_usage():
     engine = fake().engine()
     metrics = EngineMetrics(engine, compat="vllm")
-    (observer,) = engine._observers.all
+    (observer,) = engine._observers.registered
     usage = Usage(
         prompt_tokens=100,
         completion_tokens=11,
@@ -170,7 +170,7 @@ async def test_time_to_first_token_is_available_before_end():
 async def test_a_request_without_tokens_has_no_token_times():
     engine = fake().engine()
     metrics = EngineMetrics(engine)
-    (observer,) = engine._observers.all
+    (observer,) = engine._observers.registered
     observer.on_finish(Request("abort"), Usage(3, 0, 0, 0.1, None, 0.1), None)
     got = samples(metrics)
     for name in ("time_to_first_token", "request_decode_time", "request_prefill_time"):
@@ -256,7 +256,7 @@ async def test_bad_labels_are_refused(labels):
     with pytest.raises(InvalidRequestError) as caught:
         EngineMetrics(engine, labels=labels)
     assert caught.value.param == "labels"
-    assert engine._observers.all == ()
+    assert engine._observers.registered == ()
 
 
 async def test_bad_compat_and_no_engine_are_refused():
@@ -296,7 +296,7 @@ async def test_a_registry_takes_the_same_metrics_once():
     other = fake().engine()
     with pytest.raises(ValueError, match="Duplicated"):
         EngineMetrics(other, registry=registry)
-    assert other._observers.all == ()
+    assert other._observers.registered == ()
     first.close()
     EngineMetrics(other, registry=registry).close()
 

@@ -94,7 +94,9 @@ def test_offline_uses_the_cache(resolve, unreachable):
 
 
 def test_without_weights(resolve):
-    assert relative_files(resolve("org/model", weights=False)) == WANTED - {"model.safetensors"}
+    assert relative_files(resolve("org/model", with_weights=False)) == WANTED - {
+        "model.safetensors"
+    }
 
 
 def test_tokenizer_alone(hub, tmp_path):
@@ -160,7 +162,7 @@ def test_incomplete_directory(tmp_path):
         ModelLoadError, match=r"neither model\.safetensors nor .*pytorch_model\.bin"
     ):
         resolve_model(tmp_path)
-    assert resolve_model(tmp_path, weights=False) == tmp_path
+    assert resolve_model(tmp_path, with_weights=False) == tmp_path
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-1.safetensors").write_bytes(b"")

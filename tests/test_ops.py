@@ -115,8 +115,8 @@ def test_shape_caching_ops_see_only_buckets(dtype, monkeypatch):
         ops.linear(LinearWeights(small)),
         ops.linear(LinearWeights(large, small.new_zeros(640))),
     ]
-    layers += [ops.linear(LinearWeights(small, shared=True))]
-    layers.append(ops.linear(LinearWeights(large, shared=True)))
+    layers += [ops.linear(LinearWeights(small, is_tied=True))]
+    layers.append(ops.linear(LinearWeights(large, is_tied=True)))
     generator = torch.Generator().manual_seed(4)
     for layer in layers:
         weight = layer.weight if isinstance(layer, SmallLinear) else layer.linear.weight
@@ -143,12 +143,12 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     for capability, kind in (("AVX512", SmallLinear), ("AVX2", TorchLinear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
         assert type(ops.linear(LinearWeights(small))) is kind
-        assert type(ops.linear(LinearWeights(small, shared=True))) is kind
+        assert type(ops.linear(LinearWeights(small, is_tied=True))) is kind
         assert type(ops.linear(LinearWeights(large))) is BucketedLinear
     packed = BucketedLinear if onednn_works(torch.bfloat16) else TorchLinear
     assert type(ops.linear(LinearWeights(small.bfloat16()))) is packed
     # Its plain values stay for others to read.
-    shared = ops.linear(LinearWeights(large, shared=True))
+    shared = ops.linear(LinearWeights(large, is_tied=True))
     assert isinstance(shared, BucketedLinear)
     assert shared.linear.weight is large
 

@@ -121,7 +121,7 @@ class Rig:
 
 
 def end_of(group):
-    final = group.channel.final
+    final = group.channel.stream_end
     return (
         (final.finish_reason, final.stop_reason, final.text)
         if isinstance(final, StreamEnd)
@@ -165,9 +165,9 @@ def test_the_last_token_comes_with_the_end(reason, token_id, include, last, held
     request.stop_reason = 7
     rig.now = 12.5
     rig.deliver(request, token_id, reason, logprobs_of(token_id))
-    final = group.channel.final
+    final = group.channel.stream_end
     assert end_of(group) == (reason, 7, held)
-    assert final.last == Delta(last, (token_id,), logprobs=(logprobs_of(token_id),))
+    assert final.last_delta == Delta(last, (token_id,), logprobs=(logprobs_of(token_id),))
     assert len(group.channel.items) == 1
     assert final.usage.total_time == 8.5
     assert final.usage.completion_tokens == 2
@@ -182,7 +182,7 @@ def test_stop_string_inside_a_token_ends_request(reason):
     (request,) = group.members
     rig.deliver(request, 66, reason)
     assert end_of(group) == ("stop", "STOP", "")
-    assert group.channel.final.last == Delta("before", (66,))
+    assert group.channel.stream_end.last_delta == Delta("before", (66,))
     assert (request.status, request.finish_reason) == (Status.FINISHED, "stop")
 
 
@@ -202,7 +202,7 @@ def test_early_member_end_has_its_own_delta():
     ]
     assert (rig.left, rig.forgotten, end_of(group)) == ([first], [], None)
     rig.deliver(second, 5, "length")
-    assert group.channel.final.last == Delta("5 ", (5,), index=1)
+    assert group.channel.stream_end.last_delta == Delta("5 ", (5,), index=1)
     assert (rig.left, rig.forgotten, rig.counts) == ([first], [group], (1, 0, 0))
 
 

@@ -435,7 +435,7 @@ def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Context, "layout", property(lambda self: f"{self.isa}-2"))
         add()
-    for name in ("VERSION", "FORMAT"):
+    for name in ("VERSION", "FORMAT_VERSION"):
         with monkeypatch.context() as patch:
             patch.setattr(packed_store, name, "another")
             add()
@@ -799,7 +799,7 @@ def test_a_calibration_is_kept_for_its_settings(plain, folder, monkeypatch):
             folder, max_num_batched_tokens="auto", async_scheduling=None, num_blocks=600, **others
         )
         runner = build_model_runner(config, model)
-        store: Any = runner._packed
+        store: Any = runner._packed_store
         if store._writer is not None:
             store._writer.join()
         found = runner.info

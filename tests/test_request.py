@@ -38,7 +38,7 @@ def test_members_of_a_group_share_their_stop_tokens():
     group = RequestGroup("g", arrived_at=3.0)
     params = SamplingParams(stop_token_ids=[7, 8])
     first = Request(group, params, max_model_len=9, eos_token_ids=(1,))
-    other = Request(group, params, max_model_len=9, eos_token_ids=(1,), first=first)
+    other = Request(group, params, max_model_len=9, eos_token_ids=(1,), first_member=first)
     assert first.stop_token_ids == {1, 7, 8}
     assert other.stop_token_ids is first.stop_token_ids
 

@@ -18,9 +18,9 @@ def read(group):
     """Tokens and finish reasons by index, and the end."""
     deltas = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
     group.channel.items.clear()
-    final = group.channel.final
-    if isinstance(final, StreamEnd) and final.last is not None:
-        deltas.append(final.last)
+    final = group.channel.stream_end
+    if isinstance(final, StreamEnd) and final.last_delta is not None:
+        deltas.append(final.last_delta)
     tokens, reasons = {}, {}
     for delta in deltas:
         tokens.setdefault(delta.index, []).extend(delta.token_ids)
@@ -34,7 +34,7 @@ def test_one_end_after_the_last_member():
     group = rig.group(2, 6, 4)
     for step in range(1, 6):
         rig.steps(1)
-        assert group.channel.final is None
+        assert group.channel.stream_end is None
         assert rig.core.stats().num_running == 3 - (step >= 2) - (step >= 4)
         assert rig.core.admission.num_live == 3 - (step >= 2) - (step >= 4)
         assert rig.core.admission.get_live("g") is group
@@ -42,7 +42,7 @@ def test_one_end_after_the_last_member():
     tokens, reasons, final = read(group)
     assert tokens == rig.reference(group)
     assert reasons == {0: "length", 2: "length"}
-    assert (final.finish_reason, final.last.index) == ("length", 1)
+    assert (final.finish_reason, final.last_delta.index) == ("length", 1)
     assert (final.usage.prompt_tokens, final.usage.completion_tokens) == (4, 12)
     assert rig.core.admission.get_live("g") is None
     assert rig.core.admission.num_live == 0
@@ -82,7 +82,7 @@ def test_an_abort_that_overtakes_the_arrival_ends_all():
     group = rig.group(9, 9)
     group.cancelled = True
     rig.core.step()
-    assert group.channel.final.finish_reason == "abort"
+    assert group.channel.stream_end.finish_reason == "abort"
     assert rig.core.stats().num_steps == 0
     assert rig.core.admission.num_live == 0
 

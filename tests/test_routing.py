@@ -307,7 +307,7 @@ def test_the_weights_of_the_latest_choices_stay_numbers():
     for _ in range(2000):
         router.settle(router.choose(candidates, 100))
     assert 1.0 <= router._decay_weight <= 1e6
-    assert statistics.mean(one.recent for one in router._loads.values()) < 1e13
+    assert statistics.mean(one.recent_uncached for one in router._loads.values()) < 1e13
     assert set(keys_of(router, candidates, 2)) == {0, 1}
 
 

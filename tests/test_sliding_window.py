@@ -201,7 +201,7 @@ def test_outputs_of_one_prompt_share_its_last_window(depth):
     one = rig((4, None), (4, 6), num_blocks=60, pipeline_depth=depth)
     members = [one.add(range(21), max_tokens=9) for _ in range(3)]
     for member in members[1:]:
-        member.first = members[0]
+        member.first_member = members[0]
     one.step()
     assert [member.num_cached_tokens for member in members] == [0, 20, 20]
     assert [[block.ref_count for block in member.blocks[1][3:5]] for member in members] == [

@@ -127,7 +127,7 @@ def test_a_state_is_read_a_step_after_it_was_saved(depth):
     ((_, saved),) = first.batch.state_saves
     assert second.batch.counts == [1, 1, 1]
     assert second.batch.state_loads == [(one.req_index, saved) for one in requests[1:]]
-    assert first.snapshots == [rig.states.pool.blocks[saved]]
+    assert first.published_snapshots == [rig.states.pool.blocks[saved]]
     rig.collect()
     rig.finish_all(*requests)
 
@@ -376,8 +376,8 @@ def _same_step(monkeypatch) -> None:
     def at_once(self, request, published):
         found = save(self, request, published)
         if found is not None and request.num_computed_tokens <= len(request.token_ids):
-            self._publish(self._pending[-1])
-            self.pool.release((self._pending.pop().block,))
+            self._publish(self._pending_snapshots[-1])
+            self.pool.release((self._pending_snapshots.pop().block,))
             self._pending_keys.clear()
         return found
 
@@ -389,7 +389,7 @@ def _any_epoch(monkeypatch) -> None:
     publish_saved = StateSnapshots.publish_saved
 
     def ignorant(self):
-        for save in self._pending:
+        for save in self._pending_snapshots:
             save.epoch = save.request.epoch
         publish_saved(self)
 

@@ -154,13 +154,13 @@ def poisoning(runner: ModelRunner) -> None:
         segments = replay.piecewise
         if segments is not None and segments._context is not None:
             # A mixed step, whose sections the host has derived: what its segments hand on.
-            for (place, *_), tensor in segments._tensors.items():
+            for (place, *_), tensor in segments._static_tensors.items():
                 if place != "out":
                     tensor.fill_(1e4)
             return
         for name in ("token_ids", "seq_lens", *derived):
             memory.buffer.tensors[name].fill_(77)
-        memory.sampled.fill_(77)
+        memory.sampled_tokens.fill_(77)
         memory.last_sampled_tokens[-1] = 127
         for table in memory.block_tables:
             table[-1] = 3
@@ -196,7 +196,7 @@ def test_tokens_equal_the_plain_path_in_every_bucket(decoder: Decoder) -> None:
     for count in (1, 2, 3, 5, 8, 9, 17, 20):
         for depth in (1, 2):
             assert outputs(runner, asked[:count], depth=depth) == expected[:count]
-    captured = {record.key for record in graphs.captured}
+    captured = {record.key for record in graphs.capture_stats}
     assert captured == {GraphKey(bucket) for bucket in graphs.buckets}
 
 
@@ -210,7 +210,7 @@ def test_host_steps_give_the_same_tokens(llama: Decoder) -> None:
         assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
     segments = replay_of(runner).piecewise
     assert segments is not None
-    captured = replay_of(runner).graphs.captured + segments.graphs.captured
+    captured = replay_of(runner).graphs.capture_stats + segments.graphs.capture_stats
     assert {record.key.part for record in captured} == {*GraphPart}
 
 
@@ -226,7 +226,7 @@ def test_stages_of_sampling_run_ahead(llama: Decoder) -> None:
         assert outputs(runner, asked[:2], kinds, depth=depth) == expected[:2]
     assert stream.most == 2
     graphs = replay_of(runner).graphs
-    assert GraphKey(2) in {record.key for record in graphs.captured}
+    assert GraphKey(2) in {record.key for record in graphs.capture_stats}
     # Asking for log-probabilities does not change a draw.
     without = [replace(STAGED_KINDS[0], logprobs=None)]
     assert alone(llama, asked[:3], without) == alone(llama, asked[:3], STAGED_KINDS[:1])
@@ -277,7 +277,7 @@ def test_batches_above_the_largest_bucket_run_without_a_graph(llama: Decoder) ->
     asked = prompts(6, seed=4)
     runner = traced(llama, sizes=(2, 4))
     assert outputs(runner, asked, depth=2) == alone(llama, asked)
-    assert {record.key.bucket for record in replay_of(runner).graphs.captured} <= {2, 4}
+    assert {record.key.bucket for record in replay_of(runner).graphs.capture_stats} <= {2, 4}
 
 
 def test_captured_at_start(llama: Decoder) -> None:
@@ -287,9 +287,9 @@ def test_captured_at_start(llama: Decoder) -> None:
     runner.capture_graphs(lambda done, total: said.append((done, total)))
     assert said == [(done, 6) for done in range(7)]
     graphs = replay_of(runner).graphs
-    assert [record.key.bucket for record in graphs.captured] == [8, 4, 2, 1]
+    assert [record.key.bucket for record in graphs.capture_stats] == [8, 4, 2, 1]
     assert outputs(runner, asked, depth=2) == alone(llama, asked)
-    assert len(graphs.captured) == 4
+    assert len(graphs.capture_stats) == 4
 
 
 def test_many_new_blocks_at_once(llama: Decoder) -> None:
@@ -411,7 +411,7 @@ def test_traced_tensors_are_persistent(decoder: Decoder) -> None:
             memory.buffer.memory,
             *memory.block_tables,
             memory.last_sampled_tokens,
-            memory.sampled,
+            memory.sampled_tokens,
             *([] if logits is None else [logits]),
             *(table for table in vars(memory.tables).values() if isinstance(table, Tensor)),
             *([] if memory.logprobs is None else [memory.logprobs.values, memory.logprobs.ids]),
@@ -419,7 +419,7 @@ def test_traced_tensors_are_persistent(decoder: Decoder) -> None:
             *tensors_of(decoder),
         ]
     )
-    parts = {record.key.part for record in replay_of(runner).graphs.captured}
+    parts = {record.key.part for record in replay_of(runner).graphs.capture_stats}
     assert parts >= {GraphPart.FORWARD, GraphPart.SAMPLE}
     for trace in capturer.traces:
         assert len(trace.constants) > 8
@@ -450,7 +450,7 @@ def test_a_graph_is_recorded_once_per_key() -> None:
     # The first step of a kind is padded to the largest bucket.
     halves = [GraphKey(4, half), whole, GraphKey(5), GraphKey(4, *masked)]
     assert runs == [whole, small, *halves, small]
-    assert [record.key for record in graphs.captured] == [
+    assert [record.key for record in graphs.capture_stats] == [
         whole,
         small,
         GraphKey(4, half),
@@ -484,7 +484,7 @@ def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> N
     logits, rows = torch.zeros(3, vocab), step.sampling_rows(3)
     with torch.inference_mode(), TorchCalls() as called:
         llama.ops.process_logits(logits, rows, LOGITS_STAGES)
-        llama.ops.top_logprobs(logits, step.sampled[:3], out)
+        llama.ops.top_logprobs(logits, step.sampled_tokens[:3], out)
     assert len(called.seen) > 20
     assert called.seen <= warm.seen
 
@@ -496,7 +496,8 @@ def test_closing_drops_every_tensor_before_memory_is_given_back(
     outputs(runner, prompts(5), KINDS + HOST_KINDS, depth=2)
     memory, cache = steps_of(runner).memory, steps_of(runner).cache
     kept = [
-        weakref.ref(tensor) for tensor in (memory.block_tables[0], memory.sampled, cache.tensor)
+        weakref.ref(tensor)
+        for tensor in (memory.block_tables[0], memory.sampled_tokens, cache.tensor)
     ]
     del memory, cache
     alive: list[list[object]] = []

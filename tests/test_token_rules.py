@@ -35,10 +35,10 @@ def test_lists_exclude_their_names(
     assert sorted(rules.excluded_tokens(output)) == sorted(after)
     assert bool(rules.bad_words) == bool(several)
     if allowed is None and not single:
-        assert rules.allowed is None
+        assert rules.allowed_mask is None
     else:
         left = (set(range(64)) if allowed is None else allowed) - single
-        assert rules.allowed == packed(left, 40)
+        assert rules.allowed_mask == packed(left, 40)
 
 
 def test_ids_outside_the_vocabulary_have_no_place() -> None:
@@ -80,7 +80,7 @@ async def test_all_outputs_of_a_request_share_them() -> None:
         await engine.generate([1, 2], max_tokens=2, n=3, temperature=1.0, allowed_token_ids=[5, 6])
         await engine.generate([1, 2], max_tokens=2)
     first, *others, plain = assigned
-    assert first.allowed == packed([5, 6], rig.executor.info.vocab_size)
+    assert first.allowed_mask == packed([5, 6], rig.executor.info.vocab_size)
     assert all(rules is first for rules in others)
     assert (len(others), plain) == (2, None)
 
@@ -116,7 +116,7 @@ async def test_long_lists_are_prepared_on_another_thread_and_once(monkeypatch):
         assert threads == ["asyncllm-text"]
         for i in range(20):
             await engine.generate("x", bad_words=[*words, str(i)], max_tokens=1)
-        assert len(engine._running()._cached_rules) == 16
+        assert len(engine._running()._cached_token_rules) == 16
         with pytest.raises(InvalidRequestError, match="bad_words"):
             await engine.generate("x", bad_words=[*words, "  "], max_tokens=1)
 
@@ -132,7 +132,7 @@ async def test_long_token_list_is_applied_before_first_step():
             first = members[0].token_rules
             assert first is not None
             assert first.bad_words
-            assert first.allowed is not None
-            assert not any(first.allowed[i >> 3] >> (i & 7) & 1 for i in range(34, 127))
+            assert first.allowed_mask is not None
+            assert not any(first.allowed_mask[i >> 3] >> (i & 7) & 1 for i in range(34, 127))
             assert all(member.token_rules is first for member in members)
             words = words[1:]  # The next list is not cached.

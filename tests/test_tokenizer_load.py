@@ -61,7 +61,7 @@ def test_weights_are_loaded_while_the_tokenizer_is_read(monkeypatch):
         assert not threads[0].is_alive()
         assert loaded.tokenizer.vocab_size == loaded.model_config.vocab_size
         assert loaded.tokenizer.chat_template.sources
-        assert loaded.response_formats is not None
+        assert loaded.chat_syntaxes is not None
     finally:
         loaded.executor.close()
 

@@ -18,10 +18,10 @@ from asyncllm.config import ReasoningParser, ToolParser
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
+from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.delimiters import MAX_DELIMITER_LENGTH, Delimiters, DelimiterScanner
 from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
-from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from tests.refusals import refused
 
 TOOLS: dict[str, Any] = {
@@ -71,8 +71,8 @@ Parsed = tuple[str, str, list[tuple[str, dict[str, Any]]]]
 
 def form_for(
     sources: list[str], tools: str | None, thoughts: str | None, own: Any = None
-) -> ResponseFormat:
-    form = ResponseFormats(sources, own, tools, thoughts).format_for(True)
+) -> ChatSyntax:
+    form = ChatSyntaxes(sources, own, tools, thoughts).syntax_for(True)
     assert form is not None
     return form
 
@@ -83,7 +83,7 @@ FORMS = {
 }
 
 
-def parse(form: ResponseFormat, pieces: Iterable[str], begin: str = "") -> Parsed:
+def parse(form: ChatSyntax, pieces: Iterable[str], begin: str = "") -> Parsed:
     """Content, reasoning and calls, put together from deltas alone."""
     parser = OutputParser(form, TOOLS, begin)
     text, reasoning, fragments = "", "", []
@@ -205,7 +205,7 @@ def test_calls_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_calls_as_the_form_writes_them_are_read(family: str) -> None:
-    form = TOOL_FAMILIES[family].form
+    form = TOOL_FAMILIES[family].call_form
     assert form is not None
     arguments = '{"city": "Oslo"}'
     if form.style == "qwen_xml":
@@ -326,20 +326,20 @@ def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
 
 
 def test_a_family_is_named_or_unknown() -> None:
-    formats = ResponseFormats(["{{ messages }}"], None, "auto", "auto")
-    assert formats.format_for(False) is None
+    formats = ChatSyntaxes(["{{ messages }}"], None, "auto", "auto")
+    assert formats.syntax_for(False) is None
     with refused("tools", "tool_call_parser"):
-        formats.format_for(True)
+        formats.syntax_for(True)
     # GLM's, and another that is written as elements: calls there are no JSON.
     for source in ("<tool_call>{{ name }}<arg_key>a</arg_key><arg_value>1</arg_value>",
                    '<tool_call><function name="f"></function></tool_call>'):  # fmt: skip
         with pytest.raises(InvalidRequestError, match="tool_call_parser"):
             form_for([source], "auto", "auto")
         assert form_for([source], "hermes", "auto").calls is TOOL_FAMILIES["hermes"].calls
-    thinking = ResponseFormats(["<think>"], None, "auto", "auto").format_for(False)
+    thinking = ChatSyntaxes(["<think>"], None, "auto", "auto").syntax_for(False)
     assert thinking is not None
     assert thinking.thoughts is REASONING_FAMILIES["qwen3"].thoughts
-    assert ResponseFormats(["<think>"], None, "auto", None).format_for(False) is None
+    assert ChatSyntaxes(["<think>"], None, "auto", None).syntax_for(False) is None
 
 
 OWN = {
@@ -372,7 +372,7 @@ def test_the_tokenizers_own_template_comes_first() -> None:
     calls = [("get_weather", {"city": 'Os"lo'})]
     expected = ("Ok.<|tool_call>call:rm{}<tool_call|>", "Hm.", calls)
     assert parse(form, [text]) == parse(form, text) == expected
-    assert (form.begin, form.end) == ("<|channel>thought\n", "<channel|>")
+    assert (form.reasoning_begin, form.reasoning_end) == ("<|channel>thought\n", "<channel|>")
     assert form_for([], "hermes", "auto", OWN).calls is TOOL_FAMILIES["hermes"].calls
 
 
@@ -386,7 +386,7 @@ def test_the_tokenizers_own_template_comes_first() -> None:
 )
 def test_unusable_template_is_refused_at_start(change: Any, says: str) -> None:
     with pytest.raises(ModelLoadError, match=says):
-        ResponseFormats([], {**OWN, **change}, "auto", "auto")
+        ChatSyntaxes([], {**OWN, **change}, "auto", "auto")
 
 
 def test_a_delimiter_has_a_greatest_length() -> None:

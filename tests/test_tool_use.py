@@ -11,9 +11,9 @@ import pydantic
 import pytest
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.families import TOOL_FAMILIES
 from asyncllm.tool_calls.function_schema import function_schema
-from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
 from asyncllm.tool_calls.tool_grammar import tool_grammar, with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 from tests.refusals import refused
@@ -32,8 +32,8 @@ def use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse:
     return found
 
 
-def form_of(family: str) -> ResponseFormat:
-    form = ResponseFormats([], None, family, None).format_for(True)
+def form_of(family: str) -> ChatSyntax:
+    form = ChatSyntaxes([], None, family, None).syntax_for(True)
     assert form is not None
     return form
 
@@ -336,7 +336,7 @@ def test_a_choice_becomes_a_sampling_parameter() -> None:
     found, free = with_tool_grammar({"seed": 1}, None, named, form)
     spec = found.pop("structured_outputs")
     assert (found, free, spec.param, json.loads(spec.text)) == ({"seed": 1}, False, "tools", tag)
-    own = ResponseFormat(dataclasses.replace(TOOL_FAMILIES["hermes"], form=None), None)
+    own = ChatSyntax(dataclasses.replace(TOOL_FAMILIES["hermes"], call_form=None), None)
     with pytest.raises(InvalidRequestError, match="tool_call_parser"):
         with_tool_grammar({}, None, named, own)
 

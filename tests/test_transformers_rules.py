@@ -137,7 +137,7 @@ def test_refused_by_layer_arguments(tmp_path, monkeypatch, change, message):
     def changed(model):
         found = probe(model)
         for name, value in change.items():
-            setattr(found.calls[1], {"sliding_window": "window"}.get(name, name), value)
+            setattr(found.attention_calls[1], {"sliding_window": "window"}.get(name, name), value)
         return found
 
     monkeypatch.setattr(build, "probe", changed)
@@ -156,7 +156,7 @@ def test_a_layer_without_attention(tmp_path, monkeypatch, layer_types, kind):
     configure(tmp_path, "LlamaConfig", num_hidden_layers=2)
     model = TransformersConfig.from_directory(tmp_path)
     found = probe(model)
-    del found.calls[1]
+    del found.attention_calls[1]
     found.idle_modules |= {"model.layers.1", "model.layers.1.self_attn"}
     model.config.layer_types = layer_types
     if kind == "mlp":

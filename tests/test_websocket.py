@@ -238,7 +238,7 @@ async def test_connection_closed_during_its_turn_leaves_nothing():
         serving = create_app(engine)._serving
         session = ResponseSession(Connection(), serving, "")
         await session.run()
-        assert (session.current, serving.pacer._num_responses) == (None, 0)
+        assert (session.current_turn, serving.pacer._num_responses) == (None, 0)
         assert (await idle(engine)).num_aborted == 1
 
 

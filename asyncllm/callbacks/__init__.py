@@ -408,7 +408,7 @@ def _get_attribute(handler: Any, name: str) -> Any:
 def _cancels_reading(error: BaseException) -> bool:
     """Whether an exception is a cancellation of the reading task, and not the handler's own."""
     if isinstance(error, GeneratorExit):
-        # If the exception was thrown into this task, its traceback has no frame of the handler.
+        # An exception that the handler has raised has a frame of the handler in its traceback.
         assert error.__traceback__ is not None
         return error.__traceback__.tb_next is None
     if isinstance(error, asyncio.CancelledError):

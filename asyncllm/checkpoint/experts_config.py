@@ -68,19 +68,20 @@ class ExpertsNames:
         router: name of the router. In files with fused experts it may also be "mlp.gate".
         experts: module that contains one module per expert; None if files only have fused experts.
         parts: names of an expert's gate, up and down projections.
-        fused: module that contains the fused ``gate_up_proj`` and ``down_proj`` of all experts.
+        fused_experts: module that contains the fused ``gate_up_proj`` and ``down_proj`` of all
+            experts.
         transposed: whether fused tensors are ``[experts, in, out]``, with gate and up interleaved.
         correction: the router's correction bias.
-        shared: the shared expert.
+        shared_expert: the shared expert.
     """
 
     router: str = "mlp.gate"
     experts: str | None = "mlp.experts"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    fused: str = "mlp.experts"
+    fused_experts: str = "mlp.experts"
     transposed: bool = False
     correction: str = "mlp.gate.e_score_correction_bias"
-    shared: str = "mlp.shared_experts"
+    shared_expert: str = "mlp.shared_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,10 @@ class ExpertsConfig:
     Attributes:
         layers: one entry per layer: whether it has experts.
         intermediate_size: intermediate size of one expert.
-        shared_size: intermediate size of the shared expert, which computes every token; 0 for none.
-        shared_gate: whether the shared expert's output is multiplied by ``sigmoid(logit)``; a
-            projection of the hidden state to one number gives the logit.
+        shared_expert_size: intermediate size of the shared expert, which computes every token; 0
+            for none.
+        has_shared_expert_gate: whether the shared expert's output is multiplied by
+            ``sigmoid(logit)``; a projection of the hidden state to one number gives the logit.
         bias: whether the experts' projections have biases.
         parallel_to_mlp: whether layers with experts also have an ordinary MLP; else experts replace
             the MLP. The MLP, the router and the experts all read the residual, each through its own
@@ -103,8 +105,8 @@ class ExpertsConfig:
     routing: RoutingConfig
     intermediate_size: int
     activation: ActivationConfig = ActivationConfig()
-    shared_size: int = 0
-    shared_gate: bool = False
+    shared_expert_size: int = 0
+    has_shared_expert_gate: bool = False
     bias: bool = False
     parallel_to_mlp: bool = False
     names: ExpertsNames = ExpertsNames()

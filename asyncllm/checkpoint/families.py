@@ -329,9 +329,11 @@ SANDWICH_NORMS = TensorNames(
     mlp_norm="post_feedforward_layernorm",
 )
 POST_NORMS = replace(SANDWICH_NORMS, input_norm=None, post_norm=None)
-FUSED_NAMES = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
-SHARED_MLP_NAMES = TensorNames(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
-GLM4_NAMES = TensorNames(
+FUSED_TENSOR_NAMES = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
+SHARED_MLP_TENSOR_NAMES = TensorNames(
+    mlp="shared_mlp", gate_up=("input_linear",), down="output_linear"
+)
+GLM4_TENSOR_NAMES = TensorNames(
     mixer_norm="post_self_attn_layernorm",
     mlp_norm="post_mlp_layernorm",
     gate_up=("gate_up_proj",),
@@ -404,7 +406,7 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         MULTI_HEAD | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         (32_000,),
-        names=FUSED_NAMES,
+        names=FUSED_TENSOR_NAMES,
         partial_rotary_factor=1.0,
         read=_read_phi3,
     ),
@@ -413,7 +415,7 @@ FAMILIES: dict[str, Family] = {
         "GraniteMoeHybridForCausalLM",
         MULTI_HEAD | {"shared_intermediate_size": 1024},
         (2,),
-        names=SHARED_MLP_NAMES,
+        names=SHARED_MLP_TENSOR_NAMES,
         is_supported=_is_dense_granite4,
         read=_read_granite4,
     ),
@@ -421,7 +423,7 @@ FAMILIES: dict[str, Family] = {
         "Glm4ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1.5625e-7},
         (151_329, 151_336, 151_338),
-        names=GLM4_NAMES,
+        names=GLM4_TENSOR_NAMES,
         partial_rotary_factor=0.5,
         read=_read_glm4,
     ),

@@ -111,16 +111,16 @@ def _collapse_equal(name: str, value: Any) -> Any:
 
 def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
     """Raise ModelLoadError for an unknown or missing key, or an unsupported value."""
-    known = (_RENAMED_KEYS, _OTHER_KEYS, family.fields, family.expected, family.extra_keys)
+    known = (_RENAMED_KEYS, _OTHER_KEYS, family.fields, family.expected_values, family.extra_keys)
     for name in fields.values:
         if not any(name in names for names in known):
             raise fields.invalid_field(
                 name, f"no such value of {prefix[:-1]}, which may change the model"
             )
-    for name, value in {**_ONLY_SUPPORTED_VALUES, **family.expected}.items():
+    for name, value in {**_ONLY_SUPPORTED_VALUES, **family.expected_values}.items():
         if fields.values.get(name, value) != value:
             raise fields.invalid_field(name, f"{value}, the only one that is supported")
-    for name in family.required:
+    for name in family.required_keys:
         fields.number(name)
     if "expert_count" not in family.fields and fields.integer("expert_count", 0, low=0) > 0:
         raise fields.invalid_field("expert_count", f"0: {prefix[:-1]} has no experts here")

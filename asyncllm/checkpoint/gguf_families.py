@@ -12,7 +12,7 @@ from typing import Any
 
 _EXPERT_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_MOE_FIELDS = _EXPERT_COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"}
-_QWEN_SHARED_FIELDS = _QWEN_MOE_FIELDS | {
+_QWEN_SHARED_EXPERT_FIELDS = _QWEN_MOE_FIELDS | {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size"
 }
 _DEEPSEEK_FIELDS = _QWEN_MOE_FIELDS | {
@@ -41,8 +41,9 @@ class GGUFFamily:
         architecture: transformers' class.
         fields: fields of config.json by metadata key, beside those of all architectures.
         constants: fields of config.json that the metadata lacks, or may leave out.
-        required: metadata keys that a file must have.
-        expected: the only supported value of each metadata key; a missing key has this value too.
+        required_keys: metadata keys that a file must have.
+        expected_values: the only supported value of each metadata key; a missing key has this value
+            too.
         extra_keys: further metadata keys that a file may have: some are read only for this
             architecture, others do not change the model for text.
         permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
@@ -63,8 +64,8 @@ class GGUFFamily:
     architecture: str
     fields: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-    required: tuple[str, ...] = ()
-    expected: Mapping[str, Any] = field(default_factory=dict)
+    required_keys: tuple[str, ...] = ()
+    expected_values: Mapping[str, Any] = field(default_factory=dict)
     extra_keys: tuple[str, ...] = ()
     permutes_heads: bool = False
     grouped_gates: str = ""
@@ -93,7 +94,7 @@ _QWEN3_5 = GGUFFamily(
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     architecture="Qwen3_5MoeForCausalLM",
-    fields=_GATED_DELTA_FIELDS | _QWEN_SHARED_FIELDS,
+    fields=_GATED_DELTA_FIELDS | _QWEN_SHARED_EXPERT_FIELDS,
 )
 
 GGUF_FAMILIES: dict[str, GGUFFamily] = {
@@ -127,8 +128,8 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        required=("attention.scale", "logit_scale"),
-        expected={"rope.scaling.finetuned": True},
+        required_keys=("attention.scale", "logit_scale"),
+        expected_values={"rope.scaling.finetuned": True},
         # Files of dense Granite 4 models have sizes of experts and of state-space layers, but
         # tensors of neither.
         extra_keys=(
@@ -140,7 +141,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     "qwen3": GGUFFamily("Qwen3ForCausalLM"),
     "qwen2moe": GGUFFamily(
         "Qwen2MoeForCausalLM",
-        _QWEN_SHARED_FIELDS,
+        _QWEN_SHARED_EXPERT_FIELDS,
         {"norm_topk_prob": False},
     ),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}),
@@ -193,7 +194,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Glm4MoeForCausalLM",
         _DEEPSEEK_FIELDS,
         {"num_nextn_predict_layers": 0},
-        expected=_SIGMOID_ROUTING,
+        expected_values=_SIGMOID_ROUTING,
         extra_keys=("nextn_predict_layers",),
         partial_rope=True,
     ),
@@ -201,7 +202,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Dots1ForCausalLM",
         _DEEPSEEK_FIELDS,
         {"sliding_window": None, "num_nextn_predict_layers": 0},
-        expected=_SIGMOID_ROUTING,
+        expected_values=_SIGMOID_ROUTING,
     ),
     "gpt-oss": GGUFFamily(
         "GptOssForCausalLM",

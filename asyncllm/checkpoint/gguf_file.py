@@ -23,8 +23,8 @@ MAX_NAME_BYTES = 256
 messages contain names, so their size is bounded."""
 
 MAX_ARRAY_LENGTH = 2**12
-"""Maximum number of elements of an array that is kept in memory. A longer array, such as a
-vocabulary, is replaced by its length."""
+"""Maximum number of elements of an array that ``GGUFFile.metadata`` contains. A longer array, such
+as a vocabulary, is replaced by its length."""
 
 MAX_STRINGS = 2**21
 """Maximum number of strings in all arrays of a file: twice that of the largest tokenizer."""

@@ -112,9 +112,9 @@ def _read_gated_experts(
         layers,
         routing,
         config.integer("moe_intermediate_size"),
-        shared_size=config.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-        names=ExpertsNames(shared="mlp.shared_expert"),
+        shared_expert_size=config.integer("shared_expert_intermediate_size"),
+        has_shared_expert_gate=True,
+        names=ExpertsNames(shared_expert="mlp.shared_expert"),
     )
     return {"experts": experts}
 
@@ -138,7 +138,7 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
     layers = layers_from(config.integer("first_k_dense_replace", low=0), sizes)
     size = config.integer("moe_intermediate_size")
     shared = size * config.integer("n_shared_experts", high=MAX_EXPERTS)
-    return {"experts": ExpertsConfig(layers, routing, size, shared_size=shared)}
+    return {"experts": ExpertsConfig(layers, routing, size, shared_expert_size=shared)}
 
 
 # --- readers of configurations, one for each model family ------------------------------------
@@ -227,7 +227,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     size = config.integer("moe_intermediate_size")
     shared = size * config.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
     names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
-    experts = ExpertsConfig(layers, routing, size, shared_size=shared, names=names)
+    experts = ExpertsConfig(layers, routing, size, shared_expert_size=shared, names=names)
     return {"interleaved_rope": True, "experts": experts}
 
 
@@ -400,7 +400,7 @@ def _read_gemma4_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
         parallel_to_mlp=True,
-        names=ExpertsNames(router="router.proj", experts=None, fused="experts"),
+        names=ExpertsNames(router="router.proj", experts=None, fused_experts="experts"),
     )
 
 

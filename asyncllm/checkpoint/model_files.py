@@ -41,8 +41,8 @@ def resolve_model(
     model: str | os.PathLike[str] | None,
     revision: str | None = None,
     *,
-    weights: bool = True,
-    code: bool = False,
+    with_weights: bool = True,
+    with_code: bool = False,
     **hub: Unpack[HubOptions],
 ) -> Path:
     """Find a model's directory or GGUF file, and download it if needed.
@@ -62,15 +62,15 @@ def resolve_model(
             A ``str`` is a path if it begins with ".", "/" or "~", has more than one separator, or
             names a file.
         revision: branch, tag or commit; for hub ids only.
-        weights: fetch and require safetensors; False for a model with random weights.
-        code: fetch Python files as well.
+        with_weights: fetch and require safetensors; False for a model with random weights.
+        with_code: fetch Python files as well.
 
     Raises:
         ModelLoadError: if no usable model is found; ``__cause__`` is the hub's error, if any.
     """
-    patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if weights else ())
-    patterns += ("*.py",) if code else ()
-    preferred = (_SINGLE_FILE, _INDEX_FILE) if weights else ("config.json",)
+    patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if with_weights else ())
+    patterns += ("*.py",) if with_code else ()
+    preferred = (_SINGLE_FILE, _INDEX_FILE) if with_weights else ("config.json",)
     with read_errors(model):
         if model is None:
             directory = _bundled_model()
@@ -83,7 +83,7 @@ def resolve_model(
             raise ModelLoadError(
                 f"{directory}: config.json is missing; {_describe_contents(directory)}"
             )
-        if weights:
+        if with_weights:
             weight_files(directory)
         return directory
 

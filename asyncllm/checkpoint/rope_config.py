@@ -73,7 +73,7 @@ def rope_section(config: ConfigFile) -> ConfigFile:
 def read_rope(
     config: ConfigFile, rotary_dim: int, aliases: Mapping[str, RopeKind] | None = None
 ) -> RopeConfig:
-    """Read the RoPE of a model whose layers all have the same one.
+    """Read the RoPE of a model in which all layers have the same RoPE.
 
     Args:
         rotary_dim: number of elements of a head that are rotated.

@@ -29,7 +29,7 @@ def read_errors(path: object) -> Iterator[None]:
 
 
 def check_regular(path: Path, status: os.stat_result) -> None:
-    """Raise ModelLoadError unless ``status`` is that of a regular file. Opening a FIFO would wait
+    """Raise ModelLoadError if ``status`` is not a regular file's. Opening a FIFO would wait
     forever, and reading a device might never end."""
     if not stat.S_ISREG(status.st_mode):
         raise ModelLoadError(f"{path}: is no regular file")

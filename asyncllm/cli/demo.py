@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
-from asyncllm.cli.prompts import Prompt, prompts
+from asyncllm.cli.prompts import Prompt, make_prompts
 from asyncllm.cli.session import checked_config, open_engine, run_async
 from asyncllm.cli.text import format_seconds, one_line
 from asyncllm.engine import AsyncLLMEngine
@@ -40,8 +40,8 @@ def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Demo:
     options = sampling_options(arguments)
     demo = Demo(engine, [], time.perf_counter())
     rng = random.Random(0 if seed is None else seed)
-    for i, prompt in enumerate(prompts(arguments.streams, rng)):
-        sampling = dict(options) if prompt.long else {"temperature": 0.0, **options}
+    for i, prompt in enumerate(make_prompts(arguments.streams, rng)):
+        sampling = dict(options) if prompt.is_long else {"temperature": 0.0, **options}
         if seed is not None:
             sampling["seed"] = (seed + i) % 2**64
         began_at = time.perf_counter()

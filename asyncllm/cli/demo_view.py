@@ -41,11 +41,11 @@ class View:
         self._console = console
         self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
-        self._tall_streams = [stream for stream in demo.streams if stream.prompt.long][:columns]
+        self._tall_streams = [stream for stream in demo.streams if stream.prompt.is_long][:columns]
         self._short_columns = max(1, min(4, console.width // _SHORT_WIDTH))
         tall_height = _MIN_TALL_HEIGHT if self._tall_streams else 0
         rows = max(self._room_above_status() - tall_height, 0) // _SHORT_HEIGHT
-        short_streams = [stream for stream in demo.streams if not stream.prompt.long]
+        short_streams = [stream for stream in demo.streams if not stream.prompt.is_long]
         self._short_streams = short_streams[: rows * self._short_columns]
 
     def _room_above_status(self) -> int:

@@ -19,7 +19,7 @@ class Prompt:
     Attributes:
         kind: kind of the task, for the heading.
         short_question: the question without facts; empty if the question has none.
-        long: whether the answer is a longer text. A short answer is right or wrong, so it is
+        is_long: whether the answer is a longer text. A short answer is right or wrong, so it is
             sampled greedily.
         history: earlier messages of the conversation.
         tools: JSON schemas of tools for the chat template.
@@ -28,7 +28,7 @@ class Prompt:
     kind: str
     question: str
     short_question: str = ""
-    long: bool = False
+    is_long: bool = False
     history: tuple[dict[str, str], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -41,21 +41,21 @@ class Prompt:
         return (*self.history, {"role": "user", "content": self.question})
 
 
-def prompts(count: int, rng: random.Random) -> list[Prompt]:
+def make_prompts(count: int, rng: random.Random) -> list[Prompt]:
     """Make ``count`` prompts: first one of each kind, then random ones."""
-    chosen = list(_first_prompts())[:count]
+    chosen = list(_fixed_prompts())[:count]
     makers = (_story_prompt, _story_prompt, _sum_prompt, _colour_prompt, _json_prompt)
     while len(chosen) < count:
         chosen.append(rng.choice(makers)(rng))
     return chosen
 
 
-def _first_prompts() -> tuple[Prompt, ...]:
-    """The first prompts, one of each kind. Two of them ask about the same facts, so they share a
-    cached prefix."""
+def _fixed_prompts() -> tuple[Prompt, ...]:
+    """The prompts that come first, one of each kind. Two of them ask about the same facts, so they
+    share a cached prefix."""
     return (
-        Prompt("story", "Tell me a story about Mia and a boat.", long=True),
-        Prompt("story", "Write a short story about Tom and a kite.", long=True),
+        Prompt("story", "Tell me a story about Mia and a boat.", is_long=True),
+        Prompt("story", "Write a short story about Tom and a kite.", is_long=True),
         Prompt("question", f"{_FACTS} Where is the key?", "Where is the key?"),
         Prompt("sum", "What is 12 + 7?"),
         Prompt(
@@ -88,7 +88,7 @@ def _weather_tool() -> dict[str, Any]:
 
 def _story_prompt(rng: random.Random) -> Prompt:
     name, toy = rng.choice(_NAMES), rng.choice(_TOYS)
-    return Prompt("story", f"Tell me a story about {name} and a {toy}.", long=True)
+    return Prompt("story", f"Tell me a story about {name} and a {toy}.", is_long=True)
 
 
 def _sum_prompt(rng: random.Random) -> Prompt:

@@ -34,7 +34,7 @@ class _Download:
 
     def __init__(self, model: str, revision: str | None) -> None:
         self.model, self.revision = model, revision
-        self.received, self.size = 0, 0
+        self.num_received, self.num_bytes = 0, 0
         self._is_cancelled = False
         self._result: Path | BaseException | None = None
         self._thread = threading.Thread(target=self._download, daemon=True)
@@ -69,10 +69,10 @@ class _Download:
     def _on_progress(self, done: int, total: int, stage: str = "download") -> None:
         if self._is_cancelled:
             raise _Cancelled
-        self.received = done
+        self.num_received = done
 
     def _on_size(self, size: int) -> None:
-        self.size = size
+        self.num_bytes = size
         print(f"{printable(self.model)}: {format_bytes(size)} to download", file=sys.stderr)
 
     def _show_bar(self) -> None:
@@ -83,5 +83,5 @@ class _Download:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=None)
             while self._thread.is_alive():
-                bar.update(task, completed=self.received, total=self.size or None)
+                bar.update(task, completed=self.num_received, total=self.num_bytes or None)
                 self._thread.join(_POLL_SECONDS)

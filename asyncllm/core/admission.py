@@ -63,7 +63,7 @@ class Admission:
         self._queued_by_owner: dict[str | None, list[int]] = {}
         self.waiting_line = WaitingLine()
         self.waiting_lines: tuple[WaitingLine, ...] = (self.waiting_line,)
-        self._closed: Callable[[], AsyncLLMError] | None = None
+        self._closed_error: Callable[[], AsyncLLMError] | None = None
         self._drain_rate = 0.0
         self._drain_rate_at = clock()
         self.num_requests = 0
@@ -133,8 +133,8 @@ class Admission:
         Returns:
             None if the group has its place in the queue; else a future that is done when the group
             has one. Owners with waiting groups get free places in turns, and ``reserve`` fails
-            while groups wait. To stop waiting, set the group's ``cancelled`` and send the abort. A
-            group that stops waiting without a place loses its members.
+            while groups wait. ``EngineCore.abort`` ends the wait; if the group has no place then,
+            its ``members`` are emptied.
 
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
@@ -143,10 +143,10 @@ class Admission:
             if self._admit(group, num_tokens) is None:
                 return None
             return self.waiting_line.push(
-                group, partial(self._reserve_first, group, num_tokens), is_gone
+                group, partial(self._reserve_first_waiting, group, num_tokens), is_gone
             )
 
-    def _reserve_first(self, group: RequestGroup, num_tokens: int) -> bool:
+    def _reserve_first_waiting(self, group: RequestGroup, num_tokens: int) -> bool:
         """Register the first waiting group; False if the queue is full."""
         with self._lock:
             return self._admit(group, num_tokens, 0) is None
@@ -184,8 +184,8 @@ class Admission:
         Raises:
             AsyncLLMError: if the group is refused even by an empty queue.
         """
-        if self._closed is not None:
-            raise self._closed()
+        if self._closed_error is not None:
+            raise self._closed_error()
         earlier = self._live_groups.get(group.request_id)
         if earlier is not None:
             self.check_id(group.request_id)
@@ -319,7 +319,7 @@ class Admission:
         """Refuse new groups: from now on ``reserve`` raises ``error()``, and groups in line fail
         with it. Returns every group that has not ended, including aborted ones."""
         with self._lock:
-            self._closed = error
+            self._closed_error = error
             live = [*self._live_groups.values(), *self._replaced_groups]
         self.waiting_line.fail(error)
         self._advance_waiting_lines()  # Calls to an EngineGroup may have waited for this engine.

@@ -80,7 +80,7 @@ class StepBatch:
 
     Attributes:
         step: number of the step, from 0.
-        released: slots given up since the last step.
+        released_indices: slots given up since the last step.
         assignments: requests that enter slots, to be applied after ``released``.
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.
@@ -105,7 +105,7 @@ class StepBatch:
     samples: list[bool] = field(default_factory=list)
     num_decodes: int = 0
     num_tokens: int = 0
-    released: list[int] = field(default_factory=list)
+    released_indices: list[int] = field(default_factory=list)
     assignments: list[RequestAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
     freed_entries: list[tuple[int, int, int, int]] = field(default_factory=list)

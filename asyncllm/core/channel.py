@@ -52,8 +52,8 @@ class StreamEnd(NamedTuple):
 
     Attributes:
         text: output text that the detokenizer held back until the end.
-        last: the delta of the token that ended the request, read together with this end; None if no
-            token did.
+        last_delta: the delta of the token that ended the request, read together with this end; None
+            if no token did.
         output: index of the output that ended last.
     """
 
@@ -61,7 +61,7 @@ class StreamEnd(NamedTuple):
     stop_reason: str | int | None
     usage: Usage
     text: str = ""
-    last: Delta | None = None
+    last_delta: Delta | None = None
     output: int = 0
 
 
@@ -99,7 +99,7 @@ class Channel:
         max_unread: maximum number of unread tokens before ``on_slow`` applies.
         max_merged: maximum number of tokens that are merged into one delta.
         items: unread output in order, without the end.
-        final: the end, once there is one: a StreamEnd, or the exception that the reader gets.
+        stream_end: the end, once there is one: a StreamEnd, or the exception that the reader gets.
         num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
         has_reader: the reader waits, and no wake is on its way to it.
         waiter: the mailbox's object for the reader that waits; touched on its loop's thread only.
@@ -109,7 +109,7 @@ class Channel:
     max_unread: int = 256
     on_slow: OnSlow = "coalesce"
     items: deque[Delta | PendingDelta] = field(default_factory=deque)
-    final: StreamEnd | BaseException | None = None
+    stream_end: StreamEnd | BaseException | None = None
     num_written: int = 0
     num_read: int = 0
     mailbox: Mailbox | None = None
@@ -128,12 +128,12 @@ class Channel:
 
     @property
     def ended(self) -> bool:
-        return self.final is not None
+        return self.stream_end is not None
 
     def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
         """Write a token other than its request's last one; drop it after the end. Engine thread
         only."""
-        if self.final is not None:
+        if self.stream_end is not None:
             return
         items = self.items
         if not items or self.max_merged == 1 or not self._merge(token_id, text, logprobs, index):
@@ -143,7 +143,7 @@ class Channel:
     def append(self, last: Delta) -> None:
         """Write the last delta of an output while other outputs of its group continue. Engine
         thread only."""
-        if self.final is None:
+        if self.stream_end is None:
             self.items.append(last)
             self.num_written += len(last.token_ids)
 
@@ -178,14 +178,14 @@ class Channel:
         self._proposed_ends.append(offer)
         if self._proposed_ends[0] is not offer:
             return False
-        if isinstance(final, StreamEnd) and final.last is not None:
+        if isinstance(final, StreamEnd) and final.last_delta is not None:
             self.num_written += 1
         return True
 
     def end(self) -> None:
         """Make the first proposed end readable. Any thread may call it after ``offer_end``. No
         token is written or read after the end."""
-        (self.final,) = self._proposed_ends[0]
+        (self.stream_end,) = self._proposed_ends[0]
 
 
 def check_gil() -> None:

@@ -53,7 +53,7 @@ class Deadlines:
         heapq.heappush(heap, (group.deadline, group.members[0].arrival_index, group))
 
     def expire(self, now: float) -> Iterator[RequestGroup]:
-        """Remove the groups whose deadline has passed, and yield those that have not ended."""
+        """Remove the groups whose deadline has passed; yield the groups that have not ended."""
         heap = self._heap
         while heap and (heap[0][0] <= now or not heap[0][2].unfinished):
             group = heapq.heappop(heap)[2]

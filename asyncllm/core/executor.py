@@ -149,7 +149,7 @@ class Executor(Protocol):
     def collect(self) -> StepResult: ...
 
     def discard(self) -> None:
-        """Drop every step in flight, after waiting for those that the device has begun. Slots and
+        """Wait for the steps that the device has begun, and drop all steps in flight. Slots and
         block tables are void: the next steps assign them anew."""
 
     def close(self) -> None:

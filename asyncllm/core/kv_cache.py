@@ -52,16 +52,16 @@ class FullAttentionGroup:
         """Truncate a prefix hit to at most ``num_tokens``, which is less than it covers."""
         return hit[: num_tokens // self.block_size]
 
-    def publish(self, request: Request, end: int, published: list[Block]) -> None:
+    def publish(self, request: Request, end: int, published_blocks: list[Block]) -> None:
         """Publish the blocks that are full once ``end`` tokens are computed. Append to
-        ``published`` those that were not in the cache yet. With tokens in flight, a block may have
-        left the window before it is published."""
+        ``published_blocks`` those that were not in the cache yet. With tokens in flight, a block
+        may have left the window before it is published."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
         first = request.num_published // self.block_size
         for i in range(max(first, request.num_out_of_window[self.index]), end // self.block_size):
             if self.pool.publish(blocks[i], hashes[i] + self._hash_suffix):
-                published.append(blocks[i])
+                published_blocks.append(blocks[i])
 
 
 class SlidingWindowGroup(FullAttentionGroup):
@@ -324,21 +324,21 @@ class KVCacheManager:
         end, num_known = request.num_computed_tokens, len(request.token_ids)
         if end > num_known:
             end = num_known
-        published: list[Block] = []
+        published_blocks: list[Block] = []
         if end < request.publish_at:
-            return published
+            return published_blocks
         for group in self.groups:
-            group.publish(request, end, published)
+            group.publish(request, end, published_blocks)
         self._set_published(request, end)
-        return published
+        return published_blocks
 
     def _set_published(self, request: Request, num_tokens: int) -> None:
         request.num_published = num_tokens
         request.publish_at = (num_tokens // self._publish_interval + 1) * self._publish_interval
 
-    def withdraw(self, published: list[Block], snapshots: list[Block]) -> None:
+    def withdraw(self, blocks: list[Block], snapshots: list[Block]) -> None:
         """Unpublish the blocks and snapshots of a step that failed."""
-        for block in published:
+        for block in blocks:
             self.pool.unpublish(block)
         for block in snapshots:
             assert self.states is not None

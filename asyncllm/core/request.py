@@ -143,8 +143,8 @@ class Request:
         output: state of its detokenisation; the core only passes it along.
         reasoning: tracker of the model's reasoning, set with the prompt; None if the output has no
             reasoning.
-        first: first member of its group, whose prompt and block hashes it shares; None for the
-            first itself.
+        first_member: first member of its group, whose prompt and block hashes it shares; None for
+            the first itself.
         structured_output: the grammar that its tokens follow, or None.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as
             computed; None if ``sampling`` does not ask for them. Only the engine thread appends to
@@ -162,7 +162,7 @@ class Request:
     cache_salt: str | None = None
     output: Any = None
     reasoning: ReasoningTracker | None = None
-    first: Request | None = None
+    first_member: Request | None = None
     structured_output: OutputGrammar | None = None
     token_rules: TokenRules | None = None
     claiming_processors: tuple[int, ...] = ()
@@ -208,10 +208,10 @@ class Request:
         self.sort_key = (self.arrival_index,)
         if sampling.ignore_eos:
             self.eos_token_ids = ()
-        if self.first is None:
+        if self.first_member is None:
             self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
         else:  # Share the set among the outputs: it may be as large as the vocabulary.
-            self.stop_token_ids = self.first.stop_token_ids
+            self.stop_token_ids = self.first_member.stop_token_ids
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = []
         if self.token_ids:
@@ -281,7 +281,11 @@ class Request:
         """Hashes of all full blocks of ``token_ids``; each is computed once."""
         hashes = self.block_hashes.get(block_size)
         if hashes is None:
-            shared = [] if self.first is None else self.first.block_hashes.get(block_size, [])
+            shared = (
+                []
+                if self.first_member is None
+                else self.first_member.block_hashes.get(block_size, [])
+            )
             hashes = shared[: self.num_prompt_tokens // block_size]
             self.block_hashes[block_size] = hashes
         append_block_hashes(hashes, self.token_ids, block_size, self.cache_salt)

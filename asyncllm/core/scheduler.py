@@ -165,7 +165,7 @@ class Scheduler:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
             batch.prompt_logprobs = prompt_spans(step, self.info.vocab_size)
-        batch.released, self._released_req_indices = self._released_req_indices, []
+        batch.released_indices, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._assignment(r) for r in step.admitted]
         self._num_steps += 1
         self._latest_step = step
@@ -298,10 +298,10 @@ class Scheduler:
             if request.structured_output is not None:
                 step.has_grammar_mask = True
         if end >= request.publish_at:
-            step.published += self.kv.publish(request)
+            step.published_blocks += self.kv.publish(request)
             if end == request.snapshot_at:
                 assert self.kv.states is not None
-                snapshot = self.kv.states.save(request, step.snapshots)
+                snapshot = self.kv.states.save(request, step.published_snapshots)
                 if snapshot is not None:
                     batch.state_saves.append((request.req_index, snapshot))
 
@@ -363,7 +363,7 @@ class Scheduler:
                 self.num_generated_tokens += 1
                 if request.num_computed_tokens >= request.publish_at:
                     assert self._latest_step is not None
-                    self._latest_step.published += self.kv.publish(request)
+                    self._latest_step.published_blocks += self.kv.publish(request)
                 reason = request.check_stop(token_id)
                 if request.structured_output is not None:
                     try:
@@ -387,7 +387,7 @@ class Scheduler:
         published, and reset every request in them or in a slot for recomputation."""
         steps = list(steps)
         for step in steps:
-            self.kv.withdraw(step.published, step.snapshots)
+            self.kv.withdraw(step.published_blocks, step.published_snapshots)
         affected = dict.fromkeys(self.running)
         for step in steps:
             for request, epoch in zip(step.requests, step.epochs, strict=True):

@@ -20,14 +20,14 @@ class _PendingSnapshot:
 
     Attributes:
         num_tokens: length of the prefix.
-        published: the step's list of snapshots to withdraw if it fails.
+        published_snapshots: the step's list of snapshots to withdraw if it fails.
     """
 
     block: Block
     request: Request
     epoch: int
     num_tokens: int
-    published: list[Block]
+    published_snapshots: list[Block]
 
 
 class StateSnapshots:
@@ -64,7 +64,7 @@ class StateSnapshots:
         self._block_size = block_sizes[0]
         self._common_block_size = math.lcm(*block_sizes)
         self._interval = -(-interval // self._common_block_size) * self._common_block_size
-        self._pending: list[_PendingSnapshot] = []
+        self._pending_snapshots: list[_PendingSnapshot] = []
         self._pending_keys: set[bytes] = set()
 
     def _snapshot_key(self, tokens: HashedTokens, num_tokens: int) -> bytes:
@@ -112,17 +112,17 @@ class StateSnapshots:
         self.pool.release((block,))
         return block.block_id
 
-    def save(self, request: Request, published: list[Block]) -> int | None:
+    def save(self, request: Request, published_snapshots: list[Block]) -> int | None:
         """Snapshot to write for a request that reaches ``snapshot_at`` with the step being
         scheduled. None if the prefix has a snapshot already, or if half of the slots are being
         written: a burst of prompts would evict the prefix that they share.
 
         Args:
-            published: list to which the block is appended once it is published.
+            published_snapshots: list to which the block is appended once it is published.
         """
         num_tokens = request.num_computed_tokens
         request.snapshot_at = self._next_snapshot_at(request)
-        if 2 * len(self._pending) >= self.pool.num_usable:
+        if 2 * len(self._pending_snapshots) >= self.pool.num_usable:
             return None
         if num_tokens <= len(request.token_ids):
             key = self._snapshot_key(request, num_tokens)
@@ -130,16 +130,18 @@ class StateSnapshots:
                 return None
             self._pending_keys.add(key)
         (block,) = self.pool.allocate(1)
-        self._pending.append(_PendingSnapshot(block, request, request.epoch, num_tokens, published))
+        self._pending_snapshots.append(
+            _PendingSnapshot(block, request, request.epoch, num_tokens, published_snapshots)
+        )
         return block.block_id
 
     def publish_saved(self) -> None:
         """Publish the snapshots that earlier steps have saved. A snapshot whose last token is in
         flight stays unpublished; one of an outdated epoch is dropped."""
-        if not self._pending:
+        if not self._pending_snapshots:
             return
         still_pending = []
-        for save in self._pending:
+        for save in self._pending_snapshots:
             request = save.request
             if request.epoch == save.epoch:
                 if len(request.token_ids) < save.num_tokens:
@@ -147,14 +149,14 @@ class StateSnapshots:
                     continue
                 self._publish(save)
             self.pool.release((save.block,))
-        self._pending = still_pending
+        self._pending_snapshots = still_pending
         self._pending_keys.clear()
 
     def _publish(self, save: _PendingSnapshot) -> None:
         request, key = save.request, self._snapshot_key(save.request, save.num_tokens)
         if not self.pool.publish(save.block, key):
             return
-        save.published.append(save.block)
+        save.published_snapshots.append(save.block)
         if save.num_tokens <= request.num_prompt_tokens:
             return
         if request.newest_output_snapshot is not None:
@@ -178,8 +180,8 @@ class StateSnapshots:
 
     def reset(self) -> None:
         """Drop every snapshot; no step may be in flight."""
-        for save in self._pending:
+        for save in self._pending_snapshots:
             self.pool.release((save.block,))
-        self._pending.clear()
+        self._pending_snapshots.clear()
         self._pending_keys.clear()
         self.pool.reset_prefix_cache()

@@ -154,8 +154,8 @@ class StructuredOutput:
         if begin_token is not None and begin_token >> 3 < len(mask):
             mask[begin_token >> 3] |= 1 << (begin_token & 7)
         rules = request.token_rules
-        if rules is not None and rules.allowed is not None:
-            common = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed, "little")
+        if rules is not None and rules.allowed_mask is not None:
+            common = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed_mask, "little")
             mask = bytearray(common.to_bytes(len(mask), "little"))
         if mask != bytes(len(mask)):
             return bytes(mask)

@@ -16,14 +16,14 @@ class TokenRules:
     delay the step by 12 ms.
 
     Attributes:
-        allowed: tokens that ``allowed_token_ids`` and bad words of one token leave, in the format
-            of a GrammarMask; None if they leave all.
+        allowed_mask: tokens that ``allowed_token_ids`` and bad words of one token leave, in the
+            format of a GrammarMask; None if they leave all.
         bad_words: trie of the bad words of several tokens, backwards from the last token but one:
             ``(node, token)`` to the next node. The root is node 0.
         last_tokens: by trie node, last tokens of the bad words whose path ends at the node.
     """
 
-    allowed: bytes | None
+    allowed_mask: bytes | None
     bad_words: dict[tuple[int, int], int]
     last_tokens: dict[int, list[int]]
 

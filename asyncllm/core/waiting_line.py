@@ -21,12 +21,12 @@ class _Waiter:
         try_reserve: function that gives the group a place; its result is false if the queue is
             full.
         is_gone: function that tells whether the caller has stopped waiting.
-        reserved: future of the result of ``try_reserve``, or of its error.
+        place_future: future of the result of ``try_reserve``, or of its error.
     """
 
     try_reserve: Callable[[], Any]
     is_gone: Callable[[], bool]
-    reserved: Future[Any] = field(default_factory=Future)
+    place_future: Future[Any] = field(default_factory=Future)
 
 
 class WaitingLine:
@@ -62,14 +62,14 @@ class WaitingLine:
                 thread.
 
         Returns:
-            Future of the result of ``try_reserve``, or of the AsyncLLMError that it raises. A group
-            that leaves the line without a place loses its members.
+            Future of the result of ``try_reserve``, or of the AsyncLLMError that it raises. If the
+            group leaves the line without a place, its ``members`` are emptied.
         """
         waiter = self._waiters[group] = _Waiter(try_reserve, is_gone)
         self._num_waited += 1
         group.members[0].arrival_index = self._num_waited
         self._order.push(group.members[0])
-        return waiter.reserved
+        return waiter.place_future
 
     def withdraw(self, group: RequestGroup) -> None:
         """Remove a group if it waits. Groups behind it may then fit."""
@@ -104,9 +104,9 @@ class WaitingLine:
                 self._order.admit(first)
                 self._order.release(first)
             if error is None:
-                waiter.reserved.set_result(place)
+                waiter.place_future.set_result(place)
             else:
-                waiter.reserved.set_exception(error)
+                waiter.place_future.set_exception(error)
 
     def fail(self, error: Callable[[], AsyncLLMError]) -> None:
         """Fail all waiting groups."""
@@ -115,4 +115,4 @@ class WaitingLine:
             self._order = WaitingQueue("fcfs")
         for group, waiter in waiters.items():
             group.members = []
-            waiter.reserved.set_exception(error())
+            waiter.place_future.set_exception(error())

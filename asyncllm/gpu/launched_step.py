@@ -52,7 +52,7 @@ class LaunchedStep:
         balanced: whether attention splits the keys in proportion to the rows' lengths, because
             these differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
-        updates: updates of LogitsTables rows, to write before the step runs.
+        table_updates: updates of LogitsTables rows, to write before the step runs.
         overflow_changes: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
         started: whether the step's changes have been applied to the batch, and its work has begun.
@@ -89,7 +89,7 @@ class LaunchedStep:
         self.stages = Stages.NONE
         self.bucket: int | None = None
         self.balanced = False
-        self.updates: list[TableUpdate] = []
+        self.table_updates: list[TableUpdate] = []
         self.overflow_changes: list[TableChange] = []
         self.masks: GrammarMask | None = None
         self.started = self.is_drawn = False
@@ -129,7 +129,7 @@ class LaunchedStep:
         """Whether this step continues a row whose token the host draws in ``step``."""
         if step.host_rows is None:
             return False
-        later = set(self.batch.req_indices).difference(self.batch.released)
+        later = set(self.batch.req_indices).difference(self.batch.released_indices)
         return not later.isdisjoint(step.host_rows.req_indices.tolist())
 
     def sampled_indices_of(self, rows: list[int]) -> list[int]:

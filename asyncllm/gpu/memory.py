@@ -77,31 +77,31 @@ class MemoryProbe:
         with CAPTURES.capture_lock(), torch.cuda.use_mem_pool(handle, device):
             yield partial(pool_bytes, handle.id, device)
 
-    def finish(self, device: torch.device, seconds: float) -> bool:
-        """Waits for the current stream's work; False if it takes longer than ``seconds``.
+    def synchronize(self, device: torch.device, timeout: float) -> bool:
+        """Waits for the current stream's work; False after ``timeout`` seconds.
 
         Raises:
             RuntimeError: the device has failed.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout
         while not event.query():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.001)
         return True
 
-    def empty_cache(self, device: torch.device, seconds: float = -1) -> None:
+    def empty_cache(self, device: torch.device, timeout: float = -1) -> None:
         """Returns torch's cached and unused blocks to the device.
 
         Args:
-            seconds: longest wait for other engines of the process; -1 waits without limit.
+            timeout: longest wait in seconds for other engines of the process; -1 for no limit.
 
         Raises:
-            TimeoutError: another engine's capture takes longer than ``seconds``.
+            TimeoutError: another engine's capture takes longer than ``timeout``.
         """
-        with CAPTURES.capture_lock(seconds):
+        with CAPTURES.capture_lock(timeout):
             torch.cuda.empty_cache()
 
 
@@ -277,7 +277,7 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def available_memory() -> int:
-    """Bytes that the process may still allocate: the kernel's estimate, within its cgroup."""
+    """Bytes that the process may still allocate, by the kernel's estimate and its cgroup."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -365,7 +365,7 @@ def release(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
-        if GPU_MEMORY.finish(device, RELEASE_SECONDS):
+        if GPU_MEMORY.synchronize(device, RELEASE_SECONDS):
             GPU_MEMORY.empty_cache(device, RELEASE_SECONDS)
             return True
         logger.warning(

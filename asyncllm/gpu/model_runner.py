@@ -82,7 +82,7 @@ class ModelRunner:
         logits_processors: Sequence[LogitsProcessor] = (),
         packed: PackedStore | str = "",
     ) -> None:
-        self._packed = packed
+        self._packed_store = packed
         self.info = info
         self.in_process = InProcess(logits_processors=logits_processors)
         self.dtype = model.embedding.dtype
@@ -170,7 +170,9 @@ class ModelRunner:
         """Makes the ExecutionReport; no step may be in flight."""
         self._enter_thread()
         runner = self._open_runner()
-        packed = self._packed if isinstance(self._packed, str) else self._packed.state
+        packed = (
+            self._packed_store if isinstance(self._packed_store, str) else self._packed_store.state
+        )
         return execution_report(runner.model, runner.cache, self.info, self._num_threads, packed)
 
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
@@ -251,8 +253,8 @@ class ModelRunner:
     def close(self) -> None:
         if self._runner is None:
             return
-        if isinstance(self._packed, PackedStore):
-            self._packed.close()
+        if isinstance(self._packed_store, PackedStore):
+            self._packed_store.close()
         # Do not wait for a GPU: a device that hangs would never finish.
         if not self._stream.is_async:
             self._stream.synchronize()
@@ -287,9 +289,9 @@ class ModelRunner:
     # --- a step ------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
-        """Begins the steps that the stream can run before they are collected.
+        """Begins launched steps, in order, as far as the stream can run them now.
 
-        A step that failed, or whose tokens need the host, blocks the steps behind it. ``collect``
+        Steps behind a failed one, or one whose tokens the host draws, have to wait. ``collect``
         raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
         runner = self._open_runner()

@@ -34,7 +34,7 @@ class StepMemory:
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
         scalars: sampling parameters by request index, ``[N + 1]`` each.
         tables: LogitsTables of rules and penalties, by request index.
-        sampled: ``[N]`` int64, the tokens of the last step, by sampled row.
+        sampled_tokens: ``[N]`` int64, the tokens of the last step, by sampled row.
         masks, logprobs: grammar masks and top log-probabilities of the step being sampled, by
             sampled row; None until a step needs them.
     """
@@ -56,7 +56,7 @@ class StepMemory:
         if not on_device:
             self.block_tables = [torch.from_numpy(table.table) for table in batch.tables]
             own = self.buffer = HostBuffer(limits, info.vocab_size, state.num_logprobs)
-            self.scalars, self.sampled = state.sections.tensors, own.tokens
+            self.scalars, self.sampled_tokens = state.sections.tensors, own.tokens
             self.host_buffers = [own]
             return
         widths = [table.table.shape[1] for table in batch.tables]
@@ -69,7 +69,7 @@ class StepMemory:
             self.buffer.tensors[f"changed_{group}"].fill_(index)
         self.scalars = self.buffer.tensors
         self.scalars["top_p"].fill_(1.0)
-        self.sampled = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.sampled_tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
         # Make one buffer more than steps in flight, because a copy reads its buffer only when the
         # stream reaches the copy.
         self.host_buffers = [
@@ -100,7 +100,7 @@ class StepMemory:
     def upload(self, step: LaunchedStep) -> None:
         """Queues the copy of a step to the device, and the step's changes of the batch state
         there."""
-        for update in step.updates:
+        for update in step.table_updates:
             update.write(self.tables)
         if not self.on_device:
             return
@@ -134,7 +134,7 @@ class StepMemory:
     def return_tokens(self, step: LaunchedStep) -> None:
         """Queues the copy of the step's tokens and log-probabilities to its host buffer."""
         host, count = step.buffer, len(step.rows)
-        host.tokens[:count].copy_(self.sampled[:count], non_blocking=True)
+        host.tokens[:count].copy_(self.sampled_tokens[:count], non_blocking=True)
         if step.stages & Stages.LOGPROBS:
             assert self.logprobs is not None
             host.logprobs.copy_from(self.logprobs, count)

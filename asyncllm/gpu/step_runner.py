@@ -115,7 +115,7 @@ class StepRunner:
         step.event, step.is_drawn = self.stream.record(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
-        """Waits for a step's tokens, and draws the tokens of rows that need the host."""
+        """Waits for a step, and draws on the host the tokens of rows that need it."""
         self.stream.wait(step)
         if not step.is_drawn:
             if step.batch.prompt_logprobs:
@@ -153,12 +153,12 @@ class StepRunner:
         self.inputs.apply(batch)
         if self._zeroes_blocks and (batch.assignments or batch.new_blocks):
             step.blocks_to_zero = self.inputs.unfilled_blocks(batch)
-        for req_index in batch.released:
+        for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
             update = sampler.assign(self._in_process.with_processors(assignment))
             if update is not None:
-                step.updates.append(update)
+                step.table_updates.append(update)
         if self.replay.finds_greedy_tokens:
             needed = state.needs_logits[step.req_indices]
             if batch.masked_rows:
@@ -189,7 +189,7 @@ class StepRunner:
             self.memory.write_previous_tokens(step, self.memory.buffer)
 
     def _run_forward(self, step: LaunchedStep) -> None:
-        """Runs the forward pass, between the copies before and after it."""
+        """Queues a forward pass, with the copies of its inputs and its recurrent states."""
         states, loads, saves = self.cache.states, step.batch.state_loads, step.batch.state_saves
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
@@ -228,7 +228,7 @@ class StepRunner:
             else:
                 self.draw(logits, step.stages)
         if count < len(step.rows):
-            memory.sampled.numpy()[count : len(step.rows)] = largest.numpy()
+            memory.sampled_tokens.numpy()[count : len(step.rows)] = largest.numpy()
         if step.buffer is not memory.buffer:
             memory.return_tokens(step)
 
@@ -237,7 +237,7 @@ class StepRunner:
         rows."""
         memory, count = self.memory, len(logits)
         top = memory.logprobs if stages & Stages.LOGPROBS else None
-        tokens, rows = memory.sampled[:count], memory.sampling_rows(count)
+        tokens, rows = memory.sampled_tokens[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
@@ -252,7 +252,11 @@ class StepRunner:
         if len(some) in (0, count):
             self.draw(logits, step.stages)
             return
-        index, rows, tokens = torch.from_numpy(some), memory.sampling_rows(count), memory.sampled
+        index, rows, tokens = (
+            torch.from_numpy(some),
+            memory.sampling_rows(count),
+            memory.sampled_tokens,
+        )
         own, found, top = rows.select(index), tokens[index], None
         if step.stages & Stages.LOGPROBS:
             top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)

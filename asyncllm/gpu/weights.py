@@ -335,7 +335,7 @@ def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
 
 
 def _check_tensors(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
-    """Raises ModelLoadError for a missing, misshapen or unexpected tensor."""
+    """Raises ModelLoadError for a tensor that is missing, unexpected or of a wrong shape."""
     expected = {
         name: parameter.stored_shape(rows) for parameter in wanted for name, rows in parameter.parts
     }

@@ -121,12 +121,13 @@ class PackedWeights:
         cls, context: Context, form: Any, address: int, num_bytes: int, bias: int | None,
         owner: object,
     ) -> PackedWeights:  # fmt: skip
-        """Uses packed weights in place, without a copy.
+        """Makes PackedWeights from packed weights in memory, without a copy.
 
         Args:
-            form: the ``form`` of PackedWeights of a context with an equal ``layout``.
+            form: attribute ``form`` of the PackedWeights whose memory was stored. Their context had
+                an equal ``layout``.
             address: address of the packed weights, ``num_bytes`` long and aligned to 64 bytes.
-            bias: address of ``[n]`` float32, or None.
+            bias: address of the bias, ``[n]`` float32; None for none.
             owner: object that owns this memory; referenced as long as the weights exist.
         """
         handle = context.functions.view_weights(context.handle, form, address, num_bytes, bias)

@@ -1,4 +1,4 @@
-"""DelimiterTokens: delimiters of a response format as token ids."""
+"""DelimiterTokens: delimiters of a chat syntax as token ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from asyncllm.core.reasoning import ReasoningTracker
 from asyncllm.structured.spec import StructuredOutputs
-from asyncllm.tool_calls.response_format import ResponseFormat
+from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.validation import argument_error
 
 if TYPE_CHECKING:
@@ -16,27 +16,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DelimiterTokens:
-    """Delimiters of a response format as token ids.
+    """Delimiters of a chat syntax as token ids.
 
     Attributes:
-        special: ids of the special tokens in delimiters, which detokenisation must not skip.
-        begin, end, end_before_call: token ids of the reasoning delimiters; empty for a delimiter
-            that may share a token with the text around it.
+        special_ids: ids of the special tokens in delimiters, which detokenisation must not skip.
+        reasoning_begin, reasoning_end, reasoning_end_before_call: token ids of delimiters; empty
+            for a delimiter that may share a token with the text around it.
     """
 
-    special: frozenset[int]
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-    end_before_call: tuple[int, ...]
+    special_ids: frozenset[int]
+    reasoning_begin: tuple[int, ...]
+    reasoning_end: tuple[int, ...]
+    reasoning_end_before_call: tuple[int, ...]
 
     @classmethod
-    def of(cls, form: ResponseFormat, tokenizer: Tokenizer) -> DelimiterTokens:
-        begin, end = tokenizer.delimiter_ids(form.begin), tokenizer.delimiter_ids(form.end)
-        before_call = tokenizer.delimiter_ids(form.end_before_call)
-        return cls(tokenizer.special_ids_where(form.delimiters_contain), begin, end, before_call)
+    def of(cls, syntax: ChatSyntax, tokenizer: Tokenizer) -> DelimiterTokens:
+        begin, end = (
+            tokenizer.delimiter_ids(syntax.reasoning_begin),
+            tokenizer.delimiter_ids(syntax.reasoning_end),
+        )
+        before_call = tokenizer.delimiter_ids(syntax.reasoning_end_before_call)
+        return cls(tokenizer.special_ids_where(syntax.delimiters_contain), begin, end, before_call)
 
     def reasoning(
-        self, form: ResponseFormat, prompt_end: str, grammar: StructuredOutputs | None
+        self, syntax: ChatSyntax, prompt_end: str, grammar: StructuredOutputs | None
     ) -> ReasoningTracker | None:
         """Initial reasoning state of an output, after its prompt.
 
@@ -45,20 +48,20 @@ class DelimiterTokens:
                 token closes.
         """
         prompt_end = prompt_end.rstrip()
-        opened = bool(form.begin) and prompt_end.endswith(form.begin)
-        if not self.begin or not self.end:
+        opened = bool(syntax.reasoning_begin) and prompt_end.endswith(syntax.reasoning_begin)
+        if not self.reasoning_begin or not self.reasoning_end:
             if opened and grammar is not None:
                 raise argument_error(
                     "structured_outputs",
                     "the prompt has opened the model's thoughts, and the tokenizer has no token "
-                    f"for their end, {form.end!r}; expected a chat template that does not open "
-                    "them",
+                    f"for their end, {syntax.reasoning_end!r}; expected a chat template that does "
+                    "not open them",
                 )
             return None
-        may_begin = not opened and not prompt_end.endswith(form.end)
-        end = self.end
-        if self.end_before_call and grammar is not None and grammar.param == "tools":
-            end = self.end_before_call
+        may_begin = not opened and not prompt_end.endswith(syntax.reasoning_end)
+        end = self.reasoning_end
+        if self.reasoning_end_before_call and grammar is not None and grammar.param == "tools":
+            end = self.reasoning_end_before_call
         return ReasoningTracker(
-            self.begin, end, opened, may_begin, only_at_start=grammar is not None
+            self.reasoning_begin, end, opened, may_begin, only_at_start=grammar is not None
         )

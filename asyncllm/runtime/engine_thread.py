@@ -47,7 +47,8 @@ class EngineThread:
         stage: the unit of ``progress``.
         closing: whether ``close`` was called.
         pid: process in which the thread runs.
-        loaded, core, grammars: model, step loop and grammar compiler; set once ``ready`` is done.
+        loaded_model, core, grammars: model, step loop and grammar compiler; set once ``ready`` is
+            done.
     """
 
     def __init__(self, config: EngineConfig, loader: Loader) -> None:
@@ -55,7 +56,7 @@ class EngineThread:
         self.exited: Future[None] = Future()
         self.progress = (0, 0)
         self.stage: LoadStage = "weights"
-        self.loaded: LoadedModel
+        self.loaded_model: LoadedModel
         self.core: EngineCore
         self.grammars: GrammarCompiler
         self._config = config
@@ -86,8 +87,8 @@ class EngineThread:
 
     def _load(self) -> None:
         began = time.monotonic()
-        self.loaded = self._loader(self._config, self._on_progress)
-        executor = self.loaded.executor
+        self.loaded_model = self._loader(self._config, self._on_progress)
+        executor = self.loaded_model.executor
         try:
             check_processors(self._config, executor)
             config, clock = self._config, time.monotonic
@@ -100,7 +101,7 @@ class EngineThread:
             admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock)
             self.core = EngineCore(executor, scheduler, admission)
             self.core.thread = self._thread
-            self.grammars = make_grammar_compiler(self._config, self.loaded)
+            self.grammars = make_grammar_compiler(self._config, self.loaded_model)
             atexit.register(self._at_exit)
             self._log_start(time.monotonic() - began)
         except BaseException:
@@ -108,7 +109,7 @@ class EngineThread:
             raise
 
     def _log_start(self, seconds: float) -> None:
-        info = self.loaded.executor.info
+        info = self.loaded_model.executor.info
         logger.info(
             "engine started in %.2f s: model %s, %d KV blocks of %d tokens, max_model_len=%d, "
             "max_num_seqs=%d, max_num_batched_tokens=%d, %d steps in flight at most",
@@ -252,7 +253,7 @@ class EngineThread:
         """Seconds after which a step counts as hung. Valid once ``ready`` is done, because the
         default is the device's."""
         timeout = self._config.step_timeout
-        return self.loaded.executor.info.step_timeout if timeout is None else timeout
+        return self.loaded_model.executor.info.step_timeout if timeout is None else timeout
 
     @property
     def watch_interval(self) -> float:

@@ -30,12 +30,12 @@ from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText, StopStrings
 from asyncllm.text.long_text import SHORT_TEXT
+from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.message_parser import MessageParser
-from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
 
-_RuleLists = tuple[Sequence[int] | None, Sequence[str]]
+_TokenRuleParams = tuple[Sequence[int] | None, Sequence[str]]
 """``(allowed_token_ids, bad_words)`` of a request."""
 
 _PROMPT_END_TOKENS = 32
@@ -56,7 +56,7 @@ lists. A word takes 20 microseconds, so many requests with small lists would fil
 _WORD_CHARACTERS = 16
 """Characters of a text that take as long as one of ``bad_words``, besides its own."""
 
-_MAX_CACHED_RULES = 16
+_MAX_CACHED_TOKEN_RULES = 16
 """Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""
 
 
@@ -69,13 +69,15 @@ class InputProcessor:
     no other request.
     """
 
-    loaded: LoadedModel
+    loaded_model: LoadedModel
     config: EngineConfig
     prompts: PromptEncoder
     submitter: RequestQueue
-    _delimiter_tokens: dict[ResponseFormat, DelimiterTokens] = field(default_factory=dict)
+    _delimiter_tokens: dict[ChatSyntax, DelimiterTokens] = field(default_factory=dict)
     _neutral_params: SamplingParams = field(default_factory=SamplingParams)
-    _cached_rules: OrderedDict[_RuleLists, TokenRules | None] = field(default_factory=OrderedDict)
+    _cached_token_rules: OrderedDict[_TokenRuleParams, TokenRules | None] = field(
+        default_factory=OrderedDict
+    )
     _cache_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class InputProcessor:
             return self._submission(request, call, lambda _: token_ids, 0)
         min_tokens = 0
         if len(text) > SHORT_TEXT:
-            min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
+            min_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
             self._check_length(request, len(text), min_tokens)
         encode = partial(self.prompts.encode_text, text, True)
         return self._submission(request, call, encode, len(text), min_tokens=min_tokens)
@@ -116,25 +118,25 @@ class InputProcessor:
         """Make a Submission from a conversation."""
         tool_use = ToolUse.parse(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         sampling = with_response_format(sampling, sampling_params, chat.response_format)
-        form, calls_may_follow_text = self.prompts.response_format(tool_use, chat), True
+        syntax, calls_may_follow_text = self.prompts.chat_syntax(tool_use, chat), True
         template_input = self.prompts.template_input(messages, tool_use, chat)
         if tool_use is not None:
-            assert form is not None
+            assert syntax is not None
             sampling, calls_may_follow_text = with_tool_grammar(
-                sampling, sampling_params, tool_use, form
+                sampling, sampling_params, tool_use, syntax
             )
         request = self._make_group(sampling_params, sampling, options)
         has_grammar = request.sampling.structured_outputs is not None
-        if not request.sampling.detokenize and (form is not None or has_grammar):
+        if not request.sampling.detokenize and (syntax is not None or has_grammar):
             accepted = (
                 "true in a chat with tools, thoughts or a response format, which are read from "
                 "the text; or stream(await engine.tokenize(messages))"
             )
             raise check.invalid("detokenize", False, accepted)
         parser = None
-        if form is not None:
+        if syntax is not None:
             parser = MessageParser(
-                form,
+                syntax,
                 {} if tool_use is None else tool_use.parameters,
                 one_call=tool_use is not None and not tool_use.parallel,
                 calls_may_follow_text=calls_may_follow_text if tool_use else not has_grammar,
@@ -166,7 +168,7 @@ class InputProcessor:
         request = pop_fields(RequestOptions, options)
         pop_fields(ChatOptions, options)
         resolved, _ = self._resolve_params(sampling_params, options, request)
-        self._make_rules(resolved)
+        self._make_token_rules(resolved)
 
     def _submission(
         self,
@@ -185,7 +187,7 @@ class InputProcessor:
                 tokens that they have at least.
         """
         token_ids = encode(SHORT_TEXT)
-        has_rules = request.token_rules is not None or not any(_rule_lists(request.sampling))
+        has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
         if token_ids is not None and has_rules:
             self._set_prompt(request, token_ids, parser)
             return Submission(request, call, request.num_prompt_tokens, parser)
@@ -195,7 +197,9 @@ class InputProcessor:
             if made is None:
                 return False
             if request.token_rules is None:
-                self._set_rules(request.group.members, self._make_rules(request.sampling))
+                self._set_token_rules(
+                    request.group.members, self._make_token_rules(request.sampling)
+                )
             self._set_prompt(request, made, parser)
             return True
 
@@ -236,7 +240,7 @@ class InputProcessor:
             raise check.invalid("priority", options.priority, accepted)
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
-        info, model = self.loaded.executor.info, self.loaded.model_config
+        info, model = self.loaded_model.executor.info, self.loaded_model.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
             sampling, model.generation_defaults or {}, self._draw_seed, info.vocab_size
         )
@@ -245,7 +249,7 @@ class InputProcessor:
         if num_kept is not None and num_kept > max_kept:
             accepted = f"at most {max_kept}, so that one more fits into max_model_len, -1 or None"
             raise check.invalid("truncate_prompt_tokens", num_kept, accepted)
-        in_process = getattr(self.loaded.executor, "in_process", None)
+        in_process = getattr(self.loaded_model.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
                 accepted = "none with an executor that runs in another process"
@@ -261,10 +265,10 @@ class InputProcessor:
                 raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
         return resolved, claiming_processors
 
-    def _quick_rules(self, sampling: SamplingParams) -> TokenRules | None:
-        """Token rules that are cached or quick to make. None if ``_make_rules`` would take long, or
-        if there are no rules."""
-        allowed, words = lists = _rule_lists(sampling)
+    def _quick_token_rules(self, sampling: SamplingParams) -> TokenRules | None:
+        """Token rules that are cached or quick to make. None if ``_make_token_rules`` would take
+        long, or if there are no rules."""
+        allowed, words = lists = _token_rule_params(sampling)
         if allowed is None and not words:
             return None
         if (
@@ -272,29 +276,29 @@ class InputProcessor:
             and sum(map(len, words)) <= _MAX_QUICK_CHARACTERS
             and len(allowed or ()) <= _MAX_QUICK_TOKENS
         ):
-            return self._make_rules(sampling)
+            return self._make_token_rules(sampling)
         with self._cache_lock:
-            return self._cached_rules.get(lists)
+            return self._cached_token_rules.get(lists)
 
-    def _make_rules(self, sampling: SamplingParams) -> TokenRules | None:
+    def _make_token_rules(self, sampling: SamplingParams) -> TokenRules | None:
         """Make the token rules, and cache them if they have many bad words.
 
         Raises:
             InvalidRequestError: for a bad word that the model cannot write.
         """
-        allowed, words = lists = _rule_lists(sampling)
-        vocab_size = self.loaded.executor.info.vocab_size
-        word_token_ids = bad_words_token_ids(words, self.loaded.tokenizer, vocab_size)
+        allowed, words = lists = _token_rule_params(sampling)
+        vocab_size = self.loaded_model.executor.info.vocab_size
+        word_token_ids = bad_words_token_ids(words, self.loaded_model.tokenizer, vocab_size)
         rules = TokenRules.create(allowed, word_token_ids, vocab_size)
         if len(words) > _MAX_QUICK_WORDS // 2 and len(allowed or ()) <= _MAX_QUICK_TOKENS:
             with self._cache_lock:
-                self._cached_rules[lists] = rules
-                if len(self._cached_rules) > _MAX_CACHED_RULES:
-                    self._cached_rules.popitem(last=False)
+                self._cached_token_rules[lists] = rules
+                if len(self._cached_token_rules) > _MAX_CACHED_TOKEN_RULES:
+                    self._cached_token_rules.popitem(last=False)
         return rules
 
-    def _set_rules(self, members: Sequence[Request], rules: TokenRules | None) -> None:
-        limits = self.loaded.executor.info.sampling_limits
+    def _set_token_rules(self, members: Sequence[Request], rules: TokenRules | None) -> None:
+        limits = self.loaded_model.executor.info.sampling_limits
         for member in members:
             member.token_rules = rules
             member.needs_host = limits is not None and (
@@ -310,7 +314,7 @@ class InputProcessor:
         """Make the group with its channel and members; returns the first member. All arguments but
         the prompt are already checked."""
         resolved, claiming_processors = self._resolve_params(sampling_params, sampling, options)
-        model, info = self.loaded.model_config, self.loaded.executor.info
+        model, info = self.loaded_model.model_config, self.loaded_model.executor.info
         now = self.submitter.core.clock()
         group = RequestGroup(
             uuid.uuid4().hex if options.request_id is None else options.request_id,
@@ -319,7 +323,7 @@ class InputProcessor:
             deadline=math.inf if options.timeout is None else now + options.timeout,
         )
         skip = resolved.skip_special_tokens
-        decode = partial(self.loaded.tokenizer.decode, skip_special_tokens=skip)
+        decode = partial(self.loaded_model.tokenizer.decode, skip_special_tokens=skip)
         if not resolved.detokenize:
             decode = NoText.decode
         for index in range(resolved.n):
@@ -333,9 +337,9 @@ class InputProcessor:
                 cache_salt=options.cache_salt,
                 claiming_processors=claiming_processors,
                 output=DetokenizerState(decode),
-                first=group.members[0] if index else None,
+                first_member=group.members[0] if index else None,
             )
-        self._set_rules(group.members, self._quick_rules(resolved))
+        self._set_token_rules(group.members, self._quick_token_rules(resolved))
         return group.members[0]
 
     def _set_prompt(
@@ -349,23 +353,23 @@ class InputProcessor:
             token_ids = token_ids[-num_kept:]
         if len(token_ids) >= request.max_model_len:
             raise self.prompts.too_long_error(len(token_ids))
-        vocab_size = self.loaded.executor.info.vocab_size
+        vocab_size = self.loaded_model.executor.info.vocab_size
         if max(token_ids) >= vocab_size:
             # A tokenizer may know more tokens than the model has embeddings.
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.invalid("prompt", max(token_ids), accepted)
-        tokenizer = self.loaded.tokenizer
+        tokenizer = self.loaded_model.tokenizer
         detokenizer_options: dict[str, Any] = {}
         if request.sampling.stop:
             detokenizer_options["stop"] = StopStrings(request.sampling.stop)
         if parser is not None:
-            delimiters = self._delimiters(parser.form)
-            detokenizer_options["visible"] = delimiters.special
+            delimiters = self._delimiters(parser.syntax)
+            detokenizer_options["visible"] = delimiters.special_ids
             end = tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
-            parser.answer_begin = parser.form.answer_begins_in(end)
+            parser.answer_begin = parser.syntax.answer_begins_in(end)
             for member in request.group.members:
                 grammar = member.sampling.structured_outputs
-                member.reasoning = delimiters.reasoning(parser.form, end, grammar)
+                member.reasoning = delimiters.reasoning(parser.syntax, end, grammar)
         for member in request.group.members:
             sampling = member.sampling
             member.output.detokenizer = (
@@ -375,16 +379,16 @@ class InputProcessor:
             )
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
-    def _delimiters(self, form: ResponseFormat) -> DelimiterTokens:
+    def _delimiters(self, syntax: ChatSyntax) -> DelimiterTokens:
         """Delimiters of a response format as tokens; cached, because every conversation needs
         them."""
-        delimiters = self._delimiter_tokens.get(form)
+        delimiters = self._delimiter_tokens.get(syntax)
         if delimiters is None:
-            delimiters = DelimiterTokens.of(form, self.loaded.tokenizer)
-            self._delimiter_tokens[form] = delimiters
+            delimiters = DelimiterTokens.of(syntax, self.loaded_model.tokenizer)
+            self._delimiter_tokens[syntax] = delimiters
         return delimiters
 
 
-def _rule_lists(sampling: SamplingParams) -> _RuleLists:
+def _token_rule_params(sampling: SamplingParams) -> _TokenRuleParams:
     """``allowed_token_ids`` and ``bad_words``, from which token rules are made."""
     return sampling.allowed_token_ids, tuple(sampling.bad_words)

@@ -20,19 +20,19 @@ from asyncllm.structured.grammar import Vocabulary
 
 if TYPE_CHECKING:
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.tool_calls.response_format import ResponseFormats
+    from asyncllm.tool_calls.chat_syntax import ChatSyntaxes
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """Executor, tokenizer and configuration of a loaded model. ``model_config`` needs
-    ``eos_token_ids`` and ``generation_defaults``. If ``response_formats`` is None, the first
+    ``eos_token_ids`` and ``generation_defaults``. If ``chat_syntaxes`` is None, the first
     conversation makes them from the chat template."""
 
     executor: Executor
     tokenizer: Tokenizer
     model_config: Any
-    response_formats: ResponseFormats | None = None
+    chat_syntaxes: ChatSyntaxes | None = None
 
 
 def make_grammar_compiler(config: EngineConfig, loaded_model: LoadedModel) -> GrammarCompiler:
@@ -86,8 +86,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     path = resolve_model(
         config.model,
         config.revision,
-        weights=config.load_format != "dummy",
-        code=config.trust_remote_code,
+        with_weights=config.load_format != "dummy",
+        with_code=config.trust_remote_code,
         progress=progress,
     )
     tokenizer_path = path
@@ -115,25 +115,25 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         text.result()
         raise
     try:
-        tokenizer, formats = text.result()
+        tokenizer, syntaxes = text.result()
     except BaseException:
         close_executor(executor)
         raise
-    return LoadedModel(executor, tokenizer, model_config, formats)
+    return LoadedModel(executor, tokenizer, model_config, syntaxes)
 
 
-def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ResponseFormats]:
+def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSyntaxes]:
     from asyncllm.text.tokenizer import Tokenizer
-    from asyncllm.tool_calls.response_format import ResponseFormats
+    from asyncllm.tool_calls.chat_syntax import ChatSyntaxes
 
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(config.chat_template)
     # Compile the template now: the first chat would block its event loop meanwhile.
     tokenizer.chat_template.compile()
-    formats = ResponseFormats.of_tokenizer(tokenizer, config)
-    formats.prepare()
-    return tokenizer, formats
+    syntaxes = ChatSyntaxes.of_tokenizer(tokenizer, config)
+    syntaxes.prepare()
+    return tokenizer, syntaxes
 
 
 def _can_read_in_parallel(path: Path, model_config: Any) -> bool:

@@ -15,7 +15,7 @@ from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
 from asyncllm.runtime.worker_thread import Cooldown, TextThreads
 from asyncllm.text.template_input import TemplateInput
-from asyncllm.tool_calls.response_format import ResponseFormat, ResponseFormats
+from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.tool_use import ToolUse
 
 Encode = Callable[[int | None], list[int] | None]
@@ -29,17 +29,17 @@ class PromptEncoder:
     """Converts prompts to token ids for one running engine.
 
     Attributes:
-        texts: worker threads for inputs of ``tokenize`` and ``detokenize``; prompts of
+        text_threads: worker threads for inputs of ``tokenize`` and ``detokenize``; prompts of
             requests have another.
     """
 
-    loaded: LoadedModel
+    loaded_model: LoadedModel
     config: EngineConfig
     cooldown: InitVar[Cooldown]
-    texts: TextThreads = field(init=False)
+    text_threads: TextThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self.texts = TextThreads("asyncllm-tokenize", cooldown)
+        self.text_threads = TextThreads("asyncllm-tokenize", cooldown)
 
     def prepare_tokenize(
         self,
@@ -67,7 +67,7 @@ class PromptEncoder:
                 accepted = "None or False with messages, whose special tokens the template writes"
                 raise check.invalid("add_special_tokens", special, accepted)
             tool_use = ToolUse.parse(options.tools, "auto", True)
-            self.response_format(tool_use, options)
+            self.chat_syntax(tool_use, options)
             chat = self.template_input(prompt, tool_use, options, generation)
             encode = partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
             return chat.num_characters, encode
@@ -76,7 +76,7 @@ class PromptEncoder:
         for name, (value, neutral) in chat_only.items():
             if value is not neutral:
                 raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
-        min_tokens = self.loaded.tokenizer.min_num_tokens(len(text))
+        min_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
         if max_tokens is not None and min_tokens > max_tokens:
             raise self.too_long_error(min_tokens, "at least ")
         return len(text), partial(self.encode_text, text, special is not False)
@@ -88,21 +88,21 @@ class PromptEncoder:
         function that decodes them."""
         skip = check.boolean("skip_special_tokens", skip_special_tokens)
         ids = check.token_ids("token_ids", token_ids, 2**32)
-        return len(ids), partial(self.loaded.tokenizer.decode, ids, skip_special_tokens=skip)
+        return len(ids), partial(self.loaded_model.tokenizer.decode, ids, skip_special_tokens=skip)
 
     def encode_text(
         self, text: str, add_special_tokens: bool, max_characters: int | None
     ) -> list[int] | None:
         if max_characters is not None and len(text) > max_characters:
             return None
-        return self.loaded.tokenizer.encode(text, add_special_tokens)
+        return self.loaded_model.tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(
         self, chat: TemplateInput, max_tokens: int | None, split: bool, max_characters: int | None
     ) -> list[int] | None:
         if max_characters is not None and chat.num_characters > max_characters:
             return None
-        return self.loaded.tokenizer.encode_chat(
+        return self.loaded_model.tokenizer.encode_chat(
             chat, max_tokens, split_special_tokens=split, at_once=max_characters is not None
         )
 
@@ -129,25 +129,25 @@ class PromptEncoder:
                 accepted = f"no {name} beside {name}="
                 raise check.invalid("chat_template_kwargs", kwargs, accepted)
             variables[name] = value
-        return TemplateInput(messages, variables, arguments_as_text=self._formats.arguments_as_text)
+        return TemplateInput(
+            messages, variables, arguments_as_text=self._syntaxes.expects_text_arguments
+        )
 
-    def response_format(
-        self, tool_use: ToolUse | None, options: TemplateOptions
-    ) -> ResponseFormat | None:
+    def chat_syntax(self, tool_use: ToolUse | None, options: TemplateOptions) -> ChatSyntax | None:
         """Format of the answer to a conversation.
 
         Raises:
             InvalidRequestError: for tools that the template cannot offer to the model.
         """
-        template = self.loaded.tokenizer.chat_template
+        template = self.loaded_model.tokenizer.chat_template
         if tool_use is not None and not template.reads("tools", options.chat_template):
             raise check.argument_error("tools", "the chat template takes none")
-        return self._formats.format_for(tool_use is not None)
+        return self._syntaxes.syntax_for(tool_use is not None)
 
     @cached_property
-    def _formats(self) -> ResponseFormats:
-        formats = self.loaded.response_formats
-        return formats or ResponseFormats.of_tokenizer(self.loaded.tokenizer, self.config)
+    def _syntaxes(self) -> ChatSyntaxes:
+        syntaxes = self.loaded_model.chat_syntaxes
+        return syntaxes or ChatSyntaxes.of_tokenizer(self.loaded_model.tokenizer, self.config)
 
     def check_ids(self, prompt: Any, num_kept: int | None) -> tuple[list[int], int]:
         """Check a prompt of token ids.
@@ -158,7 +158,7 @@ class PromptEncoder:
         Returns:
             The last ``num_kept`` token ids, and the number of those cut off, which are not read.
         """
-        info = self.loaded.executor.info
+        info = self.loaded_model.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
         if isinstance(prompt, dict) or isinstance(first, dict):
             raise check.invalid("prompt", prompt, "text or token ids; messages are for chat()")
@@ -183,7 +183,7 @@ class PromptEncoder:
         return list(ids), num_cut
 
     def too_long_error(self, num_tokens: int, qualifier: str = "") -> ContextLengthExceededError:
-        longest = self.loaded.executor.info.max_model_len
+        longest = self.loaded_model.executor.info.max_model_len
         return ContextLengthExceededError(
             f"prompt: has {qualifier}{num_tokens} tokens, expected at most {longest - 1}, so "
             f"that one more fits into max_model_len={longest}"

@@ -75,7 +75,7 @@ class Submission:
             prompt = member.token_ids[: member.num_prompt_tokens]
             first = group.members[0] if group.members else None
             replace(
-                member, group=group, token_ids=prompt, first=first, structured_output=None
+                member, group=group, token_ids=prompt, first_member=first, structured_output=None
             )  # The constructor adds the request to the group.
         request = group.members[0]
         make_prompt = None if request.token_ids else self.make_prompt
@@ -123,10 +123,10 @@ class Submitter:
     mailboxes: MailboxRegistry
     observers: Observers
     cooldown: InitVar[Cooldown]
-    _texts: TextThreads = field(init=False)
+    _text_threads: TextThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self._texts = TextThreads("asyncllm-text", cooldown)
+        self._text_threads = TextThreads("asyncllm-text", cooldown)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and
@@ -170,15 +170,15 @@ class Submitter:
 
     def prompts_made(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
-        return self._texts.barrier()
+        return self._text_threads.barrier()
 
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        return self.grammars.close() + self._texts.close()
+        return self.grammars.close() + self._text_threads.close()
 
     def _make_notifier(self, submission: Submission) -> None:
-        request, observers = submission.request, (*submission.observers, *self.observers.all)
+        request, observers = submission.request, (*submission.observers, *self.observers.registered)
         request.group.engine = self.observers.engine
         submission.notifier = ObserverNotifier(request, observers) if observers else None
         request.group.notifier = submission.notifier
@@ -219,7 +219,7 @@ class Submitter:
             return True
 
         try:
-            self._texts.submit(make_and_send, submission.num_characters)
+            self._text_threads.submit(make_and_send, submission.num_characters)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

@@ -164,13 +164,13 @@ class TextThreads:
     """Two worker threads for texts: a short one never waits for a long one.
 
     Attributes:
-        long: thread of the texts from LONG_TEXT characters on, and of conversations that turn out
-            to take long.
+        long_thread: thread of the texts from LONG_TEXT characters on, and of conversations that
+            turn out to take long.
     """
 
     def __init__(self, name: str, cooldown: Cooldown) -> None:
-        self.long = WorkerThread(name, cooldown)
-        self._short = WorkerThread(f"{name}-short", cooldown.of_short_jobs)
+        self.long_thread = WorkerThread(name, cooldown)
+        self._short_thread = WorkerThread(f"{name}-short", cooldown.of_short_jobs)
 
     def submit(self, job: Callable[[int | None], bool], num_characters: int) -> None:
         """Queue a job in order of arrival; raises as ``WorkerThread.submit``.
@@ -182,28 +182,28 @@ class TextThreads:
 
         def try_job() -> None:
             if not job(LONG_TEXT - 1):
-                self.long.submit(partial(job, None))
+                self.long_thread.submit(partial(job, None))
 
         if num_characters < LONG_TEXT:
-            self._short.submit(try_job)
+            self._short_thread.submit(try_job)
         else:
-            self.long.submit(partial(job, None))
+            self.long_thread.submit(partial(job, None))
 
     async def call(self, job: Callable[[int | None], T | None], num_characters: int) -> T | None:
         """Run a job, the shortest first, and return its result; otherwise as ``submit``. A result
         of None means that there are more characters."""
         result = None
         if num_characters < LONG_TEXT:
-            result = await self._short.call(partial(job, LONG_TEXT - 1), num_characters)
+            result = await self._short_thread.call(partial(job, LONG_TEXT - 1), num_characters)
         if result is None:
-            result = await self.long.call(partial(job, None), num_characters)
+            result = await self.long_thread.call(partial(job, None), num_characters)
         return result
 
     def barrier(self) -> list[Future[None]]:
         """Futures that are done once the jobs submitted so far are done."""
-        return [thread.submit(lambda: None) for thread in (self.long, self._short)]
+        return [thread.submit(lambda: None) for thread in (self.long_thread, self._short_thread)]
 
     def close(self) -> list[threading.Thread]:
         """Drop jobs that have not begun; returns the threads that still run."""
-        threads = (self.long.close(), self._short.close())
+        threads = (self.long_thread.close(), self._short_thread.close())
         return [thread for thread in threads if thread is not None]

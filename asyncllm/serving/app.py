@@ -188,7 +188,7 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
         ("/v1/models/{model:path}", {"GET": server_info.get_model}, {}),
         ("/health", {"GET": server_info.health}, {}),
         ("/health/ready", {"GET": server_info.health}, {}),
-        ("/health/live", {"GET": server_info.live}, {}),
+        ("/health/live", {"GET": server_info.show_liveness}, {}),
         ("/metrics", {"GET": server_info.show_metrics}, {}),
         ("/openapi.json", {"GET": server_info.description}, {}),
     ]

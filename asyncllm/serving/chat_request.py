@@ -127,7 +127,7 @@ class TemplateFields(RequestBody):
 
 
 class ConversationFields(TemplateFields, SamplingFields):
-    """Fields of the two bodies with messages: chat completions and responses."""
+    """Fields of request bodies with messages: of chat completions and of responses."""
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         "moderation": (),

@@ -44,9 +44,9 @@ class ChoicesWriter:
             "system_fingerprint": None,
             **more_fields,
         }
-        usage_of_stream = request.usage_of_stream
-        self._sends_usage = usage_of_stream != "none"
-        self._running_usage = RunningUsage() if usage_of_stream == "each chunk" else None
+        chunks_with_usage = request.chunks_with_usage
+        self._sends_usage = chunks_with_usage != "none"
+        self._running_usage = RunningUsage() if chunks_with_usage == "each chunk" else None
         # There is a chunk per token: their constant part is serialised once.
         self._chunk_start = f"data: {encode({**self._fields, 'object': self.CHUNK_OBJECT})[:-1]}"
 

@@ -21,10 +21,10 @@ PING = ": ping\n\n"
 
 
 class EventSender:
-    """Sender of events and of comments between them.
+    """Sender of a stream's server-sent events, and of comments while no event comes.
 
-    The answer begins with its first text or comment, so that an error of the first read (for too
-    long a prompt, say) still has its HTTP status.
+    The HTTP answer starts with the first event or comment. An error before it (for a prompt that is
+    too long, say) is answered with the error's HTTP status.
 
     Args:
         opening: events to send before the first text.

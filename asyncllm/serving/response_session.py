@@ -51,13 +51,13 @@ class ResponseSession:
         owner: owner of the responses that it creates and continues.
 
     Attributes:
-        current: the response in flight, if any.
+        current_turn: the response in flight, if any.
     """
 
     connection: SocketConnection
     serving: Serving
     owner: str
-    current: ResponseTurn | None = None
+    current_turn: ResponseTurn | None = None
     _unstored_responses: ResponseStore = field(
         default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_SIZE)
     )
@@ -100,9 +100,9 @@ class ResponseSession:
             if kind == "response.create":
                 streams.append(await self._create_response(event, len(message)))
             elif kind == "response.cancel":
-                if self.current is None:
+                if self.current_turn is None:
                     raise ProtocolError("no response is in flight", code="response_not_in_flight")
-                self.current.stream.abort()
+                self.current_turn.stream.abort()
             else:
                 raise ProtocolError(
                     "type: expected 'response.create' or 'response.cancel'",
@@ -134,9 +134,10 @@ class ResponseSession:
         self._tasks.start_soon(self.connection.close, code, reason)
 
     async def _create_response(self, event: dict[str, Any], size: int) -> TokenStream:
-        if self.current is not None:
+        if self.current_turn is not None:
             raise ProtocolError(
-                f"response {self.current.events.id!r} is in flight; one at a time on a connection",
+                f"response {self.current_turn.events.id!r} is in flight; one at a time on a "
+                "connection",
                 code="response_already_in_flight",
                 status=409,
             )
@@ -149,7 +150,7 @@ class ResponseSession:
         turn = await ResponseTurn.begin(
             self.serving, self.owner, request, size, self._unstored_responses
         )
-        self.current = turn
+        self.current_turn = turn
         self.serving.pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
         return turn.stream
@@ -160,9 +161,9 @@ class ResponseSession:
         try:
             async with turn.stream:
                 await self._send_all(await turn.serialize(turn.events.created()))
-                await turn.run(self._send_all, before_end=self._end_current)
+                await turn.run(self._send_all, before_end=self._end_current_turn)
         except AsyncLLMError as error:
-            self._end_current()
+            self._end_current_turn()
             with contextlib.suppress(*DISCONNECT_ERRORS):
                 failed = turn.events.failed(to_protocol_error(error, ENGINE_NAMES))
                 await self._send_all(await turn.serialize(failed))
@@ -174,11 +175,11 @@ class ResponseSession:
             self._close(1011, "internal error")
         finally:
             turn.release()
-            self._end_current()
+            self._end_current_turn()
 
-    def _end_current(self) -> None:
-        if self.current is not None:
-            self.current = None
+    def _end_current_turn(self) -> None:
+        if self.current_turn is not None:
+            self.current_turn = None
             self.serving.pacer.end_response()
 
     async def _send_all(self, events: Iterable[Event]) -> None:

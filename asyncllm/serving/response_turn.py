@@ -22,8 +22,8 @@ from asyncllm.serving.serving import Serving
 from asyncllm.stream import TokenStream
 
 MEMORY_PER_JSON_BYTE = 32
-"""Bytes of a conversation in memory that count as one byte of JSON: converting them takes as long
-as reading that byte. A short message has about 360 bytes, and is converted in 3 microseconds."""
+"""Bytes of a conversation in memory that are converted in the time of reading one byte of JSON. A
+short message has about 360 bytes, and is converted in 3 microseconds."""
 
 WRITTEN_PER_READ_BYTE = 10
 """Bytes of JSON that are written in the time that reading one byte takes. Events with the whole
@@ -101,7 +101,7 @@ class ResponseTurn:
         self._claim.release()
 
     async def serialize(self, events: Iterable[Event]) -> list[Event]:
-        """Serialise events with the whole response, on the worker thread if they are long."""
+        """Serialise events that contain the whole response; long ones on the worker thread."""
         return await self._serving.run(lambda: list(events), self._size // WRITTEN_PER_READ_BYTE)
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:

@@ -159,7 +159,7 @@ class ChoicesRequest(SamplingFields):
         return 1 if self.n is None else self.n
 
     @property
-    def usage_of_stream(self) -> Literal["none", "end", "each chunk"]:
+    def chunks_with_usage(self) -> Literal["none", "end", "each chunk"]:
         """Which chunks of a stream have ``usage``."""
         options = self.stream_options
         if not options or not options.get("include_usage"):

@@ -23,7 +23,7 @@ async def get_model(serving: Serving, exchange: Exchange) -> None:
 
 
 def _model(serving: Serving, name: str) -> Model:
-    return {"id": name, "object": "model", "created": serving.created, "owned_by": "asyncllm"}
+    return {"id": name, "object": "model", "created": serving.created_at, "owned_by": "asyncllm"}
 
 
 async def health(serving: Serving, exchange: Exchange) -> None:
@@ -32,7 +32,7 @@ async def health(serving: Serving, exchange: Exchange) -> None:
     await exchange.respond_json(_state(serving), 200 if _is_ready(serving) else 503)
 
 
-async def live(serving: Serving, exchange: Exchange) -> None:
+async def show_liveness(serving: Serving, exchange: Exchange) -> None:
     """Answer with 503 if the process should be restarted: a dead engine does not recover."""
     await exchange.respond_json(_state(serving), 503 if serving.engine.state == "dead" else 200)
 

@@ -79,7 +79,7 @@ class Serving:
     description: bytes | None = None
     description_lock: anyio.Lock = field(default_factory=anyio.Lock)
     sessions: set[object] = field(default_factory=set)
-    created: int = field(default_factory=lambda: int(time.time()))
+    created_at: int = field(default_factory=lambda: int(time.time()))
     worker: WorkerThread = field(init=False)
     small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
@@ -189,8 +189,8 @@ class Serving:
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
-    """Names of the model for clients: ``EngineConfig.served_model_name``, else the model as given
-    to the engine, or the last part of its directory."""
+    """Names of the model for clients: ``EngineConfig.served_model_name``, else that of
+    ``EngineConfig.model``; for a path its last part."""
     config = engine.config
     if config.served_model_name is not None:
         return config.served_model_name

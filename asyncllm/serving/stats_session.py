@@ -61,7 +61,7 @@ class StatsSession:
         responses = [
             {"id": turn.events.id, "tokens": turn.events.num_tokens}
             for session in sessions
-            if isinstance(session, ResponseSession) and (turn := session.current) is not None
+            if isinstance(session, ResponseSession) and (turn := session.current_turn) is not None
         ]
         return {
             "type": "asyncllm.stats",

@@ -57,7 +57,7 @@ async def answer_long_text(
     body = await exchange.body()
     answer = make_answer(serving, body, SHORT_TEXT) if len(body) < LONG_JSON_BYTES else None
     if answer is None:
-        texts = serving.engine._running().prompts.texts
+        texts = serving.engine._running().prompts.text_threads
         answer = await texts.call(partial(make_answer, serving, body), len(body))
     assert answer is not None
     await exchange.respond(200, answer)

@@ -218,7 +218,7 @@ class FakeExecutor:
     def _execute(self, batch: StepBatch) -> StepResult:
         if self.record:
             self.batches.append(batch)
-        for req_index in batch.released:
+        for req_index in batch.released_indices:
             self._tokens_by_index.pop(req_index, None)
             self._blocks_by_index.pop(req_index, None)
         for assignment in batch.assignments:

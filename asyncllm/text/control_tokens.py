@@ -51,8 +51,8 @@ class ControlTokens:
         self._encodable_character = next(
             sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in spelling
         )
-        # A special token without punctuation is hidden only where the whole of it occurs, because
-        # templates compare fields and roles with words.
+        # The delimiter of a token without punctuation is a letter. It is hidden only within that
+        # token's text, because templates compare fields and roles with words.
         self._delimiters = [sign for sign in surrogates if not _occurs_in_words(sign)]
         self._word_tokens = [text for text, sign in signs.items() if _occurs_in_words(sign)]
         self._token_pattern = literal_pattern(self._ids)
@@ -98,7 +98,7 @@ class ControlTokens:
         return any(sign in text for sign in (*self._delimiters, *self._word_tokens))
 
     def render(self, texts: Iterable[str], render: Callable[[Callable[[str], str]], str]) -> str:
-        """Render a prompt for ``encode``, which keeps special tokens' texts in messages as text.
+        """Render a prompt for ``encode``, with delimiters of special tokens hidden in messages.
 
         Args:
             texts: all strings of a conversation.
@@ -117,7 +117,7 @@ class ControlTokens:
                 self._restore_delimiters(str(error)), param=error.param
             ) from error
         if "\\ud8" not in text:
-            # A filter such as tojson escapes a surrogate as "\ud8…"; undo that.
+            # Restore surrogates that a filter such as tojson has escaped as "\ud8…".
             for surrogate in self._surrogates.values():
                 prompt = prompt.replace(f"\\u{ord(surrogate):x}", surrogate)
         return prompt

@@ -44,11 +44,11 @@ class ByteTable(dict[int, bytes]):
     """Map from token id to bytes for a byte-level vocabulary; shared by all requests.
 
     An entry is made when its token first occurs: all 150,000 would take 100 ms at start, and most
-    are never read. Ids in ``skip`` and ids outside the vocabulary have no bytes.
+    are never read. Ids in ``skipped_ids`` and ids outside the vocabulary have no bytes.
     """
 
-    def __init__(self, id_to_token: IdToToken, skip: Collection[int] = ()) -> None:
-        super().__init__(dict.fromkeys(skip, b""))
+    def __init__(self, id_to_token: IdToToken, skipped_ids: Collection[int] = ()) -> None:
+        super().__init__(dict.fromkeys(skipped_ids, b""))
         self._id_to_token = id_to_token
         self._byte_of = byte_alphabet()
 
@@ -140,12 +140,12 @@ class PieceTable(dict[int, str | int]):
     def __init__(
         self,
         id_to_token: IdToToken,
-        skip: Collection[int] = (),
+        skipped_ids: Collection[int] = (),
         *,
         word_mark: str = "▁",
         strips_start: bool = True,
     ) -> None:
-        super().__init__(dict.fromkeys(skip, ""))
+        super().__init__(dict.fromkeys(skipped_ids, ""))
         self.strips_start = strips_start
         self._id_to_token = id_to_token
         self._word_mark = word_mark
@@ -159,7 +159,7 @@ class PieceTable(dict[int, str | int]):
 
 
 def make_table(
-    decoder_stages: list[dict[str, Any]], id_to_token: IdToToken, skip: Collection[int]
+    decoder_stages: list[dict[str, Any]], id_to_token: IdToToken, skipped_ids: Collection[int]
 ) -> ByteTable | PieceTable | None:
     """Make the table for a tokenizer's decoder; None if WindowDecoder is needed.
 
@@ -169,14 +169,16 @@ def make_table(
     """
     kinds = [step["type"] for step in decoder_stages]
     if kinds == ["ByteLevel"]:
-        return ByteTable(id_to_token, skip)
+        return ByteTable(id_to_token, skipped_ids)
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or decoder_stages[3:] not in ([], [strip]):
         return None
     mark = decoder_stages[0]["pattern"].get("String")
     if not mark or decoder_stages[0]["content"] != " ":
         return None
-    return PieceTable(id_to_token, skip, word_mark=mark, strips_start=len(decoder_stages) == 4)
+    return PieceTable(
+        id_to_token, skipped_ids, word_mark=mark, strips_start=len(decoder_stages) == 4
+    )
 
 
 class ByteFallbackDecoder:
@@ -276,20 +278,27 @@ class WindowDecoder:
 
     Args:
         decode: function from token ids to text, special tokens included.
-        skip: ids without text, which are not passed to ``decode``.
+        skipped_ids: ids without text, which are not passed to ``decode``.
     """
 
-    __slots__ = ("_context_length", "_context_text", "_decode", "_prompt_text", "_skip", "_window")
+    __slots__ = (
+        "_context_length",
+        "_context_text",
+        "_decode",
+        "_prompt_text",
+        "_skipped_ids",
+        "_window",
+    )
 
     def __init__(
         self,
         decode: Callable[[list[int]], str],
         prompt_token_ids: Sequence[int] = (),
         *,
-        skip: Collection[int] = (),
+        skipped_ids: Collection[int] = (),
     ) -> None:
         self._decode = decode
-        self._skip = skip
+        self._skipped_ids = skipped_ids
         tail = self._prompt_context(prompt_token_ids)
         while len(tail) > _MAX_CONTEXT_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
             # A window that begins inside a character would garble the text after it.
@@ -306,7 +315,7 @@ class WindowDecoder:
         tail: list[int] = []
         num_with_text = 0
         for token_id in reversed(prompt_token_ids):
-            if token_id in self._skip:
+            if token_id in self._skipped_ids:
                 continue
             tail.append(token_id)
             num_with_text += bool(self._decode([token_id]))
@@ -315,7 +324,7 @@ class WindowDecoder:
         return tail[::-1]
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skip:
+        if token_id in self._skipped_ids:
             return ""
         self._window.append(token_id)
         text = self._new_text()

@@ -10,37 +10,41 @@ from asyncllm.text.control_tokens import component_stages, unknown_ids
 from asyncllm.text.text_decoder import REPLACEMENT, PieceTable, make_table
 
 
-def token_bytes(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
+def token_bytes(
+    backend: tokenizers.Tokenizer, skipped_ids: frozenset[int], size: int
+) -> list[bytes]:
     """Bytes of each token id below ``size``, in the middle of a text.
 
-    A token has no bytes if it is in ``skip`` (special tokens), is outside the vocabulary, is the
-    unknown token, or has text that depends on its neighbours.
+    A token has no bytes if it is in ``skipped_ids`` (special tokens), is outside the vocabulary, is
+    the unknown token, or has text that depends on its neighbours.
     """
-    skip |= unknown_ids(backend)
-    bytes_of = token_table(backend, skip)
+    skipped_ids |= unknown_ids(backend)
+    bytes_of = token_table(backend, skipped_ids)
     if bytes_of is not None:
         return [bytes_of(token_id) for token_id in range(size)]
-    return _decode_each(backend, skip, size)
+    return _decode_each(backend, skipped_ids, size)
 
 
 def token_table(
-    backend: tokenizers.Tokenizer, skip: frozenset[int] = frozenset()
+    backend: tokenizers.Tokenizer, skipped_ids: frozenset[int] = frozenset()
 ) -> Callable[[int], bytes] | None:
     """Function from token id to its bytes; None if these depend on the neighbouring tokens."""
-    table = make_table(component_stages(backend.decoder), backend.id_to_token, skip)
+    table = make_table(component_stages(backend.decoder), backend.id_to_token, skipped_ids)
     if isinstance(table, PieceTable):
         return lambda i: bytes([p]) if isinstance(p := table[i], int) else p.encode()
     return None if table is None else table.__getitem__
 
 
-def _decode_each(backend: tokenizers.Tokenizer, skip: frozenset[int], size: int) -> list[bytes]:
+def _decode_each(
+    backend: tokenizers.Tokenizer, skipped_ids: frozenset[int], size: int
+) -> list[bytes]:
     """Token bytes for a decoder without a table.
 
     Each token is decoded after each of two anchor tokens. Its bytes are the text that it adds if
     that is the same after both; else they are empty.
     """
     bytes_by_id: list[bytes | None] = [None] * size
-    known = [i for i in range(size) if i not in skip and backend.id_to_token(i) is not None]
+    known = [i for i in range(size) if i not in skipped_ids and backend.id_to_token(i) is not None]
     for anchor in _anchor_ids(backend, known):
         before = backend.decode([anchor], skip_special_tokens=False)
         pairs = [[anchor, token_id] for token_id in known]

@@ -364,7 +364,7 @@ class Tokenizer:
                 return partial(ByteLevelDecoder, table)
             if table is not None:
                 return partial(ByteFallbackDecoder, table)
-            return partial(WindowDecoder, decode, skip=skip)
+            return partial(WindowDecoder, decode, skipped_ids=skip)
 
         return make_decoder
 

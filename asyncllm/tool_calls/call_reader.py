@@ -64,11 +64,11 @@ class RegionCallReader:
         self._scanner = None if close is None else DelimiterScanner(close)
         self._region_texts = [opening]
 
-    def push(self, text: str, last: bool = False) -> str | None:
+    def push(self, text: str, is_last: bool = False) -> str | None:
         if self._scanner is None:
             self._region_texts.append(text)
             return None
-        before, delimiter, rest = self._scanner.feed(text, last)
+        before, delimiter, rest = self._scanner.feed(text, is_last)
         self._region_texts.append(before)
         if delimiter is None:
             return None
@@ -77,7 +77,7 @@ class RegionCallReader:
         return rest
 
     def finish(self) -> str:
-        rest = self.push("", last=True)
+        rest = self.push("", is_last=True)
         if rest is None:
             self._parse_region()
         return rest or ""

@@ -11,7 +11,7 @@ MAX_DELIMITER_LENGTH = 4096
 
 _SAMPLE_CHARACTERS = string.printable
 # Private-use character. A pattern that matches it can probably begin with any character.
-_PRIVATE_CHARACTER = "\U000f1234"
+_PRIVATE_USE_CHARACTER = "\U000f1234"
 
 
 class DelimiterMatch(NamedTuple):
@@ -50,22 +50,22 @@ class Delimiters:
     def may_begin_in(self, text: str) -> bool:
         return self._starting_characters is None or not self._starting_characters.isdisjoint(text)
 
-    def match(self, text: str, *, last: bool = False) -> tuple[Any, bool]:
+    def match(self, text: str, *, is_last: bool = False) -> tuple[Any, bool]:
         """Match a delimiter at the beginning of ``text``.
 
         Args:
-            last: whether this is the last text.
+            is_last: whether this is the last text.
 
         Returns:
-            The match, or None if there is none or more text could change it; and whether more text
-            could lead to a match.
+            ``(match, pending)``. ``match`` is None if nothing matches, or if text that follows
+            could change the match; in the second case ``pending`` is true.
         """
         pending = False
         for _, pattern, literal in self.patterns:
-            match = pattern.match(text, partial=not last)
+            match = pattern.match(text, partial=not is_last)
             if match is None:
                 continue
-            if last or (not match.partial and (literal or match.end() < len(text))):
+            if is_last or (not match.partial and (literal or match.end() < len(text))):
                 return match, False
             pending = True
         return None, pending
@@ -78,7 +78,7 @@ def _starting_characters(pattern: Any, source: str) -> set[str] | None:
         match = pattern.match(character, partial=True)
         return match is not None and (match.partial or match.end() > 0)
 
-    if can_begin_with(_PRIVATE_CHARACTER):
+    if can_begin_with(_PRIVATE_USE_CHARACTER):
         return None
     return {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
 
@@ -109,11 +109,11 @@ class DelimiterScanner:
         self._delimiters = delimiters
         self._held_text = ""
 
-    def feed(self, text: str, last: bool = False) -> tuple[str, DelimiterMatch | None, str]:
+    def feed(self, text: str, is_last: bool = False) -> tuple[str, DelimiterMatch | None, str]:
         """Take a piece of text.
 
         Args:
-            last: whether this is the last text.
+            is_last: whether this is the last text.
 
         Returns:
             If there is a delimiter: the text before it, the delimiter, and the text after it, which
@@ -124,7 +124,7 @@ class DelimiterScanner:
         buffer, self._held_text = self._held_text + text, ""
         position = 0
         while True:
-            best, hold_from = self._scan(buffer, position, last)
+            best, hold_from = self._scan(buffer, position, is_last)
             if best is not None and len(best[1][0]) > MAX_DELIMITER_LENGTH:
                 position = best[1].start() + 1
             elif best is not None:
@@ -138,7 +138,9 @@ class DelimiterScanner:
                 self._held_text = buffer[hold_from:]
                 return buffer[:hold_from], None, ""
 
-    def _scan(self, buffer: str, position: int, last: bool) -> tuple[tuple[str, Any] | None, int]:
+    def _scan(
+        self, buffer: str, position: int, is_last: bool
+    ) -> tuple[tuple[str, Any] | None, int]:
         """Search ``buffer`` from ``position`` on.
 
         Returns:
@@ -148,10 +150,10 @@ class DelimiterScanner:
         best: tuple[str, Any] | None = None
         hold_from = end = len(buffer)
         for name, pattern, literal in self._delimiters.patterns:
-            match = pattern.search(buffer, position, partial=not last)
+            match = pattern.search(buffer, position, partial=not is_last)
             if match is None:
                 continue
-            if not last and (match.partial or (match.end() == end and not literal)):
+            if not is_last and (match.partial or (match.end() == end and not literal)):
                 hold_from = min(hold_from, match.start())
             elif best is None or _match_rank(match) < _match_rank(best[1]):
                 best = (name, match)

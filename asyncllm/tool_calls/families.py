@@ -66,14 +66,14 @@ class ToolFamily(Family):
 
     Attributes:
         calls: field ``tool_calls`` of a response template, to parse calls.
-        form: syntax of calls in a grammar; None if unknown.
-        arguments_as_text: the chat template expects the arguments of past calls as JSON text, not
-            as a dict.
+        call_form: syntax of calls in a grammar; None if unknown.
+        expects_text_arguments: whether the chat template expects the arguments of past calls as
+            JSON text, not as a dict.
     """
 
     calls: Mapping[str, Any]
-    form: CallForm | None
-    arguments_as_text: bool = False
+    call_form: CallForm | None
+    expects_text_arguments: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,10 @@ def _deepseek_family(
             "close": close,
             **_NAMED_JSON_CALLS,
         },
-        form=CallForm(call_begin + header, separator + close, separator, begin, end, begin),
+        call_form=CallForm(call_begin + header, separator + close, separator, begin, end, begin),
         markers=((begin, *markers),),
         ignored_pattern=end,
-        arguments_as_text=True,
+        expects_text_arguments=True,
     )
 
 
@@ -154,7 +154,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             },
             "transform": _NAMED_CALL,
         },
-        form=CallForm(
+        call_form=CallForm(
             "<tool_call>\n<function=NAME>\n",
             "\n</function>\n</tool_call>",
             "\n",
@@ -171,7 +171,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "content": "json",
             "transform": _WHOLE_CALL,
         },
-        form=CallForm(
+        call_form=CallForm(
             '<tool_call>\n{"name": "NAME", "arguments": ',
             "}\n</tool_call>",
             separator="\n",
@@ -186,7 +186,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
             **_NAMED_JSON_CALLS,
         },
-        form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
+        call_form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
     ),
     "mistral": ToolFamily(
@@ -196,7 +196,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "transform": _call_transform("{name}", "{arguments}"),
             "transform_each": True,
         },
-        form=CallForm(
+        call_form=CallForm(
             '{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", "[TOOL_CALLS]"
         ),
         markers=(("[TOOL_CALLS]",),),
@@ -217,7 +217,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "close": ["<|call|>", "<|end|>"],
             **_NAMED_JSON_CALLS,
         },
-        form=CallForm(
+        call_form=CallForm(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
             "",
             parallel=False,
@@ -234,7 +234,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "content": "json",
             "transform": _call_transform("{content.name}", "{content.parameters}"),
         },
-        form=CallForm('{"name": "NAME", "parameters": ', "}", "; "),
+        call_form=CallForm('{"name": "NAME", "parameters": ', "}", "; "),
         markers=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
     ),
 }

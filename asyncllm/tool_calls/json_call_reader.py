@@ -41,9 +41,9 @@ arguments, where only brackets are counted.
 
 
 class _NotACallError(Exception):
-    """Signal that the text is no call.
+    """Raised for text that is no call.
 
-    The argument is the position in the text from which on this is certain.
+    Its argument is the number of characters of the text after which that is certain.
     """
 
 
@@ -163,7 +163,7 @@ class JsonCallReader:
         if self._close_text is not None:
             assert self._delimiters is not None
             rest = self._close_text.lstrip()
-            match, _ = self._delimiters.match(rest, last=True)
+            match, _ = self._delimiters.match(rest, is_last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
         self._raw_texts.append(self._text)

@@ -11,8 +11,8 @@ from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
 from asyncllm.tool_calls.call_reader import CallReader, Event
+from asyncllm.tool_calls.chat_syntax import CALLS, IGNORED, ChatSyntax
 from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
-from asyncllm.tool_calls.response_format import CALLS, IGNORED, ResponseFormat
 
 _PIECE_CHARACTERS = 4096
 """Maximum number of characters that are parsed at a time. After each call the rest of the piece is
@@ -73,7 +73,7 @@ class OutputParser:
     unfinished, or names an unknown tool is text.
 
     Args:
-        form: format of the output.
+        syntax: chat syntax of the output.
         tools: schema of the parameters of each tool, by tool name.
         answer_begin: beginning of the answer that is already part of the prompt.
         one_call: treat everything after the first call as text.
@@ -86,7 +86,7 @@ class OutputParser:
 
     def __init__(
         self,
-        form: ResponseFormat,
+        syntax: ChatSyntax,
         tools: Mapping[str, Mapping[str, Any]],
         answer_begin: str,
         *,
@@ -98,13 +98,13 @@ class OutputParser:
         self._new_text: list[str] = []
         self._new_reasoning: list[str] = []
         self._new_calls: list[ToolCallDelta] = []
-        self._form = form
+        self._syntax = syntax
         self._tools = tools
         self._one_call = one_call
         self._calls_may_follow_text = calls_may_follow_text
         self._content_text = TrimmedText(behind_delimiter=bool(answer_begin))
         self._reasoning_text = TrimmedText(behind_delimiter=True)
-        self._scanner = DelimiterScanner(form.delimiters)
+        self._scanner = DelimiterScanner(syntax.delimiters)
         self._reasoning_scanner: DelimiterScanner | None = None
         self._call_reader: CallReader | None = None
         self._id = self._name = ""
@@ -112,13 +112,13 @@ class OutputParser:
         self._num_calls_begun = 0
         self._prompt_characters_left = 0
         if answer_begin:
-            self._parse_piece(answer_begin, last=False)
+            self._parse_piece(answer_begin, is_last=False)
             if self._reasoning_scanner is None:
                 self._prompt_characters_left = len(answer_begin)
 
     def push(self, text: str) -> None:
         for begin in range(0, len(text), _PIECE_CHARACTERS):
-            self._parse_piece(text[begin : begin + _PIECE_CHARACTERS], last=False)
+            self._parse_piece(text[begin : begin + _PIECE_CHARACTERS], is_last=False)
 
     @property
     def reasoning(self) -> str:
@@ -127,7 +127,7 @@ class OutputParser:
 
     def finish(self) -> None:
         """End the output: no more text will come."""
-        self._parse_piece("", last=True)
+        self._parse_piece("", is_last=True)
         self._add_reasoning(self._reasoning_text.finish())
         if rest := self._content_text.finish():
             self._new_text.append(rest)
@@ -140,25 +140,25 @@ class OutputParser:
             parts.clear()
         return text, reasoning, calls
 
-    def _parse_piece(self, text: str, last: bool) -> None:
+    def _parse_piece(self, text: str, is_last: bool) -> None:
         while True:
             if self._call_reader is not None:
                 rest = self._call_reader.push(text)
-                if rest is None and last:
+                if rest is None and is_last:
                     rest = self._call_reader.finish()
                 self._handle_events(self._call_reader.events)
                 if rest is None:
                     return
                 self._call_reader = None
             elif self._reasoning_scanner is not None:
-                thought, delimiter, rest = self._reasoning_scanner.feed(text, last)
+                thought, delimiter, rest = self._reasoning_scanner.feed(text, is_last)
                 self._add_reasoning(self._reasoning_text.push(thought))
                 if delimiter is None:
                     return
                 self._reasoning_scanner = None
                 self._reasoning_text.add_delimiter()
             else:
-                content, delimiter, rest = self._scanner.feed(text, last)
+                content, delimiter, rest = self._scanner.feed(text, is_last)
                 self._add_text(content)
                 if delimiter is None:
                     return
@@ -178,11 +178,11 @@ class OutputParser:
     def _open_region(self, delimiter: DelimiterMatch) -> None:
         self._prompt_characters_left = 0
         if delimiter.name == CALLS:
-            self._call_reader = self._form.call_reader(self._tools, delimiter)
+            self._call_reader = self._syntax.call_reader(self._tools, delimiter)
             return
         self._content_text.add_delimiter()
-        if delimiter.name != IGNORED and self._form.thoughts_close is not None:
-            self._reasoning_scanner = DelimiterScanner(self._form.thoughts_close)
+        if delimiter.name != IGNORED and self._syntax.thoughts_close is not None:
+            self._reasoning_scanner = DelimiterScanner(self._syntax.thoughts_close)
 
     def _add_text(self, text: str) -> None:
         if self._prompt_characters_left:
@@ -219,27 +219,27 @@ class MessageParser:
     """Parser of the outputs of one request, delta by delta, on the reader's thread.
 
     Args:
-        form, tools, one_call, calls_may_follow_text: as for OutputParser.
+        syntax, tools, one_call, calls_may_follow_text: as for OutputParser.
 
     Attributes:
-        form: format of the outputs.
+        syntax: chat syntax of the outputs.
         answer_begin: beginning of the answer that is already part of the prompt. The caller sets it
             before it reads the first delta.
     """
 
     def __init__(
         self,
-        form: ResponseFormat,
+        syntax: ChatSyntax,
         tools: Mapping[str, Mapping[str, Any]],
         *,
         one_call: bool = False,
         calls_may_follow_text: bool = True,
     ) -> None:
         self.answer_begin = ""
-        self.form = form
+        self.syntax = syntax
         self._make_output = partial(
             OutputParser,
-            form,
+            syntax,
             tools,
             one_call=one_call,
             calls_may_follow_text=calls_may_follow_text,

@@ -11,8 +11,8 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.structured.json_schema import ANNOTATIONS
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
+from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.families import CallForm
-from asyncllm.tool_calls.response_format import ResponseFormat
 from asyncllm.tool_calls.tool_use import ToolUse
 
 _CLOSED_SCHEMA_KEYWORDS = ANNOTATIONS | {"type", "properties", "required"}
@@ -21,7 +21,7 @@ only these, additional properties are refused."""
 
 
 def with_tool_grammar(
-    sampling: dict[str, Any], params: Any, tool_use: ToolUse, template: ResponseFormat
+    sampling: dict[str, Any], params: Any, tool_use: ToolUse, syntax: ChatSyntax
 ) -> tuple[dict[str, Any], bool]:
     """Add the grammar that a call's tools need to the fields of its ``SamplingParams``.
 
@@ -31,7 +31,7 @@ def with_tool_grammar(
         sampling: fields of ``SamplingParams`` that the caller passed by name.
         params: the caller's ``SamplingParams``, or None.
         tool_use: the tools and the tool choice.
-        template: format of the model's calls.
+        syntax: syntax of the model's calls.
 
     Returns:
         ``sampling`` with the grammar, if one is needed; and whether calls may follow text in the
@@ -48,7 +48,7 @@ def with_tool_grammar(
     structured_outputs = sampling.get("structured_outputs")
     if structured_outputs is None and isinstance(params, SamplingParams):
         structured_outputs = params.structured_outputs
-    answer, form = parse_structured_outputs(structured_outputs), template.form
+    answer, form = parse_structured_outputs(structured_outputs), syntax.call_form
     if answer is None and (not tool_use.is_constrained or _ends_with_a_call(tool_use, form)):
         if tool_use.is_strict:
             raise InvalidRequestError(
@@ -72,7 +72,7 @@ def with_tool_grammar(
             f"{answer.param}: with tools and tool_choice={tool_use.choice!r}, expected {accepted}",
             param=answer.param,
         )
-    grammar = tool_grammar(template, tool_use.schemas, tool_use.choice, tool_use.parallel, answer)
+    grammar = tool_grammar(syntax, tool_use.schemas, tool_use.choice, tool_use.parallel, answer)
     try:
         spec = parse_structured_outputs({"structural_tag": grammar})
     except InvalidRequestError as error:
@@ -83,7 +83,7 @@ def with_tool_grammar(
 
 
 def tool_grammar(
-    template: ResponseFormat,
+    syntax: ChatSyntax,
     tools: Sequence[dict[str, Any]],
     choice: str | dict[str, str],
     parallel: bool,
@@ -95,7 +95,7 @@ def tool_grammar(
     syntax of the model's chat template, so they always parse.
 
     Args:
-        template: format of the model's calls.
+        syntax: syntax of the model's calls.
         tools: OpenAI's tools.
         choice: "required" if some tool must be called; ``{"name": …}`` if this tool must be called;
             "auto" for text that may contain calls.
@@ -105,7 +105,7 @@ def tool_grammar(
     Raises:
         InvalidRequestError: for a model whose format of calls is unknown.
     """
-    form = template.form
+    form = syntax.call_form
     if form is None:
         raise InvalidRequestError(
             "tool_choice: how the model's chat template writes calls is not known, expected "
@@ -124,9 +124,9 @@ def tool_grammar(
     ]
     parallel = parallel and form.parallel and name is None
     if choice == "auto" and answer is None:
-        root_format = _text_with_calls_format(form, tags, parallel)
+        root_format = _format_of_text_and_calls(form, tags, parallel)
     else:
-        root_format = _calls_format(form, tags, parallel)
+        root_format = _format_of_calls(form, tags, parallel)
         if answer is not None:
             schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
             root_format = {"type": "or", "elements": [root_format, schema]}
@@ -167,7 +167,7 @@ def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _calls_format(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _format_of_calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -181,7 +181,7 @@ def _calls_format(form: CallForm, tags: list[dict[str, Any]], parallel: bool) ->
     return {"type": "sequence", "elements": [before, calls, after]}
 
 
-def _text_with_calls_format(
+def _format_of_text_and_calls(
     form: CallForm, tags: list[dict[str, Any]], parallel: bool
 ) -> dict[str, Any]:
     prefix, suffix = form.prefix, form.suffix

@@ -99,7 +99,7 @@ def probed_engine(**settings: Any) -> AsyncLLMEngine:
 def probe_of(engine: AsyncLLMEngine) -> Probe:
     """The probe of a started engine."""
     assert engine._thread is not None
-    probe = engine._thread.loaded.executor
+    probe = engine._thread.loaded_model.executor
     assert isinstance(probe, Probe)
     return probe
 

@@ -146,7 +146,7 @@ def assert_equal_but_for_ties(found: Sequence[Completion], expected: Sequence[Co
 def graphs_of(engine: AsyncLLMEngine) -> Any:
     """The graphs of a started engine's runner."""
     assert engine._thread is not None
-    return engine._thread.loaded.executor.graphs
+    return engine._thread.loaded_model.executor.graphs
 
 
 def greedy_requests() -> list[Request]:
@@ -229,7 +229,7 @@ def test_start_captures_every_batch_size(checkpoint):
         chosen = settings(cudagraph_capture_sizes=(1, 3, 8), max_num_seqs=8)
         async with AsyncLLMEngine(checkpoint(), **chosen) as engine:
             graphs = graphs_of(engine)
-            return tuple(graphs.buckets), list(graphs.captured)
+            return tuple(graphs.buckets), list(graphs.capture_stats)
 
     buckets, records = asyncio.run(main())
     assert buckets == (1, 3, 8)

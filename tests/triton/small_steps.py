@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "output_bias": True,
         "experts": replace(MOE, activation=ActivationConfig(7.0, 1.7), bias=True),
     },
-    "experts": {"experts": replace(MOE, shared_size=32, shared_gate=True)},
+    "experts": {"experts": replace(MOE, shared_expert_size=32, has_shared_expert_gate=True)},
     # Three KV groups, heads of 512 in one, and what Gemma has beside.
     "groups": {
         "num_layers": 3,

@@ -198,6 +198,6 @@ def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
         GraphKey(64, balanced=True),
         GraphKey(64, GraphPart.FORWARD, balanced=True),
     ]
-    assert [record.key for record in replay.graphs.captured] == [keys[0], keys[1], keys[3]]
+    assert [record.key for record in replay.graphs.capture_stats] == [keys[0], keys[1], keys[3]]
     short = make_step(1024, (64,), torch.bfloat16)
     assert (replay.has_balanced_attention, replay_of(short).has_balanced_attention) == (True, False)

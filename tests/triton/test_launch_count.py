@@ -92,7 +92,7 @@ def sent_in_a_mixed_step(max_len: int) -> list[int]:
     copy_from, from_numpy = StepBuffer.copy_from, torch.from_numpy
 
     def copied(self: StepBuffer, source: StepBuffer, last: str) -> None:
-        sent.append(self.ends[last])
+        sent.append(self.end_offsets[last])
         copy_from(self, source, last)
 
     def counted(array: Any) -> torch.Tensor:

@@ -52,7 +52,7 @@ class InputBatch:
 
     def apply(self, batch: StepBatch) -> None:
         """Applies a step's changes: releases, freed blocks, assignments, then new blocks."""
-        for req_index in batch.released:
+        for req_index in batch.released_indices:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.freed_entries:
             self.tables[group].set_null(req_index, first, end)

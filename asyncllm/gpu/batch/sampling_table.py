@@ -19,12 +19,12 @@ class Scalar(NamedTuple):
     """A sampling parameter that is stored as one number per request index.
 
     Attributes:
-        neutral: the value that has no effect.
+        neutral_value: the value that has no effect.
         parameter: the field of SamplingParams that holds the value; "" for a derived value.
     """
 
     dtype: torch.dtype
-    neutral: float
+    neutral_value: float
     parameter: str = ""
 
 

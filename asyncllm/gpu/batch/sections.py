@@ -23,7 +23,7 @@ class Sections:
     Attributes:
         memory: the allocation, uint8.
         tensors: the sections by name.
-        ends: by name, offset of the first byte after the section.
+        end_offsets: by name, offset of the first byte after the section.
 
     Raises:
         MemoryError: too little memory on the host.
@@ -44,7 +44,7 @@ class Sections:
             name: self.memory[start:end].view(table[name][0])
             for name, (start, end) in spans.items()
         }
-        self.ends = {name: end for name, (_, end) in spans.items()}
+        self.end_offsets = {name: end for name, (_, end) in spans.items()}
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -54,5 +54,5 @@ class Sections:
     def copy_from(self, source: Sections, last: str) -> None:
         """Queues a copy of all sections up to ``last`` from ``source``, which has the same
         SectionTable."""
-        end = self.ends[last]
+        end = self.end_offsets[last]
         self.memory[:end].copy_(source.memory[:end], non_blocking=True)

@@ -51,7 +51,7 @@ class WeightFormat(Protocol):
     ignored: str = ""
     ignored_tensor_suffixes: tuple[str, ...] = ()
 
-    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+    def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         """Find every tensor that is stored in this format.
 
         Raises:

@@ -97,7 +97,7 @@ class CompressedTensors(WeightFormat):
         ignored |= {"KV cache scales"} if config.values.get("kv_cache_scheme") else set()
         self.ignored = ", ".join(sorted(ignored))
 
-    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+    def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for parts in TensorParts.find_all_with(reader, "weight_packed"):
             yield self._make_packed_layout(reader, parts)
         for parts in TensorParts.find_all_with(reader, "weight", ("I8", "F8_E4M3")):

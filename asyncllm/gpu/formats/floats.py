@@ -68,7 +68,7 @@ class Fp8(WeightFormat):
         self.label = f"{config.values['quant_method']}, scales per {size}"
         self.ignored = f"{scheme} FP8 activations"
 
-    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+    def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         yield from map(self._make_packed, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"]))
 
     def _make_packed(self, parts: TensorParts) -> PackedTensor:
@@ -111,7 +111,7 @@ class Mxfp4(WeightFormat):
         known = ("quant_method", "modules_to_not_convert", "dequantize")
         check_fields(config, known, "modules_to_not_convert")
 
-    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+    def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for parts in TensorParts.find_all_with(reader, "_blocks"):
             experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
             parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))

@@ -74,7 +74,7 @@ def model_tensors(file: GGUFFile, model: ModelConfig) -> dict[str, StoredTensor]
 
 
 class _TensorMapper:
-    """Mapping from the tensors of one GGUF file to those of transformers."""
+    """Mapping from the tensors of one GGUF file to transformers' tensors."""
 
     def __init__(self, file: GGUFFile, model: ModelConfig) -> None:
         self.path, self.model = file.path, model
@@ -225,9 +225,9 @@ _PER_HEAD = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
 
 
 def _module_names(model: ModelConfig) -> dict[str, str]:
-    """Map GGUF's names to transformers', both without the layer's prefix.
+    """Map GGUF's module names to transformers', both without the layer's prefix.
 
-    Names are of modules, or of tensors that are no module's weight or bias.
+    Tensors that are no module's weight or bias, such as "attn_sinks.weight", have entries too.
     """
     names, mlp, experts = model.names, model.names.mlp, model.experts
     modules = {
@@ -259,7 +259,7 @@ def _module_names(model: ModelConfig) -> dict[str, str]:
         }
         for kind, part in zip(("gate", "up", "down"), stored.parts, strict=True):
             modules[f"ffn_{kind}_exps"] = f"{stored.experts}.{_EXPERT_INDEX}.{part}"
-            modules[f"ffn_{kind}_shexp"] = f"{stored.shared}.{kind}_proj"
+            modules[f"ffn_{kind}_shexp"] = f"{stored.shared_expert}.{kind}_proj"
     if model.linear_attention is not None:
         modules |= {
             "attn_qkv": "linear_attn.in_proj_qkv",

@@ -62,7 +62,7 @@ class _PackedWords(WeightFormat):
     zero_offset: Tensor | int = 0
     desc_act = False
 
-    def packed(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
+    def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         per_word = 32 // self.bits
         for parts in TensorParts.find_all_with(reader, "qweight"):
             inputs, outputs = parts.require("qweight", ["I32"], dims=2).shape

@@ -33,7 +33,7 @@ class DequantisingReader:
     def __init__(self, source: CheckpointReader, fmt: WeightFormat, dtype: torch.dtype) -> None:
         self.source, self.format, self.dtype = source, fmt, dtype
         self.label, self.ignored = fmt.label, fmt.ignored
-        self._packed_tensors = {tensor.name: tensor for tensor in fmt.packed(source)}
+        self._packed_tensors = {tensor.name: tensor for tensor in fmt.find_tensors(source)}
         parts = {part for tensor in self._packed_tensors.values() for part in tensor.parts.values()}
         self.tensors: dict[str, TensorInfo] = {
             name: info
@@ -97,7 +97,10 @@ def join_slices(slices: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.d
 
 
 def row_ranges(shape: tuple[int, ...], row_multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield ranges of about ``SLICE_ELEMENTS`` elements, from multiples of ``row_multiple``."""
+    """Split the rows of a tensor into ranges of about ``SLICE_ELEMENTS`` elements.
+
+    Yields ``(start, stop)``; every start is a multiple of ``row_multiple``.
+    """
     count = max(1, SLICE_ELEMENTS // max(1, math.prod(shape[1:])) // row_multiple) * row_multiple
     for start in range(0, shape[0], count):
         yield start, min(start + count, shape[0])

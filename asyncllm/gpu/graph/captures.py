@@ -28,17 +28,17 @@ class ProcessCaptures:
         self._failed_graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
-    def capture_lock(self, seconds: float = -1) -> Iterator[None]:
+    def capture_lock(self, timeout: float = -1) -> Iterator[None]:
         """Context manager that takes the lock and releases it at the end.
 
         Args:
-            seconds: longest wait; -1 waits without limit.
+            timeout: longest wait in seconds; -1 waits without limit.
 
         Raises:
-            TimeoutError: another engine holds the lock for longer than ``seconds``.
+            TimeoutError: another engine holds the lock for longer than ``timeout``.
         """
-        if not self._lock.acquire(timeout=seconds):
-            raise TimeoutError(f"another engine captured CUDA graphs for more than {seconds:g} s")
+        if not self._lock.acquire(timeout=timeout):
+            raise TimeoutError(f"another engine captured CUDA graphs for more than {timeout:g} s")
         try:
             yield
         finally:

@@ -113,18 +113,18 @@ class StepGraphs:
 
     Attributes:
         buckets: ``sizes`` in ascending order.
-        captured: the cost of each graph, in the order of capture.
+        capture_stats: the cost of each graph, in the order of capture.
     """
 
     def __init__(
         self, run: Callable[[GraphKey], None], capturer: GraphCapturer, sizes: Sequence[int]
     ) -> None:
         self.buckets = tuple(sorted(set(sizes)))
-        self.captured: list[CaptureStats] = []
+        self.capture_stats: list[CaptureStats] = []
         self._run = run
         self._capturer = capturer
         self._graphs: dict[GraphKey, Callable[[], None]] = {}
-        self._failed: dict[GraphKey, _FailedCaptures] = {}
+        self._failed_captures: dict[GraphKey, _FailedCaptures] = {}
 
     def bucket(self, num_rows: int) -> int | None:
         """The smallest bucket of at least ``num_rows`` rows; None if all buckets are smaller."""
@@ -147,9 +147,9 @@ class StepGraphs:
             graph()
             return
         largest = replace(key, bucket=self.buckets[-1])
-        if largest not in self._graphs and largest not in self._failed:
+        if largest not in self._graphs and largest not in self._failed_captures:
             key = largest
-        failed = self._failed.get(key)
+        failed = self._failed_captures.get(key)
         if failed is not None:
             failed.steps += 1
         if failed is None or failed.steps >= RETRY_STEPS**failed.captures:
@@ -177,11 +177,11 @@ class StepGraphs:
         began, before = time.perf_counter(), self._capturer.memory()
         graph = self._capturer.capture(partial(self._run, key))
         if graph is None:
-            failed = self._failed.setdefault(key, _FailedCaptures())
+            failed = self._failed_captures.setdefault(key, _FailedCaptures())
             failed.captures, failed.steps = failed.captures + 1, 0
             return
         self._graphs[key] = graph
-        self.captured.append(
+        self.capture_stats.append(
             CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
         )
 

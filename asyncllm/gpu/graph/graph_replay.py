@@ -109,7 +109,7 @@ class GraphReplay(Replay):
         captures = chain.from_iterable(graphs.capture_all(part) for graphs, part in kinds)
         for done, _ in enumerate(captures, 1):
             progress(done, total)
-        made = [one for graphs, _ in kinds for one in graphs.captured]
+        made = [one for graphs, _ in kinds for one in graphs.capture_stats]
         logger.info(
             "captured %d of %d CUDA graphs in %.2f s, %.1f MiB",
             len(made), total, sum(one.seconds for one in made),
@@ -135,7 +135,9 @@ class GraphReplay(Replay):
             return self.piecewise.forward(inputs, step.bucket)
         count, part = len(step.rows), GraphPart.STEP if step.needs_only_draw else GraphPart.FORWARD
         # The static logits are allocated when a step first needs them, and never inside a capture.
-        logits = self._static_logits() if part is GraphPart.FORWARD else self.memory.sampled[:0]
+        logits = (
+            self._static_logits() if part is GraphPart.FORWARD else self.memory.sampled_tokens[:0]
+        )
         self.graphs.run(GraphKey(step.bucket or count, part, balanced=step.balanced))
         return StepOutput(logits[:count], logits[:0])
 

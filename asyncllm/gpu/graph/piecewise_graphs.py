@@ -48,9 +48,9 @@ class PiecewiseGraphs:
         self.model, self.cache, self.memory = model, cache, memory
         self.graphs = StepGraphs(self._run, capturer, sizes)
         self._cut_capture = capturer.cut
-        self._tensors: dict[tuple[object, ...], Tensor] = {}
+        self._static_tensors: dict[tuple[object, ...], Tensor] = {}
         self._num_filled_rows: dict[tuple[int, torch.dtype], int] = {}
-        self._ends: dict[object, Tensor] = {}
+        self._body_outputs: dict[object, Tensor] = {}
         self._shared_kv: tuple[int, ...] = ()
         self._context: StepContext | None = None
         self._num_tokens = 0
@@ -66,7 +66,7 @@ class PiecewiseGraphs:
             self.graphs.run(GraphKey(bucket, GraphPart.BODY))
         finally:
             self._context = None
-        ends = {name: tensor[:count] for name, tensor in self._ends.items()}
+        ends = {name: tensor[:count] for name, tensor in self._body_outputs.items()}
         context.inputs = ends.get("inputs")
         context.shared_kv = {i: (ends["k", i], ends["v", i]) for i in self._shared_kv}
         return self.model.finish(ends["x"], ends.get("residual"), step, context)
@@ -74,8 +74,8 @@ class PiecewiseGraphs:
     def close(self) -> None:
         """Drops the graphs and all tensors."""
         self.graphs.close()
-        self._tensors.clear()
-        self._ends.clear()
+        self._static_tensors.clear()
+        self._body_outputs.clear()
 
     def _run(self, key: GraphKey) -> None:
         """Runs all layers but the last, on as many tokens as the key's bucket holds."""
@@ -91,7 +91,7 @@ class PiecewiseGraphs:
             ends |= {("k", index): k, ("v", index): v}
         for name, tensor in ends.items():
             if tensor is not None:
-                self._ends[name] = self._copy_to_static_tensor(name, tensor)
+                self._body_outputs[name] = self._copy_to_static_tensor(name, tensor)
 
     def run_core(self, core: MixerCore, width: int, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts the capture at attention or a recurrence; returns the tensor for its output."""
@@ -127,10 +127,12 @@ class PiecewiseGraphs:
         before its capture.
         """
         key = place, sizes, example.dtype
-        if key not in self._tensors:
+        if key not in self._static_tensors:
             shape = self.graphs.buckets[-1], *sizes
-            self._tensors[key] = torch.zeros(shape, dtype=example.dtype, device=example.device)
-        return self._tensors[key]
+            self._static_tensors[key] = torch.zeros(
+                shape, dtype=example.dtype, device=example.device
+            )
+        return self._static_tensors[key]
 
 
 @dataclass(slots=True)

@@ -27,14 +27,15 @@ class RecordedStep(Replay):
     Args:
         recorder: recorder of the model's op set.
         batch: the persistent batch, whose tables the program reads in place.
-        buffer: sections of the step: the program reads those of ``write`` and computes the rest.
+        buffer: the step's inputs: the program reads the host sections and computes the derived
+            ones.
 
     Attributes:
         num_bytes: bytes of the activations.
-        program: the native program. Like the outputs, it is set by ``load``.
-        logits, hidden: outputs, with room for the largest step.
-        greedy: ``[max_rows]`` int64, tokens with the largest logit; None if the model's head
-            does not find them.
+        program: the native program, set by ``load``.
+        logits, hidden: outputs, with room for the largest step; set by ``load``.
+        greedy: ``[max_rows]`` int64, tokens with the largest logit, set by ``load``; None if the
+            model's head does not find them.
 
     Raises:
         Unrecordable: a part of the model has no native op.

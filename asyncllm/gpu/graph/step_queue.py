@@ -97,10 +97,10 @@ class StepQueue(SyncStream):
         self._last_job: _Job | None = None
 
     def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
-        """Whether a step is worth running ahead, and can be applied behind steps in flight.
+        """Whether to run a step while earlier steps are in flight.
 
-        Running ahead pays if the step is long enough or awaits masks. The step may only append to
-        rows of the batch that steps in flight read.
+        That pays if the step has ``min_tokens`` or awaits masks. It is possible if the step only
+        appends to those rows of the batch that steps in flight read.
         """
         batch, least = step.batch, self.min_tokens
         # A step that loads or saves recurrent states does not run ahead: the host copies the states
@@ -109,9 +109,9 @@ class StepQueue(SyncStream):
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
             return False
-        if not batch.released and not batch.assignments and not batch.freed_entries:
+        if not batch.released_indices and not batch.assignments and not batch.freed_entries:
             return True
-        changed = {*batch.released, *(each.req_index for each in batch.assignments)}
+        changed = {*batch.released_indices, *(each.req_index for each in batch.assignments)}
         changed.update(req_index for req_index, *_ in batch.freed_entries)
         return all(changed.isdisjoint(one.batch.req_indices) for one in earlier_steps)
 

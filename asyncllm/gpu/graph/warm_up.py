@@ -82,7 +82,7 @@ def _sample_processed(runner: StepRunner) -> None:
     processed = model.ops.process_logits(logits, rows, LOGITS_STAGES)
     runner.draw(processed, Stages.NONE)
     out = TopLogprobs(1, runner.sampler.state.num_logprobs, device)
-    model.ops.top_logprobs(logits, memory.sampled[:1], out)
+    model.ops.top_logprobs(logits, memory.sampled_tokens[:1], out)
 
 
 def _expert_prefill_sizes(runner: StepRunner) -> list[int]:

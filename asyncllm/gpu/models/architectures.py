@@ -21,7 +21,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 
 _LAYER_PREFIX = re.compile(r"model\.layers\.(\d{1,6})\.")
 
-SMALL_MODEL_PARAMETERS = 32_000_000
+MAX_SMALL_MODEL_PARAMETERS = 32_000_000
 """Number of parameters below which a model is bound by the overhead of ops, not by arithmetic."""
 
 _MTP_PREFIX = re.compile(r"mtp\.")
@@ -112,9 +112,10 @@ def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
 
 
 def is_small_model(model: ModelConfig | TransformersConfig) -> bool:
-    """Whether a model has fewer parameters than ``SMALL_MODEL_PARAMETERS``."""
+    """Whether a model has fewer parameters than ``MAX_SMALL_MODEL_PARAMETERS``."""
     if isinstance(model, TransformersConfig):
-        return model.num_parameters < SMALL_MODEL_PARAMETERS
+        return model.num_parameters < MAX_SMALL_MODEL_PARAMETERS
     return (
-        sum_parameters(model, lambda parameter: math.prod(parameter.shape)) < SMALL_MODEL_PARAMETERS
+        sum_parameters(model, lambda parameter: math.prod(parameter.shape))
+        < MAX_SMALL_MODEL_PARAMETERS
     )

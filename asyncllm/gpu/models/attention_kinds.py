@@ -27,7 +27,7 @@ def attention_shape(model: ModelConfig, layer: int = 0) -> AttentionShape:
 
 
 def attention_layers(model: ModelConfig) -> list[int]:
-    """The layers that have attention, in the order of their KV."""
+    """Indices of the layers that have attention, in ascending order."""
     linear = model.linear_attention
     return [i for i in range(model.num_layers) if linear is None or not linear.layers[i]]
 

@@ -31,7 +31,7 @@ from asyncllm.gpu.models.layers import (
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
-from asyncllm.gpu.models.scope import ParameterSource, Scope, stack_with_rows
+from asyncllm.gpu.models.weight_scope import ParameterSource, WeightScope, stack_with_rows
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import Conversion
@@ -111,7 +111,7 @@ class DecoderBuilder:
     ) -> None:
         self.model, self.ops, self.dtype = model, ops, dtype
         self.attention_by_layer = attention_by_layer
-        self.scope = Scope(model, ops, source, None if convert is None else convert.linear)
+        self.scope = WeightScope(model, ops, source, None if convert is None else convert.linear)
         self.head_scope = replace(self.scope, convert=None if convert is None else convert.head)
         rotary_dim = model.rotary_dim or model.head_dim
         self.order = rotary_order(model.head_dim, rotary_dim, interleaved=model.interleaved_rope)
@@ -186,7 +186,7 @@ class DecoderBuilder:
         experts = self.model.experts
         return experts if experts is not None and experts.layers[index] else None
 
-    def mixer(self, scope: Scope, index: int) -> Mixer:
+    def mixer(self, scope: WeightScope, index: int) -> Mixer:
         linear = self.model.linear_attention
         if linear is not None and linear.layers[index]:
             first = len(self.states)
@@ -194,7 +194,7 @@ class DecoderBuilder:
             return build_linear_attention(scope.child("", "linear_attn."), linear, first)
         return self.attention(scope.child("", "self_attn."), index)
 
-    def attention(self, scope: Scope, index: int) -> AttentionMixer:
+    def attention(self, scope: WeightScope, index: int) -> AttentionMixer:
         model, shape = self.model, attention_shape(self.model, index)
         sizes, layer_attention = model.layer(index), self.attention_by_layer[index]
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -255,7 +255,7 @@ class DecoderBuilder:
         return torch.cat([part.flatten() for part in parts])
 
     def qk_norm_weight(
-        self, scope: Scope, name: str, shape: AttentionShape, width: int
+        self, scope: WeightScope, name: str, shape: AttentionShape, width: int
     ) -> Tensor | None:
         """Weight of a query or key norm, in rotary order; None for a model without such norms.
 
@@ -272,7 +272,7 @@ class DecoderBuilder:
         return weight.view(-1, len(self.order))[:, self.order.to(weight.device)].flatten()
 
     def mlp(
-        self, scope: Scope, index: int
+        self, scope: WeightScope, index: int
     ) -> tuple[Callable[[Tensor], Tensor], ParallelExperts | None]:
         """Build a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
         names, experts = self.model.names, self.experts_of(index)

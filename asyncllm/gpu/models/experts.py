@@ -11,7 +11,7 @@ from torch import Tensor
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.gpu.models.layers import PostNormBlock
 from asyncllm.gpu.models.parameter import Parameter, StackLayout
-from asyncllm.gpu.models.scope import Scope
+from asyncllm.gpu.models.weight_scope import WeightScope
 from asyncllm.gpu.ops.base import Linear, RMSNorm
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -23,22 +23,22 @@ class ExpertsMLP:
     """Mixture of experts (Shazeer et al., 2017), with or without a shared expert.
 
     Attributes:
-        shared: the shared expert; None for a model without one.
+        shared_expert: the shared expert; None for a model without one.
         gate: layer that computes a logit, whose sigmoid multiplies the shared expert's output; None
             if it has no gate.
     """
 
     routing: Routing
     experts: Experts
-    shared: Callable[[Tensor], Tensor] | None = None
+    shared_expert: Callable[[Tensor], Tensor] | None = None
     gate: Linear | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         ids, weights = self.routing(x)
-        if self.shared is None:
+        if self.shared_expert is None:
             return self.experts(x, ids, weights)
         gate = None if self.gate is None else self.gate(x)
-        return self.experts(x, ids, weights, self.shared(x), gate)
+        return self.experts(x, ids, weights, self.shared_expert(x), gate)
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class ParallelExperts:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add the experts' output for ``residual`` to the MLP's output ``x`` and norm the sum.
+        """Norm the sum of the MLP's output ``x`` and the experts' output for ``residual``.
 
         Shapes are ``[T, H]``.
         """
@@ -67,7 +67,7 @@ class ParallelExperts:
         return self.norm.add(self.experts_output_norm(mixed), x)[0]
 
 
-def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
+def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
     """Build a layer's experts, and its shared expert if it has one."""
     ops, names, routing = scope.ops, config.names, config.routing
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
@@ -94,15 +94,17 @@ def build_experts(scope: Scope, config: ExpertsConfig) -> ExpertsMLP:
             routing.top_k,
         ),
     )
-    if config.shared_gate:
+    if config.has_shared_expert_gate:
         mlp.gate = scope.linear("shared.gate", (("mlp.shared_expert_gate", 1),), hidden)
-    if config.shared_size:
-        mlp.shared = scope.child("shared.", f"{names.shared}.").gated_mlp(config.shared_size)
+    if config.shared_expert_size:
+        mlp.shared_expert = scope.child("shared.", f"{names.shared_expert}.").gated_mlp(
+            config.shared_expert_size
+        )
     return mlp
 
 
 def build_parallel_experts(
-    scope: Scope, config: ExpertsConfig, size: int
+    scope: WeightScope, config: ExpertsConfig, size: int
 ) -> tuple[PostNormBlock, ParallelExperts]:
     """Build an MLP of intermediate size ``size``, and the experts in parallel to it."""
     model, experts = scope.model, build_experts(scope, config)
@@ -119,7 +121,9 @@ def build_parallel_experts(
     )
 
 
-def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: int) -> Parameter:
+def _router_parameter(
+    scope: WeightScope, config: ExpertsConfig, kind: str, *width: int
+) -> Parameter:
     """The router's weight or bias, never quantised: rounding would change the routing."""
     names, routing = config.names, config.routing
     fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
@@ -131,7 +135,11 @@ def _router_parameter(scope: Scope, config: ExpertsConfig, kind: str, *width: in
 
 
 def _stacked_experts(
-    scope: Scope, config: ExpertsConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
+    scope: WeightScope,
+    config: ExpertsConfig,
+    name: str,
+    parts: tuple[tuple[str, int], ...],
+    width: int,
 ) -> LinearWeights:
     """Weights of one linear layer of all experts, stored separately or in a fused tensor."""
     names, count, parameters = config.names, config.routing.num_experts, []
@@ -141,7 +149,7 @@ def _stacked_experts(
     bias = scope.parameter(f"experts.{name}", modules, suffix=".bias") if config.bias else None
     for own, suffix in ((weight, ""), (bias, "_bias")):
         if own is not None:
-            stored = f"{scope.stored_prefix}{names.fused}.{name}_proj{suffix}"
+            stored = f"{scope.stored_prefix}{names.fused_experts}.{name}_proj{suffix}"
             fused = replace(own, parts=((stored, own.shape[0]),), layout=layout)
             parameters.append(fused if names.experts is None else replace(own, alternative=fused))
     return scope.linear_weights(*parameters)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.models.layers import Layer, StepContext
-from asyncllm.gpu.models.scope import Scope
+from asyncllm.gpu.models.weight_scope import WeightScope
 from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
 
 
@@ -76,7 +76,7 @@ class InputLayer:
         return self.norm(self.projection(self.activation(self.gate(hidden), own))), residual
 
 
-def build_layer_inputs(scope: Scope) -> LayerInputs | None:
+def build_layer_inputs(scope: WeightScope) -> LayerInputs | None:
     """Build the per-layer embeddings; None for a model without them.
 
     As in Gemma 4, the table is multiplied by ``size ** 0.5``, the projection by ``hidden_size **
@@ -97,8 +97,12 @@ def build_layer_inputs(scope: Scope) -> LayerInputs | None:
     return LayerInputs(table, projection, norm, add, model.num_layers)
 
 
-def build_input_layer(scope: Scope, size: int, layer: Layer, index: int) -> InputLayer:
-    """Append to ``layer`` the residual block with its per-layer embedding, ``[T, size]``."""
+def build_input_layer(scope: WeightScope, size: int, layer: Layer, index: int) -> InputLayer:
+    """Make an InputLayer: ``layer``, then a residual block for its per-layer embedding.
+
+    Args:
+        size: columns of the per-layer embedding.
+    """
     hidden, scope = scope.model.hidden_size, scope.child("input.", "")
     return InputLayer(
         layer,

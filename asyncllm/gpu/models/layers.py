@@ -105,11 +105,11 @@ class OutputGate:
     """Sigmoid gate on each element of attention's output (Qiu et al., 2025).
 
     Attributes:
-        start: first column of the gates in the output of ``qkv``, after k and v.
+        first_column: first column of the gates in the output of ``qkv``, after k and v.
         multiply: ``sigmoid_mul`` of the op set.
     """
 
-    start: int
+    first_column: int
     multiply: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -151,7 +151,7 @@ class AttentionMixer:
         if self.reads_shared_kv:
             q, (k, v) = self.rope_and_cache(qkv, rotary), step.shared_kv[self.kv_index]
         else:
-            own = qkv if gate is None else qkv[:, : gate.start]
+            own = qkv if gate is None else qkv[:, : gate.first_column]
             q, k, v = self.rope_and_cache(own, rotary, kv, step.slot_mappings[index])
             if self.shares_kv:
                 step.shared_kv[self.kv_index] = k, v
@@ -159,7 +159,7 @@ class AttentionMixer:
                 return x[:0]
         mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
-            mixed = gate.multiply(mixed, qkv[:, gate.start :])
+            mixed = gate.multiply(mixed, qkv[:, gate.first_column :])
         return self.o(mixed if rows is None else mixed[rows])
 
     def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

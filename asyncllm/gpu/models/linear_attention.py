@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.models.layers import StepContext
-from asyncllm.gpu.models.scope import Scope
+from asyncllm.gpu.models.weight_scope import WeightScope
 from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.causal_conv import CausalConv
 from asyncllm.gpu.ops.gated_delta import DeltaBiases, GatedDelta
@@ -27,8 +27,8 @@ class GatedDeltaMixer:
     Attributes:
         qkvz: projection to q, k and v, ``conv_size`` columns together, then z.
         gates: projection to the logits of beta, one per value head, then those of the decay.
-        first_state: index in ``StepContext.states`` of the convolution's state; the delta rule's
-            state is at the next index.
+        first_state_index: index in ``StepContext.states`` of the convolution's state; the delta
+            rule's state is at the next index.
     """
 
     qkvz: Linear
@@ -38,7 +38,7 @@ class GatedDeltaMixer:
     norm: GatedNorm
     out: Linear
     conv_size: int
-    first_state: int
+    first_state_index: int
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         qkvz, rows = self.qkvz(x), step.rows
@@ -53,7 +53,7 @@ class GatedDeltaMixer:
         return self.out(self.norm(mixed, z))
 
     def run_recurrence(self, step: StepContext, qkv: Tensor, gates: Tensor) -> Tensor:
-        inputs, state = step.states[self.first_state : self.first_state + 2]
+        inputs, state = step.states[self.first_state_index : self.first_state_index + 2]
         qkv = self.conv(qkv, inputs, step.state_rows)
         return self.delta(qkv, gates, state, step.state_rows)
 
@@ -68,9 +68,9 @@ def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
 
 
 def build_linear_attention(
-    scope: Scope, config: LinearAttentionConfig, first_state: int
+    scope: WeightScope, config: LinearAttentionConfig, first_state_index: int
 ) -> GatedDeltaMixer:
-    """Build a layer's mixer, whose recurrent states begin at index ``first_state``."""
+    """Build a layer's mixer, whose recurrent states begin at index ``first_state_index``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
     heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
     if config.grouped_by_key_head:
@@ -92,7 +92,7 @@ def build_linear_attention(
         norm=ops.gated_norm(scope.tensor("gated_norm", "norm", config.value_dim), eps),
         out=scope.linear("out", (("out_proj", hidden),), values),
         conv_size=channels,
-        first_state=first_state,
+        first_state_index=first_state_index,
     )
 
 

@@ -78,7 +78,7 @@ class Parameter:
         return alternative
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
-        """Shape in the checkpoint of a part that has ``rows`` rows."""
+        """Shape that a part with ``rows`` rows has in the checkpoint."""
         shape = (rows, *self.shape[1:])
         return shape if self.layout is None else self.layout.stored_shape(shape)
 

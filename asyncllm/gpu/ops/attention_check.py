@@ -32,11 +32,12 @@ NUM_PADDED_ROWS = 2
 def check_attention(attention: Attention, request: AttentionRequest) -> None:
     """Compares an attention backend with ``TorchAttention`` in float64 on the same device.
 
-    It runs small steps of decode rows, of prefill rows and of both, on random tensors, with each
+    Small steps of decode rows, of prefill rows and of both are run on random tensors, with each
     window of the model's layers.
 
     Args:
-        request: must have a shape without sinks, and a ``block_size``.
+        request: request for which the backend was made. Its shape has no sinks, and its
+            ``block_size`` is set.
 
     Raises:
         EngineError: a row differs by more than the rounding of its dtype explains, or a step fails.

@@ -43,12 +43,12 @@ class UnmetConstraint:
 
     Attributes:
         field: name of the request's field. Only "block_size" is also a setting of the engine.
-        found: the request's value.
+        actual: the request's value.
         expected: the field and its limit, such as "head size at most 256".
     """
 
     field: str
-    found: str
+    actual: str
     expected: str
 
 

@@ -114,8 +114,10 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 
 
 def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Returns ``out + sigmoid(gate) * shared``, ``out + shared`` without a gate, ``out`` without
-    shared."""
+    """Adds a shared expert's output ``shared`` to the routed experts' ``out``.
+
+    ``sigmoid(gate)`` multiplies it if there is a gate. Without a shared expert, returns ``out``.
+    """
     if shared is None:
         return out
     return out + (shared if gate is None else gate.sigmoid() * shared)

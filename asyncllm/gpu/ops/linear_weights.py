@@ -89,7 +89,7 @@ class LinearWeights:
         zeros: of the shape of ``scales``; None means 0.
         column_order: ``[in]``, index of the input that each column multiplies; None means the
             column's own index.
-        shared: whether a tied embedding reads ``values`` as well. The values then stay in memory
+        is_tied: whether a tied embedding reads ``values`` as well. The values then stay in memory
             beside a packed copy.
         panels: source of the weights in the native kernels' layout; None to pack them. If the
             source has them already, the tensors above are on the meta device, without values.
@@ -107,7 +107,7 @@ class LinearWeights:
     scale_block: tuple[int, int] | None = None
     zeros: Tensor | None = None
     column_order: Tensor | None = None
-    shared: bool = False
+    is_tied: bool = False
     panels: PanelSource | None = None
     next_parts: tuple[LinearWeights, ...] = ()
 

@@ -92,12 +92,12 @@ class OneDNNOps(CpuOps):
     def make_linear(self, weights: LinearWeights) -> Linear:
         """Makes a packed layer, unless a large weight would be in memory twice."""
         dtype, small = weights.values.dtype, weights.values.numel() <= MAX_PLAIN_ELEMENTS
-        if weights.shared and not small and dtype != torch.float32:
+        if weights.is_tied and not small and dtype != torch.float32:
             # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.
             return BucketedLinear(TorchLinear(weights))
         if not onednn_works(dtype):
             return TorchLinear(weights)
-        if weights.shared and not small:
+        if weights.is_tied and not small:
             return BucketedLinear(PackedLinear(weights, pack_weight=False))
         if dtype != torch.float32 or not small:
             return BucketedLinear(PackedLinear(weights))

@@ -60,15 +60,15 @@ class _Buffer:
         address: address of ``memory``.
         array: memory of an input in the program; None for an activation, whose memory
             ``place_activations`` chooses.
-        first, last: indices of the first and the last op that use the buffer.
+        first_op, last_op: indices of the first and the last op that use the buffer.
     """
 
     size: Size
     row_bytes: int
     memory: np.ndarray
     array: np.ndarray | None
-    first: int = 0
-    last: int = 0
+    first_op: int = 0
+    last_op: int = 0
     address: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
             # At run time the library skips the SAMPLED rows of x, whose number varies by step.
             skipped = FAKE_ROWS[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
             location = op.pointers[pointer] = self._find_buffer(name, tensor, skipped)
-            location[0].last = len(self._ops)
+            location[0].last_op = len(self._ops)
         self._ops.append(op)
         self._keep_alive += keep_alive
 
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def refuse_call(self) -> NoReturn:
-        """Raises Unrecordable; the context calls it for native ops that cannot be recorded."""
+        """Raises Unrecordable. The context calls it for an op that cannot be recorded."""
         raise Unrecordable("a native op cannot be recorded")
 
     def _record_selection(self, x: Tensor, index: Tensor) -> Tensor:
@@ -239,8 +239,8 @@ class Recorder(TorchDispatchMode):
         lifetimes = [
             Lifetime(
                 max(1, capacity[buffer.size]) * buffer.row_bytes,
-                buffer.first,
-                len(self._ops) if id(buffer) in result_ids else buffer.last,
+                buffer.first_op,
+                len(self._ops) if id(buffer) in result_ids else buffer.last_op,
             )
             for buffer in activations
         ]

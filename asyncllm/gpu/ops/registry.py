@@ -229,10 +229,10 @@ def _constraint_error(
     setting = f"attention_backend={name!r}"
     if name == "auto":
         setting += f" is {chosen!r} on device {request.device}, which"
-    message = f"{setting} takes {unmet.expected}, and this is {unmet.found}"
+    message = f"{setting} takes {unmet.expected}, and this is {unmet.actual}"
     param = "attention_backend"
     if unmet.field == "block_size":
-        message = f"block_size={unmet.found}: {setting} takes {unmet.expected}"
+        message = f"block_size={unmet.actual}: {setting} takes {unmet.expected}"
         param = "block_size"
     if not any(TorchAttention.constraints.unmet(request)):
         message += '; or attention_backend="torch", which covers it on any device'

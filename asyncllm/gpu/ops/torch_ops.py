@@ -1,6 +1,6 @@
 """TorchOps: the op set in plain torch, base class and reference of all op sets.
 
-Tiny models are bound by the overhead of torch calls, not by arithmetic, so that each op is written
+Tiny models are bound by the overhead of torch calls, not by arithmetic. So each op is written
 with as few torch calls as possible.
 """
 
@@ -144,7 +144,7 @@ class TorchOps:
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
     def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        """Numbers of tokens per step from which on the experts launch other kernels.
+        """Numbers of tokens per step at which the experts change to other kernels.
 
         Warm-up runs a step of each number, because a kernel is compiled at its first launch.
         """
@@ -179,7 +179,7 @@ class TorchOps:
             dtype: dtype of the embedding.
             multiplier: factor on the embedding only.
         """
-        shared = replace(weights, shared=True)
+        shared = replace(weights, is_tied=True)
         return self.embedding(weights.values, multiplier), self.linear(shared)
 
     def sum_words(self, memory: Tensor) -> int:

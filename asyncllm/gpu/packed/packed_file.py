@@ -49,7 +49,7 @@ from asyncllm.native.context import Context, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
 MAGIC = b"asyncLLM"
-FORMAT = 2
+FORMAT_VERSION = 2
 """Version of the file format. A file of another version is a miss."""
 
 ALIGNMENT = 64
@@ -150,15 +150,16 @@ class PanelRecorder:
         self.forms: list[StoredForm] = []
 
     def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
+        """Pack weights, and record them with their form."""
         packed = pack_new_weights(context, weights)
         self.weights.append(packed)
         values, scales, block = weights.values, weights.scales, weights.scale_block
         form = StoredForm(
-            _name(values.dtype),
+            _dtype_name(values.dtype),
             [*values.shape],
             weights.scheme,
             None if block is None else [*block],
-            None if scales is None else _name(scales.dtype),
+            None if scales is None else _dtype_name(scales.dtype),
             None if scales is None else [*scales.shape],
             weights.zeros is not None,
         )
@@ -230,7 +231,7 @@ class PackedFile:
             header = self._check(fd, os.fstat(fd), owners)
             self.key: Any = header["key"]
             self.content: Mapping[str, int] = header["content"]
-            self.entries = [_entry_of(line) for line in header["tensors"]]
+            self.entries = [_parse_entry(line) for line in header["tensors"]]
             self._check_places()
             self._mapping = mmap.mmap(fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
@@ -254,8 +255,8 @@ class PackedFile:
         magic, version, size, place, length, digest = _PREAMBLE.unpack(
             os.pread(fd, _PREAMBLE.size, 0)
         )
-        if (magic, version) != (MAGIC, FORMAT):
-            raise PackedFileError(f"is none of format {FORMAT}")
+        if (magic, version) != (MAGIC, FORMAT_VERSION):
+            raise PackedFileError(f"is none of format {FORMAT_VERSION}")
         if size != status.st_size or place + length != size or length > _MAX_HEADER_BYTES:
             raise PackedFileError(f"has {status.st_size} bytes, expected {size}")
         header = os.pread(fd, length, place)
@@ -294,15 +295,18 @@ class PackedFile:
         the file's key names a quantisation, they are quantised already.
         """
         for entry in self.entries:
-            yield entry.name, self._linear(entry) if entry.parts else self._plain(entry)
+            yield (
+                entry.name,
+                self._linear_weights(entry) if entry.parts else self._plain_tensor(entry),
+            )
 
-    def _plain(self, entry: TensorEntry) -> Tensor:
+    def _plain_tensor(self, entry: TensorEntry) -> Tensor:
         # The tensor keeps the buffer alive, and the buffer keeps the mapping alive.
         buffer: Any = (ctypes.c_char * entry.num_bytes).from_address(self.address + entry.offset)
         buffer.owner = self
         return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(entry.shape)
 
-    def _linear(self, entry: TensorEntry) -> LinearWeights:
+    def _linear_weights(self, entry: TensorEntry) -> LinearWeights:
         panels = StoredPanels(self, iter(entry.parts))
         return join_weights([form.placeholder(panels) for form in entry.forms])
 
@@ -343,7 +347,7 @@ def write_packed_file(
             places.append((writer.end, num_bytes))
             piece = (ctypes.c_char * num_bytes).from_address(address)
             writer.append(memoryview(piece).cast("B"))
-        entries.append(_entry(name, tensor, places))
+        entries.append(_make_entry(name, tensor, places))
     writer.flush()
     end = writer.end
     with mmap.mmap(fd, end, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
@@ -359,7 +363,7 @@ def write_packed_file(
     writer.flush()
     # The preamble makes the file valid, so write it once all other bytes are on the disk.
     os.fsync(fd)
-    preamble = _PREAMBLE.pack(MAGIC, FORMAT, writer.end, end, len(header), _digest(header))
+    preamble = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, writer.end, end, len(header), _digest(header))
     if os.pwrite(fd, preamble, 0) != len(preamble):
         raise OSError("the preamble was not written as a whole")
     os.fsync(fd)
@@ -394,24 +398,28 @@ class _Writer:
             data = data[os.pwrite(self._fd, data, self.end - len(data)) :]
 
 
-def _entry(name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]) -> TensorEntry:
+def _make_entry(
+    name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]
+) -> TensorEntry:
     offset = places[0][0]
     num_bytes = sum(places[-1]) - offset
     if isinstance(tensor, Tensor):
-        return TensorEntry(name, _name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [], [])
+        return TensorEntry(
+            name, _dtype_name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [], []
+        )
     parts: list[Panels] = []
     for each, (start, size) in zip(tensor.weights, places, strict=True):
         parts.append(Panels([getattr(each.form, field) for field in _PANEL_FIELDS], start, size))
     return TensorEntry(name, "", [], offset, num_bytes, 0, parts, tensor.forms)
 
 
-def _entry_of(line: dict[str, Any]) -> TensorEntry:
+def _parse_entry(line: dict[str, Any]) -> TensorEntry:
     parts: Any = [Panels(**part) for part in line["parts"]]
     forms: Any = [StoredForm(**form) for form in line["forms"]]
     return TensorEntry(**line | {"parts": parts, "forms": forms})
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -25,7 +25,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.models.architectures import is_small_model, parameters
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.packed.packed_file import (
-    FORMAT,
+    FORMAT_VERSION,
     PackedFile,
     PackedFileError,
     PanelRecorder,
@@ -54,7 +54,7 @@ class _StoppedError(Exception):
 
 
 class PackedStore:
-    """Reader of an engine's packed weights from a file, or writer of a new file.
+    """Packed weights of an engine: read from a file, or packed and then written to one.
 
     Weights are looked up first in the cache folder, by the metadata of the checkpoint's files, then
     beside the model (``asyncllm pack``), by the checksum of the checkpoint's content. A file's name
@@ -65,9 +65,9 @@ class PackedStore:
         next_to_model: write beside the model and not into the cache folder.
 
     Attributes:
-        state: phrase that says where the weights come from, and why not from a file.
+        state: phrase for the log: where the weights come from, and why no file was used.
         num_threads: number of threads of the native ops.
-        path: the file that is written.
+        path: the file to write.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PackedStore:
         self.num_threads = context.num_threads
         self._next_to_model, self._stopped = next_to_model, threading.Event()
         self._progress = progress or (lambda *_: None)
-        self._recorded: list[tuple[str, Tensor | PanelRecorder]] = []
+        self._recorded_tensors: list[tuple[str, Tensor | PanelRecorder]] = []
         self._writer: threading.Thread | None = None
         self._logged_lines: set[str] = set()
         self._is_refused = False
@@ -92,7 +92,7 @@ class PackedStore:
         self._identity = WeightsIdentity.of(model.path)
         form = {
             "version": VERSION,
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "kernels": context.functions.sources().decode(),
             "layout": context.layout,
             "dtype": str(dtype),
@@ -185,7 +185,7 @@ class PackedStore:
         if self._config.packed_cache != "shared":
             file.verify(self._context)
             return
-        name = f"{_stem(self._cache_key)}.verified.json"
+        name = f"{_key_stem(self._cache_key)}.verified.json"
         stamp = {"boot": _boot_id(), "file": [*file.identity]}
         if stamp["boot"] and self.read_sidecar(name) == stamp:
             return
@@ -196,15 +196,15 @@ class PackedStore:
 
     def _record(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
         """Yield the weights and record them for the file."""
-        self._recorded = []
+        self._recorded_tensors = []
         linear = {each.name for each in parameters(self._model) if each.linear}
         for name, value in weights:
             if name not in linear and isinstance(value, Tensor):
-                self._recorded.append((name, value))
+                self._recorded_tensors.append((name, value))
                 yield name, value
                 continue
             recorder = PanelRecorder()
-            self._recorded.append((name, recorder))
+            self._recorded_tensors.append((name, recorder))
             whole = LinearWeights(value) if isinstance(value, Tensor) else value
             yield name, replace(whole, panels=recorder)
 
@@ -216,7 +216,7 @@ class PackedStore:
             OSError: the folder cannot be written.
             ModelLoadError: the checkpoint was changed meanwhile.
         """
-        if self._recorded:
+        if self._recorded_tensors:
             if not self._next_to_model:
                 self._cache.make()
             with self._folder.lock(self._check_stopped):
@@ -225,8 +225,8 @@ class PackedStore:
     def write_later(self, sidecars: Mapping[str, Any]) -> None:
         """Write the file and ``sidecars``, JSON files by name, on a thread of low priority."""
         if self._is_refused:
-            self._recorded = []
-        if not self._recorded and not sidecars:
+            self._recorded_tensors = []
+        if not self._recorded_tensors and not sidecars:
             return
         self._writer = threading.Thread(
             target=self._write_quietly, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
@@ -246,7 +246,7 @@ class PackedStore:
         except (OSError, ModelLoadError, MemoryError) as error:
             self._refuse(error)
         finally:
-            self._recorded = []  # Release the weights, even if the writing failed.
+            self._recorded_tensors = []  # Release the weights, even if the writing failed.
 
     def _refuse(self, error: BaseException) -> None:
         self.state = f"packed at this start, and not written: {error}"
@@ -254,7 +254,7 @@ class PackedStore:
 
     def _write_locked(self) -> None:
         """Write the file. Needs the folder's lock."""
-        path, recorded = self.path, self._recorded
+        path, recorded = self.path, self._recorded_tensors
         # Make a second context: only one thread at a time may use the engine's.
         context = Context(self._context.functions, 1, self._context.isa)
         # Another process may have written the file while this process waited for the lock.
@@ -262,7 +262,7 @@ class PackedStore:
             written = PackedFile(path, {os.geteuid()})
             if written.key == self._key and not self._next_to_model:
                 written.verify(context)
-                self._recorded = []
+                self._recorded_tensors = []
                 self.state = f"packed at this start, and written to {path} by another engine"
                 return
         content = self._content(context)
@@ -280,7 +280,7 @@ class PackedStore:
             write_packed_file(fd, context, self._key, content, recorded, self._check_stopped)
 
         self._folder.write(path.name, write, num_bytes)
-        self._recorded = []
+        self._recorded_tensors = []
         self.state = f"packed at this start, and written to {path}"
         logger.info("packed weights are written to %s: %.1f MiB", path, num_bytes / 2**20)
 
@@ -315,7 +315,7 @@ class PackedStore:
 
     def sidecar_name(self, kind: str, subject: Mapping[str, Any]) -> str:
         """Name of the sidecar file of ``kind`` for ``subject``, with a digest of ``subject``."""
-        return f"{_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
+        return f"{_key_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
 
     def read_sidecar(self, name: str) -> Any:
         """Read a sidecar, a small JSON file; None if there is no such file."""
@@ -391,12 +391,12 @@ def _weights_config(model: ModelConfig) -> ModelConfig:
     return replace(model, path=Path(), generation_defaults=None, eos_token_ids=())
 
 
-def _stem(key: Any) -> str:
+def _key_stem(key: Any) -> str:
     return _digest(json.dumps(key, sort_keys=True))
 
 
 def _file_name(key: Any) -> str:
-    return _stem(key) + SUFFIX
+    return _key_stem(key) + SUFFIX
 
 
 def _digest(text: str) -> str:

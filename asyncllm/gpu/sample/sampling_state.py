@@ -77,7 +77,7 @@ class SamplingState:
         self.sections = Sections(scalar_sections(table_rows), torch.device("cpu"))
         self._scalars = self.sections.arrays
         for name, scalar in SCALARS.items():
-            self._scalars[name].fill(scalar.neutral)
+            self._scalars[name].fill(scalar.neutral_value)
         self.logprobs = np.full(table_rows, -1, dtype=np.int64)
         self.stages = np.zeros(table_rows, dtype=np.int64)
         self.needs_logits = np.ones(table_rows, dtype=np.bool_)
@@ -142,9 +142,11 @@ class SamplingState:
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
         rules = assignment.token_rules
-        if rules is not None and rules.allowed is not None:
+        if rules is not None and rules.allowed_mask is not None:
             # Copy the words: torch warns about read-only memory.
-            update.rows["allowed"] = mask_words(rules.allowed, num_words(self.vocab_size)).copy()
+            update.rows["allowed"] = mask_words(
+                rules.allowed_mask, num_words(self.vocab_size)
+            ).copy()
             scalars["restricted"][req_index] = 1
         elif params.allowed_token_ids is not None:
             raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")
@@ -183,7 +185,7 @@ class SamplingState:
     def release(self, req_index: int) -> None:
         """Resets a request index to neutral values, with which its logits are not processed."""
         for name, scalar in SCALARS.items():
-            self._scalars[name][req_index] = scalar.neutral
+            self._scalars[name][req_index] = scalar.neutral_value
         self.logprobs[req_index] = -1
         self.stages[req_index] = 0
         self.needs_logits[req_index] = True

@@ -45,7 +45,7 @@ class CurrentStep:
 def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[AttentionKind]:
     """Attention kind of each probed call; the KV group is not set yet."""
     kinds = []
-    for call, window in zip(probe.calls, windows, strict=True):
+    for call, window in zip(probe.attention_calls, windows, strict=True):
         assert call.scale is not None
         # The smaller of key and value is padded to the size of the larger one.
         size = max(call.key_size, call.value_size)
@@ -78,7 +78,7 @@ class PagedAttention:
         self.step, self.kind = step, kind
         # Typed as Any, because a layer with sinks passes one more argument.
         self.attention: Any = attention
-        self.kv_index, self.writes_kv = kv_index, call.shared is None
+        self.kv_index, self.writes_kv = kv_index, call.kv_call is None
         size = kind.shape.head_dim
         self.key_padding, self.value_padding = size - call.key_size, size - call.value_size
         self.value_size = call.value_size

@@ -22,7 +22,7 @@ from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import (
     ENGINE_NAME,
     experts_implementation,
-    set_handler,
+    set_call_handler,
 )
 from asyncllm.gpu.transformers_model.linear import OpExperts, OpLinear, look_up_in
 from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
@@ -50,8 +50,8 @@ class ModelPlan:
         check_modules(model)
         probed = probe(model)
         kinds = attention_kinds(probed, check_calls(model, probed))
-        sources = [call.shared for call in probed.calls]
-        states = [state for call in probed.recurrent for state in call.states.values()]
+        sources = [call.kv_call for call in probed.attention_calls]
+        states = [state for call in probed.recurrent_calls for state in call.states.values()]
         return cls(probed, KVPlan.of(kinds, sources, model.max_position_embeddings), states)
 
 
@@ -73,12 +73,14 @@ def build_transformers_decoder(
         convert: quantisation of the weights of every linear layer; None for no quantisation.
     """
     step, probed = CurrentStep(), plan.probe
-    for call, kind, index in zip(probed.calls, plan.kv.kinds, plan.kv.indices, strict=True):
+    for call, kind, index in zip(
+        probed.attention_calls, plan.kv.kinds, plan.kv.indices, strict=True
+    ):
         handler = PagedAttention(step, kind, attention[kind], call, index)
-        set_handler(modules.get_submodule(call.module), handler)
+        set_call_handler(modules.get_submodule(call.module), handler)
 
     place = 0
-    for call in probed.recurrent:
+    for call in probed.recurrent_calls:
         module = modules.get_submodule(call.module)
         module.__dict__["forward"] = RecurrentModule(step, module.forward, call, place)
         place += len(call.states)
@@ -99,12 +101,12 @@ def build_transformers_decoder(
     if experts_implementation(owner.device) == ENGINE_NAME:
         for name in probed.experts:
             module = modules.get_submodule(name)
-            set_handler(module, OpExperts(module, make, owner.take_tensor))
+            set_call_handler(module, OpExperts(module, make, owner.take_tensor))
     owner.take_all_tensors(modules)
     owner.finish()
     embedding = torch.empty(0, dtype=dtype, device=owner.device)
     return TransformersDecoder(
-        model, ops, attention, modules, probed.base, step, embedding, plan.states
+        model, ops, attention, modules, probed.base_name, step, embedding, plan.states
     )
 
 
@@ -134,7 +136,7 @@ def _replace_tied_head(
         return
     bias = None if head.bias is None else owner.take_tensor(head.bias.detach())
     head.weight.data = owner.take_tensor(head.weight.data)
-    weights = LinearWeights(head.weight.detach(), bias, shared=True)
+    weights = LinearWeights(head.weight.detach(), bias, is_tied=True)
     dtype = weights.values.dtype
     weights = convert.head(weights) if convert else weights
     if bias is None and (type(embedding) is nn.Embedding or probed.embedding_processes_rows):

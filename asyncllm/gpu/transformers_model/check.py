@@ -36,7 +36,7 @@ TOLERANCE = 4.0
 """Largest accepted difference, as a multiple of the reference's noise."""
 
 MIN_NOISE_ROUNDINGS = 16
-"""Lower bound of the noise, in float32 rounding errors of the largest logit."""
+"""Minimum noise, as a number of float32 rounding errors of the largest logit."""
 
 MAX_NOISE = 1.0
 """Noise beyond which a comparison is meaningless."""
@@ -53,8 +53,8 @@ class Reference:
         expected: log-probabilities ``[n, vocab_size]`` float32 of each sequence, with
             transformers' eager attention.
         noise: the largest difference from ``expected`` that one of three variations makes: half a
-            sequence, transformers' SDPA, or MIN_NOISE_ROUNDINGS rounding errors of a logit in
-            float32.
+            sequence, transformers' SDPA, or MIN_NOISE_ROUNDINGS rounding errors of the largest
+            logit in float32.
     """
 
     sequences: list[Tensor]

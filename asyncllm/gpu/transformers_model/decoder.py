@@ -30,12 +30,12 @@ class LongRope:
     engine's ``max_model_len`` decides, once for all steps.
 
     Attributes:
-        module: transformers' rotary embedding.
+        rotary_embedding: transformers' module.
         layer_type: type of the layers that use it; None for all layers.
         original_context: context in tokens before its extension to long sequences.
     """
 
-    module: Any
+    rotary_embedding: Any
     layer_type: str | None
     original_context: int
     config: Any
@@ -63,7 +63,7 @@ class LongRope:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         prefix = "" if self.layer_type is None else f"{self.layer_type}_"
-        buffer = getattr(self.module, f"{prefix}inv_freq")
+        buffer = getattr(self.rotary_embedding, f"{prefix}inv_freq")
         # transformers only checks whether ``seq_len`` exceeds the original context.
         length = self.original_context + (1 if max_positions > self.original_context else 0)
         frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](

@@ -18,8 +18,8 @@ name, so the attention gets no masks."""
 PROBE_NAME = "asyncllm_probe"
 """Name, in transformers' tables, of the attention and mask functions that probe a model."""
 
-HANDLER_ATTRIBUTE = "asyncllm_handler"
-"""Name of the attribute in which a module stores its handler."""
+CALL_HANDLER_ATTRIBUTE = "asyncllm_handler"
+"""Name of the attribute in which a module stores the handler of its calls."""
 
 
 def experts_implementation(device: torch.device) -> str:
@@ -33,12 +33,12 @@ def experts_implementation(device: torch.device) -> str:
 
 def attend(module: nn.Module, *tensors: Any, **options: Any) -> tuple[Tensor, None]:
     """Compute a module's attention: ``[1, heads, T, size]`` to ``[1, T, heads, size]``."""
-    return module.__dict__[HANDLER_ATTRIBUTE].attend(module, *tensors, **options), None
+    return module.__dict__[CALL_HANDLER_ATTRIBUTE].attend(module, *tensors, **options), None
 
 
 def run_experts(module: nn.Module, *tensors: Tensor) -> Tensor:
     """Compute a module's experts, ``[T, H] -> [T, H]``."""
-    return module.__dict__[HANDLER_ATTRIBUTE].experts(module, *tensors)
+    return module.__dict__[CALL_HANDLER_ATTRIBUTE].experts(module, *tensors)
 
 
 class ProbedMask:
@@ -72,5 +72,6 @@ def register_implementations() -> None:
     ALL_EXPERTS_FUNCTIONS.register(ENGINE_NAME, run_experts)
 
 
-def set_handler(module: nn.Module, handler: Any) -> None:
-    module.__dict__[HANDLER_ATTRIBUTE] = handler
+def set_call_handler(module: nn.Module, handler: Any) -> None:
+    """Set the object that ``attend`` or ``run_experts`` calls for a module."""
+    module.__dict__[CALL_HANDLER_ATTRIBUTE] = handler

@@ -19,7 +19,7 @@ from asyncllm.gpu.transformers_model.interface import (
     ENGINE_NAME,
     PROBE_NAME,
     register_implementations,
-    set_handler,
+    set_call_handler,
 )
 from asyncllm.gpu.transformers_model.recurrent_probe import (
     CacheCallRecorder,
@@ -45,7 +45,7 @@ class AttentionCall:
         mask: transformers' mask, which tells which keys a query sees; None without a mask.
         window, softcap: sliding window and soft cap that the module passes; None if it passes none.
         sinks: whether the module passes attention sinks, a logit per head.
-        shared: index of the earlier call whose keys this call reuses; None if it has its own.
+        kv_call: index of the earlier call whose keys this call reuses; None if it has its own.
         options: other arguments of the call that are set.
     """
 
@@ -61,7 +61,7 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: bool
-    shared: int | None
+    kv_call: int | None
     options: dict[str, Any]
 
 
@@ -71,23 +71,23 @@ class Probe:
 
     Attributes:
         model: the probed skeleton.
-        base: name of the skeleton's submodule that ends with the last norm.
-        calls: calls of attention, in order.
+        base_name: name of the skeleton's submodule that ends with the last norm.
+        attention_calls: calls of attention, in order.
         linears: names of the linear layers that are called, and whose weight no other code reads.
         experts: names of the modules with experts.
         embedding_processes_rows: whether the embedding's class calls ``nn.Embedding.forward`` and
             processes the result.
-        recurrent: calls of modules that keep a state of a sequence, in order.
+        recurrent_calls: calls of modules that keep a state of a sequence, in order.
         idle_modules: names of modules that take a cache and do not use it.
     """
 
     model: nn.Module
-    base: str
-    calls: list[AttentionCall] = field(default_factory=list)
+    base_name: str
+    attention_calls: list[AttentionCall] = field(default_factory=list)
     linears: set[str] = field(default_factory=set)
     experts: set[str] = field(default_factory=set)
     embedding_processes_rows: bool = False
-    recurrent: list[RecurrentCall] = field(default_factory=list)
+    recurrent_calls: list[RecurrentCall] = field(default_factory=list)
     idle_modules: set[str] = field(default_factory=set)
 
 
@@ -112,9 +112,9 @@ class _Recorder:
         attention_mask: Any = None, scaling: float | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         set_options = {name: value for name, value in options.items() if _is_option_set(value)}
-        shared = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
+        kv_call = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
         self.keys.append(key)
-        self.probe.calls.append(
+        self.probe.attention_calls.append(
             AttentionCall(
                 module=self.names[module],
                 heads=query.shape[1],
@@ -128,7 +128,7 @@ class _Recorder:
                 window=set_options.pop("sliding_window", None),
                 softcap=set_options.pop("softcap", None),
                 sinks=set_options.pop("s_aux", None) is not None,
-                shared=shared,
+                kv_call=kv_call,
                 options={
                     name: value
                     for name, value in set_options.items()
@@ -206,11 +206,11 @@ def probe(model: TransformersConfig) -> Probe:
     watched = {}
     classes = {kind: type(kind.__name__, (_WatchedLinear, kind), {}) for kind in linear_kinds()}
     for name, module in skeleton.named_modules():
-        set_handler(module, recorder)
+        set_call_handler(module, recorder)
         if type(module) in classes:
             module.__class__ = classes[type(module)]
             watched[name] = module
-    base, embedding = getattr(skeleton, result.base), skeleton.get_input_embeddings()
+    base, embedding = getattr(skeleton, result.base_name), skeleton.get_input_embeddings()
     kind: Any = type(embedding)
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
         embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
@@ -225,9 +225,9 @@ def probe(model: TransformersConfig) -> Probe:
                 attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
                 use_cache=False,
             ).last_hidden_state
-            logits_of(output_head(skeleton, result.base), hidden[0])
-        callers = [call.module for call in result.calls]
-        result.recurrent, result.idle_modules = probe_recurrent(skeleton, watch, callers)
+            logits_of(output_head(skeleton, result.base_name), hidden[0])
+        callers = [call.module for call in result.attention_calls]
+        result.recurrent_calls, result.idle_modules = probe_recurrent(skeleton, watch, callers)
     except Exception as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "

@@ -20,7 +20,7 @@ class RecurrentModule:
 
     Args:
         forward: the module's own ``forward``, which this object replaces.
-        first_state: index in StateCache.tensors of the first of the module's states.
+        first_state_index: index in StateCache.tensors of the first of the module's states.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class RecurrentModule:
         step: CurrentStep,
         forward: Callable[..., Tensor],
         call: RecurrentCall,
-        first_state: int,
+        first_state_index: int,
     ) -> None:
         self.step, self.forward = step, forward
-        self.tensor_indices = {key: first_state + i for i, key in enumerate(call.states)}
+        self.tensor_indices = {key: first_state_index + i for i, key in enumerate(call.states)}
         self.hidden, self.cache = call.hidden, call.cache
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:

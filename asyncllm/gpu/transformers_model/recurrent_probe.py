@@ -114,7 +114,8 @@ class RecurrentCall:
         hidden, cache: names of the parameters of ``forward`` that take hidden states ``[B, n, H]``
             and the cache.
         states: states that the module keeps of a sequence.
-        unsupported: reason why the module cannot be computed in chunks and batches; None if it can.
+        unsupported_feature: reason why the module cannot be computed in chunks and batches; None if
+            it can.
     """
 
     module: str
@@ -122,7 +123,7 @@ class RecurrentCall:
     hidden: str
     cache: str
     states: dict[StateKey, StateSpec]
-    unsupported: UnsupportedFeature | None = None
+    unsupported_feature: UnsupportedFeature | None = None
 
 
 class ObservedCall(NamedTuple):
@@ -254,7 +255,7 @@ def _probe_module(
                 return None
             options = dict(observed.options)
             hidden = observed.args[0] if observed.args else options.pop(call.hidden, None)
-            call.unsupported = _unsupported_arguments(
+            call.unsupported_feature = _unsupported_arguments(
                 hidden, observed, call, names
             ) or _unsupported_call(
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
@@ -262,7 +263,7 @@ def _probe_module(
     except Exception as error:
         if not recorder.was_used:
             raise
-        call.unsupported = f"asks its cache for more ({explain(error)})", _PROTOCOL
+        call.unsupported_feature = f"asks its cache for more ({explain(error)})", _PROTOCOL
     return call
 
 

@@ -77,7 +77,7 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     )
     for feature, accepted in chain(*unsupported):
         raise _unsupported_model_error(model, feature, accepted)
-    return [_window(model, call) for call in probe.calls]
+    return [_window(model, call) for call in probe.attention_calls]
 
 
 def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeature]:
@@ -99,10 +99,17 @@ def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeatur
     layer = re.compile(rf"{re.escape(prefix)}\.(\d+)\b")
     num_attention_calls, num_recurrent_calls = (
         Counter(match and int(match[1]) for match in map(layer.match, modules))
-        for modules in ([call.module for call in probe.calls], [c.module for c in probe.recurrent])
+        for modules in (
+            [call.module for call in probe.attention_calls],
+            [c.module for c in probe.recurrent_calls],
+        )
     )
     if None in num_attention_calls or None in num_recurrent_calls:
-        outside = [c.module for c in (*probe.calls, *probe.recurrent) if not layer.match(c.module)]
+        outside = [
+            c.module
+            for c in (*probe.attention_calls, *probe.recurrent_calls)
+            if not layer.match(c.module)
+        ]
         yield f"{outside[0]} attends or keeps a state", "calls by layers alone"
     without_attention = _layers_without_attention(config)
     for index in range(count):
@@ -127,10 +134,10 @@ def _layers_without_attention(config: Any) -> set[int]:
 
 def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
     """Yield unsupported recurrent modules, and other modules that mix tokens or take a cache."""
-    recurrent = tuple(f"{call.module}." for call in probe.recurrent)
-    for call in probe.recurrent:
-        if call.unsupported is not None:
-            feature, accepted = call.unsupported
+    recurrent = tuple(f"{call.module}." for call in probe.recurrent_calls)
+    for call in probe.recurrent_calls:
+        if call.unsupported_feature is not None:
+            feature, accepted = call.unsupported_feature
             yield f"{call.module} ({call.kind}) {feature}", accepted
     for name, module in probe.model.named_modules():
         if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(recurrent):
@@ -139,7 +146,7 @@ def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
                 "modules",
                 "those as the only places where tokens see one another",
             )
-    known = [*recurrent, *(f"{call.module}." for call in probe.calls)]
+    known = [*recurrent, *(f"{call.module}." for call in probe.attention_calls)]
     for name, parameter in cache_parameter_by_module(probe.model).items():
         if name not in probe.idle_modules and not any(
             each.startswith(f"{name}.") for each in known
@@ -153,7 +160,7 @@ def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
 
 def _unsupported_calls(probe: Probe) -> Iterator[UnsupportedFeature]:
     """Yield the arguments of attention calls that the engine's attention does not support."""
-    for call in probe.calls:
+    for call in probe.attention_calls:
         queries, keys, heads = call.num_queries, call.num_keys, call.key_heads
         if (queries, keys) != (NUM_TOKENS, NUM_TOKENS):
             feature = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"

@@ -124,7 +124,9 @@ def _load_tokenizer(info: ExecutorInfo, config: EngineConfig, progress: Progress
     from asyncllm.runtime.loading import _read_tokenizer
 
     code = config.trust_remote_code
-    path = resolve_model(config.model, config.revision, weights=False, code=code, progress=progress)
+    path = resolve_model(
+        config.model, config.revision, with_weights=False, with_code=code, progress=progress
+    )
     tokenizer_path = path
     if config.tokenizer is not None:
         tokenizer_path = resolve_tokenizer(config.tokenizer, progress=progress)

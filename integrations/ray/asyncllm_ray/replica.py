@@ -153,7 +153,7 @@ class EngineReplica:
 
     def info(self) -> ExecutorInfo:
         """Limits of the engine, for clients that check requests."""
-        return self._engine._require_started().loaded.executor.info
+        return self._engine._require_started().loaded_model.executor.info
 
     async def __del__(self) -> None:
         # Serve calls this method when the last request of a stopped replica has ended.

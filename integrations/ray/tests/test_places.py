@@ -62,7 +62,7 @@ async def queue(client: Client, **options: Any) -> list[TokenStream]:
     """Streams that fill Serve's queue."""
     streams = [client.stream(PROMPT, **options) for _ in range(NUM_PLACES)]
     await asyncio.sleep(0.3)
-    assert [stream._channel.final for stream in streams] == [None] * NUM_PLACES
+    assert [stream._channel.stream_end for stream in streams] == [None] * NUM_PLACES
     assert [replica_of(stream) for stream in streams] == [None] * NUM_PLACES
     return streams
 

@@ -100,7 +100,7 @@ class TritonAttention:
 
         With a window they never do: all rows then see about as many keys.
         """
-        return window is None and max_len > tuning.SKEWED_TOKENS
+        return window is None and max_len > tuning.SKEW_MARGIN_TOKENS
 
     def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
         """Whether the longest row would hold up the other rows if all had equally many splits.

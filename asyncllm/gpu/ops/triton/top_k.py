@@ -189,12 +189,11 @@ def threshold_by_sort(
 def top_k_threshold(
     logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
 ):
-    """Value and id of the top-k threshold: the place in sorted order from which tokens are
-    excluded.
+    """Finds the top-k threshold: a logit and an id that exclude all but the first k tokens.
 
-    Ahead of the threshold are the first k tokens of the listed chunks that are at or above
-    ``floor_value``, or all such tokens if there are fewer than k. No token need have the
-    threshold's id.
+    Tokens are sorted as by ``is_ahead``, and those ahead of the threshold are kept: the first k
+    among the tokens of the chunks ``listed`` whose logit is at least ``floor_value``, or all of
+    these if they are fewer. The threshold's id need not be that of a token.
     """
     threshold_value = floor_value
     threshold = vocab_size

@@ -34,9 +34,9 @@ TILE_SPLIT_TOKENS = 512
 result, which has to be merged, is twice as large as the keys and values that one step of its loop
 reads."""
 
-SKEWED_TOKENS = 1024
-"""A batch is skewed if its longest split has this many tokens more than twice the average per
-program."""
+SKEW_MARGIN_TOKENS = 1024
+"""A batch is skewed if its longest split has this many tokens more than twice the average number of
+tokens per program."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -207,8 +207,8 @@ def is_skewed(
 ) -> bool:
     """Whether the longest sequence would hold up a batch of decode rows.
 
-    It does if one of its splits has SKEWED_TOKENS keys more than twice the average number of keys
-    per concurrent program.
+    It does if one of its splits has SKEW_MARGIN_TOKENS keys more than twice the average number of
+    keys per concurrent program.
 
     Args:
         longest, total: tokens of the longest sequence, and of all sequences.
@@ -216,7 +216,7 @@ def is_skewed(
         num_concurrent_programs: number of programs that run on the GPU at the same time.
     """
     fair = total * kv_heads // num_concurrent_programs
-    return cdiv(longest, splits) > 2 * fair + SKEWED_TOKENS
+    return cdiv(longest, splits) > 2 * fair + SKEW_MARGIN_TOKENS
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group: int, tiles: Tiles) -> int:

@@ -1,4 +1,4 @@
-"""ResponseFormat: delimiters and syntax of a model's reasoning and tool calls."""
+"""ChatSyntax: how a model writes its reasoning and its tool calls."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
 
 
-class ResponseFormat:
-    """Response template, compiled for text that arrives in pieces.
+class ChatSyntax:
+    """How a model writes reasoning and tool calls: a response template, compiled for streaming.
 
     Templates have the meaning that they have in transformers (``transformers.utils.chat_parsing``).
     The ``ResponseParser`` of transformers does not fit streaming:
@@ -54,13 +54,13 @@ class ResponseFormat:
     Attributes:
         delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
         calls, thoughts: the template's fields for calls and for reasoning; empty without.
-        form: syntax of calls in the chat template; None if unknown.
+        call_form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
-        begin, end: texts at whose token ids reasoning begins and ends for the engine; empty if the
-            template has patterns instead.
-        end_before_call: as for ``ReasoningFamily``.
+        reasoning_begin, reasoning_end: texts at whose token ids reasoning begins and ends for the
+            engine; empty if the template has patterns instead.
+        reasoning_end_before_call: ``ReasoningFamily.end_before_call``.
         calls_close, thoughts_close: delimiters that end a call and reasoning; None without.
-        syntax: layout of calls in JSON; None for another syntax.
+        json_syntax: layout of calls in JSON; None for another syntax.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class ResponseFormat:
         ends = filter(None, (tool.prompt_end, reasoning.prompt_end))
         self.prompt_ends = tuple(dict.fromkeys(ends))
         self.ignored_pattern = tool.ignored_pattern or reasoning.ignored_pattern
-        self.calls, self.form, self.thoughts = tool.calls, tool.form, reasoning.thoughts
-        self.begin, self.end = reasoning.begin, reasoning.end
-        self.end_before_call = reasoning.end_before_call
+        self.calls, self.call_form, self.thoughts = tool.calls, tool.call_form, reasoning.thoughts
+        self.reasoning_begin, self.reasoning_end = reasoning.begin, reasoning.end
+        self.reasoning_end_before_call = reasoning.end_before_call
         opens = (
             (CALLS, literals_or_pattern(self.calls, "open")),
             (THOUGHTS, literals_or_pattern(self.thoughts, "open")),
@@ -84,7 +84,7 @@ class ResponseFormat:
         )
         self.calls_close = _closing_delimiters(self.calls)
         self.thoughts_close = _closing_delimiters(self.thoughts)
-        self.syntax = _json_syntax(self.calls)
+        self.json_syntax = _json_syntax(self.calls)
 
     def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
@@ -109,9 +109,11 @@ class ResponseFormat:
             tools: schema of the parameters of each tool, by tool name.
             opening: the opening delimiter.
         """
-        if self.syntax is not None:
+        if self.json_syntax is not None:
             name = opening.captures.get("name", "").strip() or None
-            return JsonCallReader(self.syntax, tools.keys(), opening.text, name, self.calls_close)
+            return JsonCallReader(
+                self.json_syntax, tools.keys(), opening.text, name, self.calls_close
+            )
         return RegionCallReader(partial(self._parse_region, tools), opening.text, self.calls_close)
 
     def _parse_region(
@@ -163,7 +165,7 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     function = transform.get("function") if isinstance(transform, Mapping) else None
     if calls.get("transform_each"):
-        keys = _placeholder_keys(function, "")
+        keys = _call_keys(function, "")
         return None if keys is None else JsonSyntax("array", *keys)
     if function == "{content}":
         return JsonSyntax("object")
@@ -171,11 +173,15 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     if (function["name"], function["arguments"]) == ("{name}", "{content}"):
         return JsonSyntax("arguments")
-    keys = _placeholder_keys(function, "content.")
+    keys = _call_keys(function, "content.")
     return None if keys is None else JsonSyntax("object", *keys)
 
 
-def _placeholder_keys(function: Any, prefix: str) -> tuple[str, str] | None:
+def _call_keys(function: Any, prefix: str) -> tuple[str, str] | None:
+    """Keys of a call's name and arguments, from placeholders such as "{content.name}".
+
+    None if ``function`` is more than these two placeholders, which begin with ``prefix``.
+    """
     if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
         return None
     keys = []
@@ -187,8 +193,8 @@ def _placeholder_keys(function: Any, prefix: str) -> tuple[str, str] | None:
     return None if any("." in key for key in keys) else (keys[0], keys[1])
 
 
-class ResponseFormats:
-    """The response formats of one model: for requests with tools, and without.
+class ChatSyntaxes:
+    """Chat syntaxes of one model: for requests with tools, and without.
 
     Args:
         sources: sources of the model's chat templates, to recognise the model's family.
@@ -222,8 +228,8 @@ class ResponseFormats:
         tool_family: ToolFamily | None = None
         recognised = _recognise_family(TOOL_FAMILIES, sources)
         if tool_call_parser == "auto" and CALLS in fields:
-            form = recognised.form if recognised is not None else None
-            as_text = recognised is not None and recognised.arguments_as_text
+            form = recognised.call_form if recognised is not None else None
+            as_text = recognised is not None and recognised.expects_text_arguments
             tool_family = ToolFamily(fields[CALLS], form, as_text, ignored_pattern=ignored)
         else:
             tool_family = (
@@ -231,10 +237,10 @@ class ResponseFormats:
             )
         self._reasoning_family = reasoning_family
         self._tool_family = tool_family
-        self._formats: dict[bool, ResponseFormat] = {}
+        self._syntaxes: dict[bool, ChatSyntax] = {}
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ResponseFormats:
+    def of_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ChatSyntaxes:
         sources = list(tokenizer.chat_template.sources.values())
         template = tokenizer.response_template
         return cls(sources, template, config.tool_call_parser, config.reasoning_parser)
@@ -245,8 +251,8 @@ class ResponseFormats:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
-    def format_for(self, with_tools: bool) -> ResponseFormat | None:
-        """Format of an answer; None if all of it is text.
+    def syntax_for(self, with_tools: bool) -> ChatSyntax | None:
+        """Syntax of an answer; None if all of it is text.
 
         Args:
             with_tools: whether the request has tools.
@@ -263,14 +269,14 @@ class ResponseFormats:
         tool_family = self._tool_family if with_tools else None
         if tool_family is None and self._reasoning_family is None:
             return None
-        if with_tools not in self._formats:
-            self._formats[with_tools] = ResponseFormat(tool_family, self._reasoning_family)
-        return self._formats[with_tools]
+        if with_tools not in self._syntaxes:
+            self._syntaxes[with_tools] = ChatSyntax(tool_family, self._reasoning_family)
+        return self._syntaxes[with_tools]
 
     @property
-    def arguments_as_text(self) -> bool:
+    def expects_text_arguments(self) -> bool:
         """Whether the chat template expects the arguments of past calls as JSON text."""
-        return self._tool_family is not None and self._tool_family.arguments_as_text
+        return self._tool_family is not None and self._tool_family.expects_text_arguments
 
 
 def _recognise_family(families: Mapping[str, Any], sources: Sequence[str]) -> Any:

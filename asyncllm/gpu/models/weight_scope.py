@@ -1,4 +1,4 @@
-"""Scope: names the weights of one part of a decoder, and makes ops from them."""
+"""WeightScope: the weights of one part of a decoder by name, and ops made from them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Parts = Collection[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
-    """Builder of one part of a decoder; names of weights are relative to its prefixes.
+class WeightScope:
+    """Part of a decoder in which the names of weights begin with the same prefixes.
 
     Attributes:
         source: function that returns the values of a parameter; called once for each parameter.
@@ -43,7 +43,7 @@ class Scope:
     prefix: str = ""
     stored_prefix: str = ""
 
-    def child(self, prefix: str, stored_prefix: str) -> Scope:
+    def child(self, prefix: str, stored_prefix: str) -> WeightScope:
         """Scope of a part within this one: both prefixes are extended."""
         return replace(
             self, prefix=self.prefix + prefix, stored_prefix=self.stored_prefix + stored_prefix
@@ -63,7 +63,11 @@ class Scope:
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
     def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
-        """Read a parameter that is one checkpoint tensor; ``fields`` as for ``parameter``."""
+        """Read a parameter that is one checkpoint tensor.
+
+        Args:
+            fields: other fields of Parameter.
+        """
         return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
