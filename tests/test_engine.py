@@ -414,7 +414,7 @@ async def test_a_text_that_takes_longer_than_a_step_leaves_the_caller_s_thread(m
     monkeypatch.setattr(rig.tokenizer, "encode", recorded)
     async with rig.engine() as engine:
         texts, go = engine._submitter._text_threads, threading.Event()
-        texts.long.submit(go.wait)
+        texts.long_thread.submit(go.wait)
         long = engine.stream("5 " * 2048, max_tokens=1)
         here = engine.stream("5 " * 256, max_tokens=1)
         assert len(here.prompt_token_ids) == 256

@@ -48,6 +48,10 @@ class SlowMatcher:
         finally:
             self._using.release()
 
+    def release(self) -> None:
+        with self.alone():
+            pass
+
     def work(self, call: str) -> None:
         if call != self.slow_call:
             return

@@ -229,7 +229,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[ModelRunner], None]]] = {
     "no scale": ("Dots1", _routed(lambda c: replace(c, scale=1.0))),
     "correction as weight": ("Glm4Moe", _bias_as_weight),
     "no correction": ("Ernie4_5_Moe", setting(_mlps, "routing.correction", None)),
-    "no shared experts": ("Dots1", setting(_mlps, "shared", None)),
+    "no shared experts": ("Dots1", setting(_mlps, "shared_expert", None)),
     "no gate of the shared expert": ("Qwen2Moe", setting(_mlps, "gate", None)),
 }
 
@@ -259,8 +259,8 @@ def fuse(path: Path, target: Path) -> None:
             return torch.stack([tensors.pop(f"{stem}{i}.{part}.weight") for i in range(count)])
 
         gate, up, down = map(take, names.parts)
-        tensors[f"{there}{names.fused}.gate_up_proj"] = torch.cat((gate, up), 1)
-        tensors[f"{there}{names.fused}.down_proj"] = down
+        tensors[f"{there}{names.fused_experts}.gate_up_proj"] = torch.cat((gate, up), 1)
+        tensors[f"{there}{names.fused_experts}.down_proj"] = down
         router = tensors.pop(f"{there}{names.router}.weight")
         tensors[f"{there}mlp.gate.weight"] = router
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
