@@ -14,6 +14,7 @@ from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import (
     ContextLengthExceededError,
+    EngineClosedError,
     InvalidRequestError,
     RequestError,
 )
@@ -291,6 +292,9 @@ class _SearchDriver:
         completion = await stream.result()
         if not self._search.length:
             self._first_completion = completion
+        if completion.finish_reason == "abort":
+            # Nobody else has the streams of a search.
+            raise EngineClosedError("beam search: the engine was closed meanwhile")
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")
         return completion.logprobs[0].top

@@ -286,6 +286,16 @@ async def test_cancelled_search_aborts_its_requests(checkpoint):
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_search_of_an_engine_that_closes(checkpoint):
+    path, _ = checkpoint
+    async with AsyncLLMEngine(path, **SETTINGS) as engine:
+        search = await gated(engine)
+        await engine.aclose()
+        with pytest.raises(EngineClosedError, match="closed meanwhile"):
+            await search
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_deadline_returns_partial_output(checkpoint):
     path, _ = checkpoint
     async with AsyncLLMEngine(path, **SETTINGS) as engine:
