@@ -164,8 +164,8 @@ class TextThreads:
     """Two worker threads for texts: a short one never waits for a long one.
 
     Attributes:
-        long_thread: thread of the texts from LONG_TEXT_CHARACTERS on, and of conversations that turn
-            out to take long.
+        long_thread: thread of the texts from LONG_TEXT_CHARACTERS on, and of conversations that
+            turn out to take long.
     """
 
     def __init__(self, name: str, cooldown: Cooldown) -> None:
