@@ -35,7 +35,7 @@ from asyncllm.runtime.submitter import Submitter
 from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.text.long_text import LONG_TEXT, SHORT_TEXT
+from asyncllm.text.long_text import LONG_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _JOIN_SECONDS = 2.0
@@ -142,7 +142,7 @@ class AsyncLLMEngine(Handle):
         thread.exited.add_done_callback(partial(_report_death, core, self._observers))
 
     def _thread_mailbox(self) -> ThreadMailbox:
-        self._running()
+        self._require_input_processor()
         assert self._thread is not None
         return ThreadMailbox(self._thread.watch_interval, self._thread.check_step)
 
@@ -309,7 +309,7 @@ class AsyncLLMEngine(Handle):
         tokenising are raised at the first read; a text that is too long by its length alone is
         refused at once.
         """
-        inputs = self._running()
+        inputs = self._require_input_processor()
         options = RequestOptions(
             request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
@@ -347,7 +347,7 @@ class AsyncLLMEngine(Handle):
         Waiting calls are admitted in turns by owner, before new calls of ``stream`` and ``chat``.
         A cancelled call leaves nothing behind.
         """
-        inputs = self._running()
+        inputs = self._require_input_processor()
         submission = inputs.prompt_or_conversation(prompt, sampling_params, options)
         return await inputs.submitter.enqueue_or_wait(submission)
 
@@ -371,8 +371,9 @@ class AsyncLLMEngine(Handle):
                     print(result.key, result.completion or result.error)
 
         Args:
-            rows: any number of rows, of any type, drawn when there is room for them: from an
-                iterable on a separate thread if it may block, from an async iterable on this loop.
+            rows: iterable or async iterable of any number of rows, of any type. A row is drawn when
+                there is room for it. A list or a tuple is read on this loop, as is an async
+                iterable; any other iterable may block, and is read on a separate thread.
             prompt: function of a row that makes its prompt: text, token ids or messages. None takes
                 the rows themselves.
             sampling_params: for all rows, or a function of a row.
@@ -380,12 +381,13 @@ class AsyncLLMEngine(Handle):
             done: keys of rows to leave out, such as those whose results an earlier run has stored.
             ordered: yield the results in the order of the rows; False yields them as they come, so
                 that no row waits for a longer one before it.
-            max_under_way: maximum number of rows that were drawn and whose results were not read;
-                None is ``max_queued_requests``, which is also the limit.
-            progress: function called with the number of rows done, those of ``done`` included, and
-                of rows failed, before each result is returned; its exceptions are logged.
-            options: as for ``stream``, or ``chat``, but for ``request_id``, ``max_unread`` and
-                ``on_slow``.
+            max_under_way: maximum number of rows between being drawn and having their result read.
+                The default and the largest value is ``max_queued_requests``.
+            progress: function called before each result is returned, with the number of rows done
+                (including those of ``done``) and the number of rows failed; its exceptions are
+                logged.
+            options: options of ``stream``, or of ``chat`` if prompts are messages, except
+                ``request_id``, ``max_unread`` and ``on_slow``.
 
         An exception in a row, in its ``prompt`` or in its request fails this row alone: the row's
         result has the exception, and the other rows go on. An exception of the iterable, or the end
@@ -412,7 +414,7 @@ class AsyncLLMEngine(Handle):
                 )
                 raise check.invalid(name, options[name], accepted)
         common = None if callable(rows.sampling_params) else rows.sampling_params
-        self._running().check_options(common, options)
+        self._require_input_processor().check_options(common, options)
         rows.bind(self._max_queued_requests, lambda: self.state == "running")
 
     @property
@@ -466,7 +468,7 @@ class AsyncLLMEngine(Handle):
         or prompt of more than a few thousand characters is rendered and tokenised on a worker
         thread; see docs/chat.md.
         """
-        inputs = self._running()
+        inputs = self._require_input_processor()
         options = RequestOptions(
             request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
@@ -489,7 +491,7 @@ class AsyncLLMEngine(Handle):
         Raises:
             InvalidRequestError: for anything but a string or strings; no request is aborted then.
         """
-        core = self._running().submitter.core
+        core = self._require_input_processor().submitter.core
         for each_id in request_ids(request_id):
             group = core.admission.get_live(each_id)
             if group is not None:
@@ -525,7 +527,7 @@ class AsyncLLMEngine(Handle):
 
         Long texts are tokenised on a worker thread, one at a time.
         """
-        prompts = self._running().prompts
+        prompts = self._require_input_processor().prompts
         num_characters, encode = prompts.prepare_tokenize(
             prompt,
             add_special_tokens=add_special_tokens,
@@ -535,7 +537,7 @@ class AsyncLLMEngine(Handle):
             chat_template_kwargs=chat_template_kwargs,
             split_special_tokens=split_special_tokens,
         )
-        token_ids = encode(SHORT_TEXT)
+        token_ids = encode(SHORT_TEXT_CHARACTERS)
         if token_ids is None:
             token_ids = await prompts.text_threads.call(encode, num_characters)
         return token_ids  # pyright: ignore[reportReturnType]
@@ -550,11 +552,11 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
             EngineClosedError: if the engine is not started, or closed.
         """
-        prompts = self._running().prompts
+        prompts = self._require_input_processor().prompts
         length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
         return (
             decode()
-            if length < LONG_TEXT
+            if length < LONG_TEXT_CHARACTERS
             else await prompts.text_threads.long_thread.call(decode, length)
         )
 
@@ -570,12 +572,12 @@ class AsyncLLMEngine(Handle):
         await self._suspend(False)
 
     async def _suspend(self, suspended: bool) -> None:
-        core = self._running().submitter.core
+        core = self._require_input_processor().submitter.core
         await wait_for(core.call(core.suspend, suspended))
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes. While requests hold KV blocks, only returns False."""
-        core = self._running().submitter.core
+        core = self._require_input_processor().submitter.core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
     async def execution_report(self) -> ExecutionReport:
@@ -585,7 +587,7 @@ class AsyncLLMEngine(Handle):
         Raises:
             EngineError: for an executor without a report, or if measuring fails.
         """
-        core = self._running().submitter.core
+        core = self._require_input_processor().submitter.core
         report = getattr(core.executor, "report", None)
         if report is None:
             raise EngineError(f"a {type(core.executor).__name__} has no report of its execution")
@@ -607,7 +609,7 @@ class AsyncLLMEngine(Handle):
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine's counters. Never blocks; any thread may call it."""
-        return self._running().submitter.core.stats()
+        return self._require_input_processor().submitter.core.stats()
 
     def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """Number of leading tokens of a prompt that a request would take from the prefix cache now.
@@ -625,7 +627,7 @@ class AsyncLLMEngine(Handle):
                 vocabulary, or a ``cache_salt`` that is neither text nor None.
             EngineClosedError: if the engine is not started, or closed.
         """
-        inputs = self._running()
+        inputs = self._require_input_processor()
         info = inputs.loaded_model.executor.info
         token_ids = check.token_ids("token_ids", token_ids, info.vocab_size, info.max_model_len)
         cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
@@ -669,7 +671,7 @@ class AsyncLLMEngine(Handle):
             raise self._not_started()
         return self._thread
 
-    def _running(self) -> InputProcessor:
+    def _require_input_processor(self) -> InputProcessor:
         """Input processor of a running or dead engine; raises an error for any other engine, and in
         a forked process. Every call checks the engine's state here, and only here."""
         thread, inputs = self._thread, self._input_processor

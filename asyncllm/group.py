@@ -142,14 +142,14 @@ class EngineGroup(AsyncLLMEngine):
                 or is neither new nor running.
             AsyncLLMError: any exception of its start.
         """
-        self._running()
+        self._require_input_processor()
         _check_new(engine)
         self._queue.claim(engine, -1)  # No other group can take the engine now.
         try:
             await self._start_engines([engine])
             if self._is_paused:
                 await engine.pause()
-            self._running()
+            self._require_input_processor()
         except BaseException:
             self._queue.release(engine)
             if self._closed:
@@ -167,7 +167,7 @@ class EngineGroup(AsyncLLMEngine):
             InvalidRequestError: for an engine that is not in the group, and for the last one that
                 runs.
         """
-        self._running()
+        self._require_input_processor()
         number = engine._observers.engine if isinstance(engine, AsyncLLMEngine) else None
         if number is None or self._queue.engines.get(number) is not engine:
             raise check.invalid("engine", engine, "an engine of this group")
@@ -255,7 +255,7 @@ class EngineGroup(AsyncLLMEngine):
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         ids = request_ids(request_id)
-        self._running()
+        self._require_input_processor()
         for core in self._queue.cores().values():
             for each_id in ids:
                 group = core.admission.get_live(each_id)
@@ -268,7 +268,7 @@ class EngineGroup(AsyncLLMEngine):
 
     def cached_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """Largest result of ``AsyncLLMEngine.cached_prefix`` among the engines."""
-        self._running()
+        self._require_input_processor()
         longest = 0
         for engine in self._queue.running():
             with suppress(EngineError):  # The engine may be removed meanwhile.
@@ -278,14 +278,14 @@ class EngineGroup(AsyncLLMEngine):
     # --- the group as a whole ----------------------------------------------------------
 
     async def _suspend(self, suspended: bool) -> None:
-        self._running()
+        self._require_input_processor()
         self._is_paused = suspended
         await self._call_all(lambda core: core.suspend(suspended))
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes of all engines; an engine whose requests hold KV blocks keeps
         its own. Returns False if any engine kept its prefixes."""
-        self._running()
+        self._require_input_processor()
         return all(await self._call_all(lambda core: core.scheduler.kv.reset_prefix_cache()))
 
     async def _call_all(self, run: Any) -> list[Any]:
@@ -302,7 +302,7 @@ class EngineGroup(AsyncLLMEngine):
 
     async def execution_report(self) -> ExecutionReport:
         """``AsyncLLMEngine.execution_report`` of the first engine that runs."""
-        self._running()
+        self._require_input_processor()
         for engine in self._queue.running():
             return await engine.execution_report()
         raise self.error or EngineClosedError(CLOSED_MESSAGE)
@@ -310,7 +310,7 @@ class EngineGroup(AsyncLLMEngine):
     def stats(self) -> GroupStats:
         """Snapshot of the engines' counters and their sums. Never blocks; any thread may call
         it."""
-        self._running()
+        self._require_input_processor()
         states: dict[int, EngineState] = {
             number: engine.state for number, engine in self._queue.engines.items()
         }
@@ -383,7 +383,7 @@ class EngineGroup(AsyncLLMEngine):
                 return engine._require_started()
         raise self._not_started()
 
-    def _running(self) -> InputProcessor:
+    def _require_input_processor(self) -> InputProcessor:
         if self._input_processor is None:
             raise self._not_started()
         if self._closed:
@@ -393,7 +393,7 @@ class EngineGroup(AsyncLLMEngine):
         return self._input_processor
 
     def _thread_mailbox(self) -> ThreadMailbox:
-        self._running()
+        self._require_input_processor()
         return ThreadMailbox(_WATCH_SECONDS, self._check_steps)
 
     def _check_steps(self) -> None:

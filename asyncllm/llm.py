@@ -209,7 +209,7 @@ class LLM(Handle):
         self.engine._check_rows(all_rows, options)
 
         def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
-            inputs = self.engine._running()
+            inputs = self.engine._require_input_processor()
             submission = inputs.prompt_or_conversation(prompt, sampling_params, dict(options))
             while True:
                 try:
@@ -222,12 +222,14 @@ class LLM(Handle):
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread, with its arguments and errors."""
-        _, encode = self.engine._running().prompts.prepare_tokenize(prompt, **options)
+        _, encode = self.engine._require_input_processor().prompts.prepare_tokenize(
+            prompt, **options
+        )
         return encode(None)  # pyright: ignore[reportReturnType]
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """``AsyncLLMEngine.detokenize`` in the calling thread, with its arguments and errors."""
-        prompts = self.engine._running().prompts
+        prompts = self.engine._require_input_processor().prompts
         return prompts.prepare_detokenize(token_ids, skip_special_tokens)[1]()
 
     def _complete(

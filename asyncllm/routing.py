@@ -55,7 +55,7 @@ _NUM_TRUST_REQUESTS = 8
 """Number of requests over which an engine's ``trust`` is averaged: the share of expected cache hits
 that it confirmed."""
 
-_MAX_SECONDS = 1e18
+_MAX_ARGUMENT = 1e18
 """Maximum of times and numbers of tokens in arguments."""
 
 _NO_KEYS: frozenset[Key] = frozenset()
@@ -282,7 +282,7 @@ def _check_candidates(candidates: Sequence[Candidate]) -> None:
         if not isinstance(candidate.stats, EngineStats):
             raise check.invalid(f"{name}.stats", candidate.stats, "EngineStats")
         for field_name in ("cached_tokens", "missing_tokens", "retry_after"):
-            check.number(f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_SECONDS)
+            check.number(f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_ARGUMENT)
     keys = [candidate.key for candidate in candidate_tuple]
     try:
         if len(set(keys)) == len(keys):
@@ -516,7 +516,7 @@ class PrefixIndex:
 
 
 def _check_prompt(hashes: Any, now: Any) -> None:
-    check.number("now", now, -_MAX_SECONDS, _MAX_SECONDS)
+    check.number("now", now, -_MAX_ARGUMENT, _MAX_ARGUMENT)
     if not isinstance(hashes, Sequence) or set(map(type, hashes)) - {bytes}:
         raise check.invalid("hashes", hashes, "a list of block hashes")
 

@@ -81,13 +81,13 @@ class _Row:
         return self.has_ended
 
     def set_result(self, _: None = None) -> None:
-        """End the row, as a mailbox of an event loop does. Only the first call has an effect."""
+        """Mark the row as ended, unless it has ended already. A LoopMailbox calls this method."""
         if not self.has_ended:
             self.has_ended = True
             self.on_end(self)
 
     def set(self) -> None:
-        """End the row, as a ThreadMailbox does; see ``set_result``."""
+        """Call ``set_result``. A ThreadMailbox calls this method instead, as on an Event."""
         self.set_result()
 
     @contextmanager

@@ -300,8 +300,8 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # An event loop waits for this call, so fields are not set by ``replace``, which sets and
-        # checks all. The defaults below are valid, so the fields are checked before they are set.
+        # An event loop waits for this call, so it does not use ``replace``, which sets and checks
+        # every field. ``defaults`` are filled in after the checks: they are known to be valid.
         check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         resolved = copy(self)
         for name, value in overrides.items():

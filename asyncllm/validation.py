@@ -49,7 +49,7 @@ ErrorFactory = Callable[[str, object, str], Exception]
 
 
 class _ShortRepr(reprlib.Repr):
-    """Representation of a value's beginning, which reads no more than it writes."""
+    """``reprlib.Repr`` that reads only the part of a value that it shows."""
 
     def __init__(self) -> None:
         super().__init__()

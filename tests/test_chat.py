@@ -10,7 +10,7 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.errors import ContextLengthExceededError, InvalidRequestError
 from asyncllm.text import tokenizer as tokenizer_module
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from asyncllm.text.tokenizer import Tokenizer
 from tests.chat_tokens import as_written, controls, encode
 from tests.fakes import Fake, fake
@@ -201,7 +201,7 @@ class Panic(BaseException):
     """What a panic in a tokenizer's native code is like."""
 
 
-@pytest.mark.parametrize("size", [1, LONG_TEXT])
+@pytest.mark.parametrize("size", [1, LONG_TEXT_CHARACTERS])
 async def test_a_panic_in_the_tokenizer_ends_its_own_request(size, monkeypatch):
     class Panicking:
         def encode(self, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ from asyncllm.runtime.submitter import Submission
 from asyncllm.serving import create_app
 from asyncllm.stream import TokenStream
 from asyncllm.testing import byte_tokenizer, fake_engine
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from asyncllm.text.tokenizer import Tokenizer
 from tests.event_loops import run as run  # a fixture
 from tests.fakes import core_of, engine_number, fake, fake_group, sampling_of
@@ -171,7 +171,7 @@ async def test_a_prompt_goes_where_free_blocks_take_it():
 
 async def test_a_long_text_goes_where_its_beginning_was():
     rig = fake_group(3, num_blocks=4097, max_model_len=4096, max_num_batched_tokens=4096)
-    texts = {i: f"{i} " * (LONG_TEXT // 2 + 500) for i in range(6)}
+    texts = {i: f"{i} " * (LONG_TEXT_CHARACTERS // 2 + 500) for i in range(6)}
     async with rig.engine() as group:
         watcher = Watcher()
         group.add_observer(watcher)
@@ -643,7 +643,7 @@ async def test_an_engine_added_while_a_text_is_tokenised():
     rig, gate = fake_group(1, num_blocks=4097, max_model_len=4096), threading.Event()
     async with rig.engine() as group:
         rig.rigs[0].tokenizer.gate = gate
-        text = "7 " * (LONG_TEXT // 2 + 100)
+        text = "7 " * (LONG_TEXT_CHARACTERS // 2 + 100)
         stream = group.stream(text, max_tokens=1)
         added = fake(num_blocks=4097, max_model_len=4096)
         await group.add(added.engine())
@@ -651,7 +651,7 @@ async def test_an_engine_added_while_a_text_is_tokenised():
         other = await group.generate([1], max_tokens=2)
         assert list(other.token_ids) == added.executor.reference([1], 2)
         gate.set()
-        assert (await stream.result()).usage.prompt_tokens == LONG_TEXT // 2 + 100
+        assert (await stream.result()).usage.prompt_tokens == LONG_TEXT_CHARACTERS // 2 + 100
         assert len(core_of(group.engines[0]).admission.queued_requests) == 0
         assert core_of(group.engines[0]).admission.num_queued_tokens == 0
 

@@ -44,7 +44,7 @@ class SeededExecutor(FakeExecutor):
             self._seeds[assignment.req_index] = assignment.sampling.seed
         return super()._execute(batch)
 
-    def _sampled_digests(self, batch, row, digests):
+    def _token_digests(self, batch, row, digests):
         self._seed = self._seeds[batch.req_indices[row]]
         return digests
 

@@ -61,7 +61,7 @@ def test_rounding_has_the_bits_of_the_reference(name, isa, dtype):
         values = awkward(max(rows, 11), max(columns, 10), dtype, seed)[:rows, :columns]
         weights = LinearWeights(values, torch.ones(rows))
         assert_same(ops.conversions[name].linear(weights), reference.linear(weights))
-        assert_same(ops.conversions[name].head(weights), reference.head(weights))
+        assert_same(ops.conversions[name].output_head(weights), reference.output_head(weights))
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)

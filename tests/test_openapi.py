@@ -16,7 +16,7 @@ from asyncllm.serving.openapi import _ANSWER_TYPES, _BODY_TYPES, openapi
 from asyncllm.testing import fake_engine
 from tests.app_clients import app_client, user
 
-DOCUMENT = openapi(needs_token=True)
+DOCUMENT = openapi(needs_bearer_token=True)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 
 

@@ -693,7 +693,7 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 # --- the tests bite ----------------------------------------------------------------------
 
 
-WRITE, PLAN, CHANGES = StepBuffer.write, TorchAttention._plan_fixed, BlockTable.pop_changes
+WRITE, PLAN, CHANGES = StepBuffer.write, TorchAttention._make_fixed_plan, BlockTable.pop_changes
 
 
 def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
@@ -713,7 +713,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "one host block": (step_runner, "cycle", lambda buffers: repeat(buffers[0])),
     "token 0 for one that is not known": (step_runner, "PLACEHOLDER_TOKEN", 0),
     "rows stay behind the batch": (StepBuffer, "write", unpadded),
-    "lengths baked in": (TorchAttention, "_plan_fixed", baked),
+    "lengths baked in": (TorchAttention, "_make_fixed_plan", baked),
     "blocks of the last tenant": (
         BlockTable, "pop_changes", lambda self: tuple(each[1:] for each in CHANGES(self)),
     ),

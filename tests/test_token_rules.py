@@ -116,7 +116,7 @@ async def test_long_lists_are_prepared_on_another_thread_and_once(monkeypatch):
         assert threads == ["asyncllm-text"]
         for i in range(20):
             await engine.generate("x", bad_words=[*words, str(i)], max_tokens=1)
-        assert len(engine._running()._cached_token_rules) == 16
+        assert len(engine._require_input_processor()._cached_token_rules) == 16
         with pytest.raises(InvalidRequestError, match="bad_words"):
             await engine.generate("x", bad_words=[*words, "  "], max_tokens=1)
 

@@ -26,7 +26,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from asyncllm.text.tokenizer import Tokenizer
 from tests.refusals import refused
 from tests.tokenizer_kinds import KINDS
@@ -190,7 +190,7 @@ def test_truncation_and_padding_of_the_file_are_off(make: Callable[..., Path]) -
 
 def test_bad_prompts(make: Callable[..., Path]) -> None:
     tokenizer = load(make())
-    for prompt in (b"bytes", 7, None, ["a"], "lone \ud800", "lone \ud800" * LONG_TEXT):
+    for prompt in (b"bytes", 7, None, ["a"], "lone \ud800", "lone \ud800" * LONG_TEXT_CHARACTERS):
         with refused("prompt", "prompt"):
             tokenizer.encode(prompt)  # pyright: ignore[reportArgumentType]
 

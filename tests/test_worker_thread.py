@@ -14,7 +14,7 @@ import pytest
 from asyncllm.errors import EngineClosedError
 from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, TextThreads, WorkerThread
 from asyncllm.testing import fake_engine
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from tests.idle import until
 
 
@@ -138,7 +138,7 @@ def test_a_short_text_waits_for_no_long_one_and_rests_behind_short_ones_alone():
     threads = TextThreads("w", cooldown)
     cooldown.extend(time.perf_counter() - 1e4)
     told = threading.Event()
-    threads.submit(lambda most: told.set() or True, LONG_TEXT - 1)
+    threads.submit(lambda most: told.set() or True, LONG_TEXT_CHARACTERS - 1)
     assert told.wait(10)
     cooldown.of_short_jobs.extend(time.perf_counter() - 1e4)
     told.clear()
@@ -147,7 +147,7 @@ def test_a_short_text_waits_for_no_long_one_and_rests_behind_short_ones_alone():
     threads.close()
 
 
-@pytest.mark.parametrize("size", [1, LONG_TEXT - 1, LONG_TEXT])
+@pytest.mark.parametrize("size", [1, LONG_TEXT_CHARACTERS - 1, LONG_TEXT_CHARACTERS])
 async def test_what_turns_out_to_be_long_moves_to_the_long_texts(size):
     threads, calls = TextThreads("w", Cooldown(lambda: False)), []
 
@@ -155,7 +155,7 @@ async def test_what_turns_out_to_be_long_moves_to_the_long_texts(size):
         calls.append((threading.current_thread().name, most))
         return most is None
 
-    tried = [("w-short", LONG_TEXT - 1)] if size < LONG_TEXT else []
+    tried = [("w-short", LONG_TEXT_CHARACTERS - 1)] if size < LONG_TEXT_CHARACTERS else []
     assert await threads.call(lambda most: job(most) or None, size)
     threads.submit(job, size)
     await until(lambda: len(calls) == 2 * len(tried) + 2)

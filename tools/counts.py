@@ -206,7 +206,7 @@ class Profile:
 async def profile_prompt() -> dict[str, Functions]:
     """Functions that one prompt enters, by part of its way; see the top of this file."""
     async with AsyncLLMEngine(device="cpu", async_scheduling=False, seed=0) as engine:
-        core = engine._running().submitter.core
+        core = engine._require_input_processor().submitter.core
         await engine.generate(PROMPT, max_tokens=4)
         profile = Profile(core)
         await wait_for(core.call(sys.setprofile, profile.on_engine))

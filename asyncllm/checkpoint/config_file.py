@@ -77,7 +77,7 @@ class ConfigFile:
         return self.values.get(name) is not None
 
     def invalid_field(self, name: str, accepted: str) -> ModelLoadError:
-        """Make the error for field ``name``, whose valid values ``accepted`` describes."""
+        """Make the error for an invalid field; ``accepted`` describes the valid values."""
         return self._field_error(name, self.values.get(name), accepted)
 
     def section(self, name: str) -> ConfigFile:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 IMPORT_SECONDS = 60.0
-"""Seconds that an engine waits while another engine imports transformers."""
+"""Maximum seconds that an engine waits while another engine imports transformers."""
 
 _IMPORT_LOCK = threading.Lock()
 """One lock per process, because modules are imported once per process."""

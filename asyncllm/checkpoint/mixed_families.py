@@ -353,8 +353,8 @@ def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
 
 
 def _read_gemma4_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> list[LayerConfig]:
-    """Read the sizes of each layer. Full-attention layers have another number and size of heads
-    than sliding ones: files of transformers 5.20 and later list them per layer, earlier files have
+    """Read the sizes of each layer. Full-attention layers differ from sliding ones in the number
+    and size of heads. Files of transformers 5.20 and later list them per layer; earlier files have
     one value for all full-attention layers.
     """
     shared = config.boolean("attention_k_eq_v", False)

@@ -63,7 +63,7 @@ class Chat:
             "/reset": ("forget what was said", self._reset),
             "/system": ("TEXT: a new system prompt; without TEXT none", self._set_system),
             "/save": ("FILE: write the conversation as JSON", self._save),
-            "/stats": ("the engine's figures", self._stats),
+            "/stats": ("the engine's figures", self._print_stats),
             "/exit": ("leave; so does Ctrl-D", lambda _: None),
         }
 
@@ -153,9 +153,12 @@ class Chat:
         return start, self._loop.call(stream.result)
 
     def _first_fitting_turn(self) -> int:
-        """Index of the first message to send: that of the oldest turn from which on all turns fit.
-        They leave room for an answer of ``max_tokens``, by default a quarter of the context. If
-        the newest turn alone does not fit, its index."""
+        """Index of the first message to send, so that the prompt and its answer fit the context.
+
+        It is the first message of a turn. As many of the newest turns as fit are sent, but at least
+        the newest one. An answer needs room for ``max_tokens``, by default a quarter of the
+        context.
+        """
         context = self._engine.max_model_len
         max_tokens = self._sampling.get("max_tokens", context // 4)
         room = context - min(max_tokens, context // 2)
@@ -212,7 +215,7 @@ class Chat:
         else:
             self._print_note(f"Saved {len(self._conversation.messages)} messages to {name}.")
 
-    def _stats(self, _: str) -> None:
+    def _print_stats(self, _: str) -> None:
         stats = self._engine.stats()
         hits = stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1)
         self._print_note(

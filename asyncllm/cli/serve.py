@@ -19,7 +19,7 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineError, InvalidRequestError
 
 _POLL_SECONDS = 0.05
-_CLOSING_SECONDS = 5.0
+_DRAIN_SECONDS = 5.0
 """Seconds for sending the remaining data once the engine is idle."""
 
 
@@ -59,7 +59,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     )
     app = create_app(engine, **options)
     try:
-        server = HttpServer(app, host, arguments.port, limits=limits, drain=_CLOSING_SECONDS)
+        server = HttpServer(app, host, arguments.port, limits=limits, drain=_DRAIN_SECONDS)
         server.bind()
     except OSError as error:
         accepted = "an address and a port of this machine that are free"

@@ -87,8 +87,8 @@ class RequestGroup:
     engine: int | None = None
 
     def restart(self, now: float) -> None:
-        """Count the group's times and deadline from ``now`` on, because it waited for a place in
-        the queue. Called before it is sent to the engine thread."""
+        """Let the group's times and its timeout begin at ``now``, after a wait for a place in the
+        queue. Call this before the group is sent to the engine thread."""
         self.deadline += now - self.arrived_at
         self.arrived_at = now
         for member in self.members:

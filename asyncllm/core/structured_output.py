@@ -278,7 +278,7 @@ class MaskMaker:
                 continue
             grammar = request.structured_output
             assert isinstance(grammar, StructuredOutput)
-            # The step of a request that is already scheduled makes the mask.
+            # If the request's next step is already scheduled, that step makes the mask.
             if not grammar.num_masks_ahead or request.num_placeholders:
                 continue
             if self._worker is None:

@@ -11,7 +11,7 @@ _TRACEBACK, _CAUSE, _CONTEXT = (
 )
 
 _MAX_LINES = 16
-"""Maximum number of frames of a traceback in a note, the innermost ones."""
+"""Maximum number of a traceback's frames in a note; the innermost frames are shown."""
 
 
 def clear_frames(error: BaseException) -> None:

@@ -227,7 +227,7 @@ class EngineThread:
             # A closed loop never ends its tasks but drops its timers, so a timer's finalizer
             # detects the loop's end.
             timer = loop.call_later(_NEVER_SECONDS, bool)
-            finalizer = weakref.finalize(timer, self.loop_ended)
+            finalizer = weakref.finalize(timer, self.close_after_loop_end)
             finalizer.atexit = False
             del timer
             self._task.add_done_callback(
@@ -238,7 +238,7 @@ class EngineThread:
 
             spawn_system_task(_watch_thread, self, name="asyncllm-engine")
 
-    def loop_ended(self) -> None:
+    def close_after_loop_end(self) -> None:
         """Close an engine whose loop has ended. Takes no lock: it may run wherever a loop is
         closed."""
         if self.in_own_process() and not self.exited.done():
@@ -290,7 +290,7 @@ async def _watch_thread(thread: EngineThread) -> None:
             await backend.wait_at_most(exited, thread.watch_interval)
             thread.check_step()
     finally:
-        thread.loop_ended()
+        thread.close_after_loop_end()
 
 
 def _as_start_error(error: BaseException) -> AsyncLLMError:

@@ -29,7 +29,7 @@ from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NoText, StopStrings
-from asyncllm.text.long_text import SHORT_TEXT
+from asyncllm.text.long_text import SHORT_TEXT_CHARACTERS
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.message_parser import MessageParser
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
@@ -64,7 +64,7 @@ _MAX_CACHED_TOKEN_RULES = 16
 class InputProcessor:
     """Converts prompts and conversations to requests for one running engine.
 
-    Texts of up to SHORT_TEXT characters are tokenised in the call. Longer ones take their place in
+    Texts of up to SHORT_TEXT_CHARACTERS are tokenised in the call. Longer ones take their place in
     the queue at once and are tokenised on a worker thread: they keep their arrival order and delay
     no other request.
     """
@@ -101,7 +101,7 @@ class InputProcessor:
             request.group.num_truncated_tokens = num_cut
             return self._submission(request, call, lambda _: token_ids, 0)
         min_tokens = 0
-        if len(text) > SHORT_TEXT:
+        if len(text) > SHORT_TEXT_CHARACTERS:
             min_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
             self._check_length(request, len(text), min_tokens)
         encode = partial(self.prompts.encode_text, text, True)
@@ -186,7 +186,7 @@ class InputProcessor:
             num_characters, min_tokens: number of characters that ``encode`` tokenises, and of
                 tokens that they have at least.
         """
-        token_ids = encode(SHORT_TEXT)
+        token_ids = encode(SHORT_TEXT_CHARACTERS)
         has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
         if token_ids is not None and has_rules:
             self._set_prompt(request, token_ids, parser)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from asyncllm.errors import EngineClosedError, RequestError
 from asyncllm.runtime.event_loop import wait_for
-from asyncllm.text.long_text import LONG_TEXT
+from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from asyncllm.validation import explain
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Cooldown:
 
     @cached_property
     def of_short_jobs(self) -> Cooldown:
-        """Cooldown of jobs that take a few milliseconds, and must not wait for the long ones."""
+        """Cooldown of jobs of a few milliseconds, which must not wait for longer jobs."""
         return Cooldown(self._is_needed)
 
     def wait(self, closed: threading.Event) -> None:
@@ -164,7 +164,7 @@ class TextThreads:
     """Two worker threads for texts: a short one never waits for a long one.
 
     Attributes:
-        long_thread: thread of the texts from LONG_TEXT characters on, and of conversations that
+        long_thread: thread of the texts from LONG_TEXT_CHARACTERS on, and of conversations that
             turn out to take long.
     """
 
@@ -181,10 +181,10 @@ class TextThreads:
         """
 
         def try_job() -> None:
-            if not job(LONG_TEXT - 1):
+            if not job(LONG_TEXT_CHARACTERS - 1):
                 self.long_thread.submit(partial(job, None))
 
-        if num_characters < LONG_TEXT:
+        if num_characters < LONG_TEXT_CHARACTERS:
             self._short_thread.submit(try_job)
         else:
             self.long_thread.submit(partial(job, None))
@@ -193,8 +193,10 @@ class TextThreads:
         """Run a job, the shortest first, and return its result; otherwise as ``submit``. A result
         of None means that there are more characters."""
         result = None
-        if num_characters < LONG_TEXT:
-            result = await self._short_thread.call(partial(job, LONG_TEXT - 1), num_characters)
+        if num_characters < LONG_TEXT_CHARACTERS:
+            result = await self._short_thread.call(
+                partial(job, LONG_TEXT_CHARACTERS - 1), num_characters
+            )
         if result is None:
             result = await self.long_thread.call(partial(job, None), num_characters)
         return result

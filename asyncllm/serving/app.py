@@ -65,7 +65,7 @@ class ServerApp:
     @property
     def needs_token(self) -> bool:
         """Whether clients have to send a token."""
-        return self._serving.needs_token
+        return self._serving.needs_bearer_token
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def create_app(
         ),
         check.seconds("stats_interval", stats_interval, above=True),
         MetricsCache(EngineMetrics(engine) if metrics is None else metrics),
-        needs_token=tokens is not None,
+        needs_bearer_token=tokens is not None,
         unsupported_fields=UnsupportedFields(
             check.boolean("ignore_unsupported", ignore_unsupported)
         ),
@@ -212,7 +212,7 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
 
 
 def _fallback(serving: Serving, rules: AccessRules, page: Page | None, paths: set[str]) -> ASGIApp:
-    """Application of the paths without a route: the page's files, and unknown paths.
+    """Make the application for paths without a route: it sends a page's files, or an error.
 
     Args:
         paths: paths of the routes.

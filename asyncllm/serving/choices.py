@@ -48,7 +48,7 @@ async def answer_choices(
     def submit(body: bytes) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
         request = request_type.parse(parse_json(body), serving.unsupported_fields)
         model = serving.model_name(request.model)
-        streams = request.submit(serving.engine, serving.options(exchange.owner))
+        streams = request.submit(serving.engine, serving.request_options(exchange.owner))
         return request.stream, streams, writer_type(model, request, serving.engine.tokenizer)
 
     is_streamed, streams, writer = await exchange.read(submit)

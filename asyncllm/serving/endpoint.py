@@ -26,14 +26,14 @@ class Endpoint:
     Args:
         serving: passed to the handlers.
         handlers: handlers by HTTP method; "WEBSOCKET" for WebSockets.
-        rules: rules of access; None admits every request, also while draining.
+        access_rules: rules of access; None admits every request, also while draining.
         engine_names: map from names of engine parameters to the protocol's names, where they
             differ; for errors.
     """
 
     _serving: Serving
     _handlers: Mapping[str, Handler]
-    _rules: AccessRules | None
+    _access_rules: AccessRules | None
     _engine_names: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,9 +63,9 @@ class Endpoint:
                 code="invalid_header",
                 headers=CLOSE_HEADERS,
             )
-        if self._rules is not None:
+        if self._access_rules is not None:
             subprotocols = exchange.scope.get("subprotocols", ())
-            exchange.owner = self._rules.check(exchange.headers, subprotocols)
+            exchange.owner = self._access_rules.check(exchange.headers, subprotocols)
             self._serving.check_open()
 
     def _handler(self, scope: Scope) -> Handler:

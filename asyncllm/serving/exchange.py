@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("asyncllm.serving.access")
 
-JSON_TYPE = "application/json"
+JSON_CONTENT_TYPE = "application/json"
 
 CLOSE_HEADERS = {"Connection": "close"}
 """Headers of an answer that is sent before the body was read to its end."""
@@ -160,7 +160,7 @@ class Exchange:
         self,
         status: int,
         body: bytes,
-        content_type: str = JSON_TYPE,
+        content_type: str = JSON_CONTENT_TYPE,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Send the whole answer."""

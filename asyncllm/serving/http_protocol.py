@@ -67,7 +67,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     async def _run_application(self, scope: Scope, receive: Receive, send: Send) -> None:
         application: Any = service_unavailable
-        if self._close_idle(self.limits.max_connections):
+        if self._close_idle_connections(self.limits.max_connections):
             application = self._application
             await self.start_queue.wait(self.transport.is_closing)
         if self.transport.is_closing():
@@ -77,7 +77,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         answer = _AnswerSender(self, send)
         await application(scope, receive, answer.send)
 
-    def _close_idle(self, count: int) -> bool:
+    def _close_idle_connections(self, count: int) -> bool:
         """Close idle connections, the oldest first, until at most ``count`` connections are open.
 
         Returns:
@@ -105,7 +105,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _FlowControl(transport, self._resume_reading)
-        if self._close_idle(self.max_open):
+        if self._close_idle_connections(self.max_open):
             self.idle[self] = None
             self._header_timer.start()
         else:
@@ -162,7 +162,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._header_timer.stop()
         self.idle.pop(self, None)
-        if not self._close_idle(self.limits.max_connections):
+        if not self._close_idle_connections(self.limits.max_connections):
             self._refuse(503, "Service Unavailable", ("retry-after", "1"))
             return
         # Move a pause of writing to the new protocol. Writing is paused if the client has not read

@@ -50,11 +50,11 @@ _ERROR_DESCRIPTIONS = {
 }
 
 
-def openapi(*, needs_token: bool) -> dict[str, Any]:
+def openapi(*, needs_bearer_token: bool) -> dict[str, Any]:
     """OpenAPI 3.1 description of the application.
 
     Args:
-        needs_token: clients have to send a bearer token.
+        needs_bearer_token: clients have to send a bearer token.
     """
     schemas: dict[str, Any] = {}
     by_name = {body.__name__: body.openapi_schema(_REF_TEMPLATE) for body in _BODY_TYPES}
@@ -69,7 +69,7 @@ def openapi(*, needs_token: bool) -> dict[str, Any]:
         "paths": _describe_paths(),
         "components": {"schemas": schemas},
     }
-    if needs_token:
+    if needs_bearer_token:
         document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"token": []}]
     return document

@@ -46,7 +46,8 @@ Input = TextOr[
 
 
 class _FunctionType(TypedDict):
-    # First among the bases, because an error names the first field that is wrong.
+    # A base class of its own, and the first of the bases, so that ``type`` is checked before the
+    # other fields: an error names the first invalid field.
     type: Literal["function"]
 
 

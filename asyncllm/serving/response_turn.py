@@ -83,7 +83,7 @@ class ResponseTurn:
             engine = serving.engine
             model = serving.model_name(request.model)
             conversation = history.extended_by(request.messages)
-            stream = request.submit(engine, conversation.messages, serving.options(owner))
+            stream = request.submit(engine, conversation.messages, serving.request_options(owner))
             defaults = engine.model_config.generation_defaults or {}
             response = ResponseObject(request, model, defaults)
             events = ResponseEvents(request, response, engine.tokenizer.spelling_of)

@@ -56,7 +56,7 @@ async def description(serving: Serving, exchange: Exchange) -> None:
     async with serving.description_lock:
         if serving.description is None:
             document = await anyio.to_thread.run_sync(
-                lambda: encode(openapi(needs_token=serving.needs_token))
+                lambda: encode(openapi(needs_bearer_token=serving.needs_bearer_token))
             )
             serving.description = document.encode()
     await exchange.respond(200, serving.description)

@@ -46,7 +46,7 @@ class Serving:
         pacer: limits the frame rate of all streamed answers together.
         store: responses that can be continued.
         stats_interval: seconds between two snapshots of the statistics.
-        needs_token: whether clients have to send a bearer token.
+        needs_bearer_token: whether clients have to send a bearer token.
         description: OpenAPI description as JSON, made at first use.
         unsupported_fields: policy that refuses or ignores unsupported fields.
         max_body_size: maximum number of bytes of a request's body.
@@ -71,7 +71,7 @@ class Serving:
     store: ResponseStore
     stats_interval: float
     metrics_cache: MetricsCache
-    needs_token: bool
+    needs_bearer_token: bool
     unsupported_fields: UnsupportedFields
     max_body_size: int
     body_timeout: float
@@ -136,7 +136,7 @@ class Serving:
         prompts: list[Future[None]] = []
         if not all(stream.prompt_token_ids for stream in streams):
             with suppress(AsyncLLMError):  # The engine may have closed.
-                prompts = self.engine._running().submitter.prompts_made()
+                prompts = self.engine._require_input_processor().submitter.prompts_made()
         num_left = len(prompts)
 
         def release_after_last() -> None:
@@ -169,7 +169,7 @@ class Serving:
             )
         return requested
 
-    def options(self, owner: str) -> dict[str, Any]:
+    def request_options(self, owner: str) -> dict[str, Any]:
         """Options of a client's requests, for ``AsyncLLMEngine.stream`` and ``chat``.
 
         Args:

@@ -21,7 +21,7 @@ from asyncllm.serving.chat_request import (
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
-from asyncllm.text.long_text import SHORT_TEXT
+from asyncllm.text.long_text import SHORT_TEXT_CHARACTERS
 from asyncllm.validation import MAX_ITEMS
 
 
@@ -55,9 +55,11 @@ async def answer_long_text(
     """Send the answer of ``make_answer(serving, body, max_characters)``. If the body is long, or
     the answer is None because the text is, a thread for texts of the engine makes it."""
     body = await exchange.body()
-    answer = make_answer(serving, body, SHORT_TEXT) if len(body) < LONG_JSON_BYTES else None
+    answer = (
+        make_answer(serving, body, SHORT_TEXT_CHARACTERS) if len(body) < LONG_JSON_BYTES else None
+    )
     if answer is None:
-        texts = serving.engine._running().prompts.text_threads
+        texts = serving.engine._require_input_processor().prompts.text_threads
         answer = await texts.call(partial(make_answer, serving, body), len(body))
     assert answer is not None
     await exchange.respond(200, answer)
@@ -69,7 +71,7 @@ def tokenize(serving: Serving, data: bytes, max_characters: int | None) -> bytes
     engine, messages = serving.engine, request.messages
     if (request.prompt is None) == (messages is None):
         raise InvalidRequestError("prompt: expected either prompt or messages", param="prompt")
-    _, encode = engine._running().prompts.prepare_tokenize(
+    _, encode = engine._require_input_processor().prompts.prepare_tokenize(
         request.prompt or "" if messages is None else template_messages(messages, engine),
         add_special_tokens=request.add_special_tokens,
         tools=request.tools,
@@ -91,5 +93,7 @@ def tokenize(serving: Serving, data: bytes, max_characters: int | None) -> bytes
 def detokenize(serving: Serving, data: bytes, _: int | None) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
-    decode = serving.engine._running().prompts.prepare_detokenize(request.tokens, False)[1]
+    decode = serving.engine._require_input_processor().prompts.prepare_detokenize(
+        request.tokens, False
+    )[1]
     return to_json(Text(prompt=decode()))

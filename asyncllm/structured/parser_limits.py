@@ -34,8 +34,9 @@ MAX_FUEL_PER_MASK = 30_000
 """Maximum lexer fuel (llguidance's unit of work) to compute one mask: about 2 ms."""
 
 MAX_ITEMS_IN_ROW = 1000
-"""Maximum number of Earley items after one token of an unambiguous grammar: 0.5 ms. In JSON the
-brackets keep the number from growing with the output."""
+"""Maximum number of the Earley parser's items (partly matched rules) after one token, 0.5 ms of
+work, if the grammar is unambiguous. In JSON the brackets keep the number from growing with the
+output."""
 
 MAX_ITEMS_IN_AMBIGUOUS_ROW = 256
 """Maximum number of Earley items after one token, 0.3 ms of work, if the grammar may be ambiguous.

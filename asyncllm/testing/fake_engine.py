@@ -71,7 +71,7 @@ class ScriptedExecutor(FakeExecutor):
                 self._answers[output] = self._answer_tokens(assignment.token_ids[:length])
         return super()._execute(batch)
 
-    def _sampled_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
+    def _token_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
         output, num_prompt_tokens = self._rows[batch.req_indices[row]]
         request_id, answer = output[0], self._answers[output]
         position = batch.starts[row] + batch.counts[row] - num_prompt_tokens

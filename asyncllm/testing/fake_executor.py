@@ -242,11 +242,11 @@ class FakeExecutor:
             result.prompt_logprobs[row] = self._span_logprobs(batch.req_indices[row], span)
         for row, states in enumerate(forwarded):
             if batch.samples[row]:
-                digests = self._sampled_digests(batch, row, states)
+                digests = self._token_digests(batch, row, states)
                 self._sample(batch, row, digests, result, mask_of.get(row))
         return result
 
-    def _sampled_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
+    def _token_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
         """Digests from which a row's token is computed. A subclass may replace them."""
         return digests
 

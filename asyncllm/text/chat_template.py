@@ -103,7 +103,8 @@ class ChatTemplate:
         """Whether a template contains the name of a variable, such as ``tools``.
 
         Args:
-            chosen: name or source of the template; None for any of the model's.
+            chosen: name or source of the template; None for all templates of the
+                model, of which one suffices.
         """
         word = re.compile(rf"\b{re.escape(variable)}\b")
         sources = self.sources.values() if chosen is None else (self._find_source(chosen),)

@@ -28,7 +28,7 @@ from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.control_tokens import ControlTokens, component_stages
 from asyncllm.text.detokenizer import Detokenizer, StopStrings
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
-from asyncllm.text.long_text import LONG_TEXT, SHORT_TEXT
+from asyncllm.text.long_text import LONG_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
 from asyncllm.text.text_decoder import (
@@ -43,7 +43,9 @@ from asyncllm.text.token_bytes import token_bytes, token_table
 from asyncllm.validation import explain
 
 _MAX_PROMPT_CHARACTERS = 1 << 24
-_EVENT_LOOP_LIMITS = RenderLimits(max_output=LONG_TEXT, max_value=16 * LONG_TEXT, seconds=0.005)
+_EVENT_LOOP_LIMITS = RenderLimits(
+    max_output=LONG_TEXT_CHARACTERS, max_value=16 * LONG_TEXT_CHARACTERS, seconds=0.005
+)
 
 _MIN_BATCH = 16
 """Number of short texts beyond which they are encoded by one call. Its threads take longer to begin
@@ -177,7 +179,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids outside the vocabulary are ignored."""
-        if len(token_ids) < LONG_TEXT:
+        if len(token_ids) < LONG_TEXT_CHARACTERS:
             return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         # Only the batched call releases the GIL, as in ``_encode``.
         (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
@@ -388,12 +390,12 @@ def _encode(
 ) -> list[int]:
     """Token ids of ``text``.
 
-    Texts of more than SHORT_TEXT characters are encoded by a batched call, which releases the GIL:
+    Texts of more than SHORT_TEXT_CHARACTERS are encoded by a batched call, which releases the GIL:
     for 1.2 MB, ``encode`` blocks other threads for 483 ms, a batched call for at most 14 ms.
     ``encode_batch_fast`` also skips the offsets, which are not needed.
     """
     try:
-        if len(text) <= SHORT_TEXT:
+        if len(text) <= SHORT_TEXT_CHARACTERS:
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
         batch = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids

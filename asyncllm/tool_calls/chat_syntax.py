@@ -313,8 +313,12 @@ def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, An
 
 
 def _text_end_pattern(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern of the delimiter after the text in a tokenizer's own template; None without. Its
-    matches are not text."""
+    """Pattern of the delimiter that ends an answer's text in a response template; None if the
+    template has none. The delimiter is not part of the text.
+
+    Args:
+        fields: the template's ``fields``. That of the text has no opening delimiter.
+    """
     import regex
 
     for part in fields.values():

@@ -93,12 +93,12 @@ class ReasoningFamily(Family):
     end_before_call: str = ""
 
 
-def _call_transform(name: str, arguments: str) -> dict[str, Any]:
+def _tool_call_transform(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 _WHOLE_CALL = {"type": "function", "function": "{content}"}
-_NAMED_CALL = _call_transform("{name}", "{content}")
+_NAMED_CALL = _tool_call_transform("{name}", "{content}")
 _NAMED_JSON_CALLS = {"repeats": True, "content": "json", "transform": _NAMED_CALL}
 
 # In Harmony, a message has a header, with its channel and recipient, and a body.
@@ -193,7 +193,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         calls={
             "open": "[TOOL_CALLS]",
             "content": "json",
-            "transform": _call_transform("{name}", "{arguments}"),
+            "transform": _tool_call_transform("{name}", "{arguments}"),
             "transform_each": True,
         },
         call_form=CallForm(
@@ -232,7 +232,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "open_pattern": r'(?:;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*")',
             "repeats": True,
             "content": "json",
-            "transform": _call_transform("{content.name}", "{content.parameters}"),
+            "transform": _tool_call_transform("{content.name}", "{content.parameters}"),
         },
         call_form=CallForm('{"name": "NAME", "parameters": ', "}", "; "),
         markers=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),

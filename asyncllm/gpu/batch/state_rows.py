@@ -73,6 +73,7 @@ class StateRows:
 
 
 def span_state(state: Tensor, span: RowSpan) -> Tensor:
-    """View ``[1, *shape]`` of a span's state in its slot; zeroed first at position 0."""
+    """View ``[1, *shape]`` of a span's state in its slot. The state of a span that begins at
+    position 0 is set to zero."""
     row_state = state[span.slot : span.slot + 1]
     return row_state.zero_() if span.is_fresh else row_state

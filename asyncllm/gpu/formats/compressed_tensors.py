@@ -219,7 +219,7 @@ def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> 
 def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
     """Index of each column's group; None if groups are in order."""
     groups = parts.get("weight_g_idx")
-    # A ``weight_g_idx`` of -1 alone means that groups are in order.
+    # A ``weight_g_idx`` whose elements are all -1 means that groups are in order.
     if groups is None or bool((groups == -1).all()):
         return None
     check_groups(tensor.parts["weight_g_idx"], groups, count)

@@ -52,7 +52,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     if replay.has_balanced_attention:
         steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], balanced=True)))
     prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
-    steps += [partial(_sample_processed, runner)]
+    steps += [partial(_run_sampling_stages, runner)]
     steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]
     steps += [partial(_run_mixed, runner, 0, count) for count in _expert_prefill_sizes(runner)]
     progress(0, len(steps))
@@ -61,7 +61,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
         progress(done, len(steps))
 
 
-def _sample_processed(runner: StepRunner) -> None:
+def _run_sampling_stages(runner: StepRunner) -> None:
     """Runs all stages of sampling on a padded row, with tables of its own.
 
     CUDA loads torch's kernels at their first launch. The stages return float32 logits, for which

@@ -112,7 +112,9 @@ class DecoderBuilder:
         self.model, self.ops, self.dtype = model, ops, dtype
         self.attention_by_layer = attention_by_layer
         self.scope = WeightScope(model, ops, source, None if convert is None else convert.linear)
-        self.head_scope = replace(self.scope, convert=None if convert is None else convert.head)
+        self.head_scope = replace(
+            self.scope, convert=None if convert is None else convert.output_head
+        )
         rotary_dim = model.rotary_dim or model.head_dim
         self.order = rotary_order(model.head_dim, rotary_dim, interleaved=model.interleaved_rope)
         self.shared_layers = {layer.kv_layer for layer in model.layers}

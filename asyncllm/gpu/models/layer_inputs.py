@@ -20,13 +20,13 @@ class LayerInputs:
     Each layer gets P elements per token.
 
     Attributes:
-        table: ``[T] -> [T, layers * P]``.
+        token_embedding: ``[T] -> [T, layers * P]``.
         projection: ``[T, H] -> [T, layers * P]``.
         norm: norm of each layer's P projected elements.
         add: op that adds two tensors.
     """
 
-    table: Embedding
+    token_embedding: Embedding
     projection: Linear
     norm: RMSNorm
     add: RMSNorm
@@ -40,7 +40,9 @@ class LayerInputs:
         """
         projected = self.projection(embedded).unflatten(1, (self.num_layers, -1))
         normed = self.norm(projected)
-        return self.add.add(normed.flatten(1), self.table(token_ids))[0].view(normed.shape)
+        return self.add.add(normed.flatten(1), self.token_embedding(token_ids))[0].view(
+            normed.shape
+        )
 
 
 @dataclass(slots=True)
@@ -93,8 +95,8 @@ def build_layer_inputs(scope: WeightScope) -> LayerInputs | None:
     projection = scope.linear("projection", rows, model.hidden_size)
     weight = scope.norm_weight("norm", "per_layer_projection_norm", config.size)
     norm = ops.rms_norm(weight * 0.5**0.5, model.rms_norm_eps * model.hidden_size)
-    table, add = ops.embedding(values, multiplier), ops.residual_add()
-    return LayerInputs(table, projection, norm, add, model.num_layers)
+    token_embedding, add = ops.embedding(values, multiplier), ops.residual_add()
+    return LayerInputs(token_embedding, projection, norm, add, model.num_layers)
 
 
 def build_input_layer(scope: WeightScope, size: int, layer: Layer, index: int) -> InputLayer:

@@ -68,7 +68,11 @@ def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, 
 
 
 def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, lines: int) -> dict[str, Any]:
-    """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common, for ``lines`` table rows."""
+    """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common.
+
+    Args:
+        lines: number of requests that the parameters' arrays have room for.
+    """
     count, last = len(logits), rows.last_sampled_tokens
     return {
         "logits": logits.data_ptr(),

@@ -135,7 +135,7 @@ class Conversion:
     """The functions that quantise linear layers and the output head."""
 
     linear: ConvertWeights
-    head: ConvertWeights
+    output_head: ConvertWeights
 
 
 CONVERSIONS: Mapping[str, Conversion] = {

@@ -52,7 +52,7 @@ FAKE_ROWS = {Size.ROWS: 2, Size.TOKENS: 11, Size.WANTED: 8, Size.SAMPLED: 3, Siz
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer of the program, and the memory of its fake tensor.
+    """A buffer of a recorded program, and the memory of its fake tensor.
 
     Attributes:
         row_bytes: bytes of a row.
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
         return dict(zip(map(id, activations), starts, strict=True)), total
 
     def make_program(self, capacity: Sequence[int]) -> Program:
-        """Makes the program, with buffers of ``capacity`` rows of each Size.
+        """Makes the program. A buffer with a first dimension of Size s gets ``capacity[s]`` rows.
 
         Raises:
             MemoryError: the activations cannot be allocated.

@@ -94,7 +94,7 @@ class TorchAttention:
         self, step: StepInputs, window: int | None, group: int
     ) -> list[AttentionGroup] | FixedPlan:
         if step.host is None:
-            return self._plan_fixed(step, window, group)
+            return self._make_fixed_plan(step, window, group)
         rows, block_size = step.host, step.groups[group].block_size
         first_keys = np.zeros_like(rows.starts)
         if window is not None:
@@ -105,7 +105,7 @@ class TorchAttention:
             for members in self._group_rows(step, rows, lengths, block_size)
         ]
 
-    def _plan_fixed(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
+    def _make_fixed_plan(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
         """Plans decode rows of unknown length, each of which gathers its whole block table.
 
         Each row thus costs as much as the longest possible sequence.

@@ -37,7 +37,7 @@ from asyncllm.gpu.ops.torch_rope import TorchRope, TorchRopeAndCache
 
 
 class TorchLinear:
-    """Linear layer on plain values ``[out, in]``."""
+    """Linear layer with unquantised weights ``[out, in]``."""
 
     def __init__(self, weights: LinearWeights) -> None:
         self.weight = weights.values
@@ -48,7 +48,7 @@ class TorchLinear:
 
 
 class TorchEmbedding:
-    """Embedding with a table of plain values ``[vocab_size, H]``, times ``multiplier``."""
+    """Embedding with an unquantised table ``[vocab_size, H]``, times ``multiplier``."""
 
     def __init__(self, values: Tensor, multiplier: float) -> None:
         self.values, self.multiplier = values, multiplier

@@ -87,7 +87,7 @@ class PackedStore:
         self._recorded_tensors: list[tuple[str, Tensor | PanelRecorder]] = []
         self._writer: threading.Thread | None = None
         self._logged_lines: set[str] = set()
-        self._is_refused = False
+        self._write_failed = False
         self.state = "packed at this start"
         self._identity = WeightsIdentity.of(model.path)
         form = {
@@ -134,15 +134,15 @@ class PackedStore:
         if file is None and self._config.packed_cache == "shared":
             try:
                 self._cache.make()
-                with self._cache.lock(self._check_wanted):
+                with self._cache.lock(self._check_start_cancelled):
                     file = self._find()
                     if file is None:
                         build(self._record(read()), False)
                         self._write_locked()
                         file = self._find()
             except OSError as error:
-                self._refuse(error)
-                self._is_refused = True
+                self._report_failed_write(error)
+                self._write_failed = True
         if file is None:
             return build(self._record(read()), False)
         model = build(file.weights(), True)
@@ -224,7 +224,7 @@ class PackedStore:
 
     def write_later(self, sidecars: Mapping[str, Any]) -> None:
         """Write the file and ``sidecars``, JSON files by name, on a thread of low priority."""
-        if self._is_refused:
+        if self._write_failed:
             self._recorded_tensors = []
         if not self._recorded_tensors and not sidecars:
             return
@@ -244,11 +244,11 @@ class PackedStore:
         except _StoppedError:
             self.state += "; the engine ended before the file was written"
         except (OSError, ModelLoadError, MemoryError) as error:
-            self._refuse(error)
+            self._report_failed_write(error)
         finally:
             self._recorded_tensors = []  # Release the weights, even if the writing failed.
 
-    def _refuse(self, error: BaseException) -> None:
+    def _report_failed_write(self, error: BaseException) -> None:
         self.state = f"packed at this start, and not written: {error}"
         logger.warning("packed weights are not written to %s: %s", self._folder.path, error)
 
@@ -302,7 +302,7 @@ class PackedStore:
         if self._stopped.is_set():
             raise _StoppedError
 
-    def _check_wanted(self) -> None:
+    def _check_start_cancelled(self) -> None:
         """Raise an exception if the caller has given up starting the engine."""
         self._check_stopped()
         self._progress(0, 1)

@@ -37,13 +37,13 @@ class HostRules:
     """Sampling parameters of a request that need the host.
 
     Attributes:
-        token_rules: rules with bad words of several tokens; None if there are none.
+        bad_word_rules: rules with bad words of several tokens; None if there are none.
         processors: the request's own logits processors, in order.
         claimed_request: the request with the engine's processors that apply to it; None if none
             applies.
     """
 
-    token_rules: TokenRules | None = None
+    bad_word_rules: TokenRules | None = None
     processors: tuple[RequestLogitsProcessor, ...] = ()
     claimed_request: ClaimedRequest | None = None
 
@@ -55,7 +55,9 @@ def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
         output: ``[n]``, the output tokens so far.
     """
     tokens: Any = output  # An array serves as a list: tokens are read one by one.
-    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(tokens)):
+    if rules.bad_word_rules is not None and (
+        excluded := rules.bad_word_rules.excluded_tokens(tokens)
+    ):
         row[excluded] = -torch.inf
 
 

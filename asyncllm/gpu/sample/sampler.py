@@ -43,8 +43,7 @@ class Sampler:
         self.failures: dict[int, Exception] = {}
 
     def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
-        """Stores the sampling parameters of a request, whose tokens have to be in the input batch
-        already.
+        """Stores a request's sampling parameters. Its tokens have to be in the input batch already.
 
         An error fails this request alone and goes to ``failures``. Its index then gets neutral
         parameters, because steps may compute its rows until the core knows of the error.

@@ -90,7 +90,7 @@ def build_transformers_decoder(
         return ops.linear(convert.linear(weights) if convert else weights)
 
     def make_head(weights: LinearWeights) -> Linear:
-        return ops.linear(convert.head(weights) if convert else weights)
+        return ops.linear(convert.output_head(weights) if convert else weights)
 
     _replace_tied_head(modules, probed, ops, owner, convert)
     for name in probed.linears:
@@ -138,7 +138,7 @@ def _replace_tied_head(
     head.weight.data = owner.take_tensor(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, is_tied=True)
     dtype = weights.values.dtype
-    weights = convert.head(weights) if convert else weights
+    weights = convert.output_head(weights) if convert else weights
     if bias is None and (type(embedding) is nn.Embedding or probed.embedding_processes_rows):
         table, linear = ops.tied_embedding(weights, dtype)
         look_up_in(embedding, table)

@@ -102,7 +102,7 @@ class Reference:
         return cls(sequences, expected, noise)
 
     def check(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> None:
-        """Compare the engine's steps with the reference.
+        """Compare the log-probabilities of the engine's steps with transformers'.
 
         Raises:
             ModelLoadError: log-probabilities differ by more than ``TOLERANCE`` times the noise.

@@ -73,7 +73,7 @@ class RemoteEngine(AsyncLLMEngine):
 
     def stats(self) -> EngineStats:
         """Sums of the replicas' statistics, at most a few seconds old."""
-        self._running()
+        self._require_input_processor()
         return self._stats
 
     async def _ask_for_stats(self) -> None:
