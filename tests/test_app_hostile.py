@@ -15,19 +15,25 @@ import h11
 import httpx
 import pytest
 
-from asyncllm.serving import http_protocol
+from asyncllm import AsyncLLMEngine
+from asyncllm.serving import choices, create_app, http_protocol
 from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_TURN, BoundedProtocol
 from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connections import SPARE_FILES
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.parse_queue import EVENTS_PER_TURN, STARTS_PER_ITERATION, RequestStartQueue
+from asyncllm.serving.response_request import ResponseRequest
+from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.response_turn import ResponseTurn
+from asyncllm.serving.serving import LARGE_JSON_BYTES
 from asyncllm.serving.websocket_protocol import BASE_FRAMES, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
     CHAT,
     HEAD,
+    app_client,
     connected,
     open_to,
     read_to_end,
@@ -572,7 +578,7 @@ async def test_unread_answers_are_bounded_in_memory():
     head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     async with served_app(fake_engine("Hello")) as server, asyncio.timeout(60):
         serving = server._server.config.app._serving
-        serving.repeated_bytes = ByteBudget(2 * len(body) + 2000)
+        serving.answer_bytes = ByteBudget(2 * len(body) + 2000)
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(2):
                 reader, _ = await stack.enter_async_context(connected(server, head + body))
@@ -587,11 +593,74 @@ async def test_unread_answers_are_bounded_in_memory():
             assert answer.json()["tools"][0]["description"] == tool["description"]
             path = f"/v1/responses/{answer.json()['id']}"
             assert (await client.get(path)).json() == answer.json()
-            serving.repeated_bytes = ByteBudget(len(body))
-            held = serving.repeated_bytes.claim(len(body), lambda: None)
+            serving.answer_bytes = ByteBudget(len(body))
+            held = serving.answer_bytes.claim(len(body), lambda: None)
             assert (await client.get(path)).status_code == 429
             held.release()
             assert (await client.get(path)).status_code == 200
+
+
+async def test_whole_answers_are_bounded_until_they_are_read():
+    """Of every path: a long one that is not read keeps other long ones away, and no short one."""
+    engine = fake_engine("x", max_model_len=40_000, num_blocks=4000)
+    long, short = ({"prompt": "x" * count} for count in (30_000, 10))
+    async with served_app(engine) as server, asyncio.timeout(60):
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+            answer = await client.post("/tokenize", json=long)
+            size = len(answer.content)
+            assert size > LARGE_JSON_BYTES
+            serving = server._server.config.app._serving
+            serving.answer_bytes = ByteBudget(size)
+            held = serving.answer_bytes.claim(size, lambda: None)
+            assert (await client.post("/tokenize", json=long)).status_code == 429
+            assert (await client.post("/tokenize", json=short)).status_code == 200
+            held.release()
+            assert (await client.post("/tokenize", json=long)).content == answer.content
+
+
+async def test_logprobs_of_a_whole_answer_are_bounded(monkeypatch):
+    monkeypatch.setattr(choices, "MAX_ANSWER_BYTES", 1000)
+    async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
+        fields = {"prompt": "1", "max_tokens": 20, "logprobs": 2}
+        refused = await client.post("/v1/completions", json=fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+        assert '"stream": true' in refused.json()["error"]["message"]
+        for change in ({"stream": True}, {"logprobs": None}):
+            assert (await client.post("/v1/completions", json=fields | change)).status_code == 200
+
+
+async def test_ids_to_detokenize_fit_the_context():
+    async with app_client(fake_engine("x", max_model_len=100)) as client:
+        assert (await client.post("/detokenize", json={"tokens": [65] * 100})).is_success
+        refused = await client.post("/detokenize", json={"tokens": [65] * 101})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_a_target_has_8192_bytes():
+    async with served_app(fake_engine("x")) as server:
+        for length, status in ((8192, b" 404 "), (8193, b" 400 ")):
+            request = b"GET /" + b"a" * (length - 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n"
+            async with connected(server, request) as (reader, _):
+                assert status in await reader.readline()
+
+
+async def test_unstored_responses_keep_no_copy_of_their_request():
+    store, tool = ResponseStore(8, 1 << 24), {"type": "function", "name": "f"}
+    fields = {"input": "1", "tools": [tool | {"description": "x" * 100_000}], "store": False}
+    async with fake_engine("Hello") as engine:
+        serving = create_app(engine)._serving
+        request = ResponseRequest.parse(
+            fields | {"tool_choice": "none"}, serving.unsupported_fields
+        )
+        turn = await ResponseTurn.begin(serving, "", request, 100_000, store)
+
+        async def drop(events):
+            list(events)
+
+        await turn.run(drop)
+        turn.release()
+        assert store._num_bytes_left > (1 << 24) - 2000
+        assert store.get("", turn.events.id) is not None
 
 
 async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):

@@ -29,6 +29,10 @@ from asyncllm.stream import TokenStream
 MAX_MERGED_DELTAS = 1024
 """Maximum number of deltas that one write merges while further deltas are ready."""
 
+MAX_ANSWER_BYTES = 1 << 26
+"""Maximum number of JSON bytes of the log-probabilities in a whole answer, which takes four times
+as much memory while it is written."""
+
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
@@ -84,6 +88,13 @@ async def _answer_whole(
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
     size = sum(map(_completion_size, completions))
+    if size > MAX_ANSWER_BYTES:
+        raise ProtocolError(
+            f"logprobs: take {size} bytes in the answer, expected at most {MAX_ANSWER_BYTES} in a "
+            'whole one: "stream": true, or fewer outputs or log-probabilities',
+            code="answer_too_large",
+            param="logprobs",
+        )
     await exchange.respond(
         200, await serving.run(lambda: to_json(writer.full_answer(completions)), size)
     )

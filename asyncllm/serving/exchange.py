@@ -163,10 +163,18 @@ class Exchange:
         content_type: str = JSON_CONTENT_TYPE,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send the whole answer."""
+        """Send the whole answer.
+
+        Raises:
+            ProtocolError: if it is long, and so are answers that other clients have not read.
+        """
         fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
-        kind = await self._start(status, fields)
-        await self._send({"type": f"{kind}.body", "body": body})
+        claim = self._serving.claim_answer(len(body))
+        try:
+            kind = await self._start(status, fields)
+            await self._send({"type": f"{kind}.body", "body": body})
+        finally:
+            claim.release()
 
     async def respond_json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None

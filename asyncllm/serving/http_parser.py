@@ -13,6 +13,9 @@ MAX_HEADER_LINES = 128
 """Maximum number of lines of a request's header. h11 parses a header in one piece, which takes some
 microseconds per line."""
 
+MAX_TARGET_BYTES = 8192
+"""Maximum number of bytes of a request's target: every request decodes its path and query."""
+
 MAX_CHUNK_LINE = 4096
 """Maximum number of bytes of an incomplete chunk header, or of incomplete trailers."""
 
@@ -84,6 +87,8 @@ class HttpParser(h11.Connection):
     def _begin_request(self, request: h11.Request) -> None:
         self._num_lines = self.trailing_data[0].count(b"\n")
         self._num_chunks = self._num_bytes = 0
+        if len(request.target) > MAX_TARGET_BYTES:
+            raise self._make_error(f"target: has more than {MAX_TARGET_BYTES} bytes")
         names = {name for name, _ in request.headers}
         if names >= {b"content-length", b"transfer-encoding"}:
             raise self._make_error("header: has Content-Length and Transfer-Encoding, expected one")

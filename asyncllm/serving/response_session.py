@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
 
 MAX_UNSTORED_RESPONSES = 32
-MAX_UNSTORED_SIZE = 1 << 24
+MAX_UNSTORED_SIZE = 1 << 20
 """Maximum number of responses with ``store=false`` that a connection can continue, and of their
 bytes."""
 

@@ -125,7 +125,9 @@ class ResponseTurn:
         stream = self.stream
         final_events = await self.serialize(events.completed(stream.finish_reason, stream.usage))
         turn = (events.assistant_message(),) if generates else ()
-        stored = StoredResponse(self._conversation.extended_by(turn), events.body)
+        # Nobody can read a response with ``store=false`` again, only continue it.
+        body = events.body if self._store is self._serving.store else ""
+        stored = StoredResponse(self._conversation.extended_by(turn), body)
         self._store.add(self._owner, events.id, stored)
         before_end()
         await send(final_events)

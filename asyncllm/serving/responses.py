@@ -33,6 +33,7 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
             await turn.run(_drop_events)
         if turn.stream.finish_reason == "abort":
             raise aborted_error()
+        turn.release()  # The answer counts instead of the request that it repeats.
         await exchange.respond(200, turn.events.body.encode())
     finally:
         turn.release()
@@ -68,11 +69,7 @@ async def get_response(serving: Serving, exchange: Exchange) -> None:
     stored = serving.store.get(exchange.owner, response_id)
     if stored is None:
         raise response_not_found(response_id)
-    claim = serving.claim_answer(len(stored.body))
-    try:
-        await exchange.respond(200, stored.body.encode())
-    finally:
-        claim.release()
+    await exchange.respond(200, stored.body.encode())
 
 
 async def delete_response(serving: Serving, exchange: Exchange) -> None:

@@ -59,8 +59,8 @@ class Serving:
             tokenised: of those from LONG_JSON_BYTES on, and of those from LARGE_JSON_BYTES on. A
             request of many small tools takes 8 times its bytes meanwhile. A small body waits for
             no large one.
-        repeated_bytes: budget of the JSON that answers being sent repeat from their requests; only
-            requests from LARGE_JSON_BYTES on count.
+        answer_bytes: budget of the JSON of answers that clients have not read yet, and of requests
+            that an answer repeats event by event; only those from LARGE_JSON_BYTES on count.
     """
 
     engine: AsyncLLMEngine
@@ -83,7 +83,7 @@ class Serving:
     worker: WorkerThread = field(init=False)
     small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
-    repeated_bytes: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
+    answer_bytes: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
 
     def __post_init__(self) -> None:
         self.worker = WorkerThread("asyncllm-json", self.engine._cooldown)
@@ -112,13 +112,13 @@ class Serving:
         return claim
 
     def claim_answer(self, size: int) -> ByteClaim:
-        """Claim memory for an answer that repeats ``size`` bytes of JSON. The caller releases the
-        claim once the client has read the answer.
+        """Claim memory for an answer that has, or repeats, ``size`` bytes of JSON. The caller
+        releases the claim once the client has read the answer.
 
         Raises:
-            ProtocolError: if the answers under way repeat too much.
+            ProtocolError: if the answers under way take too much.
         """
-        claim = self.repeated_bytes.claim(size if size >= LARGE_JSON_BYTES else 0, lambda: None)
+        claim = self.answer_bytes.claim(size if size >= LARGE_JSON_BYTES else 0, lambda: None)
         if not claim.granted:
             claim.release()
             raise ProtocolError(

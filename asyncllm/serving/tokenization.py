@@ -93,6 +93,14 @@ def tokenize(serving: Serving, data: bytes, max_characters: int | None) -> bytes
 def detokenize(serving: Serving, data: bytes, _: int | None) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
     serving.model_name(request.model)
+    max_ids = serving.engine.max_model_len
+    if len(request.tokens) > max_ids:
+        # An answer may take forty times the memory of its ids.
+        raise InvalidRequestError(
+            f"tokens: has {len(request.tokens)} ids, expected at most {max_ids}, the context's "
+            "length",
+            param="tokens",
+        )
     decode = serving.engine._require_input_processor().prompts.prepare_detokenize(
         request.tokens, False
     )[1]
