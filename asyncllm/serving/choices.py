@@ -29,7 +29,7 @@ from asyncllm.stream import TokenStream
 MAX_MERGED_DELTAS = 1024
 """Maximum number of deltas that one write merges while further deltas are ready."""
 
-MAX_ANSWER_BYTES = 1 << 26
+MAX_ANSWER_BYTES = 3 << 24
 """Maximum number of JSON bytes of the log-probabilities in a whole answer, which takes four times
 as much memory while it is written."""
 
