@@ -82,6 +82,8 @@ def test_the_wheels_library_has_the_bits_of_gccs(made: Path, tmp_path: Path) -> 
     library.unlink()
     library_of(made, HERE, library)
     assert {isa: run_fuzz(program, 100, ROUNDS, isa) for isa in expected} == expected
+    # Results of the fuzz tell the sets apart, but for "avx512bf16", which has those of "avx512".
+    expected.pop("avx512bf16", None)
     assert len(set(expected.values())) == len(expected)
 
 
