@@ -20,7 +20,7 @@ import websockets.asyncio.server as websockets
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 
-from asyncllm import EngineStats
+from asyncllm import EngineStats, TokenStream
 from asyncllm.serving.websocket import serve
 from tests.fakes import FakeTokenizer, WordDecoder, fake
 from tests.idle import idle
@@ -115,17 +115,15 @@ async def test_two_tabs_chat_at_once():
 
 
 async def test_stop_aborts_within_a_step(monkeypatch):
-    from asyncllm.serving.response_session import ResponseSession
-
-    steps = []
-    cancel = ResponseSession._cancel_response
+    engines, steps, abort = [], [], TokenStream.abort
 
     def noting(self):
-        steps.append(self.serving.engine.stats().num_steps)
-        cancel(self)
+        steps.extend(engine.stats().num_steps for engine in engines)
+        abort(self)
 
-    monkeypatch.setattr(ResponseSession, "_cancel_response", noting)
+    monkeypatch.setattr(TokenStream, "abort", noting)
     async with playing("stop") as (browser, engine, _):
+        engines.append(engine)
         assert await browser.hear() == {"note": "Stopped", "again": "Stopped"}
         stats = await idle(engine)
         assert stats.num_aborted == 2

@@ -145,7 +145,8 @@ async def test_aborted_requests_compile_nothing():
         assert [(await stream.result()).text for stream in streams[:2]] == ["a0", "a1"]
         last = await engine.generate("x", structured_outputs={"regex": "last"})
         assert last.text == "last"
-        assert begun == ["a0", "a1", "last"]
+        # Two threads compile, so the first two begin in either order.
+        assert (sorted(begun[:2]), begun[2:]) == (["a0", "a1"], ["last"])
 
 
 async def test_a_request_that_has_ended_holds_no_grammar():
