@@ -35,7 +35,7 @@ def test_pool_counts_its_memory():
         del tensor
         assert reserved() == 64 * MIB
     assert probe.info(GPU)[0] == before - 64 * MIB
-    assert probe.finish(GPU, 5.0)
+    assert probe.synchronize(GPU, 5.0)
     probe.empty_cache(GPU)
     assert probe.info(GPU)[0] == before
 
