@@ -122,7 +122,7 @@ def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost
         return None
     costs = [
         GraphCost(record.key.bucket, record.key.part.name.lower(), record.seconds, record.num_bytes)
-        for record in graphs.captured
+        for record in graphs.capture_stats
     ]
     return tuple(graphs.buckets), costs
 
