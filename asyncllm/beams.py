@@ -293,7 +293,7 @@ class _SearchDriver:
         if not self._search.length:
             self._first_completion = completion
         if completion.finish_reason == "abort":
-            # Nobody else has the streams of a search.
+            # A search does not abort its streams itself.
             raise EngineClosedError("beam search: the engine was closed meanwhile")
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")

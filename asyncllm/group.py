@@ -226,8 +226,8 @@ class EngineGroup(AsyncLLMEngine):
 
     @property
     def error(self) -> EngineError | None:
-        """Error that ended the group: that of the first engine that has one. None while an engine
-        runs, and after the application's own ``aclose``."""
+        """Error of the first engine that failed. None while an engine runs, and after the
+        application's own ``aclose``."""
         if self.state == "running":
             return None
         errors = [engine.error for engine in self._queue.engines.values()]

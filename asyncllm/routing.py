@@ -87,7 +87,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class _EngineLoad:
-    """Load that a router has sent to one engine.
+    """Load of one engine from the requests of one router.
 
     Attributes:
         num_requests: requests that have no token yet.

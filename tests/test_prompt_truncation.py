@@ -140,7 +140,7 @@ async def test_over_http() -> None:
 
 
 class Unread(list[int]):
-    """A list whose items nobody may read; its slices are plain lists."""
+    """A list that raises if an item is read; its slices are plain lists."""
 
     def __iter__(self) -> Any:
         raise AssertionError("it is read")

@@ -263,7 +263,7 @@ class OutputProcessor:
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End the whole group with an exception, even if only one member failed."""
         if not group.channel.ended:
-            # The application may keep the error, and with it whatever its frames refer to.
+            # The application may keep the error, and its frames would keep their variables alive.
             replace_tracebacks(error)
             for request in group.members:
                 self._scheduler.finish(request, None)

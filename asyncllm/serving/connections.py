@@ -27,7 +27,7 @@ SPARE_FILES = 128
 
 MAX_LONG_MESSAGE_BYTES = 1 << 24
 """Maximum number of bytes of all long WebSocket messages that are read or decoded at the same time.
-A long message counts as ``max_message_size`` bytes, whatever its length."""
+A long message of any length counts as ``max_message_size`` bytes."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:

@@ -125,7 +125,7 @@ class ResponseTurn:
         stream = self.stream
         final_events = await self.serialize(events.completed(stream.finish_reason, stream.usage))
         turn = (events.assistant_message(),) if generates else ()
-        # Nobody can read a response with ``store=false`` again, only continue it.
+        # A response with ``store=false`` can be continued, but not read again.
         body = events.body if self._store is self._serving.store else ""
         stored = StoredResponse(self._conversation.extended_by(turn), body)
         self._store.add(self._owner, events.id, stored)

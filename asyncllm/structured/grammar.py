@@ -58,9 +58,9 @@ class GrammarMatcher(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the parser's state and the share of the grammar's memory, whoever still refers to
-        the matcher. No other method may be called afterwards. Idempotent; any thread may call
-        it."""
+        """Free the parser's state and the share of the grammar's memory, even if an application
+        still refers to the matcher. No other method may be called afterwards. Idempotent; any
+        thread may call it."""
         ...
 
 

@@ -62,7 +62,7 @@ class PreTokenizer:
     Attributes:
         splits: regular expressions, applied in order; each splits every piece of text into its
             matches and the text between them.
-        ignore_merges: whether a word of the vocabulary is one token, whatever the merges say.
+        ignore_merges: whether a word of the vocabulary is one token even if the merges split it.
         add_bos: whether a prompt begins with the BOS token, unless the file says otherwise.
         merges_characters: whether characters are merged, not bytes. A space is then written as
             U+2581, and a character that the vocabulary lacks as byte tokens. llama.cpp also keeps a

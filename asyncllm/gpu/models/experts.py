@@ -58,7 +58,7 @@ class ParallelExperts:
     norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Norm the sum of the MLP's output ``x`` and the experts' output for ``residual``.
+        """Normalise the sum of the MLP's output ``x`` and the experts' output for ``residual``.
 
         Shapes are ``[T, H]``.
         """

@@ -132,7 +132,7 @@ class WeightScope:
         return self.ops.rms_norm(self.norm_weight(name, stored), eps, multiplier, scale)
 
     def gated_mlp(self, size: int) -> GatedMLP:
-        """Make the gated MLP of this scope, of intermediate size ``size``."""
+        """Make this scope's gated MLP with an intermediate size of ``size``."""
         names, hidden, bias = self.model.names, self.model.hidden_size, self.model.mlp_bias
         return GatedMLP(
             self.linear("gate_up", stack_with_rows(names.gate_up, (size, size)), hidden, bias),

@@ -58,7 +58,7 @@ def load_modules(
 
 
 def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
-    """Raise ModelLoadError for a stored weight that is not of floating point.
+    """Raise ModelLoadError for a stored weight of a type other than floating point.
 
     For example, it may be a quantised weight whose scales are missing; transformers would cast it
     silently.
