@@ -145,7 +145,7 @@ async def test_requests_begin_a_few_at_a_time_and_in_order():
     starts, begun, sizes = RequestStartQueue(), [], []
 
     async def request(number):
-        await starts.wait(lambda: number < 6)
+        await starts.wait("POST", lambda: number < 6)
         begun.append(number)
 
     async with asyncio.TaskGroup() as tasks:
@@ -157,6 +157,23 @@ async def test_requests_begin_a_few_at_a_time_and_in_order():
             sizes.append(len(begun) - before)
     assert begun == [*range(20)]
     assert [size for size in sizes if size] == [6 + STARTS_PER_ITERATION, 4, 4, 2]
+
+
+async def test_reads_and_other_requests_begin_in_turn():
+    """A health check waits behind other reads alone, and a flood of reads holds up no prompt."""
+    starts, begun = RequestStartQueue(), []
+
+    async def request(method, number):
+        await starts.wait(method, lambda: False)
+        begun.append((method, number))
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(100):
+            tasks.create_task(request("POST", number))
+        for number in range(5):
+            tasks.create_task(request("GET", number))
+    turns = [(method, number) for number in range(5) for method in ("GET", "POST")]
+    assert begun == [*turns, *(("POST", number) for number in range(5, 100))]
 
 
 @pytest.mark.parametrize("sent", [b"x", b""])

@@ -69,7 +69,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         application: Any = service_unavailable
         if self._close_idle_connections(self.limits.max_connections):
             application = self._application
-            await self.start_queue.wait(self.transport.is_closing)
+            await self.start_queue.wait(scope["method"], self.transport.is_closing)
         if self.transport.is_closing():
             # Mark the client as gone; else uvicorn logs that the application has not answered.
             self.cycle.disconnected = True

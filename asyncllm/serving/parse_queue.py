@@ -59,7 +59,9 @@ about a millisecond."""
 
 
 class RequestStartQueue:
-    """Queue of the requests that begin, in order of arrival.
+    """Two queues of the requests that begin: reads (GET), and those that may generate. They
+    alternate, so that a health check does not wait behind hundreds of prompts; each keeps the order
+    of arrival.
 
     A loop that begins hundreds of requests at once serves no stream meanwhile. A request waits for
     at least one iteration of the loop, because only then does the server notice a client that
@@ -67,28 +69,32 @@ class RequestStartQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._reads: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._others: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._next, self._after_next = self._reads, self._others
 
-    async def wait(self, is_gone: Callable[[], bool]) -> None:
+    async def wait(self, method: str, is_gone: Callable[[], bool]) -> None:
         """Wait until the request may begin: for one iteration of the loop, or for its turn.
 
         Args:
+            method: HTTP method of the request.
             is_gone: function that returns whether the client has gone; its request then takes no
                 turn from other requests.
         """
         loop = asyncio.get_running_loop()
-        if not self._waiting:
+        if not (self._reads or self._others):
             loop.call_soon(self._next_iteration)
         begins = loop.create_future()
-        self._waiting.append((begins, is_gone))
+        (self._reads if method == "GET" else self._others).append((begins, is_gone))
         await begins
 
     def _next_iteration(self) -> None:
         num_begun = 0
-        while self._waiting and num_begun < STARTS_PER_ITERATION:
-            begins, is_gone = self._waiting.popleft()
+        while num_begun < STARTS_PER_ITERATION and (queue := self._next or self._after_next):
+            self._next, self._after_next = self._after_next, self._next
+            begins, is_gone = queue.popleft()
             if not begins.done():
                 begins.set_result(None)
                 num_begun += not is_gone()
-        if self._waiting:
+        if self._reads or self._others:
             asyncio.get_running_loop().call_soon(self._next_iteration)
