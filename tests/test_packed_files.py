@@ -357,13 +357,15 @@ def test_an_engine_that_ends_leaves_no_part_of_a_file(plain, folder, monkeypatch
     )
     runner.close()
     stores = []
+    write_later = PackedStore.write_later
     monkeypatch.setattr(PackedStore, "write_later", lambda self, sidecars: stores.append(self))
     runner = build_model_runner(
         settings(folder, packed_cache="auto"), ModelConfig.from_directory(plain)
     )
     runner.close()
     (store,) = stores
-    store._write_quietly({})
+    write_later(store, {})
+    store._writer.join()
     assert store.state.endswith("the engine ended before the file was written")
     assert list(folder.iterdir()) == []
 
