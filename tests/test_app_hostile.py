@@ -638,7 +638,7 @@ async def test_whole_answers_are_bounded_until_they_are_read():
 async def test_logprobs_of_a_whole_answer_are_bounded(monkeypatch):
     monkeypatch.setattr(choices, "MAX_ANSWER_BYTES", 1000)
     async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
-        fields = {"prompt": "1", "max_tokens": 20, "logprobs": 2}
+        fields = {"prompt": "1", "max_tokens": 20, "logprobs": 2, "ignore_eos": True}
         refused = await client.post("/v1/completions", json=fields)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
         assert '"stream": true' in refused.json()["error"]["message"]
