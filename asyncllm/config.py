@@ -42,13 +42,14 @@ PACKAGED_MODEL = "asyncllm/demo"
 _BYTES_PER_UNIT = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES_PER_UNIT |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
-_PROCESSOR_NAME = re.compile(r"[\w.]{1,256}:\w{1,256}")
-_MAX_PROCESSORS = 64
+_LOGITS_PROCESSOR_PATTERN = re.compile(r"[\w.]{1,256}:\w{1,256}")
+_MAX_LOGITS_PROCESSORS = 64
 _MAX_MODEL_NAMES = 64
 _MAX_MODEL_NAME_LENGTH = 1024
-_MAX_SEQS = 2**16
-_MAX_TOKENS = 2**31 - 1
-"""Maximum number of tokens or blocks: positions and block ids are int32 on a device."""
+_MAX_NUM_SEQS = 2**16
+_INT32_MAX = 2**31 - 1
+"""Maximum of settings that count tokens or blocks: positions and block ids are int32 on a
+device."""
 
 
 @check.known_fields("setting")
@@ -215,9 +216,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        check.field(self, check.integer, "max_model_len", 1, _MAX_TOKENS)
-        check.field(self, check.integer, "max_num_seqs", 1, _MAX_SEQS)
-        check.field(self, check.integer, "num_blocks", 1, _MAX_TOKENS - 1)
+        check.field(self, check.integer, "max_model_len", 1, _INT32_MAX)
+        check.field(self, check.integer, "max_num_seqs", 1, _MAX_NUM_SEQS)
+        check.field(self, check.integer, "num_blocks", 1, _INT32_MAX - 1)
         check.field(self, check.integer, "block_size", 1, 2**16)
         check.field(self, check.integer, "num_threads", 1, 1024)
         check.field(self, check.integer, "max_queued_requests", 1)
@@ -225,9 +226,9 @@ class EngineConfig:
         check.field(self, check.integer, "max_logprobs", -1)
         check.field(self, check.integer, "seed", 0, 2**64 - 1)
         if not check.equal_json(self.max_num_batched_tokens, "auto"):
-            check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
+            check.field(self, check.integer, "max_num_batched_tokens", 1, _INT32_MAX)
         if not check.equal_json(self.num_state_snapshots, "auto"):
-            check.field(self, check.integer, "num_state_snapshots", 1, _MAX_SEQS)
+            check.field(self, check.integer, "num_state_snapshots", 1, _MAX_NUM_SEQS)
         check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.field(self, check.seconds, "step_timeout", above=True)
         check.field(self, check.seconds, "grammar_timeout", above=True)
@@ -239,7 +240,7 @@ class EngineConfig:
         name = "cudagraph_capture_sizes"
         if self.cudagraph_capture_sizes is not None:
             sizes = check.items(name, self.cudagraph_capture_sizes, "batch sizes")
-            checked = {check.integer(name, size, 1, _MAX_SEQS) for size in sizes}
+            checked = {check.integer(name, size, 1, _MAX_NUM_SEQS) for size in sizes}
             if not checked:
                 raise check.invalid(name, sizes, "at least one batch size, or None")
             object.__setattr__(self, name, tuple(sorted(checked)))
@@ -286,11 +287,11 @@ class EngineConfig:
 
     def _check_processors(self) -> None:
         name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
-        check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
+        check.field(self, check.items, name, accepted, _MAX_LOGITS_PROCESSORS)
         processor: Any
         for processor in self.logits_processors:
             is_class = isinstance(processor, type) and issubclass(processor, LogitsProcessor)
-            is_name = isinstance(processor, str) and _PROCESSOR_NAME.fullmatch(processor)
+            is_name = isinstance(processor, str) and _LOGITS_PROCESSOR_PATTERN.fullmatch(processor)
             if not is_class and not is_name:
                 raise check.invalid(name, processor, accepted)
 

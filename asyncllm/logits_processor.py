@@ -129,11 +129,11 @@ def applicable_processors(
     return tuple(
         index
         for index, processor in enumerate(processors)
-        if _claims_request(processor, sampling_params)
+        if _applies_to_request(processor, sampling_params)
     )
 
 
-def _claims_request(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
+def _applies_to_request(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
     try:
         processor.validate_params(sampling_params)
         if not processor.claims(sampling_params):

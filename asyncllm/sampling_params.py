@@ -56,11 +56,11 @@ MAX_STOP_IDS = 128
 device's tables have this size, so that sampling does not wait for the host."""
 
 MAX_TOKEN_IDS = 270_000
-"""Maximum number of entries of ``stop_token_ids`` and ``allowed_token_ids``: those of the largest
-vocabularies. An engine takes no more than its model has tokens."""
+"""Maximum number of entries of ``stop_token_ids`` and ``allowed_token_ids``: as many as the largest
+vocabularies have tokens. An engine also refuses more than its own vocabulary has."""
 
-TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
-"""Fields with lists of token ids, which the vocabulary bounds."""
+TOKEN_ID_LIST_FIELDS = ("stop_token_ids", "allowed_token_ids")
+"""Fields with lists of token ids; each list is at most as long as the vocabulary."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Maximum number of logits processors of a request. Each is called for each token while the batch
@@ -221,7 +221,7 @@ class SamplingParams:
             accepted = "true with stop strings, which are looked for in the text"
             raise check.invalid("detokenize", self.detokenize, accepted)
         self._check_bad_words()
-        for name in TOKEN_ID_LISTS:
+        for name in TOKEN_ID_LIST_FIELDS:
             check.field(self, check.token_ids, name, max_items=MAX_TOKEN_IDS, unique=True)
         if self.allowed_token_ids == ():
             raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
@@ -305,12 +305,12 @@ class SamplingParams:
         check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
         resolved = copy(self)
         for name, value in overrides.items():
-            if name in TOKEN_ID_LISTS and value is not None:
+            if name in TOKEN_ID_LIST_FIELDS and value is not None:
                 value = check.items(name, value, "token ids", vocab_size)
             resolved._set_field(name, value)
         if overrides:
             resolved.__post_init__()
-        for name, neutral in NEUTRAL.items():
+        for name, neutral in NEUTRAL_VALUES.items():
             if getattr(resolved, name) is None:
                 resolved._set_field(name, defaults.get(name, neutral))
         if resolved.seed is None:
@@ -361,7 +361,7 @@ def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> d
     return sampling | {"structured_outputs": structured}
 
 
-NEUTRAL: Mapping[str, float | int] = {
+NEUTRAL_VALUES: Mapping[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,

@@ -283,7 +283,7 @@ class TokenStream(Handle):
                 self._outputs[0].logprobs += delta.logprobs
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
-            # Resume a request under backpressure.
+            # Resume a request that backpressure paused.
             self._core.send(self._core.on_drained, self._group)
         return delta
 

@@ -224,7 +224,7 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
         MAX_DEPTH,
         _convert_plain_scalar,
         scalar_types=frozenset({str, bool, NoneType}),
-        text_keys=True,
+        require_text_keys=True,
     )
     with suppress(Exception):
         if isinstance(value, Mapping):

@@ -194,7 +194,7 @@ class Submitter:
         """Second half of ``enqueue``: begin a request that has a place in the queue and a stream.
         If Ctrl-C interrupts an observer, the stream is dropped, which aborts the request."""
         if submission.notifier is not None:
-            submission.notifier.submitted(RequestInfo(*submission.call))
+            submission.notifier.notify_submit(RequestInfo(*submission.call))
         core, request, make_prompt = self.core, submission.request, submission.make_prompt
         if make_prompt is None:
             self._send(request)

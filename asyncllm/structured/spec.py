@@ -164,7 +164,9 @@ def _parse_json(name: str, text: str) -> Any:
 def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
     # On average a value takes two characters of JSON.
-    copier = JsonCopier(MAX_CHARACTERS // 2 + 1, MAX_CHARACTERS, MAX_DEPTH - 1, text_keys=True)
+    copier = JsonCopier(
+        MAX_CHARACTERS // 2 + 1, MAX_CHARACTERS, MAX_DEPTH - 1, require_text_keys=True
+    )
     try:
         text = json.dumps(copier.copy(value), ensure_ascii=False, allow_nan=False)
         text.encode()
