@@ -89,7 +89,7 @@ async def beam_search(
     Cancelling the search aborts its requests.
     """
     if not isinstance(engine, AsyncLLMEngine):
-        raise check.invalid("engine", engine, "an AsyncLLMEngine")
+        raise check.value_error("engine", engine, "an AsyncLLMEngine")
     ignore_eos = check.boolean("ignore_eos", ignore_eos)
     eos_token_ids = frozenset(() if ignore_eos else engine.model_config.eos_token_ids)
     vocab_size = engine.model_config.vocab_size
@@ -110,7 +110,7 @@ async def beam_search(
 def _early_stopping(value: EarlyStopping) -> EarlyStopping:
     if check.equal_json(value, "never"):
         return value
-    error = check.invalid("early_stopping", value, 'true, false or "never"')
+    error = check.value_error("early_stopping", value, 'true, false or "never"')
     return check.boolean("early_stopping", value, make_error=lambda *_: error)
 
 

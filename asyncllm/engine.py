@@ -412,7 +412,7 @@ class AsyncLLMEngine(Handle):
                 accepted = (
                     "not in map(), whose rows have ids of their own and are read at their end"
                 )
-                raise check.invalid(name, options[name], accepted)
+                raise check.value_error(name, options[name], accepted)
         common = None if callable(job.sampling_params) else job.sampling_params
         self._require_input_processor().check_options(common, options)
         job.bind_to_engine(self._max_queued_requests, lambda: self.state == "running")

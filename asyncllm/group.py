@@ -51,11 +51,11 @@ class GroupStats(EngineStats):
 def _check_can_join(engine: Any) -> None:
     """Refuse an object that cannot join a group as an engine."""
     if not isinstance(engine, AsyncLLMEngine) or isinstance(engine, EngineGroup):
-        raise check.invalid("engine", engine, "an AsyncLLMEngine")
+        raise check.value_error("engine", engine, "an AsyncLLMEngine")
     if engine._group is not None:
-        raise check.invalid("engine", engine, "an engine that is in no group")
+        raise check.value_error("engine", engine, "an engine that is in no group")
     if engine.state not in ("new", "running"):
-        raise check.invalid("engine", engine, "an engine that is new or running")
+        raise check.value_error("engine", engine, "an engine that is new or running")
 
 
 class EngineGroup(AsyncLLMEngine):
@@ -86,16 +86,16 @@ class EngineGroup(AsyncLLMEngine):
     """
 
     def __init__(self, engines: Sequence[AsyncLLMEngine], *, retries: int = 0) -> None:
-        engine_tuple = check.items("engines", engines, "engines")
+        engine_tuple = check.bounded_tuple("engines", engines, "engines")
         if not engine_tuple:
-            raise check.invalid("engines", engines, "at least one engine")
+            raise check.value_error("engines", engines, "at least one engine")
         for index, engine in enumerate(engine_tuple):
             _check_can_join(engine)
             if any(engine is other for other in engine_tuple[:index]):
-                raise check.invalid("engines", engine, "each engine once")
+                raise check.value_error("engines", engine, "each engine once")
         running = [engine for engine in engine_tuple if engine.state == "running"]
         if running and len(running) < len(engine_tuple):
-            raise check.invalid("engines", engines, "engines that are all new, or all running")
+            raise check.value_error("engines", engines, "engines that are all new, or all running")
         for engine in running:
             check_agreement(engine, running[0])
         super().__init__(config=engine_tuple[0].config)
@@ -170,11 +170,11 @@ class EngineGroup(AsyncLLMEngine):
         self._require_input_processor()
         number = engine._observers.engine if isinstance(engine, AsyncLLMEngine) else None
         if number is None or self._queue.engines.get(number) is not engine:
-            raise check.invalid("engine", engine, "an engine of this group")
+            raise check.value_error("engine", engine, "an engine of this group")
         others = [other for other in self._queue.running_engines() if other is not engine]
         if not others:
             accepted = "an engine beside which another runs; aclose() closes the group"
-            raise check.invalid("engine", engine, accepted)
+            raise check.value_error("engine", engine, accepted)
         if engine._submitter is self._queue.primary_submitter:
             self._set_primary(others[0])
         try:

@@ -94,7 +94,7 @@ class GroupQueue:
             InvalidRequestError: if another group has the engine.
         """
         if self.is_in_other_group(engine):
-            raise check.invalid("engine", engine, "an engine that is in no other group")
+            raise check.value_error("engine", engine, "an engine that is in no other group")
         engine._group, engine._observers.engine = self, number
 
     def is_in_other_group(self, engine: AsyncLLMEngine) -> bool:
@@ -253,7 +253,7 @@ class GroupQueue:
         if not candidates:
             largest = max(one.core.admission.max_queued_requests for one in submitters.values())
             accepted = f"at most max_queued_requests={largest}"
-            raise check.invalid("n", len(request.group.members), accepted)
+            raise check.value_error("n", len(request.group.members), accepted)
         route = self._router.choose(candidates, submission.num_tokens)
         number: Any = route.key
         sent_text = self._text_index.add(number, hashes, self.core.clock()) if hashes else None

@@ -21,7 +21,7 @@ from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.validation import argument_error, invalid
+from asyncllm.validation import argument_error, value_error
 
 _MAX_RETRY_SECONDS = 0.1
 """Maximum number of seconds between a batch's attempts to submit to a full queue."""
@@ -208,7 +208,7 @@ class LLM(Handle):
         the reading thread. Closing the iterator, or losing the last reference to it, aborts the
         rows under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
         if not isinstance(rows, Iterable):
-            raise invalid("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
+            raise value_error("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
         job = RowJob(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
         self.engine._check_map_options(job, options)
 

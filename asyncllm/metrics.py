@@ -282,10 +282,10 @@ class EngineMetrics(Collector):
         labels: Mapping[str, str] | None = None,
     ) -> None:
         if compat not in (None, "vllm"):
-            raise check.invalid("compat", compat, '"vllm" or None')
+            raise check.value_error("compat", compat, '"vllm" or None')
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
-            raise check.invalid("engine", engines, "at least one engine")
+            raise check.value_error("engine", engines, "at least one engine")
         if len(engines) > 1 and any(isinstance(engine, EngineGroup) for engine in engines):
             problem = "expected an EngineGroup alone, not beside other engines"
             raise check.argument_error("engine", problem)

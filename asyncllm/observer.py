@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncllm.logger import get_logger, is_interrupt
 from asyncllm.outputs import Usage
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
@@ -134,7 +134,7 @@ class Observers:
         """
         if not (hasattr(observer, "on_submit") and hasattr(observer, "on_finish")):
             accepted = "an object with the methods on_submit and on_finish"
-            raise invalid("observer", observer, accepted)
+            raise value_error("observer", observer, accepted)
         with self._lock:
             if not any(other is observer for other in self.registered):
                 self.registered = (*self.registered, observer)

@@ -191,7 +191,7 @@ class Router:
             InvalidRequestError: for anything but a Route and a number of tokens.
         """
         if not isinstance(route, Route):
-            raise check.invalid("route", route, "a Route, as choose() returns it")
+            raise check.value_error("route", route, "a Route, as choose() returns it")
         cached_tokens = check.integer("cached_tokens", cached_tokens, 0, optional=True)
         with self._lock:
             if not route._is_counted:
@@ -261,7 +261,7 @@ class Router:
 
 def _check_candidates(candidates: Sequence[Candidate]) -> None:
     """Raise InvalidRequestError for malformed candidates or repeated keys."""
-    candidate_tuple = check.items("candidates", candidates, "a list of candidates")
+    candidate_tuple = check.bounded_tuple("candidates", candidates, "a list of candidates")
     for i, candidate in enumerate(candidate_tuple):
         try:
             if (
@@ -276,9 +276,9 @@ def _check_candidates(candidates: Sequence[Candidate]) -> None:
             pass
         name = f"candidates[{i}]"
         if not isinstance(candidate, Candidate):
-            raise check.invalid(name, candidate, "a Candidate")
+            raise check.value_error(name, candidate, "a Candidate")
         if not isinstance(candidate.stats, EngineStats):
-            raise check.invalid(f"{name}.stats", candidate.stats, "EngineStats")
+            raise check.value_error(f"{name}.stats", candidate.stats, "EngineStats")
         for field_name in ("cached_tokens", "missing_tokens", "retry_after"):
             check.number(
                 f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_ARGUMENT_VALUE
@@ -288,8 +288,8 @@ def _check_candidates(candidates: Sequence[Candidate]) -> None:
         if len(set(keys)) == len(keys):
             return
     except TypeError:
-        raise check.invalid("candidates", keys, "keys that can be hashed") from None
-    raise check.invalid("candidates", keys, "each key once")
+        raise check.value_error("candidates", keys, "keys that can be hashed") from None
+    raise check.value_error("candidates", keys, "each key once")
 
 
 def _expected_cached_tokens(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int:
@@ -330,7 +330,7 @@ def block_hashes(
     try:
         append_block_hashes(hashes, token_ids, block_size, cache_salt)
     except (TypeError, OverflowError):
-        raise check.invalid("token_ids", token_ids, "integers from 0 to 2**32 - 1") from None
+        raise check.value_error("token_ids", token_ids, "integers from 0 to 2**32 - 1") from None
     return hashes
 
 
@@ -347,7 +347,7 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
         InvalidRequestError: for an argument of a wrong type.
     """
     if not isinstance(text, str):
-        raise check.invalid("text", text, "a string")
+        raise check.value_error("text", text, "a string")
     cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
     hashes, parent = [], root_hash(cache_salt)
     for i in range(min(len(text) // TEXT_PIECE_CHARACTERS, _MAX_HASHED_TEXT_PIECES)):
@@ -519,9 +519,9 @@ class PrefixIndex:
 def _check_hashes_and_time(hashes: Any, now: Any) -> None:
     check.number("now", now, -_MAX_ARGUMENT_VALUE, _MAX_ARGUMENT_VALUE)
     if not isinstance(hashes, Sequence) or set(map(type, hashes)) - {bytes}:
-        raise check.invalid("hashes", hashes, "a list of block hashes")
+        raise check.value_error("hashes", hashes, "a list of block hashes")
 
 
 def _check_sent_prompt(sent: Any) -> None:
     if not isinstance(sent, SentPrompt):
-        raise check.invalid("sent", sent, "what add() returned")
+        raise check.value_error("sent", sent, "what add() returned")

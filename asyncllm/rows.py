@@ -141,13 +141,13 @@ class RowJob:
     def __post_init__(self) -> None:
         for name in ("prompt", "key", "progress"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
-                raise check.invalid(name, getattr(self, name), "a function, or None")
+                raise check.value_error(name, getattr(self, name), "a function, or None")
         if not isinstance(self.done, Container) or isinstance(self.done, str):
-            raise check.invalid("done", self.done, "a container of keys, such as a set")
+            raise check.value_error("done", self.done, "a container of keys, such as a set")
         self.ordered = check.boolean("ordered", self.ordered)
         is_text = isinstance(self.rows, (str, bytes, Mapping))
         if is_text or not isinstance(self.rows, Iterable | AsyncIterable):
-            raise check.invalid("rows", self.rows, "an iterable of rows, or an async iterable")
+            raise check.value_error("rows", self.rows, "an iterable of rows, or an async iterable")
 
     def bind_to_engine(self, max_rows: int, is_running: Callable[[], bool]) -> None:
         """Set the maximum number of rows under way, and the function ``is_running``."""

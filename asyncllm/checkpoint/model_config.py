@@ -175,7 +175,7 @@ class ModelConfig:
         if is_gguf(directory):
             if overrides:
                 accepted = f"None with {directory}: a GGUF file has no config.json"
-                raise check.invalid("hf_overrides", overrides, accepted)
+                raise check.value_error("hf_overrides", overrides, accepted)
             return cls.from_gguf(GGUFFile(directory))
         config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
         generation_config = ConfigFile.read_if_present(directory / "generation_config.json")

@@ -181,7 +181,7 @@ class RequestBody(BaseModel):
         accepted = f"to {rest}".removeprefix("to be ") if separator else message
         if first["type"] in ("string_type", "list_type", "dict_type"):
             accepted += _OTHER_TYPES.get(loc[-1], "")
-        return check.invalid(param, first["input"], accepted)
+        return check.value_error(param, first["input"], accepted)
 
     def present_values(self, names: Iterable[str]) -> dict[str, Any]:
         """Values of the named fields, without absent fields."""
