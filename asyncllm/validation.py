@@ -23,8 +23,8 @@ from functools import wraps
 from types import NoneType
 from typing import Any, TypeVar
 
-from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.errors import InvalidRequestError
+from asyncllm.foreign_names import NAMES_BY_FOREIGN_NAME
 from asyncllm.json_copier import JsonCopier
 
 T = TypeVar("T")
@@ -356,7 +356,7 @@ def refuse_unknown_names(kind: str, names: Iterable[Any], known: Collection[str]
     for name in names:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)
-            our_name = COUNTERPARTS.get(kind, {}).get(name)
+            our_name = NAMES_BY_FOREIGN_NAME.get(kind, {}).get(name)
             hint = f", expected {our_name}"
             if our_name is None:
                 hint = f" (there are {', '.join(sorted(known))})"
