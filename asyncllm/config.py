@@ -232,8 +232,8 @@ class EngineConfig:
         check.validate_field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
         check.validate_field(self, check.seconds, "step_timeout", above=True)
         check.validate_field(self, check.seconds, "grammar_timeout", above=True)
-        self._check_processors()
-        self._check_names()
+        self._check_logits_processors()
+        self._check_model_names()
         for name in ("kv_cache_memory", "packed_cache_size"):
             if name == "packed_cache_size" or getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
@@ -285,7 +285,7 @@ class EngineConfig:
         if isinstance(value, str):
             object.__setattr__(self, name, path)
 
-    def _check_processors(self) -> None:
+    def _check_logits_processors(self) -> None:
         name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
         check.validate_field(self, check.bounded_tuple, name, accepted, _MAX_LOGITS_PROCESSORS)
         processor: Any
@@ -295,7 +295,7 @@ class EngineConfig:
             if not is_class and not is_name:
                 raise check.value_error(name, processor, accepted)
 
-    def _check_names(self) -> None:
+    def _check_model_names(self) -> None:
         names: Any = self.served_model_name
         if names is None:
             return

@@ -134,7 +134,7 @@ class AsyncLLMEngine(Handle):
         loaded, core, config = thread.loaded_model, thread.core, self.config
         prompts = PromptEncoder(loaded, config, self._cooldown)
         submitter = Submitter(
-            core, thread.grammars, self._mailboxes, self._observers, self._cooldown
+            core, thread.grammar_compiler, self._mailboxes, self._observers, self._cooldown
         )
         self._submitter = submitter
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)

@@ -68,9 +68,9 @@ class GroupQueue:
         return self.primary_submitter.core
 
     @property
-    def grammars(self) -> GrammarCompiler:
+    def grammar_compiler(self) -> GrammarCompiler:
         assert self.primary_submitter is not None
-        return self.primary_submitter.grammars
+        return self.primary_submitter.grammar_compiler
 
     def running_engines(self) -> list[AsyncLLMEngine]:
         return [engine for engine in self.engines.values() if engine.state == "running"]

@@ -259,7 +259,7 @@ class LLM(Handle):
         results: list[Completion] = []
 
         def read_first_stream() -> None:
-            with _adding_index_to_error(name, len(results)):
+            with _add_index_to_error(name, len(results)):
                 results.append(live[0].result())
             live.popleft()
             advance()
@@ -269,7 +269,7 @@ class LLM(Handle):
                 for index, request in enumerate(zip(prompts, sampling_params, strict=True)):
                     while True:
                         try:
-                            with _adding_index_to_error(name, index):
+                            with _add_index_to_error(name, index):
                                 stream = submit(*request, **options)
                             live.append(LLMStream(stream, self._mailbox))
                             break
@@ -322,8 +322,8 @@ class LLM(Handle):
 
 
 @contextlib.contextmanager
-def _adding_index_to_error(name: str | None, index: int) -> Iterator[None]:
-    """Context that adds the index of a batch's item to the message of its error."""
+def _add_index_to_error(name: str | None, index: int) -> Iterator[None]:
+    """Context manager that adds the index of a batch's item to the message of its error."""
     try:
         yield
     except RequestError as error:

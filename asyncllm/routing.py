@@ -209,40 +209,43 @@ class Router:
         with self._lock:
             self._loads.pop(key, None)
 
-    def _choose_engine(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
-        median_rate = _median_rate(ready)
-        loads = [load for candidate in ready if (load := self._loads.get(candidate.key))]
+    def _choose_engine(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
+        median_rate = _median_rate(candidates)
+        loads = [load for candidate in candidates if (load := self._loads.get(candidate.key))]
         mean = sum(load.recent_uncached for load in loads) / max(len(loads), 1)
-        if len(loads) < len(ready):
+        if len(loads) < len(candidates):
             # A new engine starts with the mean load, so that the mean does not change.
             loads = [
-                self._loads.setdefault(one.key, _EngineLoad(recent_uncached=mean)) for one in ready
+                self._loads.setdefault(one.key, _EngineLoad(recent_uncached=mean))
+                for one in candidates
             ]
         excess_weight = _EXCESS_TOKENS_SHARE / self._decay_weight
-        best, least_seconds = 0, math.inf
-        for i, (candidate, load) in enumerate(zip(ready, loads, strict=True)):
+        best_index, least_seconds = 0, math.inf
+        for i, (candidate, load) in enumerate(zip(candidates, loads, strict=True)):
             stats = candidate.stats
-            work = num_tokens + load.num_uncached
-            work += candidate.missing_tokens
+            num_work_tokens = num_tokens + load.num_uncached
+            num_work_tokens += candidate.missing_tokens
             if candidate.cached_tokens > 0:
-                work -= _expected_cached_tokens(candidate, load, num_tokens)
+                num_work_tokens -= _expected_cached_tokens(candidate, load, num_tokens)
             if stats.num_queued_tokens > load.num_tokens:
-                work += stats.num_queued_tokens - load.num_tokens
+                num_work_tokens += stats.num_queued_tokens - load.num_tokens
             num_running = load.num_requests
             if stats.num_running > num_running:
                 num_running = stats.num_running
-            work += _TOKENS_PER_RUNNING_REQUEST * num_running
+            num_work_tokens += _TOKENS_PER_RUNNING_REQUEST * num_running
             if load.recent_uncached > mean:
-                work += excess_weight * (load.recent_uncached - mean)
+                num_work_tokens += excess_weight * (load.recent_uncached - mean)
             rate = stats.prompt_tokens_per_second
             if rate != median_rate:
                 rate = _clamp_rate(rate, median_rate)
-            if work < least_seconds * rate:
-                best, least_seconds = i, work / rate
-        candidate, load = ready[best], loads[best]
-        hit = _expected_cached_tokens(candidate, load, num_tokens)
-        route = Route(candidate.key, num_tokens, hit, least_seconds, candidate.cached_tokens, load)
-        self._add_to_load(route, len(ready))
+            if num_work_tokens < least_seconds * rate:
+                best_index, least_seconds = i, num_work_tokens / rate
+        candidate, load = candidates[best_index], loads[best_index]
+        num_cached = _expected_cached_tokens(candidate, load, num_tokens)
+        route = Route(
+            candidate.key, num_tokens, num_cached, least_seconds, candidate.cached_tokens, load
+        )
+        self._add_to_load(route, len(candidates))
         return route
 
     def _add_to_load(self, route: Route, num_engines: int) -> None:

@@ -259,7 +259,7 @@ class InputProcessor:
         if processors or resolved.extra_args:
             claiming_processors = applicable_processors(processors, resolved)
         if resolved.structured_outputs is not None:
-            self.submitter.grammars.backends.check_installed()
+            self.submitter.grammar_compiler.backends.check_installed()
             if info.max_tokens_per_row > 1:
                 accepted = "None with an executor that drafts tokens"
                 raise check.value_error("structured_outputs", resolved.structured_outputs, accepted)

@@ -94,14 +94,15 @@ class RequestQueue(Protocol):
     """Protocol for submitting requests: the Submitter of an engine, or the queue of an EngineGroup.
 
     Attributes:
-        core, grammars: step loop and grammar compiler of the engine, or of any engine of the group.
+        core, grammar_compiler: step loop and grammar compiler of the engine, or of any engine of
+            the group.
     """
 
     @property
     def core(self) -> EngineCore: ...
 
     @property
-    def grammars(self) -> GrammarCompiler: ...
+    def grammar_compiler(self) -> GrammarCompiler: ...
 
     def enqueue(self, submission: Submission) -> TokenStream: ...
 
@@ -119,7 +120,7 @@ class Submitter:
     """
 
     core: EngineCore
-    grammars: GrammarCompiler
+    grammar_compiler: GrammarCompiler
     mailboxes: MailboxRegistry
     observers: Observers
     cooldown: InitVar[Cooldown]
@@ -175,7 +176,7 @@ class Submitter:
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        return self.grammars.close() + self._text_threads.close()
+        return self.grammar_compiler.close() + self._text_threads.close()
 
     def _make_notifier(self, submission: Submission) -> None:
         request, observers = submission.request, (*submission.observers, *self.observers.registered)
@@ -230,7 +231,7 @@ class Submitter:
         if spec is None:
             core.send(core.on_add, group)
             return
-        grammar = self.grammars.find(spec)
+        grammar = self.grammar_compiler.find(spec)
         if grammar is not None:
             self._send_with_grammar(group, grammar, None)
             return
@@ -238,7 +239,7 @@ class Submitter:
             core.send(core.on_watch_deadline, group)
         try:
             done = partial(self._send_with_grammar, group)
-            self.grammars.submit(spec, done, lambda: not group.cancelled)
+            self.grammar_compiler.submit(spec, done, lambda: not group.cancelled)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 
