@@ -34,7 +34,7 @@ NUMBER_BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 """Minimum and maximum of each number field; ``top_p`` must be above its minimum."""
 
-BIAS_RANGE = (-100, 100)
+LOGIT_BIAS_RANGE = (-100, 100)
 """Minimum and maximum of a bias in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
@@ -50,7 +50,7 @@ MAX_BAD_WORDS_CHARACTERS = 2**14
 """Maximum number of characters of all bad words together. Each bad word is tokenised twice while an
 event loop waits."""
 
-MAX_BIAS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 128
 """Maximum number of ``logit_bias`` entries, and of stop tokens that ``min_tokens`` suppresses. The
 device's tables have this size, so that sampling does not wait for the host."""
@@ -229,11 +229,11 @@ class SamplingParams:
             bias: Any = self.logit_bias
             if not isinstance(bias, Mapping):
                 raise check.value_error("logit_bias", bias, "a mapping of token id to number")
-            if len(bias) > MAX_BIAS:
-                raise check.value_error("logit_bias", bias, f"at most {MAX_BIAS} token ids")
-            ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_BIAS)
-            numbers = check.bounded_tuple("logit_bias", bias.values(), "numbers", MAX_BIAS)
-            values = check.numbers_in("logit_bias", numbers, *BIAS_RANGE)
+            if len(bias) > MAX_LOGIT_BIASES:
+                raise check.value_error("logit_bias", bias, f"at most {MAX_LOGIT_BIASES} token ids")
+            ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_LOGIT_BIASES)
+            numbers = check.bounded_tuple("logit_bias", bias.values(), "numbers", MAX_LOGIT_BIASES)
+            values = check.numbers_in("logit_bias", numbers, *LOGIT_BIAS_RANGE)
             self._set_field("logit_bias", dict(zip(ids, values, strict=True)))
         check.validate_field(
             self, check.bounded_tuple, "logits_processors", "callables", MAX_LOGITS_PROCESSORS
