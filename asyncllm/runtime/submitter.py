@@ -108,7 +108,7 @@ class RequestQueue(Protocol):
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream: ...
 
-    def prompts_made(self) -> list[Future[None]]: ...
+    def pending_prompt_futures(self) -> list[Future[None]]: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -169,7 +169,7 @@ class Submitter:
         self.start(submission)
         return stream
 
-    def prompts_made(self) -> list[Future[None]]:
+    def pending_prompt_futures(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
         return self._text_threads.barrier()
 
