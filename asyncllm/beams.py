@@ -89,7 +89,7 @@ async def beam_search(
     Cancelling the search aborts its requests.
     """
     if not isinstance(engine, AsyncLLMEngine):
-        raise check.invalid("engine", engine, "an AsyncLLMEngine")
+        raise check.value_error("engine", engine, "an AsyncLLMEngine")
     ignore_eos = check.boolean("ignore_eos", ignore_eos)
     eos_token_ids = frozenset(() if ignore_eos else engine.model_config.eos_token_ids)
     vocab_size = engine.model_config.vocab_size
@@ -98,7 +98,7 @@ async def beam_search(
         beam_width=check.integer("beam_width", beam_width, 1, MAX_BEAM_WIDTH),
         max_tokens=check.integer("max_tokens", max_tokens, 1),
         length_penalty=check.number("length_penalty", length_penalty, -10, 10),
-        early_stopping=_early_stopping(early_stopping),
+        early_stopping=_check_early_stopping(early_stopping),
         stop_token_ids=eos_token_ids.union(stop_token_ids),
     )
     timeout = check.seconds("timeout", timeout, optional=True, above=True)
@@ -107,10 +107,10 @@ async def beam_search(
     return await driver.run(prompt)
 
 
-def _early_stopping(value: EarlyStopping) -> EarlyStopping:
+def _check_early_stopping(value: EarlyStopping) -> EarlyStopping:
     if check.equal_json(value, "never"):
         return value
-    error = check.invalid("early_stopping", value, 'true, false or "never"')
+    error = check.value_error("early_stopping", value, 'true, false or "never"')
     return check.boolean("early_stopping", value, make_error=lambda *_: error)
 
 

@@ -42,16 +42,17 @@ PACKAGED_MODEL = "asyncllm/demo"
 _BYTES_PER_UNIT = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES_PER_UNIT |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
-_PROCESSOR_NAME = re.compile(r"[\w.]{1,256}:\w{1,256}")
-_MAX_PROCESSORS = 64
+_LOGITS_PROCESSOR_PATTERN = re.compile(r"[\w.]{1,256}:\w{1,256}")
+_MAX_LOGITS_PROCESSORS = 64
 _MAX_MODEL_NAMES = 64
 _MAX_MODEL_NAME_LENGTH = 1024
-_MAX_SEQS = 2**16
-_MAX_TOKENS = 2**31 - 1
-"""Maximum number of tokens or blocks: positions and block ids are int32 on a device."""
+_MAX_NUM_SEQS = 2**16
+_INT32_MAX = 2**31 - 1
+"""Maximum of settings that count tokens or blocks: positions and block ids are int32 on a
+device."""
 
 
-@check.known_fields("setting")
+@check.refuse_unknown_fields("setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine, validated at construction. The only environment variable that is read
@@ -215,49 +216,49 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        check.field(self, check.integer, "max_model_len", 1, _MAX_TOKENS)
-        check.field(self, check.integer, "max_num_seqs", 1, _MAX_SEQS)
-        check.field(self, check.integer, "num_blocks", 1, _MAX_TOKENS - 1)
-        check.field(self, check.integer, "block_size", 1, 2**16)
-        check.field(self, check.integer, "num_threads", 1, 1024)
-        check.field(self, check.integer, "max_queued_requests", 1)
-        check.field(self, check.integer, "max_queued_tokens", 1)
-        check.field(self, check.integer, "max_logprobs", -1)
-        check.field(self, check.integer, "seed", 0, 2**64 - 1)
+        check.validate_field(self, check.integer, "max_model_len", 1, _INT32_MAX)
+        check.validate_field(self, check.integer, "max_num_seqs", 1, _MAX_NUM_SEQS)
+        check.validate_field(self, check.integer, "num_blocks", 1, _INT32_MAX - 1)
+        check.validate_field(self, check.integer, "block_size", 1, 2**16)
+        check.validate_field(self, check.integer, "num_threads", 1, 1024)
+        check.validate_field(self, check.integer, "max_queued_requests", 1)
+        check.validate_field(self, check.integer, "max_queued_tokens", 1)
+        check.validate_field(self, check.integer, "max_logprobs", -1)
+        check.validate_field(self, check.integer, "seed", 0, 2**64 - 1)
         if not check.equal_json(self.max_num_batched_tokens, "auto"):
-            check.field(self, check.integer, "max_num_batched_tokens", 1, _MAX_TOKENS)
+            check.validate_field(self, check.integer, "max_num_batched_tokens", 1, _INT32_MAX)
         if not check.equal_json(self.num_state_snapshots, "auto"):
-            check.field(self, check.integer, "num_state_snapshots", 1, _MAX_SEQS)
-        check.field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
-        check.field(self, check.seconds, "step_timeout", above=True)
-        check.field(self, check.seconds, "grammar_timeout", above=True)
-        self._check_processors()
-        self._check_names()
+            check.validate_field(self, check.integer, "num_state_snapshots", 1, _MAX_NUM_SEQS)
+        check.validate_field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
+        check.validate_field(self, check.seconds, "step_timeout", above=True)
+        check.validate_field(self, check.seconds, "grammar_timeout", above=True)
+        self._check_logits_processors()
+        self._check_model_names()
         for name in ("kv_cache_memory", "packed_cache_size"):
             if name == "packed_cache_size" or getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         name = "cudagraph_capture_sizes"
         if self.cudagraph_capture_sizes is not None:
-            sizes = check.items(name, self.cudagraph_capture_sizes, "batch sizes")
-            checked = {check.integer(name, size, 1, _MAX_SEQS) for size in sizes}
+            sizes = check.bounded_tuple(name, self.cudagraph_capture_sizes, "batch sizes")
+            checked = {check.integer(name, size, 1, _MAX_NUM_SEQS) for size in sizes}
             if not checked:
-                raise check.invalid(name, sizes, "at least one batch size, or None")
+                raise check.value_error(name, sizes, "at least one batch size, or None")
             object.__setattr__(self, name, tuple(sorted(checked)))
 
     def _check_choices(self) -> None:
         for name, annotation in self.__annotations__.items():
             kind = annotation.removesuffix(" | None")
             if kind == "bool":
-                check.field(self, check.boolean, name)
+                check.validate_field(self, check.boolean, name)
             elif choices := get_args(globals().get(kind)):  # The type is a Literal of this module.
                 optional = kind != annotation
-                check.field(self, check.choice, name, choices, optional=optional)
-        check.field(self, check.plain_data, "hf_overrides")
-        check.field(self, check.string, "attention_backend")
-        check.field(self, check.string, "revision")
+                check.validate_field(self, check.choice, name, choices, optional=optional)
+        check.validate_field(self, check.plain_data, "hf_overrides")
+        check.validate_field(self, check.string, "attention_backend")
+        check.validate_field(self, check.string, "revision")
         device = check.plain_text(self.device)
         if device is None or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
-            raise check.invalid("device", self.device, "auto, cpu, cuda or cuda:N")
+            raise check.value_error("device", self.device, "auto, cpu, cuda or cuda:N")
         object.__setattr__(self, "device", device)
         for name in ("model", "tokenizer"):
             self._check_path(name, "a directory, a hub id or None")
@@ -278,23 +279,23 @@ class EngineConfig:
         try:
             path = check.string(name, path)
         except InvalidRequestError:
-            raise check.invalid(name, value, accepted_values) from None
+            raise check.value_error(name, value, accepted_values) from None
         if "\0" in path:
-            raise check.invalid(name, value, "a path without null characters")
+            raise check.value_error(name, value, "a path without null characters")
         if isinstance(value, str):
             object.__setattr__(self, name, path)
 
-    def _check_processors(self) -> None:
+    def _check_logits_processors(self) -> None:
         name, accepted = "logits_processors", 'subclasses of LogitsProcessor, or "module:Class"'
-        check.field(self, check.items, name, accepted, _MAX_PROCESSORS)
+        check.validate_field(self, check.bounded_tuple, name, accepted, _MAX_LOGITS_PROCESSORS)
         processor: Any
         for processor in self.logits_processors:
             is_class = isinstance(processor, type) and issubclass(processor, LogitsProcessor)
-            is_name = isinstance(processor, str) and _PROCESSOR_NAME.fullmatch(processor)
+            is_name = isinstance(processor, str) and _LOGITS_PROCESSOR_PATTERN.fullmatch(processor)
             if not is_class and not is_name:
-                raise check.invalid(name, processor, accepted)
+                raise check.value_error(name, processor, accepted)
 
-    def _check_names(self) -> None:
+    def _check_model_names(self) -> None:
         names: Any = self.served_model_name
         if names is None:
             return
@@ -302,7 +303,7 @@ class EngineConfig:
             names = (names,)
         names = check.strings("served_model_name", names, _MAX_MODEL_NAMES, _MAX_MODEL_NAME_LENGTH)
         if not names:
-            raise check.invalid("served_model_name", names, "at least one name, or None")
+            raise check.value_error("served_model_name", names, "at least one name, or None")
         object.__setattr__(self, "served_model_name", names)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> EngineConfig:
@@ -331,7 +332,7 @@ def make_config(
     if config is None:
         return EngineConfig(**overrides)
     if not isinstance(config, EngineConfig):
-        raise check.invalid("config", config, "an EngineConfig or None")
+        raise check.value_error("config", config, "an EngineConfig or None")
     return config.with_overrides(overrides)
 
 
@@ -351,5 +352,5 @@ def parse_bytes(value: int | str, field: str = "kv_cache_memory") -> int:
         unit = _BYTES_PER_UNIT.get(match.group(2).lower()) if match else None
         size = None if match is None or unit is None else int(float(match.group(1)) * unit)
     return check.integer(
-        field, size, 1, make_error=lambda *_: check.invalid(field, value, accepted)
+        field, size, 1, make_error=lambda *_: check.value_error(field, value, accepted)
     )

@@ -22,7 +22,7 @@ from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.errors import EngineClosedError, EngineError
 from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
-from asyncllm.rows import Rows, RowStream
+from asyncllm.rows import RowJob, RowStream
 from asyncllm.runtime.engine_thread import EngineThread
 from asyncllm.runtime.event_loop import join, wait_for
 from asyncllm.runtime.handle import Handle
@@ -73,7 +73,7 @@ class AsyncLLMEngine(Handle):
         self.config = make_config(model, config, overrides)
         self._loader: Loader = load_model
         self._thread: EngineThread | None = None
-        self._closed = False
+        self._is_closed = False
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
         self._group: object | None = None
@@ -100,7 +100,7 @@ class AsyncLLMEngine(Handle):
                 loaded at all, or not with this configuration.
             EngineError: if the engine was started already.
         """
-        with self._starting() as thread:
+        with self._start_thread() as thread:
             await wait_for(thread.ready)
             self._adopt_thread(thread)
             thread.supervise()
@@ -108,14 +108,14 @@ class AsyncLLMEngine(Handle):
     def _start_blocking(self) -> ThreadMailbox:
         """``start`` for a thread without an event loop; returns the mailbox for reading the
         engine's streams."""
-        with self._starting() as thread:
+        with self._start_thread() as thread:
             thread.ready.result()
             self._adopt_thread(thread)
             return self._thread_mailbox()
 
     @contextlib.contextmanager
-    def _starting(self) -> Iterator[EngineThread]:
-        """Context manager that starts an engine thread. If the start fails or is cancelled, the
+    def _start_thread(self) -> Iterator[EngineThread]:
+        """Start an engine thread, as a context manager. If the start fails or is cancelled, the
         engine is as if it had never been started."""
         if self.state == "closed":
             raise EngineClosedError("start(): the engine is closed; expected a new engine")
@@ -134,7 +134,7 @@ class AsyncLLMEngine(Handle):
         loaded, core, config = thread.loaded_model, thread.core, self.config
         prompts = PromptEncoder(loaded, config, self._cooldown)
         submitter = Submitter(
-            core, thread.grammars, self._mailboxes, self._observers, self._cooldown
+            core, thread.grammar_compiler, self._mailboxes, self._observers, self._cooldown
         )
         self._submitter = submitter
         self._input_processor = InputProcessor(loaded, config, prompts, submitter)
@@ -177,7 +177,7 @@ class AsyncLLMEngine(Handle):
         thread = self._thread
         if thread is not None:
             thread.core.check_waiting()
-        self._closed = True
+        self._is_closed = True
         if thread is not None:
             thread.check_process()
             thread.close(drain)
@@ -208,7 +208,7 @@ class AsyncLLMEngine(Handle):
                 ``aclose``.
             EngineClosedError: if it was not started.
         """
-        if self._thread is not None or not self._closed:
+        if self._thread is not None or not self._is_closed:
             thread = self._require_started()
             thread.check_process()
             thread.core.check_waiting()
@@ -222,7 +222,7 @@ class AsyncLLMEngine(Handle):
         is "running". It is "dead" if the model or the device failed, and "closed" once ``aclose``
         was called or the loop that the engine was started on has ended."""
         thread = self._thread
-        if self._closed:
+        if self._is_closed:
             return "closed"
         if thread is None or self._input_processor is None:
             return "new" if thread is None else "starting"
@@ -397,25 +397,25 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for an argument that cannot be used, with ``param`` set.
             EngineClosedError, EngineDeadError: as ``stream``.
         """
-        all_rows = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
-        self._check_rows(all_rows, options)
+        job = RowJob(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self._check_map_options(job, options)
 
         async def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             return await self.submit(prompt, sampling_params, **options)
 
-        return RowStream(all_rows, submit)
+        return RowStream(job, submit)
 
-    def _check_rows(self, rows: Rows, options: dict[str, Any]) -> None:
-        """Check the options that all rows of ``map`` share, and bind the rows to this engine."""
+    def _check_map_options(self, job: RowJob, options: dict[str, Any]) -> None:
+        """Check the options that all rows of ``map`` share, and bind the job to this engine."""
         for name in ("request_id", "max_unread", "on_slow"):
             if name in options:
                 accepted = (
                     "not in map(), whose rows have ids of their own and are read at their end"
                 )
-                raise check.invalid(name, options[name], accepted)
-        common = None if callable(rows.sampling_params) else rows.sampling_params
+                raise check.value_error(name, options[name], accepted)
+        common = None if callable(job.sampling_params) else job.sampling_params
         self._require_input_processor().check_options(common, options)
-        rows.bind(self._max_queued_requests, lambda: self.state == "running")
+        job.bind_to_engine(self._max_queued_requests, lambda: self.state == "running")
 
     @property
     def _max_queued_requests(self) -> int:
@@ -565,15 +565,15 @@ class AsyncLLMEngine(Handle):
     async def pause(self) -> None:
         """Stop scheduling; returns when no step is in flight. Streams wait, requests keep their KV
         blocks, and deadlines still expire."""
-        await self._suspend(True)
+        await self._set_paused(True)
 
     async def resume(self) -> None:
         """Schedule again after ``pause``; changes nothing if the engine is not paused."""
-        await self._suspend(False)
+        await self._set_paused(False)
 
-    async def _suspend(self, suspended: bool) -> None:
+    async def _set_paused(self, is_paused: bool) -> None:
         core = self._require_input_processor().submitter.core
-        await wait_for(core.call(core.suspend, suspended))
+        await wait_for(core.call(core.suspend, is_paused))
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes. While requests hold KV blocks, only returns False."""
@@ -668,7 +668,7 @@ class AsyncLLMEngine(Handle):
     def _require_started(self) -> EngineThread:
         """Engine thread of a started engine; the thread may have ended since."""
         if self._thread is None or self._input_processor is None:
-            raise self._not_started()
+            raise self._not_started_error()
         return self._thread
 
     def _require_input_processor(self) -> InputProcessor:
@@ -676,10 +676,10 @@ class AsyncLLMEngine(Handle):
         a forked process. Every call checks the engine's state here, and only here."""
         thread, inputs = self._thread, self._input_processor
         if thread is None or inputs is None:
-            raise self._not_started()
+            raise self._not_started_error()
         if os.getpid() != thread.pid:
             raise thread.forked_error()
-        if self._closed or (thread.closing and thread.core.fatal_error is None):
+        if self._is_closed or (thread.closing and thread.core.fatal_error is None):
             raise EngineClosedError(thread.core.close_reason)
         return inputs
 
@@ -687,7 +687,7 @@ class AsyncLLMEngine(Handle):
         submitter = self._submitter
         return submitter is not None and bool(submitter.core.scheduler.running)
 
-    def _not_started(self) -> EngineClosedError:
+    def _not_started_error(self) -> EngineClosedError:
         return EngineClosedError(
             f"the engine is {self.state}; expected a started one: "
             "`async with engine` or `await engine.start()`"

@@ -29,7 +29,7 @@ from asyncllm.runtime.worker_thread import Cooldown
 
 _JOIN_SECONDS = 2.0
 
-_WATCH_SECONDS = 1.0
+_STEP_CHECK_SECONDS = 1.0
 """Seconds between two checks of the engines' steps while a thread waits without an event loop."""
 
 
@@ -48,14 +48,14 @@ class GroupStats(EngineStats):
     states: Mapping[int, EngineState] = field(default_factory=dict)
 
 
-def _check_new(engine: Any) -> None:
-    """Refuse an object that cannot become an engine of a group."""
+def _check_can_join(engine: Any) -> None:
+    """Refuse an object that cannot join a group as an engine."""
     if not isinstance(engine, AsyncLLMEngine) or isinstance(engine, EngineGroup):
-        raise check.invalid("engine", engine, "an AsyncLLMEngine")
+        raise check.value_error("engine", engine, "an AsyncLLMEngine")
     if engine._group is not None:
-        raise check.invalid("engine", engine, "an engine that is in no group")
+        raise check.value_error("engine", engine, "an engine that is in no group")
     if engine.state not in ("new", "running"):
-        raise check.invalid("engine", engine, "an engine that is new or running")
+        raise check.value_error("engine", engine, "an engine that is new or running")
 
 
 class EngineGroup(AsyncLLMEngine):
@@ -86,25 +86,25 @@ class EngineGroup(AsyncLLMEngine):
     """
 
     def __init__(self, engines: Sequence[AsyncLLMEngine], *, retries: int = 0) -> None:
-        engine_tuple = check.items("engines", engines, "engines")
+        engine_tuple = check.bounded_tuple("engines", engines, "engines")
         if not engine_tuple:
-            raise check.invalid("engines", engines, "at least one engine")
+            raise check.value_error("engines", engines, "at least one engine")
         for index, engine in enumerate(engine_tuple):
-            _check_new(engine)
+            _check_can_join(engine)
             if any(engine is other for other in engine_tuple[:index]):
-                raise check.invalid("engines", engine, "each engine once")
+                raise check.value_error("engines", engine, "each engine once")
         running = [engine for engine in engine_tuple if engine.state == "running"]
         if running and len(running) < len(engine_tuple):
-            raise check.invalid("engines", engines, "engines that are all new, or all running")
+            raise check.value_error("engines", engines, "engines that are all new, or all running")
         for engine in running:
             check_agreement(engine, running[0])
         super().__init__(config=engine_tuple[0].config)
         self._queue = GroupQueue(check.integer("retries", retries, 0, 100))
-        self._numbers = itertools.count()
+        self._engine_numbers = itertools.count()
         self._is_paused = False
         self._cooldown = Cooldown(self._queue.has_running_requests)
         for engine in engine_tuple:
-            self._add(engine)
+            self._add_engine(engine)
         if running:
             self._set_primary(running[0])
 
@@ -126,12 +126,12 @@ class EngineGroup(AsyncLLMEngine):
         engines = self._queue.engines
         try:
             for number, engine in engines.items():
-                self._queue.claim(engine, number)
+                self._queue.claim_engine(engine, number)
             await self._start_engines(list(engines.values()))
             for engine in engines.values():
-                self._queue.admit_waiting(engine)
+                self._queue.admit_waiting_requests(engine)
         except BaseException:
-            self._queue.release(*engines.values())
+            self._queue.release_engines(*engines.values())
             raise
 
     async def add(self, engine: AsyncLLMEngine) -> None:
@@ -143,19 +143,19 @@ class EngineGroup(AsyncLLMEngine):
             AsyncLLMError: any exception of its start.
         """
         self._require_input_processor()
-        _check_new(engine)
-        self._queue.claim(engine, -1)  # No other group can take the engine now.
+        _check_can_join(engine)
+        self._queue.claim_engine(engine, -1)  # No other group can take the engine now.
         try:
             await self._start_engines([engine])
             if self._is_paused:
                 await engine.pause()
             self._require_input_processor()
         except BaseException:
-            self._queue.release(engine)
-            if self._closed:
+            self._queue.release_engines(engine)
+            if self._is_closed:
                 await engine.aclose()
             raise
-        self._add(engine)
+        self._add_engine(engine)
 
     async def remove(self, engine: AsyncLLMEngine, *, drain: float | None = 0.0) -> None:
         """Remove an engine and close it. No request goes to it from now on.
@@ -170,27 +170,27 @@ class EngineGroup(AsyncLLMEngine):
         self._require_input_processor()
         number = engine._observers.engine if isinstance(engine, AsyncLLMEngine) else None
         if number is None or self._queue.engines.get(number) is not engine:
-            raise check.invalid("engine", engine, "an engine of this group")
-        others = [other for other in self._queue.running() if other is not engine]
+            raise check.value_error("engine", engine, "an engine of this group")
+        others = [other for other in self._queue.running_engines() if other is not engine]
         if not others:
             accepted = "an engine beside which another runs; aclose() closes the group"
-            raise check.invalid("engine", engine, accepted)
-        if engine._submitter is self._queue.primary:
+            raise check.value_error("engine", engine, accepted)
+        if engine._submitter is self._queue.primary_submitter:
             self._set_primary(others[0])
         try:
             await engine.aclose(drain=drain)
         finally:  # If the call is cancelled, closing goes on all the same.
-            self._queue.drop(number)
+            self._queue.drop_engine(number)
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """Close all engines at the same time; see ``AsyncLLMEngine.aclose``."""
-        in_other_group = self._queue.in_other_group
-        engines = [one for one in self._queue.engines.values() if not in_other_group(one)]
+        is_in_other_group = self._queue.is_in_other_group
+        engines = [one for one in self._queue.engines.values() if not is_in_other_group(one)]
         if self.state == "starting":
             raise EngineError("aclose(): the group is starting; cancel start() instead")
         for engine in engines:
             engine._begin_close(drain)
-        self._closed = True
+        self._is_closed = True
         for engine in engines:
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
@@ -199,8 +199,8 @@ class EngineGroup(AsyncLLMEngine):
 
     async def wait_closed(self) -> None:
         """Wait until no engine runs; see ``AsyncLLMEngine.wait_closed``."""
-        if self._input_processor is None and not self._closed:
-            raise self._not_started()
+        if self._input_processor is None and not self._is_closed:
+            raise self._not_started_error()
         while True:
             for engine in list(self._queue.engines.values()):
                 with suppress(EngineError):
@@ -215,14 +215,14 @@ class EngineGroup(AsyncLLMEngine):
         """State of the group: "running" while one of its engines is, and "dead" if one is dead and
         none runs. ``stats().states`` has the state of each engine."""
         states: list[EngineState] = [
-            "new" if self._queue.in_other_group(engine) else engine.state
+            "new" if self._queue.is_in_other_group(engine) else engine.state
             for engine in self._queue.engines.values()
         ]
         order = ("starting", "new", "running", "dead")
         if self._input_processor is not None:
             order = ("running", "dead")
         best = min(states, key=lambda state: order.index(state) if state in order else len(order))
-        return best if best in order and not self._closed else "closed"
+        return best if best in order and not self._is_closed else "closed"
 
     @property
     def error(self) -> EngineError | None:
@@ -236,7 +236,7 @@ class EngineGroup(AsyncLLMEngine):
     def __del__(self) -> None:
         """Release the engines from the group; their own destructors close them."""
         if hasattr(self, "_queue"):
-            self._queue.release(*self._queue.engines.values())
+            self._queue.release_engines(*self._queue.engines.values())
 
     @property
     def load_progress(self) -> tuple[int, int]:
@@ -256,13 +256,13 @@ class EngineGroup(AsyncLLMEngine):
     def abort(self, request_id: str | Iterable[str]) -> None:
         ids = request_ids(request_id)
         self._require_input_processor()
-        for core in self._queue.cores().values():
+        for core in self._queue.engine_cores().values():
             for each_id in ids:
                 group = core.admission.get_live(each_id)
                 if group is not None:
                     core.abort(group)
         for each_id in ids:
-            stream = self._queue.retryable.get(each_id)
+            stream = self._queue.retryable_streams.get(each_id)
             if stream is not None:
                 stream.abort()
 
@@ -270,32 +270,36 @@ class EngineGroup(AsyncLLMEngine):
         """Largest result of ``AsyncLLMEngine.cached_prefix`` among the engines."""
         self._require_input_processor()
         longest = 0
-        for engine in self._queue.running():
+        for engine in self._queue.running_engines():
             with suppress(EngineError):  # The engine may be removed meanwhile.
                 longest = max(longest, engine.cached_prefix(token_ids, cache_salt))
         return longest
 
     # --- the group as a whole ----------------------------------------------------------
 
-    async def _suspend(self, suspended: bool) -> None:
+    async def _set_paused(self, is_paused: bool) -> None:
         self._require_input_processor()
-        self._is_paused = suspended
-        await self._call_all(lambda core: core.suspend(suspended))
+        self._is_paused = is_paused
+        await self._call_running_engines(lambda core: core.suspend(is_paused))
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes of all engines; an engine whose requests hold KV blocks keeps
         its own. Returns False if any engine kept its prefixes."""
         self._require_input_processor()
-        return all(await self._call_all(lambda core: core.scheduler.kv.reset_prefix_cache()))
+        return all(
+            await self._call_running_engines(lambda core: core.scheduler.kv.reset_prefix_cache())
+        )
 
-    async def _call_all(self, run: Any) -> list[Any]:
-        """Run ``run(core)`` on the thread of every engine that runs, at the same time. Results of
+    async def _call_running_engines(self, function: Any) -> list[Any]:
+        """Run ``function(core)`` on the threads of all running engines at the same time. Results of
         engines that end meanwhile are left out."""
-        cores = [engine._submitter.core for engine in self._queue.running() if engine._submitter]
+        cores = [
+            engine._submitter.core for engine in self._queue.running_engines() if engine._submitter
+        ]
         if not cores:
             raise self.error or EngineClosedError(CLOSED_MESSAGE)
         results = []
-        for call in [core.call(run, core) for core in cores]:
+        for call in [core.call(function, core) for core in cores]:
             with suppress(EngineError):
                 results.append(await wait_for(call))
         return results
@@ -303,7 +307,7 @@ class EngineGroup(AsyncLLMEngine):
     async def execution_report(self) -> ExecutionReport:
         """``AsyncLLMEngine.execution_report`` of the first engine that runs."""
         self._require_input_processor()
-        for engine in self._queue.running():
+        for engine in self._queue.running_engines():
             return await engine.execution_report()
         raise self.error or EngineClosedError(CLOSED_MESSAGE)
 
@@ -314,7 +318,7 @@ class EngineGroup(AsyncLLMEngine):
         states: dict[int, EngineState] = {
             number: engine.state for number, engine in self._queue.engines.items()
         }
-        engine_stats = {number: core.stats() for number, core in self._queue.cores().items()}
+        engine_stats = {number: core.stats() for number, core in self._queue.engine_cores().items()}
         total: dict[str, Any] = {
             counter.name: sum(getattr(stats, counter.name) for stats in engine_stats.values())
             for counter in fields(EngineStats)
@@ -348,7 +352,7 @@ class EngineGroup(AsyncLLMEngine):
             new = [engine for engine in engines if engine.state == "new"]
             for engine in new:
                 engine._cooldown = self._cooldown  # Threads of one process share its GIL.
-            threads = [stack.enter_context(engine._starting()) for engine in new]
+            threads = [stack.enter_context(engine._start_thread()) for engine in new]
             for engine, thread in zip(new, threads, strict=True):
                 await wait_for(thread.ready)
                 engine._adopt_thread(thread)
@@ -360,17 +364,17 @@ class EngineGroup(AsyncLLMEngine):
         if self._input_processor is None:
             self._set_primary(engines[0])
 
-    def _add(self, engine: AsyncLLMEngine) -> None:
-        """Number an engine, and let requests go to it."""
+    def _add_engine(self, engine: AsyncLLMEngine) -> None:
+        """Number an engine, and let the queue send requests to it."""
         for observer in self._observers.registered:
             engine.add_observer(observer)
-        self._queue.add(engine, next(self._numbers))
+        self._queue.add_engine(engine, next(self._engine_numbers))
 
     def _set_primary(self, engine: AsyncLLMEngine) -> None:
         """Use an engine's model and tokenizer to prepare later requests."""
         loaded = engine._require_started().loaded_model
         assert engine._submitter is not None
-        self._queue.primary = engine._submitter
+        self._queue.primary_submitter = engine._submitter
         if self._input_processor is None:
             prompts = PromptEncoder(loaded, engine.config, self._cooldown)
             self._input_processor = InputProcessor(loaded, engine.config, prompts, self._queue)
@@ -379,14 +383,14 @@ class EngineGroup(AsyncLLMEngine):
 
     def _require_started(self) -> EngineThread:
         for engine in self._queue.engines.values():
-            if engine._submitter is self._queue.primary and engine._submitter is not None:
+            if engine._submitter is self._queue.primary_submitter and engine._submitter is not None:
                 return engine._require_started()
-        raise self._not_started()
+        raise self._not_started_error()
 
     def _require_input_processor(self) -> InputProcessor:
         if self._input_processor is None:
-            raise self._not_started()
-        if self._closed:
+            raise self._not_started_error()
+        if self._is_closed:
             raise EngineClosedError(CLOSED_MESSAGE)
         if os.getpid() != self._queue.core.pid:
             raise self._require_started().forked_error()
@@ -394,9 +398,9 @@ class EngineGroup(AsyncLLMEngine):
 
     def _thread_mailbox(self) -> ThreadMailbox:
         self._require_input_processor()
-        return ThreadMailbox(_WATCH_SECONDS, self._check_steps)
+        return ThreadMailbox(_STEP_CHECK_SECONDS, self._check_for_hung_steps)
 
-    def _check_steps(self) -> None:
+    def _check_for_hung_steps(self) -> None:
         for engine in self._queue.engines.values():
             if engine._thread is not None:
                 engine._thread.check_step()

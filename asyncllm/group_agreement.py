@@ -7,7 +7,7 @@ from typing import Any
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
 
-_COMMON_SETTINGS = (
+_SETTINGS_TO_AGREE_ON = (
     "scheduling_policy",
     "max_logprobs",
     "logits_processors",
@@ -19,8 +19,8 @@ _COMMON_SETTINGS = (
 
 def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
     """Refuse an engine that may check or tokenise a request otherwise than ``other`` does."""
-    expected = _agreed_values(other)
-    for name, value in _agreed_values(engine).items():
+    expected = _values_to_agree_on(other)
+    for name, value in _values_to_agree_on(engine).items():
         if value != expected[name]:
             raise check.argument_error(
                 "engine",
@@ -29,7 +29,7 @@ def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
             )
 
 
-def _agreed_values(engine: AsyncLLMEngine) -> dict[str, Any]:
+def _values_to_agree_on(engine: AsyncLLMEngine) -> dict[str, Any]:
     loaded, config = engine._require_started().loaded_model, engine.config
     info, tokenizer, model = loaded.executor.info, loaded.tokenizer, loaded.model_config
     template = tokenizer.chat_template
@@ -42,5 +42,5 @@ def _agreed_values(engine: AsyncLLMEngine) -> dict[str, Any]:
         "generation_config": dict(model.generation_defaults or {}),
         "sampling_limits": info.sampling_limits,
         "max_tokens_per_row": info.max_tokens_per_row,
-        **{name: getattr(config, name) for name in _COMMON_SETTINGS},
+        **{name: getattr(config, name) for name in _SETTINGS_TO_AGREE_ON},
     }

@@ -19,12 +19,12 @@ from asyncllm.errors import AsyncLLMError, EngineError, EngineOverloadedError
 from asyncllm.observer import RequestInfo
 from asyncllm.outputs import Usage
 from asyncllm.routing import (
-    TEXT_PIECE,
+    TEXT_PIECE_CHARACTERS,
     Candidate,
     PrefixIndex,
     Route,
     Router,
-    Sent,
+    SentPrompt,
     text_hashes,
 )
 from asyncllm.runtime.event_loop import running_backend, wait_for
@@ -33,76 +33,79 @@ from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 
-_MAX_PIECES_PER_ENGINE = 4096
-"""Maximum number of pieces of text that are remembered for each engine: 8 MiB of text."""
+_MAX_TEXT_PIECES_PER_ENGINE = 4096
+"""Maximum number of hashed pieces of prompts that are remembered for each engine: 8 MiB of text."""
 
 _MAX_HASHED_CHARACTERS = 1 << 16
-"""Number of characters of a text that are hashed before it is tokenised."""
+"""Maximum number of characters that are hashed of a prompt that is not tokenised yet."""
 
-_TOKENS_PER_PIECE = TEXT_PIECE // 4
+_TOKENS_PER_TEXT_PIECE = TEXT_PIECE_CHARACTERS // 4
 
 
 class GroupQueue:
-    """Chooses the engine of each submission of a group, and submits it there.
+    """Chooses an engine for each request of a group, and submits the request there.
 
     Attributes:
         engines: engines by number; replaced, never changed.
-        retryable: streams whose requests may be sent again, by id.
-        primary: submitter of the engine that represents the group; None before one has started.
-        waiting_line: line of the calls that wait for a place at any engine.
+        retryable_streams: streams whose requests may be sent again, by request id.
+        primary_submitter: submitter of the engine that represents the group; None until an engine
+            has started.
+        waiting_line: line of the calls that wait for a place in the queue of any engine.
     """
 
     def __init__(self, retries: int) -> None:
         self.engines: Mapping[int, AsyncLLMEngine] = {}
-        self.primary: Submitter | None = None
+        self.primary_submitter: Submitter | None = None
         self.waiting_line = WaitingLine()
         self._retries = retries
         self._router = Router()
-        self._text_index = PrefixIndex(_MAX_PIECES_PER_ENGINE)
-        self.retryable: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
+        self._text_index = PrefixIndex(_MAX_TEXT_PIECES_PER_ENGINE)
+        self.retryable_streams: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
 
     @property
     def core(self) -> EngineCore:
-        assert self.primary is not None
-        return self.primary.core
+        assert self.primary_submitter is not None
+        return self.primary_submitter.core
 
     @property
-    def grammars(self) -> GrammarCompiler:
-        assert self.primary is not None
-        return self.primary.grammars
+    def grammar_compiler(self) -> GrammarCompiler:
+        assert self.primary_submitter is not None
+        return self.primary_submitter.grammar_compiler
 
-    def running(self) -> list[AsyncLLMEngine]:
+    def running_engines(self) -> list[AsyncLLMEngine]:
         return [engine for engine in self.engines.values() if engine.state == "running"]
 
-    def cores(self) -> dict[int, EngineCore]:
+    def engine_cores(self) -> dict[int, EngineCore]:
         """Step loops of all engines by number, including engines that are closing."""
         submitters = {number: engine._submitter for number, engine in self.engines.items()}
         return {number: one.core for number, one in submitters.items() if one is not None}
 
-    def prompts_made(self) -> list[Future[None]]:
-        submitters = [engine._submitter for engine in self.running()]
-        return [one for each in submitters if each is not None for one in each.prompts_made()]
+    def pending_prompt_futures(self) -> list[Future[None]]:
+        submitters = [engine._submitter for engine in self.running_engines()]
+        return [
+            one for each in submitters if each is not None for one in each.pending_prompt_futures()
+        ]
 
     def has_running_requests(self) -> bool:
-        return any(core.scheduler.running for core in self.cores().values())
+        return any(core.scheduler.running for core in self.engine_cores().values())
 
-    def claim(self, engine: AsyncLLMEngine, number: int) -> None:
-        """Assign an engine to this group, under a number.
+    def claim_engine(self, engine: AsyncLLMEngine, number: int) -> None:
+        """Assign an engine to this group, and number it.
 
         Raises:
             InvalidRequestError: if another group has the engine.
         """
-        if self.in_other_group(engine):
-            raise check.invalid("engine", engine, "an engine that is in no other group")
+        if self.is_in_other_group(engine):
+            raise check.value_error("engine", engine, "an engine that is in no other group")
         engine._group, engine._observers.engine = self, number
 
-    def in_other_group(self, engine: AsyncLLMEngine) -> bool:
+    def is_in_other_group(self, engine: AsyncLLMEngine) -> bool:
         """Whether an engine belongs to another group."""
         return engine._group is not None and engine._group is not self
 
-    def release(self, *engines: AsyncLLMEngine) -> None:
-        """Detach engines, so that other groups may claim them. Takes no lock: a destructor calls
-        it."""
+    def release_engines(self, *engines: AsyncLLMEngine) -> None:
+        """Detach engines, so that other groups may claim them. Takes no lock, because a destructor
+        calls this method."""
         for engine in engines:
             if engine._group is self:
                 engine._group = engine._observers.engine = None
@@ -112,22 +115,22 @@ class GroupQueue:
                 else:
                     engine._cooldown = Cooldown(engine._has_running_requests)
 
-    def add(self, engine: AsyncLLMEngine, number: int) -> None:
-        """Add an engine, to which requests may then go."""
-        self.claim(engine, number)
+    def add_engine(self, engine: AsyncLLMEngine, number: int) -> None:
+        """Add an engine; later requests may go to it."""
+        self.claim_engine(engine, number)
         self.engines = {**self.engines, number: engine}
-        self.admit_waiting(engine)
+        self.admit_waiting_requests(engine)
 
-    def admit_waiting(self, engine: AsyncLLMEngine) -> None:
-        """Give waiting calls places at an engine, if the engine has started."""
+    def admit_waiting_requests(self, engine: AsyncLLMEngine) -> None:
+        """Give waiting requests places in an engine's queue, if the engine has started."""
         if engine._submitter is not None:
             admission = engine._submitter.core.admission
             admission.waiting_lines = (admission.waiting_line, self.waiting_line)
             self.waiting_line.advance()
 
-    def drop(self, number: int) -> None:
+    def drop_engine(self, number: int) -> None:
         """Forget an engine that has closed."""
-        self.release(self.engines[number])
+        self.release_engines(self.engines[number])
         self.engines = {key: engine for key, engine in self.engines.items() if key != number}
         self._router.forget(number)
         self._text_index.forget(number)
@@ -143,7 +146,7 @@ class GroupQueue:
 
     def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
         with self.waiting_line.lock:
-            submitter, stream = self._place(submission)
+            submitter, stream = self._place_request(submission)
         submitter.start(submission)
         return self._enable_retries(stream, submission, retries)
 
@@ -151,62 +154,61 @@ class GroupQueue:
         """Queue a request; if all queues are full, wait until an engine has a place for it."""
         group, is_gone = submission.request.group, running_backend().is_closed
         with self.waiting_line.lock:
-            placed = self.waiting_line.push(
-                group, partial(self._place_first_waiting, submission), is_gone
-            )
+            placement = self.waiting_line.push(group, partial(self._try_place, submission), is_gone)
         self.waiting_line.advance()
-        if not placed.done():
+        if not placement.done():
             try:
-                for core in self.cores().values():
+                for core in self.engine_cores().values():
                     core.check_waiting()
-                await wait_for(placed)
+                await wait_for(placement)
             except BaseException:
-                for engine in self.running()[:1]:
+                for engine in self.running_engines()[:1]:
                     if engine._submitter is not None and os.getpid() == self.core.pid:
-                        engine._submitter.core.send(self._stop_waiting, submission, placed)
+                        engine._submitter.core.send(self._cancel_waiting, submission, placement)
                 raise
             group.restart(self.core.clock())
-        submitter, stream = placed.result()
+        submitter, stream = placement.result()
         submitter.start(submission)
         return self._enable_retries(stream, submission, self._retries)
 
-    def _stop_waiting(self, submission: Submission, placed: Future[Any]) -> None:
-        """Remove a cancelled call from the waiting line or the queue. An engine thread runs this
-        function, because a destructor may have cancelled the call."""
+    def _cancel_waiting(self, submission: Submission, placement: Future[Any]) -> None:
+        """Remove a cancelled request from the waiting line, or from the engine that it was placed
+        at. An engine thread runs this method, because a destructor may have cancelled the call."""
         self.waiting_line.withdraw(submission.request.group)
         for observer in submission.observers:
-            observer.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
-        placed.add_done_callback(_abort_placed)
+            observer.withdraw_request()  # pyright: ignore[reportAttributeAccessIssue]
+        placement.add_done_callback(_abort_placed_request)
 
-    def _place_first_waiting(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
-        """Place the first waiting request; returns None if all queues are full."""
+    def _try_place(self, submission: Submission) -> tuple[Submitter, TokenStream] | None:
+        """Place a request of the waiting line; returns None if all queues are full."""
         try:
-            return self._place(submission, 1)
+            return self._place_request(submission, 1)
         except EngineOverloadedError:
             return None
 
-    def _place(
+    def _place_request(
         self, submission: Submission, num_waiting_lines: int | None = None
     ) -> tuple[Submitter, TokenStream]:
-        """Give a request its place at an engine, and make its stream. The caller holds the lock of
-        the waiting line, so that two requests cannot take one id.
+        """Give a request its place in an engine's queue, and make its stream. The caller holds the
+        lock of the waiting line, so that two requests cannot take one id.
 
         Args:
             num_waiting_lines: as for ``Admission.reserve``.
         """
         while True:
-            submitter, observer = self._choose(submission, num_waiting_lines)
+            submitter, observer = self._choose_engine(submission, num_waiting_lines)
             try:
                 return submitter, submitter.reserve(submission, num_waiting_lines)
             except BaseException as error:
                 if observer is not None:
-                    observer.withdraw()
-                was_taken = observer is not None and isinstance(error, EngineOverloadedError)
-                if not was_taken and not isinstance(error, EngineError):
+                    observer.withdraw_request()
+                # After the choice, the engine may have died or given its last place to another
+                # request: choose again.
+                is_full = observer is not None and isinstance(error, EngineOverloadedError)
+                if not is_full and not isinstance(error, EngineError):
                     raise
-                # Since the choice, the engine died or its last place was taken: choose again.
 
-    def _choose(
+    def _choose_engine(
         self, submission: Submission, num_waiting_lines: int | None
     ) -> tuple[Submitter, _RoutingObserver | None]:
         """Choose an engine for a request.
@@ -217,7 +219,7 @@ class GroupQueue:
             is always recorded, for engines that start later.
         """
         request, submission.observers = submission.request, ()
-        cores = self.cores().values()
+        cores = self.engine_cores().values()
         for core in cores:
             core.admission.check_id(request.request_id)
         submitters = {
@@ -232,10 +234,10 @@ class GroupQueue:
             (only,) = submitters.values()
             return only, None
         hashes = [] if request.token_ids else text_hashes(*_prompt_beginning(submission))
-        num_pieces = self._text_index.find(hashes, self.core.clock()) if hashes else {}
+        num_text_pieces = self._text_index.find(hashes, self.core.clock()) if hashes else {}
         candidates = []
         for number, submitter in submitters.items():
-            core, cached = submitter.core, num_pieces.get(number, 0) * _TOKENS_PER_PIECE
+            core, cached = submitter.core, num_text_pieces.get(number, 0) * _TOKENS_PER_TEXT_PIECE
             if len(request.group.members) > core.admission.max_queued_requests:
                 continue
             if request.token_ids:
@@ -253,7 +255,7 @@ class GroupQueue:
         if not candidates:
             largest = max(one.core.admission.max_queued_requests for one in submitters.values())
             accepted = f"at most max_queued_requests={largest}"
-            raise check.invalid("n", len(request.group.members), accepted)
+            raise check.value_error("n", len(request.group.members), accepted)
         route = self._router.choose(candidates, submission.num_tokens)
         number: Any = route.key
         sent_text = self._text_index.add(number, hashes, self.core.clock()) if hashes else None
@@ -265,10 +267,11 @@ class GroupQueue:
         self, stream: TokenStream, submission: Submission, retries: int
     ) -> TokenStream:
         """Have the request sent again if its engine dies before the first token."""
-        submission.stream = None  # Only the reader keeps the stream, so dropping it aborts.
+        # Only the reader keeps the stream: if the reader drops it, the request is aborted.
+        submission.stream = None
         stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
         if retries:
-            self.retryable[stream.request_id] = stream
+            self.retryable_streams[stream.request_id] = stream
         return stream
 
     def _resubmit(self, submission: Submission, retries: int, stream: TokenStream) -> bool:
@@ -281,12 +284,12 @@ class GroupQueue:
 
 @dataclass(slots=True, eq=False)
 class _RoutingObserver:
-    """Observer of one request, which updates the router's counts and the index of texts."""
+    """Observer of one request; updates the router's counts and the index of texts."""
 
     router: Router
     route: Route
     text_index: PrefixIndex
-    sent_text: Sent | None
+    sent_text: SentPrompt | None
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
         """Do nothing: the request was counted when it was routed."""
@@ -296,25 +299,25 @@ class _RoutingObserver:
 
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
         if usage.ttft is None:
-            self.withdraw()
+            self.withdraw_request()
         elif self.sent_text is not None:
-            pieces = len(self.sent_text.hashes) * usage.cached_tokens / usage.prompt_tokens
-            self.text_index.correct(self.sent_text, round(pieces))
+            num_pieces = len(self.sent_text.hashes) * usage.cached_tokens / usage.prompt_tokens
+            self.text_index.correct(self.sent_text, round(num_pieces))
 
-    def withdraw(self) -> None:
+    def withdraw_request(self) -> None:
         """Count the request as not sent: it was refused, or ended without a token."""
         self.router.settle(self.route)
         if self.sent_text is not None:
             self.text_index.withdraw(self.sent_text)
 
 
-def _abort_placed(placed: Future[Any]) -> None:
-    if placed.exception() is None and placed.result() is not None:
-        placed.result()[1].abort()
+def _abort_placed_request(placement: Future[Any]) -> None:
+    if placement.exception() is None and placement.result() is not None:
+        placement.result()[1].abort()
 
 
 def _prompt_beginning(submission: Submission) -> tuple[str, str | None]:
-    """Beginning of a prompt that is not tokenised yet, and its salt."""
+    """Beginning of the text of a prompt that is not tokenised yet, and the prompt's cache salt."""
     prompt, salt = submission.call[1], submission.request.cache_salt
     if isinstance(prompt, str):
         return prompt[:_MAX_HASHED_CHARACTERS], salt

@@ -16,12 +16,12 @@ from asyncllm.config import EngineConfig
 from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineError, EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
-from asyncllm.rows import RowResult, Rows, blocking_results
+from asyncllm.rows import RowJob, RowResult, blocking_results
 from asyncllm.runtime.handle import Handle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.validation import argument_error, invalid
+from asyncllm.validation import argument_error, value_error
 
 _MAX_RETRY_SECONDS = 0.1
 """Maximum number of seconds between a batch's attempts to submit to a full queue."""
@@ -159,7 +159,9 @@ class LLM(Handle):
         """
         is_one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
         name = None if is_one else "prompts"
-        return self._complete(self.engine.stream, name, prompts, sampling_params, progress, options)
+        return self._complete_batch(
+            self.engine.stream, name, prompts, sampling_params, progress, options
+        )
 
     def chat(
         self,
@@ -173,7 +175,9 @@ class LLM(Handle):
         errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
         is_one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
         name = None if is_one else "messages"
-        return self._complete(self.engine.chat, name, messages, sampling_params, progress, options)
+        return self._complete_batch(
+            self.engine.chat, name, messages, sampling_params, progress, options
+        )
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -204,9 +208,9 @@ class LLM(Handle):
         the reading thread. Closing the iterator, or losing the last reference to it, aborts the
         rows under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
         if not isinstance(rows, Iterable):
-            raise invalid("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
-        all_rows = Rows(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
-        self.engine._check_rows(all_rows, options)
+            raise value_error("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
+        job = RowJob(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)
+        self.engine._check_map_options(job, options)
 
         def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             inputs = self.engine._require_input_processor()
@@ -218,7 +222,7 @@ class LLM(Handle):
                     # The queue is full of other callers' requests.
                     time.sleep(min(refused.retry_after, _MAX_RETRY_SECONDS))
 
-        return blocking_results(all_rows, submit, self._mailbox)
+        return blocking_results(job, submit, self._mailbox)
 
     def tokenize(self, prompt: str | Messages, **options: Any) -> list[int]:
         """``AsyncLLMEngine.tokenize`` in the calling thread, with its arguments and errors."""
@@ -232,7 +236,7 @@ class LLM(Handle):
         prompts = self.engine._require_input_processor().prompts
         return prompts.prepare_detokenize(token_ids, skip_special_tokens)[1]()
 
-    def _complete(
+    def _complete_batch(
         self,
         submit: Callable[..., TokenStream],
         name: str | None,
@@ -241,9 +245,9 @@ class LLM(Handle):
         progress: bool | None,
         options: dict[str, Any],
     ) -> Any:
-        """Complete a batch in order, with as many requests at a time as the queue accepts; one
-        prompt if ``name`` is None. If an item of a batch fails, the error message has the
-        argument's ``name`` and the item's index."""
+        """Complete a batch in order, with as many requests at a time as the queue accepts. If an
+        item fails, the error message has the argument's ``name`` and the item's index. If ``name``
+        is None, ``prompts`` is a single prompt."""
         if name is None:
             prompts, sampling_params, progress = [prompts], [sampling_params], bool(progress)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -254,8 +258,8 @@ class LLM(Handle):
         live: deque[LLMStream] = deque()
         results: list[Completion] = []
 
-        def read_first() -> None:
-            with _adding_index_to_error(name, len(results)):
+        def read_first_stream() -> None:
+            with _add_index_to_error(name, len(results)):
                 results.append(live[0].result())
             live.popleft()
             advance()
@@ -265,20 +269,20 @@ class LLM(Handle):
                 for index, request in enumerate(zip(prompts, sampling_params, strict=True)):
                     while True:
                         try:
-                            with _adding_index_to_error(name, index):
+                            with _add_index_to_error(name, index):
                                 stream = submit(*request, **options)
                             live.append(LLMStream(stream, self._mailbox))
                             break
                         except EngineOverloadedError as refused:
                             if live:
-                                read_first()
+                                read_first_stream()
                             elif results:
                                 # The queue is full of other callers' requests.
                                 time.sleep(min(refused.retry_after, _MAX_RETRY_SECONDS))
                             else:
                                 raise
                 while live:
-                    read_first()
+                    read_first_stream()
             finally:
                 # Close the streams here: if the caller keeps the exception, its traceback keeps
                 # them alive, and no destructor runs.
@@ -318,8 +322,8 @@ class LLM(Handle):
 
 
 @contextlib.contextmanager
-def _adding_index_to_error(name: str | None, index: int) -> Iterator[None]:
-    """Context that adds the index of a batch's item to the message of its error."""
+def _add_index_to_error(name: str | None, index: int) -> Iterator[None]:
+    """Context manager that adds the index of a batch's item to the message of its error."""
     try:
         yield
     except RequestError as error:

@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 
-class GuardedLogger(logging.LoggerAdapter[logging.Logger]):
+class NonRaisingLogger(logging.LoggerAdapter[logging.Logger]):
     """Logger whose calls do not raise: an error in the application's handlers must not end the
     engine. The error is reported as ``logging.Handler.handleError`` does; a Ctrl-C is raised."""
 
@@ -32,5 +32,5 @@ def is_interrupt(error: BaseException) -> bool:
     return main and issubclass(type(error), KeyboardInterrupt)
 
 
-def get_logger(name: str) -> GuardedLogger:
-    return GuardedLogger(logging.getLogger(name))
+def get_logger(name: str) -> NonRaisingLogger:
+    return NonRaisingLogger(logging.getLogger(name))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.validation import describe, explain, invalid
+from asyncllm.validation import describe, explain, value_error
 
 ENTRY_POINTS = "asyncllm.logits_processors"
 """Entry point group by which other distributions add processors to every engine."""
@@ -125,15 +125,17 @@ def applicable_processors(
     for name in sampling_params.extra_args or ():
         if name not in known:
             accepted = ", ".join(sorted(known)) or "none: the engine has no such logits processor"
-            raise invalid("extra_args", name, f"a key that a logits processor reads ({accepted})")
+            raise value_error(
+                "extra_args", name, f"a key that a logits processor reads ({accepted})"
+            )
     return tuple(
         index
         for index, processor in enumerate(processors)
-        if _claims_request(processor, sampling_params)
+        if _applies_to_request(processor, sampling_params)
     )
 
 
-def _claims_request(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
+def _applies_to_request(processor: LogitsProcessor, sampling_params: SamplingParams) -> bool:
     try:
         processor.validate_params(sampling_params)
         if not processor.claims(sampling_params):

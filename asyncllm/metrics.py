@@ -44,37 +44,45 @@ TIME_BUCKETS = tuple(value / 1000 for value in TOKEN_BUCKETS)
 """Bucket bounds of times: 1 ms to 1000 s, for small models as well as long queues."""
 OUTPUT_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # vLLM's buckets, which its dashboards and alerts expect.
-_VLLM_FIRST_TOKEN = (
+_VLLM_TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_VLLM_PER_TOKEN = (
+_VLLM_TIME_PER_TOKEN_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-_VLLM_LATENCY = (
+_VLLM_LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
 
 _HISTOGRAMS = (
-    ("time_to_first_token_seconds", "From submission to the first token.", _VLLM_FIRST_TOKEN),
+    ("time_to_first_token_seconds", "From submission to the first token.", _VLLM_TTFT_BUCKETS),
     (
         "inter_token_latency_seconds",
         "Time between two tokens: a request's mean, counted once for each of its intervals.",
-        _VLLM_PER_TOKEN,
+        _VLLM_TIME_PER_TOKEN_BUCKETS,
     ),
     (
         "request_time_per_output_token_seconds",
         "Mean time between two tokens of a request.",
-        _VLLM_PER_TOKEN,
+        _VLLM_TIME_PER_TOKEN_BUCKETS,
     ),
-    ("e2e_request_latency_seconds", "From submission to the end of the request.", _VLLM_LATENCY),
-    ("request_queue_time_seconds", "From submission to the first step.", _VLLM_LATENCY),
-    ("request_prefill_time_seconds", "From the first step to the first token.", _VLLM_LATENCY),
-    ("request_decode_time_seconds", "From the first token to the end.", _VLLM_LATENCY),
-    ("request_inference_time_seconds", "From the first step to the end.", _VLLM_LATENCY),
+    (
+        "e2e_request_latency_seconds",
+        "From submission to the end of the request.",
+        _VLLM_LATENCY_BUCKETS,
+    ),
+    ("request_queue_time_seconds", "From submission to the first step.", _VLLM_LATENCY_BUCKETS),
+    (
+        "request_prefill_time_seconds",
+        "From the first step to the first token.",
+        _VLLM_LATENCY_BUCKETS,
+    ),
+    ("request_decode_time_seconds", "From the first token to the end.", _VLLM_LATENCY_BUCKETS),
+    ("request_inference_time_seconds", "From the first step to the end.", _VLLM_LATENCY_BUCKETS),
     ("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS),
     ("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS),
     ("request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKEN_BUCKETS),
@@ -152,7 +160,7 @@ class _EngineRecord:
         self.errors: dict[str, int] = {}
         self._stats = EngineStats()
 
-    def records(self) -> list[_EngineRecord]:
+    def engine_records(self) -> list[_EngineRecord]:
         return [self]
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
@@ -192,7 +200,7 @@ class _EngineRecord:
         return self._stats
 
 
-class _GroupRecords:
+class _GroupObserver:
     """Observer of an EngineGroup, which has a record for each of its engines."""
 
     def __init__(
@@ -204,7 +212,7 @@ class _GroupRecords:
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
         """Make the record, before the engine can be removed."""
-        self.records()
+        self.engine_records()
 
     def on_first_token(self, request: Request) -> None:
         self._records[request.group.engine].on_first_token(request)
@@ -212,7 +220,7 @@ class _GroupRecords:
     def on_finish(self, request: Request, usage: Usage, error: BaseException | None) -> None:
         self._records[request.group.engine].on_finish(request, usage, error)
 
-    def records(self) -> list[_EngineRecord]:
+    def engine_records(self) -> list[_EngineRecord]:
         """Records of all current and former engines of the group."""
         group = self.engine()
         for number, engine in ({} if group is None else group.engines).items():
@@ -274,10 +282,10 @@ class EngineMetrics(Collector):
         labels: Mapping[str, str] | None = None,
     ) -> None:
         if compat not in (None, "vllm"):
-            raise check.invalid("compat", compat, '"vllm" or None')
+            raise check.value_error("compat", compat, '"vllm" or None')
         engines = list(engine) if isinstance(engine, Sequence) else [engine]
         if not engines:
-            raise check.invalid("engine", engines, "at least one engine")
+            raise check.value_error("engine", engines, "at least one engine")
         if len(engines) > 1 and any(isinstance(engine, EngineGroup) for engine in engines):
             problem = "expected an EngineGroup alone, not beside other engines"
             raise check.argument_error("engine", problem)
@@ -291,14 +299,14 @@ class EngineMetrics(Collector):
             return _EngineRecord(engine, labels, compat is not None)
 
         self._observers = [
-            _GroupRecords(engine_or_group, make_record)
+            _GroupObserver(engine_or_group, make_record)
             if isinstance(engine_or_group, EngineGroup)
             else make_record(engine_or_group, index)
             for index, engine_or_group in enumerate(engines)
         ]
         self.registry = CollectorRegistry() if registry is None else registry
         self.registry.register(self)
-        self._closed = False
+        self._is_closed = False
         for engine_or_group, observer in zip(engines, self._observers, strict=True):
             engine_or_group.add_observer(observer)
 
@@ -309,9 +317,9 @@ class EngineMetrics(Collector):
 
     def close(self) -> None:
         """Unregister the collector, and stop observing the engines. Idempotent."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         for observer in self._observers:
             if (engine := observer.engine()) is not None:
                 engine.remove_observer(observer)
@@ -331,7 +339,7 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._make_families(
-            [record for observer in self._observers for record in observer.records()]
+            [record for observer in self._observers for record in observer.engine_records()]
         )
 
     def _make_families(self, records: Sequence[_EngineRecord]) -> list[Metric]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncllm.logger import get_logger, is_interrupt
 from asyncllm.outputs import Usage
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
@@ -76,9 +76,10 @@ def outputs_of(request: Request) -> list[Request]:
 
 @dataclass(slots=True, eq=False)
 class ObserverNotifier:
-    """Calls the observers of one request. ``submitted`` and ``finished`` may run on two threads at
-    once (the engine may die in the middle of ``stream()``): the later of them reports the end. A
-    first token that arrives before ``on_submit`` has returned is reported just before the end."""
+    """Calls the observers of one request. Two threads may run ``notify_submit`` and
+    ``notify_finish`` at once, if the engine dies during ``stream()``: the later call reports the
+    end. A first token that arrives before ``on_submit`` has returned is reported just before the
+    end."""
 
     _request: Request
     _observers: tuple[Observer, ...]
@@ -87,17 +88,17 @@ class ObserverNotifier:
     # Popping is atomic, so two threads never make the same call of an observer.
     _calls: deque[tuple[Any, ...]] = field(default_factory=deque)
 
-    def submitted(self, submission: RequestInfo) -> None:
+    def notify_submit(self, submission: RequestInfo) -> None:
         for observer in self._observers:
             _call_method(observer, "on_submit", self._request, submission)
         self._is_submitted = True
         if self._has_ended:
             self._make_calls()
 
-    def first_token(self) -> None:
+    def notify_first_token(self) -> None:
         self._add_calls("on_first_token")
 
-    def finished(self, usage: Usage, error: BaseException | None) -> None:
+    def notify_finish(self, usage: Usage, error: BaseException | None) -> None:
         self._has_ended = True
         self._add_calls("on_finish", usage, error)
 
@@ -133,7 +134,7 @@ class Observers:
         """
         if not (hasattr(observer, "on_submit") and hasattr(observer, "on_finish")):
             accepted = "an object with the methods on_submit and on_finish"
-            raise invalid("observer", observer, accepted)
+            raise value_error("observer", observer, accepted)
         with self._lock:
             if not any(other is observer for other in self.registered):
                 self.registered = (*self.registered, observer)

@@ -43,7 +43,7 @@ class TokenLogprobs:
         self._content = (sampled, top)
 
     @classmethod
-    def _packed(cls, content: bytes) -> TokenLogprobs:
+    def _from_packed(cls, content: bytes) -> TokenLogprobs:
         """Make a TokenLogprobs from packed 32-bit numbers. The numbers are the sampled token's id,
         rank and log-probability, then id and log-probability of each likeliest token."""
         packed = cls.__new__(cls)
@@ -55,9 +55,9 @@ class TokenLogprobs:
         content = self._content
         return len(content) // 8 - 1 if isinstance(content, bytes) else len(content[1])
 
-    def _rows(self) -> tuple[tuple[int, float], Iterable[tuple[int, float]]]:
-        """Ids and log-probabilities of the sampled and the likeliest tokens. No Logprob objects are
-        made."""
+    def _ids_and_logprobs(self) -> tuple[tuple[int, float], Iterable[tuple[int, float]]]:
+        """Ids and log-probabilities of the sampled and the likeliest tokens, without making Logprob
+        objects."""
         content = self._content
         if isinstance(content, bytes):
             numbers = unpack(f"=iif{self._num_top * 'if'}", content)
@@ -65,10 +65,10 @@ class TokenLogprobs:
         sampled, top = content
         return sampled[:2], [entry[:2] for entry in top]
 
-    def _unpacked(self) -> tuple[Logprob, tuple[Logprob, ...]]:
+    def _unpack_logprobs(self) -> tuple[Logprob, tuple[Logprob, ...]]:
         content = self._content
         if isinstance(content, bytes):
-            (token_id, logprob), top = self._rows()
+            (token_id, logprob), top = self._ids_and_logprobs()
             (rank,) = unpack_from("=i", content, 4)
             likeliest = tuple([Logprob(*entry, at) for at, entry in enumerate(top, 1)])
             content = self._content = Logprob(token_id, logprob, rank), likeliest
@@ -76,33 +76,33 @@ class TokenLogprobs:
 
     @property
     def sampled(self) -> Logprob:
-        return self._unpacked()[0]
+        return self._unpack_logprobs()[0]
 
     @property
     def top(self) -> tuple[Logprob, ...]:
-        return self._unpacked()[1]
+        return self._unpack_logprobs()[1]
 
     @property
     def token_id(self) -> int:
-        return self._rows()[0][0]
+        return self._ids_and_logprobs()[0][0]
 
     @property
     def logprob(self) -> float:
-        return self._rows()[0][1]
+        return self._ids_and_logprobs()[0][1]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._unpacked())
+        return iter(self._unpack_logprobs())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenLogprobs):
             return NotImplemented
-        return self._unpacked() == other._unpacked()
+        return self._unpack_logprobs() == other._unpack_logprobs()
 
     def __hash__(self) -> int:
-        return hash(self._unpacked())
+        return hash(self._unpack_logprobs())
 
     def __repr__(self) -> str:
-        sampled, top = self._unpacked()
+        sampled, top = self._unpack_logprobs()
         return f"TokenLogprobs({sampled=}, {top=})"
 
 

@@ -23,42 +23,40 @@ from asyncllm.outputs import EngineStats
 Key = Hashable
 """Name of an engine, chosen by the caller: its number or its address."""
 
-TEXT_PIECE = 2048
-"""Number of characters of a text that ``text_hashes`` hashes together."""
+TEXT_PIECE_CHARACTERS = 2048
+"""Number of characters of each piece of a text that ``text_hashes`` hashes."""
 
-_MAX_HASHED_PIECES = 32
+_MAX_HASHED_TEXT_PIECES = 32
 """Maximum number of pieces of a text that ``text_hashes`` hashes: 64 KiB of text."""
 
 _TOKENS_PER_RUNNING_REQUEST = 32
 """Load of a running request in prompt tokens: in a step, its one token takes as long as several
 prompt tokens."""
 
-_EQUAL_RATE_RATIO = 1.5
-"""Ratio of an engine's token rate to the median rate up to which the rate counts as the median,
-because measured rates of equal engines differ."""
+_RATE_TOLERANCE_FACTOR = 1.5
+"""A token rate within this factor of the median rate counts as the median, because measured rates
+of equal engines differ."""
 
-_MAX_RATE_RATIO = 8.0
-"""Largest ratio of an engine's token rate to the median rate; a rate beyond it counts as that."""
+_MAX_RATE_OVER_MEDIAN = 8.0
+"""Largest ratio between an engine's token rate and the median rate; larger ratios are clamped."""
 
 _NUM_RECENT_CHOICES = 256
-"""Number of latest choices per engine that count as recent. With fewer choices, prompts that are
-short beside their shared prefix stay with one engine; with more choices, an old burst counts for
-long."""
+"""Number of latest choices per engine that count as recent. With fewer, prompts that are mostly a
+shared prefix all go to one engine; with more, an old burst influences choices for a long time."""
 
-_EXCESS_SHARE = 0.5
-"""Part of an engine's excess of recent tokens over the mean that is added to its load."""
+_EXCESS_TOKENS_SHARE = 0.5
+"""Part of an engine's recent tokens above the mean that is added to its load."""
 
 _MAX_DECAY_WEIGHT = 1e6
 """Value of ``Router._decay_weight`` at which all recent loads are scaled down."""
 
-_NUM_TRUST_REQUESTS = 8
-"""Number of requests over which an engine's ``trust`` is averaged: the share of expected cache hits
-that it confirmed."""
+_TRUST_WINDOW_REQUESTS = 8
+"""Number of requests that the moving average ``_EngineLoad.trust`` covers."""
 
-_MAX_ARGUMENT = 1e18
-"""Maximum of times and numbers of tokens in arguments."""
+_MAX_ARGUMENT_VALUE = 1e18
+"""Largest accepted value of an argument that is a time or a number of tokens."""
 
-_NO_KEYS: frozenset[Key] = frozenset()
+_NO_ENGINE_KEYS: frozenset[Key] = frozenset()
 
 
 @dataclass(slots=True)
@@ -120,9 +118,9 @@ class Route:
     num_tokens: int
     cached_tokens: int
     seconds: float
-    _claimed_tokens: int = field(repr=False)
+    _reported_cached_tokens: int = field(repr=False)
     _load: _EngineLoad = field(repr=False)
-    _is_pending: bool = field(default=True, init=False, repr=False)
+    _is_counted: bool = field(default=True, init=False, repr=False)
 
 
 class Router:
@@ -178,76 +176,79 @@ class Router:
             message = f"the queues of {len(usable)} engines are full; try again in {wait:.2f} s"
             raise EngineOverloadedError(message, retry_after=wait)
         with self._lock:
-            return self._choose(ready, num_tokens)
+            return self._choose_engine(ready, num_tokens)
 
     def settle(self, route: Route, cached_tokens: int | None = None) -> None:
-        """Stop counting a request as sent: it has its first token, has ended, or was not accepted.
-        Later calls for the same route do nothing.
+        """Stop counting a request in its engine's load: it has its first token, has ended, or was
+        not accepted. Later calls for the same route do nothing.
 
         Args:
-            cached_tokens: how many tokens were cached in the end, as ``usage.cached_tokens`` says.
-                ``cached_tokens`` of the engine's later candidates is scaled accordingly. None if
-                the request had no token.
+            cached_tokens: how many tokens were cached in the end, as ``usage.cached_tokens`` says;
+                None if the request had no token. If the engine's candidate promised more, the
+                router scales down ``cached_tokens`` of the engine's later candidates.
 
         Raises:
             InvalidRequestError: for anything but a Route and a number of tokens.
         """
         if not isinstance(route, Route):
-            raise check.invalid("route", route, "a Route, as choose() returns it")
+            raise check.value_error("route", route, "a Route, as choose() returns it")
         cached_tokens = check.integer("cached_tokens", cached_tokens, 0, optional=True)
         with self._lock:
-            if not route._is_pending:
+            if not route._is_counted:
                 return
-            load, route._is_pending = route._load, False
+            load, route._is_counted = route._load, False
             load.num_requests -= 1
             load.num_tokens -= route.num_tokens
             load.num_uncached -= route.num_tokens - route.cached_tokens
-            if cached_tokens is not None and route._claimed_tokens > 0:
-                share = min(cached_tokens / route._claimed_tokens, 1.0)
-                load.trust += (share - load.trust) / _NUM_TRUST_REQUESTS
+            if cached_tokens is not None and route._reported_cached_tokens > 0:
+                share = min(cached_tokens / route._reported_cached_tokens, 1.0)
+                load.trust += (share - load.trust) / _TRUST_WINDOW_REQUESTS
 
     def forget(self, key: Key) -> None:
         """Forget an engine that was removed or has died, and the requests sent to it."""
         with self._lock:
             self._loads.pop(key, None)
 
-    def _choose(self, ready: Sequence[Candidate], num_tokens: int) -> Route:
-        median_rate = _median_rate(ready)
-        loads = [load for candidate in ready if (load := self._loads.get(candidate.key))]
+    def _choose_engine(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
+        median_rate = _median_rate(candidates)
+        loads = [load for candidate in candidates if (load := self._loads.get(candidate.key))]
         mean = sum(load.recent_uncached for load in loads) / max(len(loads), 1)
-        if len(loads) < len(ready):
-            # A new engine counts as an average one, so that it changes no other engine's excess.
+        if len(loads) < len(candidates):
+            # A new engine starts with the mean load, so that the mean does not change.
             loads = [
-                self._loads.setdefault(one.key, _EngineLoad(recent_uncached=mean)) for one in ready
+                self._loads.setdefault(one.key, _EngineLoad(recent_uncached=mean))
+                for one in candidates
             ]
-        excess_weight = _EXCESS_SHARE / self._decay_weight
-        best, least_seconds = 0, math.inf
-        for i, (candidate, load) in enumerate(zip(ready, loads, strict=True)):
+        excess_weight = _EXCESS_TOKENS_SHARE / self._decay_weight
+        best_index, least_seconds = 0, math.inf
+        for i, (candidate, load) in enumerate(zip(candidates, loads, strict=True)):
             stats = candidate.stats
-            work = num_tokens + load.num_uncached
-            work += candidate.missing_tokens
+            num_work_tokens = num_tokens + load.num_uncached
+            num_work_tokens += candidate.missing_tokens
             if candidate.cached_tokens > 0:
-                work -= _usable_hit(candidate, load, num_tokens)
+                num_work_tokens -= _expected_cached_tokens(candidate, load, num_tokens)
             if stats.num_queued_tokens > load.num_tokens:
-                work += stats.num_queued_tokens - load.num_tokens
+                num_work_tokens += stats.num_queued_tokens - load.num_tokens
             num_running = load.num_requests
             if stats.num_running > num_running:
                 num_running = stats.num_running
-            work += _TOKENS_PER_RUNNING_REQUEST * num_running
+            num_work_tokens += _TOKENS_PER_RUNNING_REQUEST * num_running
             if load.recent_uncached > mean:
-                work += excess_weight * (load.recent_uncached - mean)
+                num_work_tokens += excess_weight * (load.recent_uncached - mean)
             rate = stats.prompt_tokens_per_second
             if rate != median_rate:
-                rate = _credible_rate(rate, median_rate)
-            if work < least_seconds * rate:
-                best, least_seconds = i, work / rate
-        candidate, load = ready[best], loads[best]
-        hit = _usable_hit(candidate, load, num_tokens)
-        route = Route(candidate.key, num_tokens, hit, least_seconds, candidate.cached_tokens, load)
-        self._count_sent(route, len(ready))
+                rate = _clamp_rate(rate, median_rate)
+            if num_work_tokens < least_seconds * rate:
+                best_index, least_seconds = i, num_work_tokens / rate
+        candidate, load = candidates[best_index], loads[best_index]
+        num_cached = _expected_cached_tokens(candidate, load, num_tokens)
+        route = Route(
+            candidate.key, num_tokens, num_cached, least_seconds, candidate.cached_tokens, load
+        )
+        self._add_to_load(route, len(candidates))
         return route
 
-    def _count_sent(self, route: Route, num_engines: int) -> None:
+    def _add_to_load(self, route: Route, num_engines: int) -> None:
         """Add a route to the load of its engine, until ``settle``."""
         load, num_uncached = route._load, route.num_tokens - route.cached_tokens
         load.num_requests += 1
@@ -263,7 +264,7 @@ class Router:
 
 def _check_candidates(candidates: Sequence[Candidate]) -> None:
     """Raise InvalidRequestError for malformed candidates or repeated keys."""
-    candidate_tuple = check.items("candidates", candidates, "a list of candidates")
+    candidate_tuple = check.bounded_tuple("candidates", candidates, "a list of candidates")
     for i, candidate in enumerate(candidate_tuple):
         try:
             if (
@@ -278,30 +279,32 @@ def _check_candidates(candidates: Sequence[Candidate]) -> None:
             pass
         name = f"candidates[{i}]"
         if not isinstance(candidate, Candidate):
-            raise check.invalid(name, candidate, "a Candidate")
+            raise check.value_error(name, candidate, "a Candidate")
         if not isinstance(candidate.stats, EngineStats):
-            raise check.invalid(f"{name}.stats", candidate.stats, "EngineStats")
+            raise check.value_error(f"{name}.stats", candidate.stats, "EngineStats")
         for field_name in ("cached_tokens", "missing_tokens", "retry_after"):
-            check.number(f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_ARGUMENT)
+            check.number(
+                f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_ARGUMENT_VALUE
+            )
     keys = [candidate.key for candidate in candidate_tuple]
     try:
         if len(set(keys)) == len(keys):
             return
     except TypeError:
-        raise check.invalid("candidates", keys, "keys that can be hashed") from None
-    raise check.invalid("candidates", keys, "each key once")
+        raise check.value_error("candidates", keys, "keys that can be hashed") from None
+    raise check.value_error("candidates", keys, "each key once")
 
 
-def _usable_hit(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int:
+def _expected_cached_tokens(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int:
     """Tokens of a prompt that are expected to be cached; the last token is always computed."""
     return min(int(candidate.cached_tokens * load.trust), num_tokens - 1)
 
 
-def _credible_rate(rate: float, median: float) -> float:
-    """Rate of an engine, bounded by its ratio to the median rate."""
-    if not rate > 0.0 or median / _EQUAL_RATE_RATIO < rate < median * _EQUAL_RATE_RATIO:
+def _clamp_rate(rate: float, median: float) -> float:
+    """Rate of an engine, clamped to within a factor of the median rate."""
+    if not rate > 0.0 or median / _RATE_TOLERANCE_FACTOR < rate < median * _RATE_TOLERANCE_FACTOR:
         return median
-    return min(max(rate, median / _MAX_RATE_RATIO), median * _MAX_RATE_RATIO)
+    return min(max(rate, median / _MAX_RATE_OVER_MEDIAN), median * _MAX_RATE_OVER_MEDIAN)
 
 
 def _median_rate(candidates: Iterable[Candidate]) -> float:
@@ -330,14 +333,14 @@ def block_hashes(
     try:
         append_block_hashes(hashes, token_ids, block_size, cache_salt)
     except (TypeError, OverflowError):
-        raise check.invalid("token_ids", token_ids, "integers from 0 to 2**32 - 1") from None
+        raise check.value_error("token_ids", token_ids, "integers from 0 to 2**32 - 1") from None
     return hashes
 
 
 def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
-    """Hashes of the pieces of a text that is not tokenised yet. A piece has 2 KiB, and its hash
-    covers the text up to the end of the piece. Only the first 64 KiB have hashes. A shorter piece
-    at the end has none, because the text may grow.
+    """Hashes of the pieces of a text that is not tokenised yet. A piece has 2048 characters, and
+    its hash covers the text up to the end of the piece. Only the first 32 pieces have hashes. A
+    shorter piece at the end has none, because the text may grow.
 
     Args:
         text: the beginning of the prompt, or all of it.
@@ -347,25 +350,27 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
         InvalidRequestError: for an argument of a wrong type.
     """
     if not isinstance(text, str):
-        raise check.invalid("text", text, "a string")
+        raise check.value_error("text", text, "a string")
     cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
     hashes, parent = [], root_hash(cache_salt)
-    for i in range(min(len(text) // TEXT_PIECE, _MAX_HASHED_PIECES)):
-        piece = text[i * TEXT_PIECE : (i + 1) * TEXT_PIECE].encode("utf-8", "surrogatepass")
+    for i in range(min(len(text) // TEXT_PIECE_CHARACTERS, _MAX_HASHED_TEXT_PIECES)):
+        piece = text[i * TEXT_PIECE_CHARACTERS : (i + 1) * TEXT_PIECE_CHARACTERS].encode(
+            "utf-8", "surrogatepass"
+        )
         parent = hashlib.blake2b(parent + piece, digest_size=len(parent)).digest()
         hashes.append(parent)
     return hashes
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class SentPrompt:
     """Record of a prompt that was added to a PrefixIndex.
 
     Attributes:
         key: the engine that it was sent to.
         hashes: its block hashes.
-        known_stamps: stamps of the prompt's leading blocks that the index had; 0 for a block of a
-            prompt that is still under way.
+        known_stamps: for each leading block that the index already had, the stamp of the latest
+            prompt with that block; 0 if that prompt is still being computed.
         stamp: serial number of the prompt in the index.
     """
 
@@ -400,7 +405,7 @@ class PrefixIndex:
         self._holders: dict[bytes, set[Key]] = {}
         self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
         self._stamp = 0
-        self._under_way: set[int] = set()
+        self._pending_stamps: set[int] = set()
 
     def find(self, hashes: Sequence[bytes], now: float) -> dict[Key, int]:
         """Number of leading blocks of a prompt that each engine is expected to have; engines
@@ -410,7 +415,7 @@ class PrefixIndex:
             hashes: the prompt's block hashes.
             now: the time in seconds, by the clock of ``add``.
         """
-        _check_prompt(hashes, now)
+        _check_hashes_and_time(hashes, now)
         with self._lock:
             num_blocks_by_key: dict[Key, int] = {}
             # Bisect: ``keys`` have the first ``low`` blocks, and none has more than ``high``.
@@ -421,7 +426,7 @@ class PrefixIndex:
                     num_blocks_by_key.update(dict.fromkeys(keys, low))
                     continue
                 middle = (low + high + 1) // 2
-                longer_keys = keys & self._holders.get(hashes[middle - 1], _NO_KEYS)
+                longer_keys = keys & self._holders.get(hashes[middle - 1], _NO_ENGINE_KEYS)
                 if longer_keys:
                     ranges.append((longer_keys, middle, high))
                 if middle > 1 and len(longer_keys) < len(keys):
@@ -434,16 +439,16 @@ class PrefixIndex:
                     num_blocks_by_key[key] = count
             return {key: count for key, count in num_blocks_by_key.items() if count}
 
-    def add(self, key: Key, hashes: Sequence[bytes], now: float) -> Sent:
-        """Add a prompt that is sent to an engine. It is under way until ``correct`` or
-        ``withdraw``, one of which has to follow.
+    def add(self, key: Key, hashes: Sequence[bytes], now: float) -> SentPrompt:
+        """Add a prompt that is sent to an engine. The prompt counts as being computed until
+        ``correct`` or ``withdraw``, one of which has to follow.
 
         Args:
             key: the engine.
             hashes: the prompt's block hashes.
             now: the time in seconds.
         """
-        _check_prompt(hashes, now)
+        _check_hashes_and_time(hashes, now)
         with self._lock:
             self._stamp += 1
             blocks = self._blocks.setdefault(key, OrderedDict())
@@ -455,7 +460,7 @@ class PrefixIndex:
                 entry = blocks.get(block_hash)
                 if entry is None:
                     break
-                stamps.append(0 if entry[0] in self._under_way else entry[0])
+                stamps.append(0 if entry[0] in self._pending_stamps else entry[0])
             for block_hash in reversed(indexed):
                 blocks[block_hash] = self._stamp, now
                 blocks.move_to_end(block_hash)
@@ -463,22 +468,21 @@ class PrefixIndex:
                 self._holders.setdefault(block_hash, set()).add(key)
             while len(blocks) > self.max_blocks:
                 self._drop_oldest(key, blocks)
-            self._under_way.add(self._stamp)
-            return Sent(key, indexed, stamps, self._stamp)
+            self._pending_stamps.add(self._stamp)
+            return SentPrompt(key, indexed, stamps, self._stamp)
 
-    def correct(self, sent: Sent, num_blocks: int) -> None:
-        """Correct the index by the number of blocks of a computed prompt that the engine really had
-        cached. If that is less than expected, the missing blocks were evicted, and all less
-        recently used blocks too. Nothing was evicted if the first missing block was still to be
-        computed for another prompt.
+    def correct(self, sent: SentPrompt, num_blocks: int) -> None:
+        """Correct the index after a prompt was computed: ``num_blocks`` of its blocks were cached.
+        If that is less than expected, the engine has evicted the missing blocks and all less
+        recently used blocks, unless another prompt was still computing the first missing block.
 
         Args:
             num_blocks: leading blocks that were cached: ``usage.cached_tokens // block_size``.
         """
-        _check_sent(sent)
+        _check_sent_prompt(sent)
         num_blocks = check.integer("num_blocks", num_blocks, 0)
         with self._lock:
-            self._under_way.discard(sent.stamp)
+            self._pending_stamps.discard(sent.stamp)
             if num_blocks >= len(sent.known_stamps):
                 return
             evicted = sent.known_stamps[num_blocks]
@@ -486,12 +490,12 @@ class PrefixIndex:
             while blocks and next(iter(blocks.values()))[0] <= evicted:
                 self._drop_oldest(sent.key, blocks)
 
-    def withdraw(self, sent: Sent) -> None:
+    def withdraw(self, sent: SentPrompt) -> None:
         """Forget a prompt that the engine did not compute: it was refused, or ended before its
         first token. Blocks that a later prompt shares are kept."""
-        _check_sent(sent)
+        _check_sent_prompt(sent)
         with self._lock:
-            self._under_way.discard(sent.stamp)
+            self._pending_stamps.discard(sent.stamp)
             blocks = self._blocks.get(sent.key, OrderedDict())
             for block_hash in sent.hashes[len(sent.known_stamps) :]:
                 if block_hash in blocks and blocks[block_hash][0] == sent.stamp:
@@ -515,12 +519,12 @@ class PrefixIndex:
             del self._holders[block_hash]
 
 
-def _check_prompt(hashes: Any, now: Any) -> None:
-    check.number("now", now, -_MAX_ARGUMENT, _MAX_ARGUMENT)
+def _check_hashes_and_time(hashes: Any, now: Any) -> None:
+    check.number("now", now, -_MAX_ARGUMENT_VALUE, _MAX_ARGUMENT_VALUE)
     if not isinstance(hashes, Sequence) or set(map(type, hashes)) - {bytes}:
-        raise check.invalid("hashes", hashes, "a list of block hashes")
+        raise check.value_error("hashes", hashes, "a list of block hashes")
 
 
-def _check_sent(sent: Any) -> None:
-    if not isinstance(sent, Sent):
-        raise check.invalid("sent", sent, "what add() returned")
+def _check_sent_prompt(sent: Any) -> None:
+    if not isinstance(sent, SentPrompt):
+        raise check.value_error("sent", sent, "what add() returned")

@@ -1,4 +1,4 @@
-"""Rows: the requests of a batch job, a bounded number at a time."""
+"""RowJob: submits the rows of a batch job, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -87,29 +87,29 @@ class _Row:
             self.on_end(self)
 
     def set(self) -> None:
-        """Call ``set_result``. A ThreadMailbox calls this method instead, as on an Event."""
+        """Call ``set_result``. A ThreadMailbox calls ``set``, as on a threading.Event."""
         self.set_result()
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context manager for reading a row's stream: an exception becomes the row's error."""
+    def store_read_error(self) -> Iterator[None]:
+        """Context manager that stores an exception of reading the stream as the row's error."""
         try:
             yield
         except Exception as error:
             replace_tracebacks(error)
             self.error = error
         finally:
-            # Break the cycle of the row and its channel, whose waiter it is.
+            # Break a reference cycle: the row has the stream's channel, whose waiter is the row.
             self.stream = None
 
 
 @dataclass(eq=False)
-class Rows:
-    """The rows of one batch job: how a row becomes a request, and the rows under way.
+class RowJob:
+    """Batch job of ``map``: how a row becomes a request, and the rows under way.
 
     Attributes:
         wake: function called when a row has ended; set by the reader.
-        limit: maximum number of rows that were drawn and whose results were not read.
+        row_limit: maximum number of rows that were drawn and whose results were not read.
         is_running: function that returns whether the engine accepts requests; if it does not, the
             engine's error ends the job.
         error: exception that ended the job, until it is raised.
@@ -127,7 +127,7 @@ class Rows:
     max_under_way: int | None = None
     progress: Callable[[int, int], object] | None = None
     wake: Callable[[], object] = field(init=False)
-    limit: int = field(init=False)
+    row_limit: int = field(init=False)
     is_running: Callable[[], bool] = field(init=False)
     error: BaseException | None = field(init=False, default=None)
     is_exhausted: bool = field(init=False, default=False)
@@ -141,24 +141,24 @@ class Rows:
     def __post_init__(self) -> None:
         for name in ("prompt", "key", "progress"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
-                raise check.invalid(name, getattr(self, name), "a function, or None")
+                raise check.value_error(name, getattr(self, name), "a function, or None")
         if not isinstance(self.done, Container) or isinstance(self.done, str):
-            raise check.invalid("done", self.done, "a container of keys, such as a set")
+            raise check.value_error("done", self.done, "a container of keys, such as a set")
         self.ordered = check.boolean("ordered", self.ordered)
         is_text = isinstance(self.rows, (str, bytes, Mapping))
         if is_text or not isinstance(self.rows, Iterable | AsyncIterable):
-            raise check.invalid("rows", self.rows, "an iterable of rows, or an async iterable")
+            raise check.value_error("rows", self.rows, "an iterable of rows, or an async iterable")
 
-    def bind(self, max_rows: int, is_running: Callable[[], bool]) -> None:
-        """Set the maximum number of rows under way, and how to tell whether the engine runs."""
+    def bind_to_engine(self, max_rows: int, is_running: Callable[[], bool]) -> None:
+        """Set the maximum number of rows under way, and the function ``is_running``."""
         max_under_way = check.integer(
             "max_under_way", self.max_under_way, 1, max_rows, optional=True
         )
-        self.limit, self.is_running = max_under_way or max_rows, is_running
+        self.row_limit, self.is_running = max_under_way or max_rows, is_running
 
     @property
     def has_room(self) -> bool:
-        return not self.is_exhausted and len(self._under_way) < self.limit
+        return not self.is_exhausted and len(self._under_way) < self.row_limit
 
     def is_over(self) -> bool:
         """Whether no result is left. Raises the error that ended the job, if one did."""
@@ -169,39 +169,40 @@ class Rows:
             raise error
         return True
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end_input(self, error: BaseException | None = None) -> None:
         """Draw no more rows. ``error`` is raised after the results of the rows under way."""
         self.is_exhausted, self.error = True, error
 
     def iterator(self) -> Any:
-        """The iterator of the rows, or their async iterator; made at the first call."""
+        """Iterator or async iterator of ``rows``; made at the first call."""
         if self._iterator is None:
             is_async = isinstance(self.rows, AsyncIterable)
             self._iterator = aiter(self.rows) if is_async else iter(self.rows)
         return self._iterator
 
-    def take_iterator(self) -> Any:
+    def pop_iterator(self) -> Any:
         """Remove and return the iterator, to be closed; None if absent."""
         iterator, self._iterator = self._iterator, None
         return iterator
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Context of drawing a row: an exception of the iterable ends the job."""
+    def end_on_iterable_error(self) -> Iterator[None]:
+        """Context manager for drawing a row: an exception of the caller's iterable ends the job."""
         try:
             yield
         except Exception as error:
             self._iterator = None  # A generator that raised needs no closing.
             failure = check.argument_error("rows", f"the iterable raised {explain(error)}")
-            self.end(with_cause(failure, error))
+            self.end_input(with_cause(failure, error))
 
-    def accept(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
-        """Make a row's request: the row, its prompt and its sampling parameters. Returns None if
-        the row is done already, if a function of the job fails for it, or after the last row."""
+    def make_request(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
+        """Make a row's request: the row, its prompt and its sampling parameters. Returns None for a
+        row that an earlier run has done, for a row that a function of the job fails for, and after
+        the last row."""
         if row is _END_OF_ROWS:
             self._iterator = None
             if not self.is_exhausted:
-                self.end()
+                self.end_input()
             return None
         drawn = _Row(row, self._num_drawn, self._on_end)
         self._num_drawn += 1
@@ -216,12 +217,12 @@ class Rows:
             params = self.sampling_params
             params = params(row) if callable(params) else params
         except Exception as error:
-            self.fail(drawn, error)
+            self.fail_row(drawn, error)
             return None
         return drawn, prompt, params
 
-    def fail(self, row: _Row, error: Exception) -> None:
-        """End a row that was not submitted; raises ``error`` if the engine has ended."""
+    def fail_row(self, row: _Row, error: Exception) -> None:
+        """End a row that was not submitted. Raises ``error`` if the engine has ended."""
         if isinstance(error, EngineError) and not self.is_running():
             raise error
         row.error = error
@@ -229,16 +230,18 @@ class Rows:
         row.set_result()
 
     @contextmanager
-    def submitting(self, row: _Row) -> Iterator[None]:
-        """Context that stores an exception of submitting as the row's error."""
+    def store_submit_error(self, row: _Row) -> Iterator[None]:
+        """Context manager that stores an exception of submitting as the row's error."""
         try:
             yield
         except Exception as error:
             replace_tracebacks(error)
-            self.fail(row, error)
+            self.fail_row(row, error)
 
-    def add(self, row: _Row, stream: TokenStream, mailbox: ThreadMailbox | None = None) -> None:
-        """Register a row that was submitted; its end wakes the reader of the results."""
+    def add_submitted(
+        self, row: _Row, stream: TokenStream, mailbox: ThreadMailbox | None = None
+    ) -> None:
+        """Register a submitted row; its end wakes the reader of the results."""
         row.stream = stream
         self._under_way[row] = None
         if not stream._wake_at_end(row, mailbox):
@@ -263,7 +266,7 @@ class Rows:
                 return row
         return None
 
-    def result(self, row: _Row) -> RowResult:
+    def make_result(self, row: _Row) -> RowResult:
         """Make the result of an ended row, and report the progress. Raises the row's EngineError if
         the engine has ended."""
         completion, error = row.completion, row.error
@@ -282,8 +285,8 @@ class Rows:
 
     def close(self) -> None:
         """Abort the rows under way, and draw no more. Takes no lock, so that a destructor may call
-        it."""
-        self.end()
+        this method."""
+        self.end_input()
         under_way, self._under_way = self._under_way, {}
         self._ended_rows.clear()
         for row in under_way:
@@ -294,8 +297,8 @@ class Rows:
 
 
 @contextmanager
-def _closing() -> Iterator[None]:
-    """Context in which exceptions of closing a generator are logged."""
+def _log_closing_error() -> Iterator[None]:
+    """Context manager that logs an exception of closing a generator."""
     try:
         yield
     except Exception as error:
@@ -304,12 +307,12 @@ def _closing() -> Iterator[None]:
 
 def _close_generator(iterator: Any) -> None:
     if isinstance(iterator, Generator):
-        with _closing():
+        with _log_closing_error():
             iterator.close()
 
 
 async def _close_async_generator(iterator: AsyncGenerator[Any, Any]) -> None:
-    with _closing():
+    with _log_closing_error():
         await iterator.aclose()
 
 
@@ -322,10 +325,10 @@ class RowStream(Handle):
     always on the same event loop.
     """
 
-    def __init__(self, rows: Rows, submit: Submit) -> None:
-        self._rows = rows
-        self._feeder = _RowFeeder(rows, submit)
-        rows.wake = self._feeder.wake
+    def __init__(self, job: RowJob, submit: Submit) -> None:
+        self._job = job
+        self._feeder = _RowFeeder(job, submit)
+        job.wake = self._feeder.wake
 
     def __aiter__(self) -> RowStream:
         return self
@@ -339,17 +342,17 @@ class RowStream(Handle):
             EngineDeadError, EngineClosedError: if the engine died or was closed.
             RuntimeError: if another task reads, or the last read was on another loop.
         """
-        rows, feeder = self._rows, self._feeder
+        job, feeder = self._job, self._feeder
         while True:
             feeder.start()
-            row = rows.pop_ended()
+            row = job.pop_ended()
             if row is not None:
                 try:
-                    return await _read(rows, row)
+                    return await _read_row(job, row)
                 except EngineError:
                     feeder.close()
                     raise
-            if rows.is_over():
+            if job.is_over():
                 raise StopAsyncIteration
             await feeder.wait()
 
@@ -368,20 +371,20 @@ class RowStream(Handle):
             self._feeder.close()
 
 
-async def _read(rows: Rows, row: _Row) -> RowResult:
+async def _read_row(job: RowJob, row: _Row) -> RowResult:
     """Read the stream of a row that has ended, without waiting."""
     if row.stream is not None:
-        with row.reading():
+        with row.store_read_error():
             row.completion = await row.stream.result()
-    return rows.result(row)
+    return job.make_result(row)
 
 
 class _RowFeeder:
     """Background task that draws and submits rows while there is room. It does not refer to the
     RowStream, which is collected when its reader drops it."""
 
-    def __init__(self, rows: Rows, submit: Submit) -> None:
-        self._rows = rows
+    def __init__(self, job: RowJob, submit: Submit) -> None:
+        self._job = job
         self._submit = submit
         self._worker = WorkerThread("asyncllm-rows")
         self._backend: EventLoopBackend | None = None
@@ -393,7 +396,7 @@ class _RowFeeder:
         self._backend = self._backend or running_backend()
         if self._backend.make_waiter() is None:
             raise RuntimeError("map() belongs to the event loop that read its first result")
-        if self._cancel is None and self._rows.has_room:
+        if self._cancel is None and self._job.has_room:
             self._cancel = self._backend.spawn(self._run())
 
     async def wait(self) -> None:
@@ -412,7 +415,7 @@ class _RowFeeder:
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        self._rows.close()
+        self._job.close()
         if self._cancel is None:
             self._close_iterator()
         elif self._backend is not None:
@@ -420,11 +423,11 @@ class _RowFeeder:
                 self._backend.post(self._cancel)
 
     def _close_iterator(self) -> None:
-        """Close the caller's generator. A plain one is closed on the thread that draws from it, an
-        async one on the event loop."""
-        iterator, backend = self._rows.take_iterator(), self._backend
+        """Close the caller's generator: a plain generator on the thread that draws from it, an
+        async generator on the event loop."""
+        iterator, backend = self._job.pop_iterator(), self._backend
         if isinstance(iterator, Generator):
-            with suppress(RequestError):  # If no thread starts, its destructor closes the iterator.
+            with suppress(RequestError):  # If no thread starts, the generator's destructor closes.
                 self._worker.submit(partial(_close_generator, iterator))
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 
@@ -435,29 +438,29 @@ class _RowFeeder:
                 backend.post(close)
 
     async def _run(self) -> None:
-        rows = self._rows
+        job = self._job
         try:
-            while rows.has_room:
+            while job.has_room:
                 row = _END_OF_ROWS
-                with rows.drawing():
-                    row = await self._draw()
-                if (request := rows.accept(row)) is not None:
+                with job.end_on_iterable_error():
+                    row = await self._next_row()
+                if (request := job.make_request(row)) is not None:
                     await self._submit_row(*request)
                 # Let the loop run: tokenising a full queue of rows takes a tenth of a second.
                 await anyio.lowlevel.checkpoint()
         except BaseException as error:
-            if not rows.is_exhausted:
-                rows.end(error)
+            if not job.is_exhausted:
+                job.end_input(error)
         finally:
             self._cancel = None
-            if rows.is_exhausted:
+            if job.is_exhausted:
                 self._close_iterator()
             self.wake()
 
-    async def _draw(self) -> Any:
-        """The next row, or ``_END_OF_ROWS``. A thread draws from an iterator, which may block; a
-        list or a tuple is read directly."""
-        rows, iterator = self._rows.rows, self._rows.iterator()
+    async def _next_row(self) -> Any:
+        """Next row, or ``_END_OF_ROWS``. A list or a tuple is read directly; another iterator may
+        block, so a thread draws from it."""
+        rows, iterator = self._job.rows, self._job.iterator()
         if isinstance(rows, AsyncIterable):
             return await anext(iterator, _END_OF_ROWS)
         if isinstance(rows, list | tuple):
@@ -465,57 +468,58 @@ class _RowFeeder:
         return await self._worker.call(partial(next, iterator, _END_OF_ROWS))
 
     async def _submit_row(self, row: _Row, prompt: Any, params: SamplingParams | None) -> None:
-        with self._rows.submitting(row):
+        with self._job.store_submit_error(row):
             stream = await self._submit(prompt, params)
-            if not self._rows.is_exhausted:  # Otherwise dropping the stream aborts the request.
-                self._rows.add(row, stream)
+            # If the job was closed meanwhile, the stream is dropped, which aborts the request.
+            if not self._job.is_exhausted:
+                self._job.add_submitted(row, stream)
 
 
 def blocking_results(
-    rows: Rows,
+    job: RowJob,
     submit: Callable[[Any, SamplingParams | None], TokenStream],
     mailbox: ThreadMailbox,
 ) -> Generator[RowResult]:
-    """The results of ``LLM.map``. Draws rows and waits in the calling thread; between two results
-    it draws one row at least, unless there is no room."""
+    """Results of ``LLM.map``. Draws rows and waits in the calling thread; between two results it
+    draws at least one row, unless there is no room."""
     event = threading.Event()
-    rows.wake = event.set
+    job.wake = event.set
     try:
         while True:
             event.clear()
-            if rows.has_room:
-                _feed_one(rows, submit, mailbox)
-            row = rows.pop_ended()
+            if job.has_room:
+                _submit_next_row(job, submit, mailbox)
+            row = job.pop_ended()
             if row is not None:
-                yield _read_blocking(rows, row, mailbox)
-            elif rows.is_over():
+                yield _read_row_blocking(job, row, mailbox)
+            elif job.is_over():
                 return
-            elif not rows.has_room:
+            elif not job.has_room:
                 mailbox.wait(event)
     finally:
-        rows.close()
-        _close_generator(rows.take_iterator())
+        job.close()
+        _close_generator(job.pop_iterator())
 
 
-def _feed_one(
-    rows: Rows,
+def _submit_next_row(
+    job: RowJob,
     submit: Callable[[Any, SamplingParams | None], TokenStream],
     mailbox: ThreadMailbox,
 ) -> None:
     row = _END_OF_ROWS
-    with rows.drawing():
-        row = next(rows.iterator(), _END_OF_ROWS)
-    if (request := rows.accept(row)) is not None:
+    with job.end_on_iterable_error():
+        row = next(job.iterator(), _END_OF_ROWS)
+    if (request := job.make_request(row)) is not None:
         accepted, *arguments = request
-        with rows.submitting(accepted):
-            rows.add(accepted, submit(*arguments), mailbox)
+        with job.store_submit_error(accepted):
+            job.add_submitted(accepted, submit(*arguments), mailbox)
 
 
-def _read_blocking(rows: Rows, row: _Row, mailbox: ThreadMailbox) -> RowResult:
+def _read_row_blocking(job: RowJob, row: _Row, mailbox: ThreadMailbox) -> RowResult:
     """Read the stream of a row that has ended, in a thread without an event loop."""
     if row.stream is not None:
-        with row.reading():
+        with row.store_read_error():
             while row.stream.read_blocking(mailbox) is not None:
                 pass
             row.completion = row.stream.completion()
-    return rows.result(row)
+    return job.make_result(row)

@@ -34,7 +34,7 @@ NUMBER_BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 """Minimum and maximum of each number field; ``top_p`` must be above its minimum."""
 
-BIAS_RANGE = (-100, 100)
+LOGIT_BIAS_RANGE = (-100, 100)
 """Minimum and maximum of a bias in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
@@ -50,17 +50,17 @@ MAX_BAD_WORDS_CHARACTERS = 2**14
 """Maximum number of characters of all bad words together. Each bad word is tokenised twice while an
 event loop waits."""
 
-MAX_BIAS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 128
 """Maximum number of ``logit_bias`` entries, and of stop tokens that ``min_tokens`` suppresses. The
 device's tables have this size, so that sampling does not wait for the host."""
 
 MAX_TOKEN_IDS = 270_000
-"""Maximum number of entries of ``stop_token_ids`` and ``allowed_token_ids``: those of the largest
-vocabularies. An engine takes no more than its model has tokens."""
+"""Maximum number of entries of ``stop_token_ids`` and ``allowed_token_ids``: as many as the largest
+vocabularies have tokens. An engine also refuses more than its own vocabulary has."""
 
-TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids")
-"""Fields with lists of token ids, which the vocabulary bounds."""
+TOKEN_ID_LIST_FIELDS = ("stop_token_ids", "allowed_token_ids")
+"""Fields with lists of token ids; each list is at most as long as the vocabulary."""
 
 MAX_LOGITS_PROCESSORS = 64
 """Maximum number of logits processors of a request. Each is called for each token while the batch
@@ -72,7 +72,7 @@ thread, with the token ids generated so far and a float32 tensor ``[vocab_size]`
 in place. A processor that raises ends its own request and no other."""
 
 
-@check.known_fields("sampling parameter")
+@check.refuse_unknown_fields("sampling parameter")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling and stopping, with vLLM's names and meanings.
@@ -174,20 +174,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, bounds in INTEGER_BOUNDS.items():
-            check.field(self, check.integer, name, *bounds)
+            check.validate_field(self, check.integer, name, *bounds)
         for name, bounds in NUMBER_BOUNDS.items():
-            check.field(self, check.number, name, *bounds, above=name == "top_p")
+            check.validate_field(self, check.number, name, *bounds, above=name == "top_p")
         if self.truncate_prompt_tokens == 0:
-            raise check.invalid("truncate_prompt_tokens", 0, "1 or more, -1 or None")
+            raise check.value_error("truncate_prompt_tokens", 0, "1 or more, -1 or None")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
-            check.field(self, check.boolean, name)
-        check.field(self, check.boolean, "include_stop_str_in_output")
+            check.validate_field(self, check.boolean, name)
+        check.validate_field(self, check.boolean, "include_stop_str_in_output")
         if self.top_k == -1:
             self._set_field("top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             accepted = f"at most max_tokens={self.max_tokens}"
-            raise check.invalid("min_tokens", self.min_tokens, accepted)
-        check.field(self, check.plain_data, "extra_args")
+            raise check.value_error("min_tokens", self.min_tokens, accepted)
+        check.validate_field(self, check.plain_data, "extra_args")
         self._check_greedy()
         self._freeze_collections()
         if self.structured_outputs is not None:
@@ -203,7 +203,7 @@ class SamplingParams:
     def _check_greedy(self) -> None:
         if self.temperature == 0 and self.n > 1:
             accepted = "1 with temperature=0, which gives every output the same tokens"
-            raise check.invalid("n", self.n, accepted)
+            raise check.value_error("n", self.n, accepted)
 
     def _freeze_collections(self) -> None:
         """Make every collection immutable: a caller that changes its list later cannot reach a
@@ -216,36 +216,38 @@ class SamplingParams:
         ):
             if getattr(self, name) is None:
                 self._set_field(name, ())
-            check.field(self, check.strings, name, *limits)
+            check.validate_field(self, check.strings, name, *limits)
         if self.stop and not self.detokenize:
             accepted = "true with stop strings, which are looked for in the text"
-            raise check.invalid("detokenize", self.detokenize, accepted)
+            raise check.value_error("detokenize", self.detokenize, accepted)
         self._check_bad_words()
-        for name in TOKEN_ID_LISTS:
-            check.field(self, check.token_ids, name, max_items=MAX_TOKEN_IDS, unique=True)
+        for name in TOKEN_ID_LIST_FIELDS:
+            check.validate_field(self, check.token_ids, name, max_items=MAX_TOKEN_IDS, unique=True)
         if self.allowed_token_ids == ():
-            raise check.invalid("allowed_token_ids", (), "at least one token id, or None")
+            raise check.value_error("allowed_token_ids", (), "at least one token id, or None")
         if self.logit_bias is not None:
             bias: Any = self.logit_bias
             if not isinstance(bias, Mapping):
-                raise check.invalid("logit_bias", bias, "a mapping of token id to number")
-            if len(bias) > MAX_BIAS:
-                raise check.invalid("logit_bias", bias, f"at most {MAX_BIAS} token ids")
-            ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_BIAS)
-            numbers = check.items("logit_bias", bias.values(), "numbers", MAX_BIAS)
-            values = check.numbers_in("logit_bias", numbers, *BIAS_RANGE)
+                raise check.value_error("logit_bias", bias, "a mapping of token id to number")
+            if len(bias) > MAX_LOGIT_BIASES:
+                raise check.value_error("logit_bias", bias, f"at most {MAX_LOGIT_BIASES} token ids")
+            ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_LOGIT_BIASES)
+            numbers = check.bounded_tuple("logit_bias", bias.values(), "numbers", MAX_LOGIT_BIASES)
+            values = check.numbers_in("logit_bias", numbers, *LOGIT_BIAS_RANGE)
             self._set_field("logit_bias", dict(zip(ids, values, strict=True)))
-        check.field(self, check.items, "logits_processors", "callables", MAX_LOGITS_PROCESSORS)
+        check.validate_field(
+            self, check.bounded_tuple, "logits_processors", "callables", MAX_LOGITS_PROCESSORS
+        )
         if not all(callable(processor) for processor in self.logits_processors):
-            raise check.invalid("logits_processors", self.logits_processors, "callables")
+            raise check.value_error("logits_processors", self.logits_processors, "callables")
 
     def _check_bad_words(self) -> None:
         for word in self.bad_words:
             if not word.strip():
-                raise check.invalid("bad_words", word, "words, not white space alone")
+                raise check.value_error("bad_words", word, "words, not white space alone")
         if sum(map(len, self.bad_words)) > MAX_BAD_WORDS_CHARACTERS:
             accepted = f"at most {MAX_BAD_WORDS_CHARACTERS} characters in all"
-            raise check.invalid("bad_words", self.bad_words, accepted)
+            raise check.value_error("bad_words", self.bad_words, accepted)
 
     def check_limits(
         self, vocab_size: int, max_logprobs: int, eos_token_ids: Sequence[int] = ()
@@ -263,7 +265,7 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             largest = max(getattr(self, name) or (), default=0)
             if largest >= vocab_size:
-                raise check.invalid(name, largest, f"token ids from 0 to {vocab_size - 1}")
+                raise check.value_error(name, largest, f"token ids from 0 to {vocab_size - 1}")
 
         num_eos = 0 if self.ignore_eos else len(eos_token_ids)
         grammar = self.structured_outputs
@@ -271,14 +273,14 @@ class SamplingParams:
         if suppressor and len(self.stop_token_ids) + num_eos > MAX_STOP_IDS:
             accepted = f"at most {MAX_STOP_IDS - num_eos} token ids with {suppressor}"
             accepted += f" beside the model's {num_eos} of its own" * bool(num_eos)
-            raise check.invalid("stop_token_ids", self.stop_token_ids, accepted)
+            raise check.value_error("stop_token_ids", self.stop_token_ids, accepted)
 
         limit = f"(EngineConfig.max_logprobs={max_logprobs})"
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if max_logprobs >= 0 and count is not None and not 0 <= count <= max_logprobs:
                 accepted = f"an integer from 0 to {max_logprobs} or None {limit}"
-                raise check.invalid(name, count, accepted)
+                raise check.value_error(name, count, accepted)
 
     def resolve(
         self,
@@ -302,15 +304,15 @@ class SamplingParams:
         """
         # An event loop waits for this call, so it does not use ``replace``, which sets and checks
         # every field. ``defaults`` are filled in after the checks: they are known to be valid.
-        check.refuse_unknown("sampling parameter", overrides, self.__dataclass_fields__)
+        check.refuse_unknown_names("sampling parameter", overrides, self.__dataclass_fields__)
         resolved = copy(self)
         for name, value in overrides.items():
-            if name in TOKEN_ID_LISTS and value is not None:
-                value = check.items(name, value, "token ids", vocab_size)
+            if name in TOKEN_ID_LIST_FIELDS and value is not None:
+                value = check.bounded_tuple(name, value, "token ids", vocab_size)
             resolved._set_field(name, value)
         if overrides:
             resolved.__post_init__()
-        for name, neutral in NEUTRAL.items():
+        for name, neutral in NEUTRAL_VALUES.items():
             if getattr(resolved, name) is None:
                 resolved._set_field(name, defaults.get(name, neutral))
         if resolved.seed is None:
@@ -329,7 +331,7 @@ class SamplingParams:
         """
         index = check.integer("index", index, 0, self.n - 1)
         if self.seed is None:
-            raise check.invalid("seed", None, "the seed of the request, which was not drawn")
+            raise check.value_error("seed", None, "the seed of the request, which was not drawn")
         params = copy(self)
         params._set_field("n", 1)
         if index > 0:
@@ -355,13 +357,13 @@ def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> d
     if other_grammar is None and isinstance(params, SamplingParams):
         other_grammar = params.structured_outputs
     if other_grammar is not None:
-        raise check.invalid(
+        raise check.value_error(
             "response_format", value, "one of response_format and structured_outputs"
         )
     return sampling | {"structured_outputs": structured}
 
 
-NEUTRAL: Mapping[str, float | int] = {
+NEUTRAL_VALUES: Mapping[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,

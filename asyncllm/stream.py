@@ -186,7 +186,7 @@ class TokenStream(Handle):
                 channel.waiter = None
         if self._resubmit is not None and self._try_resubmit():
             return await self.__anext__(timeout)  # pyright: ignore[reportArgumentType]
-        return self._take_delta()
+        return self._pop_delta()
 
     def with_heartbeat(self, seconds: float) -> StreamWithHeartbeat:
         """Iterate over the deltas, and yield None after every ``seconds`` without one, to keep a
@@ -238,7 +238,7 @@ class TokenStream(Handle):
                 if not items and channel.stream_end is None:
                     mailbox.wait(waiter)
             delta = (
-                None if self._resubmit is not None and self._try_resubmit() else self._take_delta()
+                None if self._resubmit is not None and self._try_resubmit() else self._pop_delta()
             )
         except BaseException:
             self.abort()
@@ -257,7 +257,7 @@ class TokenStream(Handle):
         self._channel.mailbox = self._get_loop_mailbox() if mailbox is None else mailbox
         return self._channel.stream_end is None
 
-    def _take_delta(self) -> Delta:
+    def _pop_delta(self) -> Delta:
         """Take the next unread delta; if it is the last, add the finish reason and usage. There
         must be an unread delta or an unread end."""
         channel = self._channel
@@ -283,7 +283,7 @@ class TokenStream(Handle):
                 self._outputs[0].logprobs += delta.logprobs
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
-            # Resume a request under backpressure.
+            # Resume a request that backpressure paused.
             self._core.send(self._core.on_drained, self._group)
         return delta
 

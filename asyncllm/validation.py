@@ -23,8 +23,8 @@ from functools import wraps
 from types import NoneType
 from typing import Any, TypeVar
 
-from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.errors import InvalidRequestError
+from asyncllm.foreign_names import NAMES_BY_FOREIGN_NAME
 from asyncllm.json_copier import JsonCopier
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class _ShortRepr(reprlib.Repr):
         return super().repr_frozenset(frozenset(itertools.islice(x, self.maxset + 1)), level)
 
     def repr_instance(self, x: Any, level: int) -> str:
-        # The repr of a long text or container of another type would be all of it.
+        # For a subclass of str or of a container, reprlib would make the whole repr.
         if isinstance(x, str):
             return self.repr_str(str.__getitem__(x, slice(self.maxstring + 1)), level)
         if isinstance(x, (bytes, bytearray)) and len(x) > self.maxother:
@@ -111,12 +111,13 @@ def plain_text(value: object) -> str | None:
     return str.__str__(value) if isinstance(value, str) else None
 
 
-def invalid(name: str, value: object, accepted: str) -> InvalidRequestError:
+def value_error(name: str, value: object, accepted: str) -> InvalidRequestError:
+    """Make the error of an argument whose value the message quotes."""
     return InvalidRequestError(f"{name}={describe(value)}: expected {accepted}", param=name)
 
 
 def argument_error(name: str, problem: str) -> InvalidRequestError:
-    """Make the error of an argument whose value the message does not quote."""
+    """Make the error of an argument whose value the message leaves out."""
     return InvalidRequestError(f"{name}: {problem}", param=name)
 
 
@@ -126,7 +127,7 @@ def _refuse(
     accepted: str,
     *,
     optional: bool = False,
-    make_error: ErrorFactory = invalid,
+    make_error: ErrorFactory = value_error,
 ) -> None:
     """Refuse a value, unless it is None and None is accepted."""
     if value is not None or not optional:
@@ -135,13 +136,13 @@ def _refuse(
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **options: Any) -> Any:
     """Check an int in ``[low, high]``."""
-    result = _integer_in(value, low, high)
+    result = _parse_integer(value, low, high)
     if result is None:
         _refuse(name, value, f"an integer from {low} to {high}", **options)
     return result
 
 
-def _integer_in(value: Any, low: int, high: int) -> int | None:
+def _parse_integer(value: Any, low: int, high: int) -> int | None:
     if value is None or type(value) is bool:
         return None
     try:
@@ -224,7 +225,7 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
         MAX_DEPTH,
         _convert_plain_scalar,
         scalar_types=frozenset({str, bool, NoneType}),
-        text_keys=True,
+        require_text_keys=True,
     )
     with suppress(Exception):
         if isinstance(value, Mapping):
@@ -253,14 +254,17 @@ def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any
     return _refuse(name, value, " or ".join(map(repr, choices)), **options)
 
 
-def items(name: str, value: Any, accepted: str, max_items: int = MAX_ITEMS, **options: Any) -> Any:
-    """Read the items of a sequence or a set into a tuple, empty for None. More than ``max_items``
+def bounded_tuple(
+    name: str, value: Any, accepted: str, max_items: int = MAX_ITEMS, **options: Any
+) -> Any:
+    """Copy the items of a sequence or a set to a tuple, empty for None. More than ``max_items``
     items are refused; an endless iterable is read no further than one item beyond."""
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
     found_items: Any = value or () if value is None or type(value) is tuple else None
     if found_items is None and not is_text and isinstance(value, Iterable):
         length = 0
-        with suppress(Exception):  # Without a length, as iterators are, or of more than 64 bits.
+        # ``len`` raises an error for an iterator, and for a length above 64 bits.
+        with suppress(Exception):
             length = len(value)  # pyright: ignore[reportArgumentType]
         if length > max_items:
             return _refuse(name, value, f"at most {max_items} {accepted}", **options)
@@ -289,7 +293,7 @@ def strings(
         accepted = f"strings of {max_length} characters at most"
     if value is None:
         return _refuse(name, value, accepted, **options)
-    texts = items(name, value, accepted, max_items, **options)
+    texts = bounded_tuple(name, value, accepted, max_items, **options)
     if any(isinstance(text, str) and str.__len__(text) > max_length for text in texts):
         _refuse(name, texts, accepted, **options)
     # ``optional`` concerns the field; its items may not be None.
@@ -311,7 +315,7 @@ def token_ids(
         unique: drop repeats.
     """
     accepted = f"token ids, integers from 0 to {below - 1}"
-    all_ids = items(name, value, accepted, max_items, **options)
+    all_ids = bounded_tuple(name, value, accepted, max_items, **options)
     with suppress(Exception):
         kinds = set(map(type, all_ids))
         ids = all_ids if kinds <= {int} else tuple(array("q", all_ids))
@@ -319,16 +323,16 @@ def token_ids(
         distinct = dict.fromkeys(ids)
         if not ids or (min(distinct) >= 0 and max(distinct) < below and bool not in kinds):
             return tuple(distinct) if unique else ids
-    invalid_ids = (one for one in all_ids if _integer_in(one, 0, below - 1) is None)
+    invalid_ids = (one for one in all_ids if _parse_integer(one, 0, below - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
     return _refuse(name, next(invalid_ids, value), accepted, **{**options, "optional": False})
 
 
-def field(
+def validate_field(
     owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **options: Any
 ) -> None:
     """Validate a field of a frozen dataclass, and store the plain value. The default value is
-    always accepted, even if it is None; ``optional`` accepts None beside another default."""
+    always accepted, None too; ``optional`` also accepts None if the default is another value."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
         options.setdefault("optional", default is None)
@@ -346,21 +350,21 @@ def equal_json(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def refuse_unknown(kind: str, names: Iterable[Any], known: Collection[str]) -> None:
+def refuse_unknown_names(kind: str, names: Iterable[Any], known: Collection[str]) -> None:
     """Raise InvalidRequestError for an unknown name; the message has asyncllm's name for it, if
     there is one."""
     for name in names:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)
-            our_name = COUNTERPARTS.get(kind, {}).get(name)
+            our_name = NAMES_BY_FOREIGN_NAME.get(kind, {}).get(name)
             hint = f", expected {our_name}"
             if our_name is None:
                 hint = f" (there are {', '.join(sorted(known))})"
             raise argument_error(name, f"no such {kind}{hint}")
 
 
-def known_fields(kind: str) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass refuse an unknown field as ``refuse_unknown`` does.
+def refuse_unknown_fields(kind: str) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass refuse an unknown field as ``refuse_unknown_names`` does.
 
     Args:
         kind: kind of the fields, for error messages.
@@ -373,7 +377,7 @@ def known_fields(kind: str) -> Callable[[type[T]], type[T]]:
         @wraps(original_init)
         def init(self: T, *values: Any, **keywords: Any) -> None:
             if not keywords.keys() <= fields.keys():
-                refuse_unknown(kind, keywords, fields)
+                refuse_unknown_names(kind, keywords, fields)
             original_init(self, *values, **keywords)
 
         cls.__init__ = init

@@ -34,7 +34,7 @@ from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.outputs import Usage
-from asyncllm.routing import Candidate, PrefixIndex, Route, Router, Sent
+from asyncllm.routing import Candidate, PrefixIndex, Route, Router, SentPrompt
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
 from asyncllm.text.detokenizer import NoText
@@ -124,7 +124,7 @@ class Routed:
         self.candidates = [replica.candidate for replica in replicas]
         self._num_mails = 0
         self._routes: dict[Request, Route] = {}
-        self._sent: dict[Request, Sent] = {}
+        self._sent: dict[Request, SentPrompt] = {}
 
     def choose(self, request: Request, now: float) -> int:
         self.read_statistics(now)
@@ -228,12 +228,12 @@ class Turn:
     replica: Replica
     request: Request
 
-    def first_token(self) -> None:
+    def notify_first_token(self) -> None:
         simulation, now = self.simulation, self.replica.executor.now
         simulation.waits.append(now - self.request.arrived_at)
         simulation.at(now, simulation.router.started, self.request)
 
-    def finished(self, usage: Usage, error: BaseException | None) -> None:
+    def notify_finish(self, usage: Usage, error: BaseException | None) -> None:
         assert error is None, error
         simulation, now = self.simulation, self.replica.executor.now
         simulation.num_prompt_tokens += usage.prompt_tokens

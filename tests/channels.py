@@ -135,7 +135,7 @@ class ChannelRig:
         self.output_processor = OutputProcessor(self.scheduler, admission, lambda: 0.0)
         self.observed = Ends()
         self.group.notifier = ObserverNotifier(self.request, (self.observed,))
-        self.group.notifier.submitted(None)
+        self.group.notifier.notify_submit(None)
         core = SimpleNamespace(
             abort=self._on_abort,
             abandon=lambda _: None,

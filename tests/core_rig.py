@@ -42,7 +42,7 @@ class Rig:
             group.notifier = ObserverNotifier(group.members[0], self.observers.registered)
         self.core.admission.reserve(group, len(PROMPT) + 1)
         if group.notifier is not None:
-            group.notifier.submitted(RequestInfo("text_completion", PROMPT))
+            group.notifier.notify_submit(RequestInfo("text_completion", PROMPT))
         self.core.send(self.core.on_add, group)
         self.members[name] = list(group.members)
         return group

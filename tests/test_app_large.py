@@ -12,7 +12,7 @@ import tracemalloc
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.sampling_params import MAX_BIAS
+from asyncllm.sampling_params import MAX_LOGIT_BIASES
 from asyncllm.serving import create_app
 from asyncllm.serving.request_body import RequestBody
 from asyncllm.serving.response_events import ResponseEvents
@@ -233,7 +233,7 @@ async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
 
 
 async def test_oversized_logit_bias_is_refused_before_reading_keys():
-    bias = {f"no number {i}": 1 for i in range(MAX_BIAS + 1)}
+    bias = {f"no number {i}": 1 for i in range(MAX_LOGIT_BIASES + 1)}
     async with app_client(fake_engine("x")) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "logit_bias": bias})
     assert answer.status_code == 400

@@ -128,7 +128,7 @@ async def test_aborted_requests_compile_nothing():
     begun: list[str] = []
     gate = threading.Event()
     async with ByteRig().engine() as engine:
-        compiler: Any = thread_of(engine).grammars
+        compiler: Any = thread_of(engine).grammar_compiler
         compile_ = compiler.backends.compile
 
         def compile_slowly(spec: Any, begin: Any) -> Grammar:
@@ -151,7 +151,7 @@ async def test_aborted_requests_compile_nothing():
 
 async def test_a_request_that_has_ended_holds_no_grammar():
     async with ByteRig().engine() as engine:
-        compiler = thread_of(engine).grammars
+        compiler = thread_of(engine).grammar_compiler
         stream = engine.stream("x", structured_outputs={"regex": "abc"}, n=2)
         assert [one.text for one in (await stream.result()).outputs] == ["abc", "abc"]
         compiler._cache.clear()
@@ -185,7 +185,7 @@ def num_requests() -> int:
 async def check_others_compile(engine: AsyncLLMEngine) -> None:
     asked = {"choice": ["other"]}
     assert (await engine.generate("x", structured_outputs=asked, timeout=10)).text == "other"
-    compiler = thread_of(engine).grammars
+    compiler = thread_of(engine).grammar_compiler
     compiler._cache.clear()
     async with asyncio.timeout(10):
         # A matcher whose mask is being made is released behind it.
@@ -280,7 +280,7 @@ def refers_to(error: BaseException, value: object) -> bool:
 
 async def test_request_that_ends_while_it_gets_its_grammar_holds_none(small_limit):
     async with ByteRig().engine() as engine:
-        compiler: Any = thread_of(engine).grammars
+        compiler: Any = thread_of(engine).grammar_compiler
         compile_ = compiler.backends.compile
         streams: list[Any] = []
 
@@ -455,7 +455,7 @@ def test_grammar_memory_is_within_estimate(asked):
 
 async def test_a_grammar_at_its_limit_of_states_is_compiled_anew():
     async with ByteRig().engine() as engine:
-        compiler = thread_of(engine).grammars
+        compiler = thread_of(engine).grammar_compiler
         asked = {"regex": "abc"}
         assert (await engine.generate("x", structured_outputs=asked)).text == "abc"
         first = compiler.find(spec_of("abc"))

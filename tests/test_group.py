@@ -1008,7 +1008,7 @@ def a_place_is_reserved_twice(patch):
 
 
 def ids_are_unique_in_one_engine_only(patch):
-    patch.setattr(GroupQueue, "cores", lambda self: [])
+    patch.setattr(GroupQueue, "engine_cores", lambda self: [])
 
 
 def a_retry_draws_another_seed(patch):
@@ -1026,7 +1026,7 @@ def a_retry_draws_another_seed(patch):
 def the_router_forgets_to_settle(patch):
     patch.setattr(_RoutingObserver, "on_finish", lambda self, request, usage, error: None)
     patch.setattr(_RoutingObserver, "on_first_token", lambda self, request: None)
-    patch.setattr(_RoutingObserver, "withdraw", lambda self: None)
+    patch.setattr(_RoutingObserver, "withdraw_request", lambda self: None)
 
 
 def free_blocks_are_ignored(patch):
@@ -1041,7 +1041,7 @@ def affinity_is_ignored(patch):
 
 
 def those_who_wait_pass_nobody(patch):
-    patch.setattr(GroupQueue, "admit_waiting", lambda self, engine: None)
+    patch.setattr(GroupQueue, "admit_waiting_requests", lambda self, engine: None)
 
 
 async def nothing_is_pending():

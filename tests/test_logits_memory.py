@@ -21,7 +21,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.batch.sampling_table import LOGITS_STAGE_SCALARS
 from asyncllm.gpu.execution_mode import GRAPH_BYTES, graph_reserve
 from asyncllm.gpu.ops import logits as logits_ops
-from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
+from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 48, 8192
@@ -58,7 +58,8 @@ def make_rows() -> SamplingRows:
         return torch.empty(ROWS + 1).uniform_(low, high, generator=random)
 
     values = (
-        (lines % 2).int(), (lines % MAX_BIAS).int(), (lines % MAX_STOP_IDS).int(), lines, lines,
+        (lines % 2).int(), (lines % MAX_LOGIT_BIASES).int(), (lines % MAX_STOP_IDS).int(),
+        lines, lines,
         draw(0.5, 2), draw(-1, 1), draw(-1, 1),
     )  # fmt: skip
     return SamplingRows(

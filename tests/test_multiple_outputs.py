@@ -331,7 +331,7 @@ def test_any_order_of_tokens_ends_and_reads(actions):
             if stream._is_done:
                 break
             if channel_of(stream).items or channel_of(stream).stream_end is not None:
-                deltas.append(stream._take_delta())
+                deltas.append(stream._pop_delta())
         elif index in open_members:
             member = open_members[index]
             token = 100 * index + len(written[index])

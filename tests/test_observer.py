@@ -225,7 +225,7 @@ async def test_early_end_waits_for_the_announcement():
 
     class Slow:
         def on_submit(self, request, submission):
-            notifier.finished(usage, None)
+            notifier.notify_finish(usage, None)
             order.append("submit")
 
         def on_finish(self, request, usage, error):
@@ -233,7 +233,7 @@ async def test_early_end_waits_for_the_announcement():
 
     usage = Usage(1, 0, 0, 0.0, None, 0.0)
     notifier = ObserverNotifier(object(), (Slow(),))
-    notifier.submitted(None)
+    notifier.notify_submit(None)
     assert order == ["submit", "finish"]
 
 
@@ -283,7 +283,7 @@ async def test_first_token_before_submission_is_observed_before_end():
 
     class Slow:
         def on_submit(self, request, submission):
-            notifier.first_token()
+            notifier.notify_first_token()
             order.append("submit")
 
         def on_first_token(self, request):
@@ -293,9 +293,9 @@ async def test_first_token_before_submission_is_observed_before_end():
             order.append("finish")
 
     notifier = ObserverNotifier(object(), (Slow(),))
-    notifier.submitted(None)
+    notifier.notify_submit(None)
     assert order == ["submit"]
-    notifier.finished(Usage(1, 1, 0, 0.0, 0.0, 0.0), None)
+    notifier.notify_finish(Usage(1, 1, 0, 0.0, 0.0, 0.0), None)
     assert order == ["submit", "first token", "finish"]
 
 

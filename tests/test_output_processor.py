@@ -62,10 +62,10 @@ class Notifier:
     def __init__(self):
         self.told: list[object] = []
 
-    def first_token(self):
+    def notify_first_token(self):
         self.told.append("first")
 
-    def finished(self, usage, error):
+    def notify_finish(self, usage, error):
         self.told.append((usage.total_time, error))
 
 

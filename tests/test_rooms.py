@@ -48,7 +48,7 @@ ROOMS = (
     "structured",
     "validation",
     "json_copier",
-    "counterparts",
+    "foreign_names",
     "errors logger version",
 )
 """Top to bottom: a room imports rooms below it, and those of its own line."""

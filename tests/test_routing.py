@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from asyncllm.errors import EngineClosedError, EngineOverloadedError, InvalidRequestError
 from asyncllm.outputs import EngineStats
 from asyncllm.routing import (
-    TEXT_PIECE,
+    TEXT_PIECE_CHARACTERS,
     Candidate,
     PrefixIndex,
     Router,
@@ -480,11 +480,11 @@ def test_salts_have_no_hash_in_common(hash_it):
 
 
 def test_text_has_a_hash_per_whole_prefix_piece():
-    text = "ab" * TEXT_PIECE
-    assert text_hashes("a" * (TEXT_PIECE - 1)) == []
+    text = "ab" * TEXT_PIECE_CHARACTERS
+    assert text_hashes("a" * (TEXT_PIECE_CHARACTERS - 1)) == []
     assert len(text_hashes(text)) == 2
     assert text_hashes(text + "more") == text_hashes(text)
-    assert text_hashes(text[: TEXT_PIECE + 9])[0] == text_hashes(text)[0]
+    assert text_hashes(text[: TEXT_PIECE_CHARACTERS + 9])[0] == text_hashes(text)[0]
     assert text_hashes("b" + text)[0] != text_hashes(text)[0]
     assert text_hashes("x" + text[1:])[1] != text_hashes(text)[1]
     assert len(text_hashes("\ud800é" * 10**6)) == 32
@@ -558,7 +558,7 @@ def test_prefix_being_computed_is_not_evicted():
     index.correct(index.add("a", hashes, 0.0), 0)
     assert index.find(old, 0.0) == index.find(hashes, 0.0) == {"a": 3}
     index.correct(first, 0)
-    assert index._under_way == set()
+    assert index._pending_stamps == set()
 
 
 def test_a_prompt_that_was_not_computed_is_withdrawn():

@@ -19,7 +19,7 @@ from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
 from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
 from asyncllm.gpu.sample.sampling_state import mix_seed
-from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS, SamplingParams
+from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams
 from tests.chi_square import chi_square
 from tests.driver import UNCHECKED, unchecked
 from tests.hypothesis_settings import examples
@@ -294,7 +294,7 @@ def test_processors_see_the_output_and_fail_alone():
             "min_tokens": st.sampled_from([0, 3]),
             "stop_token_ids": st.sampled_from([[7], range(126)]),
             "ignore_eos": st.booleans(),
-            "logit_bias": st.sampled_from([1, MAX_BIAS]).map(
+            "logit_bias": st.sampled_from([1, MAX_LOGIT_BIASES]).map(
                 lambda count: dict.fromkeys(range(count), 1.0)
             ),
             "logits_processors": st.sampled_from([(), (print,)]),

@@ -28,7 +28,7 @@ from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample
 from asyncllm.sampling_params import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS_CHARACTERS,
-    MAX_BIAS,
+    MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
     SamplingParams,
 )
@@ -122,7 +122,7 @@ def test_processed_logits_equal_transformers_to_the_bit(ops: str, seed: int) -> 
 def test_the_longest_lists_of_the_device_give_the_same(ops: str) -> None:
     ids = list(range(0, LARGE, 2))
     fields = {
-        "logit_bias": {token: token % 7 - 3.0 for token in ids[:MAX_BIAS]},
+        "logit_bias": {token: token % 7 - 3.0 for token in ids[:MAX_LOGIT_BIASES]},
         "min_tokens": 9,
         "stop_token_ids": ids[-MAX_STOP_IDS:],
         "repetition_penalty": 1.2,

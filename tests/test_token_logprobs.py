@@ -54,7 +54,7 @@ def test_packed_and_given_ones_are_equal():
 def test_unread_rows_are_one_gc_object():
     entry = make(2)
     assert not any(map(gc.is_tracked, gc.get_referents(entry)[:1]))
-    (token_id, logprob), others = entry._rows()
+    (token_id, logprob), others = entry._ids_and_logprobs()
     assert (token_id, logprob, list(others)) == (9, -3.5, [one[:2] for one in TOP])
     assert isinstance(entry._content, bytes)
 

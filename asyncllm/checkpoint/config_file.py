@@ -156,7 +156,7 @@ def _merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) ->
     for name, value in overrides.items():
         if name == "quantization_config":
             accepted = "no quantization_config, which says how the weights are stored"
-            raise check.invalid("hf_overrides", {name: value}, accepted)
+            raise check.value_error("hf_overrides", {name: value}, accepted)
         old = values.get(name)
         if name.endswith("_config") and isinstance(old, dict) and isinstance(value, dict):
             value = _merge_overrides(old, value)

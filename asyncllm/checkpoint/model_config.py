@@ -21,7 +21,7 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.mixed_families import MIXED_FAMILIES
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.sampling_params import NEUTRAL, SamplingParams
+from asyncllm.sampling_params import NEUTRAL_VALUES, SamplingParams
 
 Activation = Literal["gelu_tanh", "silu"]
 
@@ -175,7 +175,7 @@ class ModelConfig:
         if is_gguf(directory):
             if overrides:
                 accepted = f"None with {directory}: a GGUF file has no config.json"
-                raise check.invalid("hf_overrides", overrides, accepted)
+                raise check.value_error("hf_overrides", overrides, accepted)
             return cls.from_gguf(GGUFFile(directory))
         config = ConfigFile.read(directory / "config.json").with_overrides(overrides)
         generation_config = ConfigFile.read_if_present(directory / "generation_config.json")
@@ -374,7 +374,9 @@ def generation_defaults(
     """Read the sampling parameters that generation_config.json sets; none if they are not used."""
     # Check the values at load: otherwise a request that leaves a parameter unset would fail for
     # the file's bad value.
-    names = [name for name in NEUTRAL if use_generation_defaults and name in generation_config]
+    names = [
+        name for name in NEUTRAL_VALUES if use_generation_defaults and name in generation_config
+    ]
     values = {name: generation_config.values[name] for name in names}
     try:
         params = SamplingParams(**values)

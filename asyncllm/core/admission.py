@@ -193,7 +193,7 @@ class Admission:
         count, owner = len(members), members[0].owner
         if count > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
-            raise check.invalid("n", count, accepted)
+            raise check.value_error("n", count, accepted)
         shortage = self._find_shortage(group, num_tokens, num_waiting_lines)
         if shortage is not None:
             return shortage

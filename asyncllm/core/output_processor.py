@@ -81,7 +81,7 @@ class OutputProcessor:
         if request.first_token_at is None:
             request.first_token_at = now
             if group.notifier is not None and request.index == 0:
-                group.notifier.first_token()
+                group.notifier.notify_first_token()
         channel = group.channel
         try:
             text = self._detokenize(request, request.output.detokenizer, token_id)
@@ -196,7 +196,7 @@ class OutputProcessor:
         if group.notifier is not None:
             # Notify the observers before the reader can see the end, so that metrics include every
             # result that was read.
-            group.notifier.finished(usage, error)
+            group.notifier.notify_finish(usage, error)
 
     def flush_wakeups(self) -> None:
         """Wake the readers of new output, with one call per event loop. Abort the streams of a

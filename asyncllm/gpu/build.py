@@ -34,7 +34,7 @@ from asyncllm.gpu.state_cache import slot_bytes
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 logger = get_logger(__name__)
 
@@ -187,7 +187,7 @@ def resolve_threads(
         InvalidRequestError: the device or this build of torch cannot honour ``count``.
     """
     if device.type != "cpu" and count is not None:
-        raise invalid("num_threads", count, f"None on device {device}")
+        raise value_error("num_threads", count, f"None on device {device}")
     if device.type != "cpu" or (count is None and not is_small_model(model)):
         return None
     if set_thread_count(count or 1):
@@ -195,4 +195,4 @@ def resolve_threads(
     if count is None:
         return None
     accepted = "None: this build of torch has torch.set_num_threads alone, for all threads"
-    raise invalid("num_threads", count, accepted)
+    raise value_error("num_threads", count, accepted)

@@ -27,7 +27,7 @@ from asyncllm.gpu.profile import profile_run, recorded_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 logger = get_logger(__name__)
 
@@ -179,7 +179,7 @@ def size_cache(
     """
     context = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
-        raise invalid("max_model_len", config.max_model_len, f"at most the model's {context}")
+        raise value_error("max_model_len", config.max_model_len, f"at most the model's {context}")
     per_block, longest = block_bytes(groups, dtype), config.max_model_len or context
 
     def blocks_for(num_tokens: int) -> int:
@@ -287,7 +287,7 @@ def make_states(
     if not specs:
         if config.num_state_snapshots != "auto":
             accepted = '"auto": the model has no recurrent layers'
-            raise invalid("num_state_snapshots", config.num_state_snapshots, accepted)
+            raise value_error("num_state_snapshots", config.num_state_snapshots, accepted)
         return None
     sizes = max_num_seqs, slot_bytes(specs, embedding.dtype)
     check_states(embedding.device, *sizes)
@@ -334,7 +334,7 @@ def choose_snapshots(
     if config.enable_prefix_caching is False:
         if asked != "auto":
             accepted = '"auto" with enable_prefix_caching=False'
-            raise invalid("num_state_snapshots", asked, accepted)
+            raise value_error("num_state_snapshots", asked, accepted)
         return 0
     free, total = free_memory(device)
     spared = int((1 - config.gpu_memory_utilization) * total)

@@ -28,7 +28,7 @@ from asyncllm.gpu.packed.packed_store import PackedStore, Weights, open_store
 from asyncllm.gpu.threads import available_cpus, set_thread_count
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.weights import dummy_weights, load_weights, weights_bytes
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 ATTENTION_FREE_BLOCK_SIZE = 256
 """Tokens per block of a model without attention. Its blocks hold no KV: they count tokens, and mark
@@ -115,7 +115,7 @@ def _check_settings_without_attention(config: EngineConfig, device: torch.device
     for name, values in accepted.items():
         if getattr(config, name) not in values:
             choices = " or ".join(map(repr, values))
-            raise invalid(name, getattr(config, name), f"{choices}: the model has no attention")
+            raise value_error(name, getattr(config, name), f"{choices}: the model has no attention")
 
 
 def _make_attention(
@@ -165,7 +165,7 @@ def resolve_conversion(
         return None
     if model.quantization is not None:
         accepted = f"None: the checkpoint's weights are quantised already ({model.quantization})"
-        raise invalid("quantization", name, accepted)
+        raise value_error("quantization", name, accepted)
     if device.type != "cpu" or name not in ops.conversions:
         found = f"device {device}" if device.type != "cpu" else f"the op set {ops.name!r}"
         raise InvalidRequestError(

@@ -18,7 +18,7 @@ from asyncllm.gpu.graph.cuda_graphs import (
 )
 from asyncllm.gpu.graph.streams import CudaStream, SyncStream
 from asyncllm.gpu.ops.logits import processing_bytes
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 GRAPH_BYTES = 8 * 2**20
 """Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of a
@@ -74,14 +74,16 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     sizes = config.cudagraph_capture_sizes
     eagerly = f": steps run eagerly on device {mode.device}"
     if mode.make_capturer is None and config.cuda_graphs == "decode":
-        raise invalid("cuda_graphs", config.cuda_graphs, f'"auto" or "off"{eagerly}')
+        raise value_error("cuda_graphs", config.cuda_graphs, f'"auto" or "off"{eagerly}')
     if mode.make_capturer is None or config.cuda_graphs == "off":
         if sizes is not None:
             reason = eagerly if mode.make_capturer is None else ' with cuda_graphs="off"'
-            raise invalid("cudagraph_capture_sizes", sizes, f"None{reason}")
+            raise value_error("cudagraph_capture_sizes", sizes, f"None{reason}")
         return ()
     if sizes is not None and sizes[-1] > max_num_seqs:
-        raise invalid("cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}")
+        raise value_error(
+            "cudagraph_capture_sizes", sizes, f"sizes up to max_num_seqs={max_num_seqs}"
+        )
     return default_batch_sizes(max_num_seqs) if sizes is None else sizes
 
 

@@ -47,8 +47,8 @@ class EngineThread:
         stage: the unit of ``progress``.
         closing: whether ``close`` was called.
         pid: process in which the thread runs.
-        loaded_model, core, grammars: model, step loop and grammar compiler; set once ``ready`` is
-            done.
+        loaded_model, core, grammar_compiler: model, step loop and grammar compiler; set once
+            ``ready`` is done.
     """
 
     def __init__(self, config: EngineConfig, loader: Loader) -> None:
@@ -58,7 +58,7 @@ class EngineThread:
         self.stage: LoadStage = "weights"
         self.loaded_model: LoadedModel
         self.core: EngineCore
-        self.grammars: GrammarCompiler
+        self.grammar_compiler: GrammarCompiler
         self._config = config
         self._loader = loader
         self.closing = False
@@ -101,7 +101,7 @@ class EngineThread:
             admission = Admission(config.max_queued_requests, config.max_queued_tokens, clock)
             self.core = EngineCore(executor, scheduler, admission)
             self.core.thread = self._thread
-            self.grammars = make_grammar_compiler(self._config, self.loaded_model)
+            self.grammar_compiler = make_grammar_compiler(self._config, self.loaded_model)
             atexit.register(self._at_exit)
             self._log_start(time.monotonic() - began)
         except BaseException:

@@ -93,7 +93,7 @@ class InputProcessor:
         """Make a Submission from a text or token ids."""
         text = check.plain_text(prompt)
         if prompt is None or text == "":
-            raise check.invalid("prompt", prompt, "text or token ids, not empty")
+            raise check.value_error("prompt", prompt, "text or token ids, not empty")
         call: CallArguments = ("text_completion", prompt)
         request = self._make_group(sampling_params, sampling, options)
         if text is None:
@@ -132,7 +132,7 @@ class InputProcessor:
                 "true in a chat with tools, thoughts or a response format, which are read from "
                 "the text; or stream(await engine.tokenize(messages))"
             )
-            raise check.invalid("detokenize", False, accepted)
+            raise check.value_error("detokenize", False, accepted)
         parser = None
         if syntax is not None:
             parser = MessageParser(
@@ -237,9 +237,9 @@ class InputProcessor:
         processors that apply."""
         if options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
-            raise check.invalid("priority", options.priority, accepted)
+            raise check.value_error("priority", options.priority, accepted)
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise check.invalid("sampling_params", sampling_params, "SamplingParams or None")
+            raise check.value_error("sampling_params", sampling_params, "SamplingParams or None")
         info, model = self.loaded_model.executor.info, self.loaded_model.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
             sampling, model.generation_defaults or {}, self._draw_seed, info.vocab_size
@@ -248,21 +248,21 @@ class InputProcessor:
         num_kept, max_kept = resolved.truncate_prompt_tokens, info.max_model_len - 1
         if num_kept is not None and num_kept > max_kept:
             accepted = f"at most {max_kept}, so that one more fits into max_model_len, -1 or None"
-            raise check.invalid("truncate_prompt_tokens", num_kept, accepted)
+            raise check.value_error("truncate_prompt_tokens", num_kept, accepted)
         in_process = getattr(self.loaded_model.executor, "in_process", None)
         for name in ("logits_processors", "extra_args") if in_process is None else ():
             if getattr(resolved, name):
                 accepted = "none with an executor that runs in another process"
-                raise check.invalid(name, getattr(resolved, name), accepted)
+                raise check.value_error(name, getattr(resolved, name), accepted)
         processors = () if in_process is None else in_process.logits_processors
         claiming_processors: tuple[int, ...] = ()
         if processors or resolved.extra_args:
             claiming_processors = applicable_processors(processors, resolved)
         if resolved.structured_outputs is not None:
-            self.submitter.grammars.backends.check_installed()
+            self.submitter.grammar_compiler.backends.check_installed()
             if info.max_tokens_per_row > 1:
                 accepted = "None with an executor that drafts tokens"
-                raise check.invalid("structured_outputs", resolved.structured_outputs, accepted)
+                raise check.value_error("structured_outputs", resolved.structured_outputs, accepted)
         return resolved, claiming_processors
 
     def _quick_token_rules(self, sampling: SamplingParams) -> TokenRules | None:
@@ -357,7 +357,7 @@ class InputProcessor:
         if max(token_ids) >= vocab_size:
             # A tokenizer may know more tokens than the model has embeddings.
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
-            raise check.invalid("prompt", max(token_ids), accepted)
+            raise check.value_error("prompt", max(token_ids), accepted)
         tokenizer = self.loaded_model.tokenizer
         detokenizer_options: dict[str, Any] = {}
         if request.sampling.stop:

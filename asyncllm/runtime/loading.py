@@ -63,7 +63,7 @@ def check_processors(config: EngineConfig, executor: Executor) -> None:
     in_process = getattr(executor, "in_process", None)
     if config.logits_processors and (in_process is None or not in_process.logits_processors):
         accepted = "none with an executor that runs in another process, or has no model"
-        raise check.invalid("logits_processors", config.logits_processors, accepted)
+        raise check.value_error("logits_processors", config.logits_processors, accepted)
 
 
 Loader = Callable[[EngineConfig, Progress], LoadedModel]

@@ -65,7 +65,7 @@ class PromptEncoder:
         if text is None:
             if special:
                 accepted = "None or False with messages, whose special tokens the template writes"
-                raise check.invalid("add_special_tokens", special, accepted)
+                raise check.value_error("add_special_tokens", special, accepted)
             tool_use = ToolUse.parse(options.tools, "auto", True)
             self.chat_syntax(tool_use, options)
             chat = self.template_input(prompt, tool_use, options, generation)
@@ -75,7 +75,7 @@ class PromptEncoder:
         chat_only["add_generation_prompt"] = generation, True
         for name, (value, neutral) in chat_only.items():
             if value is not neutral:
-                raise check.invalid(name, value, f"{neutral} with a text: it is for messages")
+                raise check.value_error(name, value, f"{neutral} with a text: it is for messages")
         min_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
         if max_tokens is not None and min_tokens > max_tokens:
             raise self.too_long_error(min_tokens, "at least ")
@@ -117,7 +117,7 @@ class PromptEncoder:
         kwargs: Any = {} if options.chat_template_kwargs is None else options.chat_template_kwargs
         if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
             accepted = "a dict of names to values, or None"
-            raise check.invalid("chat_template_kwargs", kwargs, accepted)
+            raise check.value_error("chat_template_kwargs", kwargs, accepted)
         variables = dict(kwargs)
         if not add_generation_prompt:
             variables["add_generation_prompt"] = False
@@ -127,7 +127,7 @@ class PromptEncoder:
                 continue
             if name in variables:
                 accepted = f"no {name} beside {name}="
-                raise check.invalid("chat_template_kwargs", kwargs, accepted)
+                raise check.value_error("chat_template_kwargs", kwargs, accepted)
             variables[name] = value
         return TemplateInput(
             messages, variables, arguments_as_text=self._syntaxes.expects_text_arguments
@@ -161,10 +161,10 @@ class PromptEncoder:
         info = self.loaded_model.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
         if isinstance(prompt, dict) or isinstance(first, dict):
-            raise check.invalid("prompt", prompt, "text or token ids; messages are for chat()")
+            raise check.value_error("prompt", prompt, "text or token ids; messages are for chat()")
         if isinstance(first, (str, list)):
             accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
-            raise check.invalid("prompt", prompt, accepted)
+            raise check.value_error("prompt", prompt, accepted)
         max_tokens, length, num_cut = info.max_model_len, 0, 0
         with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
             length = len(prompt)

@@ -31,16 +31,16 @@ class RequestOptions:
     owner: str | None = None
 
     def __post_init__(self) -> None:
-        check.field(self, check.string, "request_id")
-        check.field(self, check.integer, "priority", -check.MAX_INTEGER)
-        check.field(self, check.seconds, "timeout", above=True)
-        check.field(self, check.integer, "max_unread", 1)
-        check.field(self, check.choice, "on_slow", get_args(OnSlow))
-        check.field(self, check.string, "cache_salt", empty=True)
-        check.field(self, check.string, "owner")
+        check.validate_field(self, check.string, "request_id")
+        check.validate_field(self, check.integer, "priority", -check.MAX_INTEGER)
+        check.validate_field(self, check.seconds, "timeout", above=True)
+        check.validate_field(self, check.integer, "max_unread", 1)
+        check.validate_field(self, check.choice, "on_slow", get_args(OnSlow))
+        check.validate_field(self, check.string, "cache_salt", empty=True)
+        check.validate_field(self, check.string, "owner")
         if self.owner is not None and len(self.owner) > _MAX_OWNER_LENGTH:
             accepted = f"at most {_MAX_OWNER_LENGTH} characters; a digest of a longer name"
-            raise check.invalid("owner", self.owner, accepted)
+            raise check.value_error("owner", self.owner, accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class TemplateOptions:
     split_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check.field(self, check.string, "chat_template")
-        check.field(self, check.boolean, "split_special_tokens")
+        check.validate_field(self, check.string, "chat_template")
+        check.validate_field(self, check.boolean, "split_special_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ def request_ids(value: Any) -> list[str]:
     """
     accepted = "a string, or several"
     is_one = value is None or isinstance(value, str)
-    ids: Any = (value,) if is_one else check.items("request_id", value, accepted)
+    ids: Any = (value,) if is_one else check.bounded_tuple("request_id", value, accepted)
     for request_id in ids:
         if not isinstance(request_id, str):
-            raise check.invalid("request_id", request_id, accepted)
+            raise check.value_error("request_id", request_id, accepted)
     return list(map(str.__str__, ids))  # A subclass of str may override its methods.

@@ -94,20 +94,21 @@ class RequestQueue(Protocol):
     """Protocol for submitting requests: the Submitter of an engine, or the queue of an EngineGroup.
 
     Attributes:
-        core, grammars: step loop and grammar compiler of the engine, or of any engine of the group.
+        core, grammar_compiler: step loop and grammar compiler of the engine, or of any engine of
+            the group.
     """
 
     @property
     def core(self) -> EngineCore: ...
 
     @property
-    def grammars(self) -> GrammarCompiler: ...
+    def grammar_compiler(self) -> GrammarCompiler: ...
 
     def enqueue(self, submission: Submission) -> TokenStream: ...
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream: ...
 
-    def prompts_made(self) -> list[Future[None]]: ...
+    def pending_prompt_futures(self) -> list[Future[None]]: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -119,7 +120,7 @@ class Submitter:
     """
 
     core: EngineCore
-    grammars: GrammarCompiler
+    grammar_compiler: GrammarCompiler
     mailboxes: MailboxRegistry
     observers: Observers
     cooldown: InitVar[Cooldown]
@@ -168,14 +169,14 @@ class Submitter:
         self.start(submission)
         return stream
 
-    def prompts_made(self) -> list[Future[None]]:
+    def pending_prompt_futures(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
         return self._text_threads.barrier()
 
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        return self.grammars.close() + self._text_threads.close()
+        return self.grammar_compiler.close() + self._text_threads.close()
 
     def _make_notifier(self, submission: Submission) -> None:
         request, observers = submission.request, (*submission.observers, *self.observers.registered)
@@ -194,7 +195,7 @@ class Submitter:
         """Second half of ``enqueue``: begin a request that has a place in the queue and a stream.
         If Ctrl-C interrupts an observer, the stream is dropped, which aborts the request."""
         if submission.notifier is not None:
-            submission.notifier.submitted(RequestInfo(*submission.call))
+            submission.notifier.notify_submit(RequestInfo(*submission.call))
         core, request, make_prompt = self.core, submission.request, submission.make_prompt
         if make_prompt is None:
             self._send(request)
@@ -230,7 +231,7 @@ class Submitter:
         if spec is None:
             core.send(core.on_add, group)
             return
-        grammar = self.grammars.find(spec)
+        grammar = self.grammar_compiler.find(spec)
         if grammar is not None:
             self._send_with_grammar(group, grammar, None)
             return
@@ -238,7 +239,7 @@ class Submitter:
             core.send(core.on_watch_deadline, group)
         try:
             done = partial(self._send_with_grammar, group)
-            self.grammars.submit(spec, done, lambda: not group.cancelled)
+            self.grammar_compiler.submit(spec, done, lambda: not group.cancelled)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

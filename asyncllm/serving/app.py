@@ -132,11 +132,11 @@ def create_app(
         InvalidRequestError: for an invalid argument.
     """
     if not (page is None or callable(page)):
-        raise check.invalid("page", page, "a function of a path, or None")
+        raise check.value_error("page", page, "a function of a path, or None")
     pages = check.strings("origins", origins, optional=True)
     tokens = check.strings("token", (token,) if isinstance(token, str) else token, optional=True)
     if tokens == ():
-        raise check.invalid("token", token, "at least one token, or None")
+        raise check.value_error("token", token, "at least one token, or None")
     rules = AccessRules(tokens=tokens, origins=pages, local=local)
     names = check.strings("model_names", model_names, optional=True)
     serving = Serving(

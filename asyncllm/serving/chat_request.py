@@ -20,7 +20,7 @@ from asyncllm.serving.request_body import (
 from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr, bounded
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
-from asyncllm.validation import MAX_INTEGER, invalid
+from asyncllm.validation import MAX_INTEGER, value_error
 
 MAX_MESSAGES = 2**14
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -205,7 +205,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
         """Number of alternatives per token; None without log-probabilities."""
         if not self.logprobs:
             if self.top_logprobs is not None:
-                raise invalid("top_logprobs", self.top_logprobs, "null without logprobs=true")
+                raise value_error("top_logprobs", self.top_logprobs, "null without logprobs=true")
             return None
         return self.top_logprobs or 0
 
@@ -213,7 +213,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             accepted = f"what max_tokens={self.max_tokens} says, or null"
-            raise invalid("max_completion_tokens", self.max_completion_tokens, accepted)
+            raise value_error("max_completion_tokens", self.max_completion_tokens, accepted)
         stream = self.submit_chat(
             engine,
             self.messages,

@@ -11,7 +11,7 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.request_body import AcceptedValues, unsupported
 from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
-from asyncllm.validation import MAX_INTEGER, invalid
+from asyncllm.validation import MAX_INTEGER, value_error
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
@@ -68,7 +68,7 @@ class CompletionRequest(ChoicesRequest):
         if self.best_of is not None and self.best_of != self.num_outputs:
             raise unsupported("best_of", self.best_of, (self.num_outputs,))
         if self.min_tokens and not self.generates:
-            raise invalid("min_tokens", self.min_tokens, "at most max_tokens=0")
+            raise value_error("min_tokens", self.min_tokens, "at most max_tokens=0")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(
             n=self.num_outputs,

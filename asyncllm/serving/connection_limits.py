@@ -40,9 +40,9 @@ class ConnectionLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_connections", "max_header_size", "max_message_size", "keep_alive"):
-            check.field(self, check.integer, name, 1, 2**30)
+            check.validate_field(self, check.integer, name, 1, 2**30)
         for name in ("header_timeout", "send_timeout", "close_timeout"):
-            check.field(self, check.seconds, name, above=True)
+            check.validate_field(self, check.seconds, name, above=True)
         for name in ("ping_interval", "ping_timeout"):
             value = check.seconds(name, getattr(self, name), above=True, optional=True)
             object.__setattr__(self, name, value)

@@ -41,7 +41,7 @@ class HttpServer:
         self._port = check.integer("port", port, 0, 65535)
         self._ssl = ssl
         if not (ssl is None or isinstance(ssl, SSLContext)):
-            raise check.invalid("ssl", ssl, "an ssl.SSLContext, or None")
+            raise check.value_error("ssl", ssl, "an ssl.SSLContext, or None")
         http, websocket = make_protocols(limits)
         self._socket: socket.socket | None = None
         self._task: asyncio.Future[None] | None = None

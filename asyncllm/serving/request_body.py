@@ -15,8 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import from_json
 
 from asyncllm import validation as check
-from asyncllm.counterparts import COUNTERPARTS
 from asyncllm.errors import InvalidRequestError
+from asyncllm.foreign_names import NAMES_BY_FOREIGN_NAME
 from asyncllm.serving.protocol_error import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class RequestBody(BaseModel):
         ACCEPTED_VALUES: map from unsupported fields to the values that are accepted, besides null,
             because they have no effect.
         ACCEPTED_SUBFIELD_VALUES: the same for parts of supported fields, with paths "field.part".
-        COUNTERPARTS_KEY: key in COUNTERPARTS for the names that other APIs give to these fields.
+        COUNTERPARTS_KEY: key in NAMES_BY_FOREIGN_NAME for these fields.
     """
 
     # pydantic also applies these settings to TypedDicts in the fields.
@@ -146,10 +146,12 @@ class RequestBody(BaseModel):
     def _counterpart(cls, param: str) -> str:
         """Name in this body for a field of another API, such as vLLM's; empty if there is none."""
         name = re.sub(r"\[\d+\]", "[]", param)
-        counterpart = COUNTERPARTS["sampling parameter"].get(name, "")
+        counterpart = NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
         if counterpart.partition("=")[0] in cls.model_fields:
             return counterpart
-        return COUNTERPARTS["field"].get(name) or COUNTERPARTS[cls.COUNTERPARTS_KEY].get(name, "")
+        return NAMES_BY_FOREIGN_NAME["field"].get(name) or NAMES_BY_FOREIGN_NAME[
+            cls.COUNTERPARTS_KEY
+        ].get(name, "")
 
     @classmethod
     def _unknown_field_error(cls, param: str) -> ProtocolError:
@@ -181,7 +183,7 @@ class RequestBody(BaseModel):
         accepted = f"to {rest}".removeprefix("to be ") if separator else message
         if first["type"] in ("string_type", "list_type", "dict_type"):
             accepted += _OTHER_TYPES.get(loc[-1], "")
-        return check.invalid(param, first["input"], accepted)
+        return check.value_error(param, first["input"], accepted)
 
     def present_values(self, names: Iterable[str]) -> dict[str, Any]:
         """Values of the named fields, without absent fields."""

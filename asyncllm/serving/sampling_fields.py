@@ -10,11 +10,11 @@ from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import (
-    BIAS_RANGE,
     INTEGER_BOUNDS,
+    LOGIT_BIAS_RANGE,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
-    MAX_BIAS,
+    MAX_LOGIT_BIASES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     NUMBER_BOUNDS,
@@ -55,8 +55,8 @@ TokenIds = Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 def _parse_logit_bias(biases: dict[str, Any]) -> dict[int, Any]:
     """Convert the keys of ``logit_bias`` to integers: JSON keys are strings."""
-    if len(biases) > MAX_BIAS:
-        raise ValueError(f"at most {MAX_BIAS} token ids")
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise ValueError(f"at most {MAX_LOGIT_BIASES} token ids")
     if not all(key.isdecimal() and key.isascii() and len(key) <= 10 for key in biases):
         raise ValueError("token ids, 0 or more, for keys")
     return {int(key): bias for key, bias in biases.items()}
@@ -69,11 +69,11 @@ Bias = Annotated[
         {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "maxProperties": MAX_BIAS,
+            "maxProperties": MAX_LOGIT_BIASES,
             "additionalProperties": {
                 "type": "number",
-                "minimum": BIAS_RANGE[0],
-                "maximum": BIAS_RANGE[1],
+                "minimum": LOGIT_BIAS_RANGE[0],
+                "maximum": LOGIT_BIAS_RANGE[1],
             },
         }
     ),

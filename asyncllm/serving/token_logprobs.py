@@ -44,7 +44,7 @@ class LogprobWriter:
                 **self._make_entries((sampled,))[0],
                 "top_logprobs": self._make_entries(islice(top, self.num_top)),
             }
-            for sampled, top in map(TokenLogprobs._rows, tokens)
+            for sampled, top in map(TokenLogprobs._ids_and_logprobs, tokens)
         ]
 
     def _make_entries(self, candidates: Iterable[tuple[int, float]]) -> list[TopLogprob]:
@@ -83,7 +83,7 @@ class LegacyLogprobs:
             if item is None:
                 text, logprob, top = "" if first is None else self.spelling_of(first)[0], None, None
             else:
-                sampled, likeliest = item._rows()
+                sampled, likeliest = item._ids_and_logprobs()
                 text, logprob = self.spelling_of(sampled[0])[0], max(sampled[1], LOWEST_LOGPROB)
                 top = self._top_by_text((*islice(likeliest, self.num_top), sampled))
             lists["tokens"].append(text)

@@ -46,7 +46,7 @@ def schema_of(kind: type, name: str) -> dict[str, Any]:
     try:
         schema = adapter.json_schema()
     except Exception as error:  # The type's own hooks may raise anything.
-        raise check.invalid(name, kind, f"a type that JSON can express ({error})") from error
+        raise check.value_error(name, kind, f"a type that JSON can express ({error})") from error
     return forbid_additional_properties(schema)
 
 
@@ -78,7 +78,7 @@ def from_json(kind: Any, text: str, name: str) -> Any:
     # Pydantic resolves names of types only now, and a type's own validators may raise errors of
     # any class.
     except Exception as error:
-        raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
+        raise check.value_error(name, kind, f"a type that Pydantic knows ({error})") from error
 
 
 def typed_dict_fields(kind: Any) -> dict[str, tuple[Any, bool]]:
@@ -105,7 +105,7 @@ def _make_adapter(kind: Any, name: str) -> Any:
     try:
         return pydantic.TypeAdapter(_with_known_typed_dicts(kind))
     except Exception as error:
-        raise check.invalid(name, kind, f"a type that Pydantic knows ({error})") from error
+        raise check.value_error(name, kind, f"a type that Pydantic knows ({error})") from error
 
 
 def _with_known_typed_dicts(kind: Any) -> Any:

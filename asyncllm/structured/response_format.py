@@ -46,17 +46,19 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return {"structural_tag": dict(value)}
     by_type = {"text": None, "json_object": {"json_object": True}}
     if not isinstance(kind, str) or kind not in by_type or len(value) != 1:
-        raise check.invalid(_PARAM, value, _ACCEPTED_VALUES)
+        raise check.value_error(_PARAM, value, _ACCEPTED_VALUES)
     return by_type[kind]
 
 
 def _check_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    check.refuse_unknown(f"field of {_PARAM}", value, ("type", "json_schema"))
+    check.refuse_unknown_names(f"field of {_PARAM}", value, ("type", "json_schema"))
     field: Any = value.get("json_schema")
     if not isinstance(field, Mapping) or not isinstance(field.get("schema"), Mapping):
-        raise check.invalid(f"{_PARAM}.json_schema", field, 'a dict with a "name" and a "schema"')
+        raise check.value_error(
+            f"{_PARAM}.json_schema", field, 'a dict with a "name" and a "schema"'
+        )
     fields = ("name", "schema", "strict", "description")
-    check.refuse_unknown(f"field of {_PARAM}.json_schema", field, fields)
+    check.refuse_unknown_names(f"field of {_PARAM}.json_schema", field, fields)
     check.string(f"{_PARAM}.json_schema.name", field.get("name"), optional=True)
     check.boolean(f"{_PARAM}.json_schema.strict", field.get("strict"), optional=True)
     return field["schema"]

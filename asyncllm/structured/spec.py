@@ -70,13 +70,13 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
 
 def _parse_mapping(value: Any) -> StructuredOutputs:
     if not isinstance(value, Mapping):
-        raise check.invalid(_PARAM, value, _ACCEPTED_VALUES + ", or None")
-    check.refuse_unknown(f"kind of {_PARAM}", value, KINDS)
+        raise check.value_error(_PARAM, value, _ACCEPTED_VALUES + ", or None")
+    check.refuse_unknown_names(f"kind of {_PARAM}", value, KINDS)
     by_kind: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
     if by_kind.get("json_object") is False:
         del by_kind["json_object"]
     if len(by_kind) != 1:
-        raise check.invalid(_PARAM, dict(value), _ACCEPTED_VALUES)
+        raise check.value_error(_PARAM, dict(value), _ACCEPTED_VALUES)
     kind, kind_value = next(iter(by_kind.items()))
     return StructuredOutputs(kind, _PARSERS[kind](kind_value))
 
@@ -92,7 +92,7 @@ def _check_json(value: Any) -> str:
         # In JSON Schema, true admits every value, and false admits none.
         value = {} if value else {"not": {}}
     if not isinstance(value, Mapping):
-        raise check.invalid(name, value, accepted)
+        raise check.value_error(name, value, accepted)
     return _serialise_schema(name, value)
 
 
@@ -116,12 +116,12 @@ def _check_grammar(value: Any) -> str:
 def _check_choice(value: Any) -> str:
     name = f"{_PARAM}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
-    choices = check.items(name, value, accepted, MAX_CHOICES)
+    choices = check.bounded_tuple(name, value, accepted, MAX_CHOICES)
     if sum(str.__len__(one) for one in choices if isinstance(one, str)) > MAX_CHARACTERS:
-        raise check.invalid(name, value, f"at most {MAX_CHARACTERS} characters")
+        raise check.value_error(name, value, f"at most {MAX_CHARACTERS} characters")
     choices = [check.string(name, one) for one in choices]
     if not choices or len(set(choices)) != len(choices):
-        raise check.invalid(name, value, accepted)
+        raise check.value_error(name, value, accepted)
     return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
 
 
@@ -130,9 +130,9 @@ def _check_structural_tag(value: Any) -> str:
     if isinstance(value, str):
         value = _parse_json(name, value)
     if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
-        raise check.invalid(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
+        raise check.value_error(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
     if ("structures" in value) == ("format" in value):
-        raise check.invalid(name, value, 'either "structures" and "triggers", or "format"')
+        raise check.value_error(name, value, 'either "structures" and "triggers", or "format"')
     return _serialise_schema(name, value)
 
 
@@ -148,7 +148,7 @@ _PARSERS = {
 
 def _check_length(name: str, text: str, max_characters: int) -> str:
     if len(text) > max_characters:
-        raise check.invalid(name, text, f"at most {max_characters} characters, not {len(text)}")
+        raise check.value_error(name, text, f"at most {max_characters} characters, not {len(text)}")
     return text
 
 
@@ -158,13 +158,15 @@ def _parse_json(name: str, text: str) -> Any:
     except InvalidRequestError:
         raise
     except (ValueError, RecursionError) as error:
-        raise check.invalid(name, text, f"JSON ({error})") from None
+        raise check.value_error(name, text, f"JSON ({error})") from None
 
 
 def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
     # On average a value takes two characters of JSON.
-    copier = JsonCopier(MAX_CHARACTERS // 2 + 1, MAX_CHARACTERS, MAX_DEPTH - 1, text_keys=True)
+    copier = JsonCopier(
+        MAX_CHARACTERS // 2 + 1, MAX_CHARACTERS, MAX_DEPTH - 1, require_text_keys=True
+    )
     try:
         text = json.dumps(copier.copy(value), ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -173,16 +175,16 @@ def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
             f"a schema of JSON types, {MAX_DEPTH} levels and {MAX_CHARACTERS} characters at most "
             f"({error.explain(name)})"
         )
-        raise check.invalid(name, value, accepted) from None
+        raise check.value_error(name, value, accepted) from None
     except Exception as error:  # The caller's mapping may raise anything.
-        raise check.invalid(name, value, f"values that JSON has ({error})") from None
+        raise check.value_error(name, value, f"values that JSON has ({error})") from None
     return _check_references(name, _check_length(name, text, MAX_CHARACTERS))
 
 
 def _check_references(name: str, text: str, num_rules: int = 0) -> str:
     count = num_rules + text.count('"$ref"')
     if count > MAX_REFERENCES:
-        raise check.invalid(
+        raise check.value_error(
             name, text, f"at most {MAX_REFERENCES} references and rules, not {count}"
         )
     return text

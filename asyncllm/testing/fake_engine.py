@@ -89,8 +89,10 @@ class ScriptedExecutor(FakeExecutor):
             if isinstance(answer, (str, Exception)):
                 return self._piece_tokens(answer)
             if answer is None:
-                raise check.invalid("answers", answer, _ACCEPTED_ANSWERS)
-            pieces = check.items("answers", answer, _ACCEPTED_ANSWERS, self.info.max_model_len)
+                raise check.value_error("answers", answer, _ACCEPTED_ANSWERS)
+            pieces = check.bounded_tuple(
+                "answers", answer, _ACCEPTED_ANSWERS, self.info.max_model_len
+            )
             return [token for piece in pieces for token in self._piece_tokens(piece)]
         except Exception as error:  # The test's own function raised it.
             return [error]
@@ -156,11 +158,11 @@ def fake_engine(
     config = EngineConfig(**overrides)
     faults = {} if fail_at is None else fail_at
     if not isinstance(faults, Mapping):
-        raise check.invalid("fail_at", faults, "a mapping of step to exception, or None")
+        raise check.value_error("fail_at", faults, "a mapping of step to exception, or None")
     for step, fault in faults.items():
         check.integer("fail_at", step, 0)
         if not isinstance(fault, BaseException):
-            raise check.invalid("fail_at", fault, "an exception for each step")
+            raise check.value_error("fail_at", fault, "an exception for each step")
 
     def load(config: EngineConfig, progress: Progress) -> LoadedModel:
         if load_error is not None:

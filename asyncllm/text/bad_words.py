@@ -28,9 +28,11 @@ def bad_words_token_ids(
         try:
             bare, spaced = tuple(next(encoded)), tuple(next(encoded))
         except Exception as error:
-            raise check.invalid("bad_words", word, f"{accepted}: {check.explain(error)}") from error
+            raise check.value_error(
+                "bad_words", word, f"{accepted}: {check.explain(error)}"
+            ) from error
         if not bare or max(bare) >= vocab_size:
-            raise check.invalid("bad_words", word, accepted)
+            raise check.value_error("bad_words", word, accepted)
         found.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0] and max(spaced) < vocab_size:
             found.append(spaced)

@@ -17,7 +17,7 @@ from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 _MAX_SOURCE_CHARACTERS = 1 << 17
 """Maximum number of characters of a template: ten times the longest known one. Compiling a template
@@ -177,7 +177,7 @@ class ChatTemplate:
             return self.sources.get(chosen, chosen)
         names = ", ".join(map(repr, sorted(self.sources))) or "none"
         accepted = f"the text of a template, or the name of one of the model's ({names})"
-        raise invalid("chat_template", chosen, accepted)
+        raise value_error("chat_template", chosen, accepted)
 
     def _compile(self, source: str) -> jinja2.Template:
         if len(source) > _MAX_SOURCE_CHARACTERS:

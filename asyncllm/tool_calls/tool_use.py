@@ -42,7 +42,7 @@ class ToolUse:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
                 message has the path of the invalid value.
         """
-        items = check.items("tools", tools, _ACCEPTED, MAX_TOOLS)
+        items = check.bounded_tuple("tools", tools, _ACCEPTED, MAX_TOOLS)
         copier = TemplateCopier()
         schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
@@ -57,9 +57,9 @@ class ToolUse:
         parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)
         if isinstance(choice, dict) and choice["name"] not in names:
             accepted = f"one of the tools on offer: {', '.join(names) or 'there are none'}"
-            raise check.invalid("tool_choice", tool_choice, accepted)
+            raise check.value_error("tool_choice", tool_choice, accepted)
         if choice == "required" and not names:
-            raise check.invalid("tool_choice", tool_choice, '"auto" or "none" without tools')
+            raise check.value_error("tool_choice", tool_choice, '"auto" or "none" without tools')
         # With "none", the model does not see the tools.
         if not names or choice == "none":
             return None
@@ -93,7 +93,7 @@ def _parse_choice(value: Any) -> str | dict[str, str]:
         if (text := check.plain_text(name)) is not None:
             return {"name": text}
     accepted = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
-    raise check.invalid("tool_choice", value, accepted)
+    raise check.value_error("tool_choice", value, accepted)
 
 
 def _parse_tool(tool: Any, where: str, copier: TemplateCopier) -> dict[str, Any]:

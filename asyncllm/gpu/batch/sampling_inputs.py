@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import num_words
-from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
+from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 
 class Stages(enum.Flag):
@@ -37,7 +37,8 @@ class LogitsTables:
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token that may be sampled.
-        bias_ids, bias_values: ``[N + 1, MAX_BIAS]`` int32 and float32, entries of ``logit_bias``.
+        bias_ids, bias_values: ``[N + 1, MAX_LOGIT_BIASES]`` int32 and float32, the entries of
+            ``logit_bias``.
         stop_ids: ``[N + 1, MAX_STOP_IDS]`` int32, token ids that ``min_tokens`` forbids at first.
         counts: ``[N + 1, vocab_size]`` int32, how often the output has each token.
         in_prompt: ``[N + 1, W]`` int32, a bit per token that the prompt has.
@@ -55,8 +56,8 @@ class LogitsTables:
         words = num_words(self.vocab_size)
         if stages & ~self.allocated_stages & Stages.TOKEN_RULES:
             self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
-            self.bias_ids = self._zeros(MAX_BIAS)
-            self.bias_values = self._zeros(MAX_BIAS, torch.float32)
+            self.bias_ids = self._zeros(MAX_LOGIT_BIASES)
+            self.bias_values = self._zeros(MAX_LOGIT_BIASES, torch.float32)
         if stages & ~self.allocated_stages & Stages.PENALTIES:
             self.counts, self.in_prompt = self._zeros(self.vocab_size), self._zeros(words)
         self.allocated_stages |= stages
@@ -64,7 +65,7 @@ class LogitsTables:
     @staticmethod
     def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
         """Bytes of all tables."""
-        line = 2 * num_words(vocab_size) + vocab_size + 2 * MAX_BIAS + MAX_STOP_IDS
+        line = 2 * num_words(vocab_size) + vocab_size + 2 * MAX_LOGIT_BIASES + MAX_STOP_IDS
         return 4 * (max_num_seqs + 1) * line
 
     def _zeros(self, width: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import mask_logits, unpack_bits
 from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
-from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
+from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 CHUNK_ELEMENTS = 1 << 22
 """Number of logits to process at a time, so that temporary memory does not grow with the batch."""
@@ -51,7 +51,7 @@ def processing_bytes(num_rows: int, vocab_size: int) -> int:
     """Maximum bytes that ``process_logits`` allocates for ``num_rows``, its result included."""
     chunk = min(num_rows, _rows_per_chunk(vocab_size))
     result = 4 * num_rows * vocab_size
-    return result + chunk * (_BYTES_PER_LOGIT * vocab_size + _BYTES_PER_BIAS * MAX_BIAS)
+    return result + chunk * (_BYTES_PER_LOGIT * vocab_size + _BYTES_PER_BIAS * MAX_LOGIT_BIASES)
 
 
 def _rows_per_chunk(vocab_size: int) -> int:
@@ -78,7 +78,7 @@ def _process_chunk(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
 
 def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
     rules, tables = rows.rules, rows.tables
-    entry = torch.arange(MAX_BIAS, device=logits.device)
+    entry = torch.arange(MAX_LOGIT_BIASES, device=logits.device)
     active = entry < rules["num_bias"][table_rows].unsqueeze(1)
     ids = torch.where(active, tables.bias_ids[table_rows], 0).long()
     logits.scatter_add_(1, ids, torch.where(active, tables.bias_values[table_rows], 0.0))

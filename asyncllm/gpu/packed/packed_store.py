@@ -35,7 +35,7 @@ from asyncllm.gpu.packed.packed_folder import SUFFIX, PackedFolder
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.native.context import Context
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 from asyncllm.version import VERSION
 
 logger = get_logger(__name__)
@@ -368,7 +368,7 @@ def open_store(
         except (OSError, RuntimeError) as error:
             reason = f"the checkpoint or the cache folder cannot be found ({error})"
     if config.packed_cache == "shared":
-        raise invalid("packed_cache", config.packed_cache, f"'auto' or 'off': {reason}")
+        raise value_error("packed_cache", config.packed_cache, f"'auto' or 'off': {reason}")
     return reason
 
 

@@ -36,7 +36,7 @@ def token_logprobs(
     content = packed.tobytes()
     starts = range(0, len(content), 4 * packed.shape[1])
     return [
-        TokenLogprobs._packed(content[start : start + 8 * count + 12])
+        TokenLogprobs._from_packed(content[start : start + 8 * count + 12])
         for start, count in zip(starts, counts.tolist(), strict=True)
     ]
 

@@ -16,7 +16,7 @@ from asyncllm.gpu.batch.sections import Sections
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
 from asyncllm.gpu.sample.host_rules import HostRules
-from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
+from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 _MAX_TOP_K = 2**31 - 1
 
@@ -131,7 +131,9 @@ class SamplingState:
     def _assign_rules(self, update: TableUpdate, assignment: RequestAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         if params.logit_bias:
-            update.rows["bias_ids"] = ids = self._token_ids(list(params.logit_bias), MAX_BIAS)
+            update.rows["bias_ids"] = ids = self._token_ids(
+                list(params.logit_bias), MAX_LOGIT_BIASES
+            )
             with np.errstate(over="raise", invalid="raise"):
                 values = np.array(list(params.logit_bias.values()), np.float32)
             update.rows["bias_values"] = values

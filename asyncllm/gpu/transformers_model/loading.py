@@ -19,7 +19,7 @@ from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.families import is_tested
 from asyncllm.gpu.transformers_model.weights import dummy_modules, load_modules
-from asyncllm.validation import invalid
+from asyncllm.validation import value_error
 
 
 def load_transformers_decoder(
@@ -46,7 +46,7 @@ def load_transformers_decoder(
     reference = None
     if not is_tested(model):
         if convert is not None:
-            raise invalid(
+            raise value_error(
                 "quantization", config.quantization,
                 f"None for {model.architecture}, which is not among the tested architectures: "
                 "rounded weights cannot be compared with the model's own results",

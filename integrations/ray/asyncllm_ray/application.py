@@ -46,13 +46,15 @@ def run(
     """
     timeout = check.seconds("timeout", timeout, above=True)
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise check.invalid("name", name, "up to 100 letters, digits, '-', '_' and '.'")
+        raise check.value_error("name", name, "up to 100 letters, digits, '-', '_' and '.'")
     if not isinstance(application, serve.Application):
         accepted = "a serve.Application, which deployment() and openai_app() return"
-        raise check.invalid("application", application, accepted)
+        raise check.value_error("application", application, accepted)
     is_path = isinstance(route_prefix, str) and route_prefix.startswith("/")
     if route_prefix is not None and not is_path:
-        raise check.invalid("route_prefix", route_prefix, "a path that starts with '/', or None")
+        raise check.value_error(
+            "route_prefix", route_prefix, "a path that starts with '/', or None"
+        )
     _check_http(http_options)
     _start_serve(route_prefix is not None or http_options is not None, http_options)
     target = serve.RunTarget(application, name, route_prefix)
@@ -79,17 +81,17 @@ def _check_http(given: Any) -> None:
     if given is None:
         return
     if not isinstance(given, dict):
-        raise check.invalid("http_options", given, "a dict of options of HTTP, or None")
+        raise check.value_error("http_options", given, "a dict of options of HTTP, or None")
     known = HTTPOptions.model_fields
     for name in given:
         if name not in known:
-            raise check.invalid("http_options", name, f"one of {', '.join(sorted(known))}")
+            raise check.value_error("http_options", name, f"one of {', '.join(sorted(known))}")
     check.integer("port", given.get("port"), 0, 65535, optional=True)
     try:
         HTTPOptions(**given)
     except ValueError as error:
         accepted = f"options of serve.config.HTTPOptions ({error})"
-        raise check.invalid("http_options", given, accepted) from error
+        raise check.value_error("http_options", given, accepted) from error
 
 
 def _start_serve(has_http: bool, http_options: dict[str, Any] | None) -> None:
@@ -102,7 +104,7 @@ def _start_serve(has_http: bool, http_options: dict[str, Any] | None) -> None:
         serve.shutdown()  # Starting fails only if Serve did not run before.
         reason = str(error.cause).strip().rpartition("\n")[2]
         accepted = f"a host and port to listen on, or None ({reason})"
-        raise check.invalid("http_options", http_options, accepted) from error
+        raise check.value_error("http_options", http_options, accepted) from error
 
 
 def _describe(found: Any) -> str:

@@ -154,7 +154,7 @@ class Client:
         sent["request_id"] = group_id
         live = self._streams.get(group_id)
         if live is not None and not live._group.cancelled:
-            raise check.invalid("request_id", group_id, "an id that no live request has")
+            raise check.value_error("request_id", group_id, "an id that no live request has")
         most, window = options.max_unread, options.max_unread
         if options.on_slow == "pause":
             # Divide ``max_unread`` between tokens that the replica holds and those it sends ahead.
@@ -192,9 +192,9 @@ def _resolve(given: SamplingParams | None, sampling: dict[str, Any]) -> Sampling
         InvalidRequestError: for values that are invalid, or cannot be sent.
     """
     if given is not None and not isinstance(given, SamplingParams):
-        raise check.invalid("sampling_params", given, "SamplingParams or None")
+        raise check.value_error("sampling_params", given, "SamplingParams or None")
     params = replace(given or SamplingParams(), **sampling)
     if params.logits_processors:
         accepted = "none: callables cannot be sent to a replica"
-        raise check.invalid("logits_processors", params.logits_processors, accepted)
+        raise check.value_error("logits_processors", params.logits_processors, accepted)
     return replace(params, seed=secrets.randbits(63)) if params.seed is None else params

@@ -83,7 +83,7 @@ class Generate:
         elif sampling_params is not None:
             if not callable(sampling_params):
                 accepted = "SamplingParams, a dict of its fields, a function of a row, or None"
-                raise check.invalid("sampling_params", sampling_params, accepted)
+                raise check.value_error("sampling_params", sampling_params, accepted)
             sampling_params = partial(_call, partial(_one_output, sampling_params))
         self._prompt, self._params = partial(_call, prompt), sampling_params
         self._columns: dict[str, str] = {}
@@ -93,7 +93,7 @@ class Generate:
             ("error", error),
         ]:
             if check.string(name, column) in self._columns.values():
-                raise check.invalid(name, column, "the name of a column of its own")
+                raise check.value_error(name, column, "the name of a column of its own")
             self._columns[name] = column
         self._engine = AsyncLLMEngine(model, config=config, **overrides)
         self._lock = asyncio.Lock()
@@ -149,7 +149,7 @@ class Generate:
         for field, column in self._columns.items():
             if column in names:
                 accepted = f"a name that no column of the rows has ({', '.join(sorted(names))})"
-                raise check.invalid(field, column, accepted)
+                raise check.value_error(field, column, accepted)
 
     def _value(self, outputs: list[Any]) -> Any:
         """A row's value in a new column: None if the row failed, a list if each row has several
@@ -191,7 +191,7 @@ def complete(
     import ray.data
 
     if not isinstance(rows, ray.data.Dataset):
-        raise check.invalid("rows", rows, "a ray.data.Dataset")
+        raise check.value_error("rows", rows, "a ray.data.Dataset")
     given = {"model": model, "config": config, **options}
     generate = Generate(**given)  # Neither threads nor files are opened before its start.
     for name, value in given.items():
@@ -218,7 +218,9 @@ def _actors(concurrency: Any) -> Any:
     if not isinstance(concurrency, Sequence):
         return ActorPoolStrategy(size=check.integer("concurrency", concurrency, 1))
     if isinstance(concurrency, str) or len(concurrency) != 2:
-        raise check.invalid("concurrency", concurrency, "a number of actors, or two: least, most")
+        raise check.value_error(
+            "concurrency", concurrency, "a number of actors, or two: least, most"
+        )
     least = check.integer("concurrency", concurrency[0], 1)
     most = check.integer("concurrency", concurrency[1], least)
     return ActorPoolStrategy(min_size=least, max_size=most)
@@ -226,14 +228,14 @@ def _actors(concurrency: Any) -> Any:
 
 def _check_map_options(rows: Any, given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping | None):
-        raise check.invalid("map_options", given, "a dict of options of map_batches, or None")
+        raise check.value_error("map_options", given, "a dict of options of map_batches, or None")
     found = dict(given or {})
     parameters = inspect.signature(rows.map_batches).parameters.values()
     known = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} - _OWN_OPTIONS
     known = sorted(name for name in known if not name.startswith("fn_"))
     for name in found:
         if name not in known:
-            raise check.invalid("map_options", name, f"one of {', '.join(known)}")
+            raise check.value_error("map_options", name, f"one of {', '.join(known)}")
     for name in ("num_cpus", "num_gpus", "memory"):
         check.number(name, found.get(name), 0, 1e18, optional=True)
     check.choice("batch_format", found.get("batch_format"), _FORMATS, optional=True)
@@ -246,7 +248,7 @@ def _read_columns(batch: Any) -> dict[str, list[Any]]:
         return {name: _plain(batch[name].to_pylist()) for name in batch.column_names}
     if not isinstance(batch, dict) and _library(batch) != "pandas":
         accepted = f"{', '.join(map(repr, _FORMATS))} or None"
-        raise check.invalid("batch_format", type(batch).__name__, accepted)
+        raise check.value_error("batch_format", type(batch).__name__, accepted)
     return {name: _plain(batch[name]) for name in batch}
 
 
@@ -260,14 +262,14 @@ def _plain(column: Iterable[Any]) -> list[Any]:
 
 def _text(name: str, value: Any, accepted: str) -> str:
     if not isinstance(value, str):
-        raise check.invalid(name, value, accepted)
+        raise check.value_error(name, value, accepted)
     return check.string(name, value)
 
 
 def _column(name: str, row: dict[str, Any]) -> Any:
     if name not in row:
         accepted = f"a column of the row: {', '.join(sorted(row)) or 'it has none'}"
-        raise check.invalid("prompt", name, accepted)
+        raise check.value_error("prompt", name, accepted)
     return row[name]
 
 
@@ -289,7 +291,7 @@ def _one_output(function: Callable[[dict[str, Any]], Any], row: dict[str, Any]) 
     params = function(row)
     if isinstance(params, SamplingParams) and params.n != 1:
         accepted = "1 from a function of a row; give SamplingParams for all rows to have more"
-        raise check.invalid("sampling_params.n", params.n, accepted)
+        raise check.value_error("sampling_params.n", params.n, accepted)
     return params
 
 

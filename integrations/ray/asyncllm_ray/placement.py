@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from asyncllm.outputs import EngineStats, Usage
-from asyncllm.routing import Candidate, PrefixIndex, Route, Router, Sent
+from asyncllm.routing import Candidate, PrefixIndex, Route, Router, SentPrompt
 from asyncllm_ray.wire import Call
 
 _MAX_AGE = 600.0
@@ -64,7 +64,7 @@ class Placed:
     _router: Router
     _index: PrefixIndex
     _route: Route
-    _sent: Sent | None
+    _sent: SentPrompt | None
     _num_tokens: int
 
     @property

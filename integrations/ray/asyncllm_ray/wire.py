@@ -114,7 +114,7 @@ def check_plain(name: str, value: Any, depth: int = 0) -> None:
             check_plain(name, part, depth + 1)
         return
     accepted = "plain data that can be sent to a replica: texts, numbers, lists, dicts and None"
-    raise check.invalid(name, value, accepted)
+    raise check.value_error(name, value, accepted)
 
 
 def check_sendable(name: str, value: Any) -> None:
@@ -123,7 +123,7 @@ def check_sendable(name: str, value: Any) -> None:
         cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:
         accepted = f"a value that can be sent to a replica ({error})"
-        raise check.invalid(name, value, accepted) from error
+        raise check.value_error(name, value, accepted) from error
 
 
 def portable(error: Exception) -> Exception:

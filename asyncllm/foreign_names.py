@@ -1,10 +1,10 @@
-"""COUNTERPARTS: map from names of vLLM, OpenAI and earlier versions to asyncllm's names."""
+"""asyncllm's names for the settings and fields of vLLM, OpenAI and earlier versions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
+NAMES_BY_FOREIGN_NAME: Mapping[str, Mapping[str, str]] = {
     "setting": {
         "cuda_graph_sizes": "cudagraph_capture_sizes",
         "enforce_eager": 'cuda_graphs="off"',
@@ -52,5 +52,5 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
         "tools[].function": "name, description and parameters, beside type",
     },
 }
-"""Map from a kind, such as "setting", and a name in another API to asyncllm's name. A nested name
-is written as a path. Names that are the same in asyncllm are left out."""
+"""Map from a kind, such as "setting", and a name in another API to asyncllm's name, for error
+messages. A nested name is written as a path. Names that are the same in asyncllm are left out."""
