@@ -12,14 +12,14 @@ from asyncllm.serving.answers import (
     ChatCompletion,
     Completion,
     DeletedResponse,
-    Error,
-    Event,
+    DetokenizeResponse,
+    ErrorResponse,
     HealthState,
     Model,
     ModelList,
     Response,
-    Text,
-    Tokens,
+    ServerSentEvent,
+    TokenizeResponse,
 )
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.completion_request import CompletionRequest
@@ -30,8 +30,8 @@ from asyncllm.serving.tokenization import DetokenizeRequest, TokenizeRequest
 _REF_TEMPLATE = "#/components/schemas/{model}"
 _BODY_TYPES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
 _ANSWER_TYPES: tuple[Any, ...] = (
-    ChatCompletion, Completion, Response, DeletedResponse, Tokens, Text, ModelList, Model,
-    HealthState, Error, Event,
+    ChatCompletion, Completion, Response, DeletedResponse, TokenizeResponse, DetokenizeResponse,
+    ModelList, Model, HealthState, ErrorResponse, ServerSentEvent,
 )  # fmt: skip
 
 _ERROR_DESCRIPTIONS = {
@@ -81,16 +81,18 @@ def _describe_paths() -> dict[str, Any]:
     health["get"]["responses"]["503"] = {**state, "description": "Not now."}
     metrics = {"content": {"text/plain": {}}}
     return {
-        "/v1/chat/completions": _post("A chat completion.", ChatRequest, ChatCompletion, Event),
-        "/v1/completions": _post("A completion.", CompletionRequest, Completion, Event),
-        "/v1/responses": _post("A response.", ResponseRequest, Response, Event),
+        "/v1/chat/completions": _post(
+            "A chat completion.", ChatRequest, ChatCompletion, ServerSentEvent
+        ),
+        "/v1/completions": _post("A completion.", CompletionRequest, Completion, ServerSentEvent),
+        "/v1/responses": _post("A response.", ResponseRequest, Response, ServerSentEvent),
         "/v1/responses/{response_id}": {
             "parameters": [_path_parameter("response_id")],
             "get": _operation("A stored response.", _json_content(Response), (404,)),
             "delete": _operation("Forgets a response.", _json_content(DeletedResponse), (404,)),
         },
-        "/tokenize": _post("Token ids of a text.", TokenizeRequest, Tokens),
-        "/detokenize": _post("The text of token ids.", DetokenizeRequest, Text),
+        "/tokenize": _post("Token ids of a text.", TokenizeRequest, TokenizeResponse),
+        "/detokenize": _post("The text of token ids.", DetokenizeRequest, DetokenizeResponse),
         "/v1/models": {"get": _operation("The models.", _json_content(ModelList))},
         "/v1/models/{model}": {
             "parameters": [_path_parameter("model")],
@@ -122,7 +124,7 @@ def _post(
 
 def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int] = ()) -> dict[str, Any]:
     refusals = {
-        str(status): {"description": _ERROR_DESCRIPTIONS[status], **_json_content(Error)}
+        str(status): {"description": _ERROR_DESCRIPTIONS[status], **_json_content(ErrorResponse)}
         for status in sorted({*errors, 400, 401, 403, 500, 503})
     }
     return {

@@ -11,7 +11,7 @@ from starlette.types import Receive, Send
 
 from asyncllm.serving.access import SUBPROTOCOL
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, ClientGoneError, Exchange
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class Session(Protocol):
 
 
 async def run_session(
-    make_session: Callable[[SocketConnection, str], Session], serving: Serving, exchange: Exchange
+    make_session: Callable[[SocketConnection, str], Session],
+    serving: ServingContext,
+    exchange: Exchange,
 ) -> None:
     """Accept a WebSocket, and run a session on it.
 

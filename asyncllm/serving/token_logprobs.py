@@ -16,7 +16,7 @@ LOWEST_LOGPROB = -1e9
 """JSON value for minus infinity, the log-probability of a token that cannot be sampled."""
 
 
-def logprobs_size(tokens: Sequence[TokenLogprobs | None] | None) -> int:
+def num_logprobs_bytes(tokens: Sequence[TokenLogprobs | None] | None) -> int:
     """Approximate number of JSON bytes of log-probabilities."""
     return 32 * len(tokens) * (1 + tokens[-1]._num_top) if tokens and tokens[-1] else 0
 
