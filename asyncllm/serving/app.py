@@ -173,15 +173,15 @@ def create_app(
 def _router(serving: ServingContext, rules: AccessRules, page: Page | None) -> ASGIApp:
     chat = partial(answer_choices_request, ChatRequest, ChatWriter)
     completions = partial(answer_choices_request, CompletionRequest, CompletionWriter)
-    stored: dict[str, Handler] = {
+    stored_response_handlers: dict[str, Handler] = {
         "GET": responses.get_response,
         "DELETE": responses.delete_response,
     }
-    table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
+    endpoints: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
         ("/v1/chat/completions", {"POST": chat}, {"prompt": "messages"}),
         ("/v1/completions", {"POST": completions}, {}),
         ("/v1/responses", {"POST": responses.create_response}, FIELD_BY_ENGINE_PARAM),
-        ("/v1/responses/{response_id}", stored, FIELD_BY_ENGINE_PARAM),
+        ("/v1/responses/{response_id}", stored_response_handlers, FIELD_BY_ENGINE_PARAM),
         ("/tokenize", {"POST": partial(answer_long_text, tokenize)}, {}),
         ("/detokenize", {"POST": partial(answer_long_text, detokenize)}, {}),
         ("/v1/models", {"GET": server_info.list_models}, {}),
@@ -193,7 +193,7 @@ def _router(serving: ServingContext, rules: AccessRules, page: Page | None) -> A
         ("/openapi.json", {"GET": server_info.show_openapi}, {}),
     ]
     routes: list[BaseRoute] = []
-    for path, handlers, names in table:
+    for path, handlers, names in endpoints:
         path_rules = None if path in PUBLIC_PATHS else rules
         routes.append(Route(path, Endpoint(serving, handlers, path_rules, names)))
     sessions: dict[str, Callable[[SocketConnection, str], Session]] = {
@@ -206,7 +206,7 @@ def _router(serving: ServingContext, rules: AccessRules, page: Page | None) -> A
     return Router(
         routes,
         redirect_slashes=False,
-        default=_make_fallback_app(serving, rules, page, {path for path, _, _ in table}),
+        default=_make_fallback_app(serving, rules, page, {path for path, _, _ in endpoints}),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 

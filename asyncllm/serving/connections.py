@@ -41,13 +41,13 @@ def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[W
         "idle_connections": {},
     }
     shared_attributes |= {"parse_queue": ParseQueue(), "start_queue": RequestStartQueue()}
-    long_messages = ByteBudget(MAX_LONG_MESSAGES_BYTES)
+    long_message_budget = ByteBudget(MAX_LONG_MESSAGES_BYTES)
     return (
         type("HttpProtocol", (HttpProtocol,), shared_attributes),
         type(
             "WebSocketProtocol",
             (WebSocketProtocol,),
-            shared_attributes | {"long_messages": long_messages},
+            shared_attributes | {"long_message_budget": long_message_budget},
         ),
     )
 

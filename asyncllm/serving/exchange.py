@@ -107,8 +107,8 @@ class Exchange:
                         # The client's timeout does not run while its body waits unread. The length
                         # of a chunked body is unknown.
                         scope.deadline = math.inf
-                        claimed = len(data) if self._has_read_body else size or max_size
-                        self._claim = await self._serving.claim_body_bytes(claimed)
+                        num_claimed_bytes = len(data) if self._has_read_body else size or max_size
+                        self._claim = await self._serving.claim_body_bytes(num_claimed_bytes)
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read_body:
                         return bytes(data)

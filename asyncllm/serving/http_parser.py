@@ -73,8 +73,8 @@ class HttpParser(h11.Connection):
             if self._num_chunks > BASE_CHUNK_LIMIT + self._num_body_bytes // BYTES_PER_EXTRA_CHUNK:
                 raise self._make_error(
                     f"body: has {self._num_chunks} chunks in {self._num_body_bytes} bytes, "
-                    f"expected at most {BASE_CHUNK_LIMIT} and one more for each {BYTES_PER_EXTRA_CHUNK} "
-                    "bytes"
+                    f"expected at most {BASE_CHUNK_LIMIT} and one more for each "
+                    f"{BYTES_PER_EXTRA_CHUNK} bytes"
                 )
         elif isinstance(event, h11.Request):
             self._begin_request(event)

@@ -77,13 +77,13 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         answer = _AnswerSender(self, send)
         await application(scope, receive, answer.send)
 
-    def _close_idle_connections(self, count: int) -> bool:
-        """Close idle connections, the oldest first, until at most ``count`` connections are open.
+    def _close_idle_connections(self, max_open: int) -> bool:
+        """Close idle connections, the oldest first, until at most ``max_open`` are left.
 
         Returns:
-            Whether at most ``count`` are open now.
+            Whether at most ``max_open`` are open now.
         """
-        while len(self.connections) > count:
+        while len(self.connections) > max_open:
             for other in self.idle_connections:
                 if other is not self and other._waits_for_client():
                     break

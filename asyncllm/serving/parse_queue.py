@@ -72,9 +72,14 @@ class RequestStartQueue:
     """
 
     def __init__(self) -> None:
-        self._get_requests: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
-        self._other_requests: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
-        self._next_queue, self._queue_after_next = self._get_requests, self._other_requests
+        self._waiting_get_requests: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._waiting_other_requests: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = (
+            deque()
+        )
+        self._next_queue, self._queue_after_next = (
+            self._waiting_get_requests,
+            self._waiting_other_requests,
+        )
 
     async def wait(self, method: str, is_client_gone: Callable[[], bool]) -> None:
         """Wait until the request may start: at least one iteration of the event loop.
@@ -85,10 +90,10 @@ class RequestStartQueue:
                 not count among those that start in the iteration.
         """
         loop = asyncio.get_running_loop()
-        if not (self._get_requests or self._other_requests):
+        if not (self._waiting_get_requests or self._waiting_other_requests):
             loop.call_soon(self._start_requests)
         begin_future = loop.create_future()
-        (self._get_requests if method == "GET" else self._other_requests).append(
+        (self._waiting_get_requests if method == "GET" else self._waiting_other_requests).append(
             (begin_future, is_client_gone)
         )
         await begin_future
@@ -103,5 +108,5 @@ class RequestStartQueue:
             if not begin_future.done():
                 begin_future.set_result(None)
                 num_begun += not is_client_gone()
-        if self._get_requests or self._other_requests:
+        if self._waiting_get_requests or self._waiting_other_requests:
             asyncio.get_running_loop().call_soon(self._start_requests)

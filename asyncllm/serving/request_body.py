@@ -164,8 +164,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _to_client_error(cls, error: ValidationError) -> ProtocolError | InvalidRequestError:
-        """Convert pydantic's errors to one error for the client. An unknown field with an equivalent
-        here comes first, because the equivalent may be reported as missing."""
+        """Convert pydantic's errors to one error for the client. An unknown field with an
+        equivalent here comes first, because the equivalent may be reported as missing."""
         errors = error.errors(include_url=False, include_context=True)
         unknown = [detail for detail in errors if detail["type"] == "extra_forbidden"]
         renamed = (

@@ -26,8 +26,8 @@ CONVERTED_BYTES_PER_JSON_BYTE = 32
 one byte of JSON. A short message has about 360 bytes, and is converted in 3 microseconds."""
 
 WRITTEN_BYTES_PER_READ_BYTE = 10
-"""Bytes of JSON that are written in the time of parsing one byte. Events with the whole response
-repeat the request's texts and tools, so that writing them takes a share of the parsing time."""
+"""Bytes of JSON that are written in the time of parsing one byte: the cost of events that repeat
+the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[ResponseEvent]], Awaitable[None]]
 

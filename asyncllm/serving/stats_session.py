@@ -17,7 +17,7 @@ from asyncllm.serving.sockets import SocketConnection
 KEEP_ALIVE_SECONDS = 5.0
 """Maximum number of seconds between two snapshots."""
 
-MAX_RESPONSES = 64
+MAX_LISTED_RESPONSES = 64
 """Maximum number of responses that a snapshot lists."""
 
 
@@ -67,5 +67,7 @@ class StatsSession:
             "type": "asyncllm.stats",
             "stats": asdict(self.serving.engine.stats()),
             "connections": len(sessions),
-            "responses": sorted(responses, key=lambda response: response["id"])[:MAX_RESPONSES],
+            "responses": sorted(responses, key=lambda response: response["id"])[
+                :MAX_LISTED_RESPONSES
+            ],
         }

@@ -35,11 +35,11 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     """A WebSocket connection.
 
     Class attributes:
-        long_messages: budget of bytes for all messages of more than MAX_BYTES_PER_PARSE_TURN bytes.
+        long_message_budget: budget of bytes for all messages of more than MAX_BYTES_PER_PARSE_TURN bytes.
             A message counts until the application asks for the next one.
     """
 
-    long_messages: ClassVar[ByteBudget]
+    long_message_budget: ClassVar[ByteBudget]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -92,7 +92,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
                 self._wait_for_parse_turn()
                 return
             if self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_PARSE_TURN:
-                self._claim = self.long_messages.claim(
+                self._claim = self.long_message_budget.claim(
                     self.limits.max_message_size, self._begin_long_message
                 )
                 continue
