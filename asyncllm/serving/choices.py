@@ -56,7 +56,7 @@ async def answer_choices_request(
         return request.stream, streams, writer_type(model, request, serving.engine.tokenizer)
 
     is_streamed, streams, writer = await exchange.process_body(submit)
-    exchange.release_body(streams)
+    exchange.release_body(after_tokenizing=streams)
     if is_streamed:
         async with sending_events(
             serving, exchange, streams, writer.first_chunks(), _error_event
@@ -90,17 +90,17 @@ async def _send_full_answer(
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
-    size = sum(map(_num_completion_logprobs_bytes, completions))
-    if size > MAX_FULL_ANSWER_LOGPROBS_BYTES:
+    num_bytes = sum(map(_num_completion_logprobs_bytes, completions))
+    if num_bytes > MAX_FULL_ANSWER_LOGPROBS_BYTES:
         raise ProtocolError(
-            f"logprobs: take {size} bytes in the answer, expected at most "
+            f"logprobs: take {num_bytes} bytes in the answer, expected at most "
             f'{MAX_FULL_ANSWER_LOGPROBS_BYTES} in a whole one: "stream": true, or fewer outputs or '
             "log-probabilities",
             code="answer_too_large",
             param="logprobs",
         )
     await exchange.respond(
-        200, await serving.run_json_job(lambda: to_json(writer.full_answer(completions)), size)
+        200, await serving.run_json_job(lambda: to_json(writer.full_answer(completions)), num_bytes)
     )
 
 
@@ -135,8 +135,8 @@ async def _send_chunks(
                 text = ""
                 for unsent_delta in unsent.values():
                     job = partial(chunks, unsent_delta, first_choice, stream)
-                    size = writer.num_logprobs_bytes(unsent_delta, first_choice, stream)
-                    text += await serving.run_json_job(job, size)
+                    num_bytes = writer.num_logprobs_bytes(unsent_delta, first_choice, stream)
+                    text += await serving.run_json_job(job, num_bytes)
                 unsent.clear()
                 num_read = 0
             else:  # Nearly every token takes this fast path.

@@ -10,7 +10,7 @@ from asyncllm.serving.answers import TokenUsage
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode_json
-from asyncllm.serving.token_logprobs import LegacyLogprobs, encode_logprobs, num_logprobs_bytes
+from asyncllm.serving.token_logprobs import LegacyLogprobWriter, encode_logprobs, num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
 
@@ -31,7 +31,7 @@ class CompletionWriter(ChoicesWriter):
         num_choices = len(request.prompts) * request.num_outputs
         self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
         self._logprobs = [
-            None if top is None else LegacyLogprobs(tokenizer.spelling_of, top)
+            None if top is None else LegacyLogprobWriter(tokenizer.spelling_of, top)
             for _ in range(num_choices)
         ]
 

@@ -43,14 +43,16 @@ class Endpoint:
             await self._handler(scope)(self._serving, exchange)
         # Catch these before DISCONNECT_ERRORS: DeadlineExceededError is an OSError too.
         except (ProtocolError, AsyncLLMError) as error:
-            await exchange.refuse(error)
+            await exchange.send_error(error)
         except DISCONNECT_ERRORS:
             return
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
-            if exchange.has_started:
+            if exchange.has_begun_answer:
                 raise  # The answer is incomplete: let the server close the connection.
-            await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
+            await exchange.send_error(
+                ProtocolError("internal error", code="server_error", status=500)
+            )
         finally:
             exchange.release_body()
             exchange.log()
@@ -66,7 +68,7 @@ class Endpoint:
         if self._access_rules is not None:
             subprotocols = exchange.scope.get("subprotocols", ())
             exchange.owner = self._access_rules.check(exchange.headers, subprotocols)
-            self._serving.check_open()
+            self._serving.check_not_draining()
 
     def _handler(self, scope: Scope) -> Handler:
         method = scope.get("method", "WEBSOCKET")

@@ -72,7 +72,7 @@ async def sending_events(
     first_events: str,
     write_error: Callable[[ProtocolError], str],
 ) -> AsyncIterator[EventSender]:
-    """Context manager in whose block the streams' events are sent; its exit ends the answer.
+    """Send the streams' events in the ``async with`` block; leaving the block ends the answer.
 
     Args:
         first_events: events to send before all others.
@@ -90,7 +90,7 @@ async def sending_events(
         async with abort_on_disconnect(exchange, streams, keep_alive):
             yield sender
     except (ProtocolError, AsyncLLMError) as error:
-        if not exchange.has_started:
+        if not exchange.has_begun_answer:
             raise
         await sender.send(write_error(to_protocol_error(error, exchange.field_by_engine_param)))
     finally:

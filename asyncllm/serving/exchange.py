@@ -51,7 +51,7 @@ class Exchange:
         headers: headers of the request.
         owner: owner of the responses that the client creates, a digest of its token; empty if no
             token is required.
-        has_started: whether the answer has begun.
+        has_begun_answer: whether the answer has begun.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Exchange:
         self.scope = scope
         self.headers = Headers(scope=scope)
         self.owner = ""
-        self.has_started = False
+        self.has_begun_answer = False
         self._serving = serving
         self._receive = receive
         self._send = send
@@ -94,20 +94,22 @@ class Exchange:
                     headers={"Accept-Encoding": "identity"},
                 )
         max_size, timeout = self._serving.max_body_size, self._serving.body_timeout
-        size = 0
+        content_length = 0
         for length in self.headers.getlist("content-length"):
             if not length.isdecimal() or len(length) > 20 or int(length) > max_size:
                 raise _too_large_error(max_size)
-            size = int(length)
+            content_length = int(length)
         data = bytearray()
         try:
             with anyio.fail_after(timeout) as scope:
                 while True:
-                    if self._claim is None and max(size, len(data)) >= LONG_JSON_BYTES:
+                    if self._claim is None and max(content_length, len(data)) >= LONG_JSON_BYTES:
                         # The client's timeout does not run while its body waits unread. The length
                         # of a chunked body is unknown.
                         scope.deadline = math.inf
-                        num_claimed_bytes = len(data) if self._has_read_body else size or max_size
+                        num_claimed_bytes = (
+                            len(data) if self._has_read_body else content_length or max_size
+                        )
                         self._claim = await self._serving.claim_body_bytes(num_claimed_bytes)
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read_body:
@@ -182,10 +184,10 @@ class Exchange:
     ) -> None:
         await self.respond(status, encode_json(value).encode(), headers=headers)
 
-    async def refuse(self, error: ProtocolError | AsyncLLMError) -> None:
+    async def send_error(self, error: ProtocolError | AsyncLLMError) -> None:
         """Send an error, unless the answer has begun."""
         answer = to_protocol_error(error, self.field_by_engine_param)
-        if self.has_started:
+        if self.has_begun_answer:
             return
         extensions = self.scope.get("extensions") or ()
         if self.scope["type"] == "websocket" and "websocket.http.response" not in extensions:
@@ -198,7 +200,7 @@ class Exchange:
     async def accept(self, subprotocol: str | None) -> tuple[Receive, Send]:
         """Open the WebSocket; returns its functions to receive and to send messages."""
         await self._receive()
-        self.has_started, self._status = True, 101
+        self.has_begun_answer, self._status = True, 101
         await self._send({"type": "websocket.accept", "subprotocol": subprotocol})
         return self._receive, self._send
 
@@ -223,7 +225,7 @@ class Exchange:
     async def _start(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
         self.release_body()  # A client may read its answer slowly: free the memory for others.
-        self.has_started, self._status = True, status
+        self.has_begun_answer, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read_body and "transfer-encoding" in self.headers:
             # Close the connection, because the server would parse all chunks that remain. Skipping
@@ -251,9 +253,9 @@ class Exchange:
         )
 
 
-def _too_slow_error(fault: str) -> ProtocolError:
+def _too_slow_error(reason: str) -> ProtocolError:
     return ProtocolError(
-        f"body: {fault}", code="request_timeout", status=408, headers=CLOSE_HEADERS
+        f"body: {reason}", code="request_timeout", status=408, headers=CLOSE_HEADERS
     )
 
 

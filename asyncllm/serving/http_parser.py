@@ -95,6 +95,6 @@ class HttpParser(h11.Connection):
         if names >= {b"content-length", b"transfer-encoding"}:
             raise self._make_error("header: has Content-Length and Transfer-Encoding, expected one")
 
-    def _make_error(self, fault: str) -> h11.RemoteProtocolError:
-        self.limit_error = fault
-        return h11.RemoteProtocolError(fault)
+    def _make_error(self, message: str) -> h11.RemoteProtocolError:
+        self.limit_error = message
+        return h11.RemoteProtocolError(message)

@@ -72,14 +72,9 @@ class RequestStartQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting_get_requests: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
-        self._waiting_other_requests: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = (
-            deque()
-        )
-        self._next_queue, self._queue_after_next = (
-            self._waiting_get_requests,
-            self._waiting_other_requests,
-        )
+        self._waiting_gets: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._waiting_others: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._next_queue, self._queue_after_next = self._waiting_gets, self._waiting_others
 
     async def wait(self, method: str, is_client_gone: Callable[[], bool]) -> None:
         """Wait until the request may start: at least one iteration of the event loop.
@@ -90,10 +85,10 @@ class RequestStartQueue:
                 not count among those that start in the iteration.
         """
         loop = asyncio.get_running_loop()
-        if not (self._waiting_get_requests or self._waiting_other_requests):
+        if not (self._waiting_gets or self._waiting_others):
             loop.call_soon(self._start_requests)
         begin_future = loop.create_future()
-        (self._waiting_get_requests if method == "GET" else self._waiting_other_requests).append(
+        (self._waiting_gets if method == "GET" else self._waiting_others).append(
             (begin_future, is_client_gone)
         )
         await begin_future
@@ -108,5 +103,5 @@ class RequestStartQueue:
             if not begin_future.done():
                 begin_future.set_result(None)
                 num_begun += not is_client_gone()
-        if self._waiting_get_requests or self._waiting_other_requests:
+        if self._waiting_gets or self._waiting_others:
             asyncio.get_running_loop().call_soon(self._start_requests)

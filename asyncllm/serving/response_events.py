@@ -138,7 +138,7 @@ class ResponseEvents:
         response["error"] = {"code": code, "message": str(error), "param": error.param}
         yield self._final_event("response.failed", response)
 
-    # --- parts --------------------------------------------------------------------------
+    # --- items --------------------------------------------------------------------------
 
     def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
         if self._reasoning_item is None:

@@ -84,7 +84,7 @@ class ResponseSession:
         try:
             await self._execute_message(message)
         except (ProtocolError, AsyncLLMError) as error:
-            await self._refuse(to_protocol_error(error, FIELD_BY_ENGINE_PARAM))
+            await self._send_error(to_protocol_error(error, FIELD_BY_ENGINE_PARAM))
             self._close_on_engine_end(error)
         else:
             self._num_consecutive_errors = 0
@@ -111,9 +111,9 @@ class ResponseSession:
                     param="type",
                 )
         finally:
-            self.serving.release_claim(claim, streams)
+            self.serving.release_claim(claim, after_tokenizing=streams)
 
-    async def _refuse(self, error: ProtocolError) -> None:
+    async def _send_error(self, error: ProtocolError) -> None:
         await self.connection.send(encode_json(error.event()))
         if not error.is_client_error:
             return
@@ -134,7 +134,7 @@ class ResponseSession:
         self._is_closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    async def _create_response(self, event: dict[str, Any], size: int) -> TokenStream:
+    async def _create_response(self, event: dict[str, Any], request_bytes: int) -> TokenStream:
         if self.current_turn is not None:
             raise ProtocolError(
                 f"response {self.current_turn.events.id!r} is in flight; one at a time on a "
@@ -142,14 +142,14 @@ class ResponseSession:
                 code="response_already_in_flight",
                 status=409,
             )
-        self.serving.check_open()
+        self.serving.check_not_draining()
         request = await self.serving.run_json_job(
-            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), size
+            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), request_bytes
         )
         if request.stream is False:
             raise unsupported_error("stream", False, (True,))
         turn = await ResponseTurn.begin(
-            self.serving, self.owner, request, size, self._unstored_responses
+            self.serving, self.owner, request, request_bytes, self._unstored_responses
         )
         self.current_turn = turn
         self.serving.frame_pacer.begin_response()

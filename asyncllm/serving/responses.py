@@ -20,11 +20,11 @@ async def create_response(serving: ServingContext, exchange: Exchange) -> None:
     def parse(body: bytes) -> tuple[ResponseRequest, int]:
         return ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
 
-    request, size = await exchange.process_body(parse)
+    request, request_bytes = await exchange.process_body(parse)
     turn = await ResponseTurn.begin(
-        serving, exchange.owner, request, size, connection_store=ResponseStore(0, 0)
+        serving, exchange.owner, request, request_bytes, connection_store=ResponseStore(0, 0)
     )
-    exchange.release_body([turn.stream])
+    exchange.release_body(after_tokenizing=[turn.stream])
     try:
         if request.stream:
             await _send_events(serving, exchange, turn)
@@ -33,7 +33,7 @@ async def create_response(serving: ServingContext, exchange: Exchange) -> None:
             await turn.run(_drop_events)
         if turn.stream.finish_reason == "abort":
             raise aborted_error()
-        # ``respond`` claims the answer's size, which includes the request's fields.
+        # ``respond`` claims the answer's bytes, the repeated request included.
         turn.release()
         await exchange.respond(200, turn.events.response_json.encode())
     finally:

@@ -182,7 +182,7 @@ class ServingContext:
         """
         return {"timeout": self.timeout, "owner": owner or None}
 
-    def check_open(self) -> None:
+    def check_not_draining(self) -> None:
         """Raise ProtocolError while the server drains."""
         if self.is_draining:
             raise ProtocolError(

@@ -57,7 +57,7 @@ class LogprobWriter:
 
 
 @dataclass(slots=True)
-class LegacyLogprobs:
+class LegacyLogprobWriter:
     """Writer for completions: parallel lists, with each token's offset in the text. An offset
     is the number of characters of the tokens before it, each decoded alone.
 

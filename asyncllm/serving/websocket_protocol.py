@@ -35,7 +35,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     """A WebSocket connection.
 
     Class attributes:
-        long_message_budget: budget of bytes for all messages of more than MAX_BYTES_PER_PARSE_TURN bytes.
+        long_message_budget: budget of bytes for all messages of more than MAX_BYTES_PER_PARSE_TURN.
             A message counts until the application asks for the next one.
     """
 
