@@ -7,7 +7,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta
-from asyncllm.serving.call_collector import CallCollector
+from asyncllm.serving.call_collector import ToolCallCollector
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.exchange import encode_json
@@ -29,7 +29,7 @@ class ChatWriter(ChoicesWriter):
         self._metadata = {} if request.metadata is None else {"metadata": request.metadata}
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(tokenizer.spelling_of, top)
-        self._call_collectors = [CallCollector() for _ in range(request.num_outputs)]
+        self._call_collectors = [ToolCallCollector() for _ in range(request.num_outputs)]
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return {**super().full_answer(completions), **self._metadata}

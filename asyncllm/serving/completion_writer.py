@@ -67,7 +67,7 @@ class CompletionWriter(ChoicesWriter):
             completion: the output's completion or stream, which also has the prompt.
         """
         index = first_choice + output.index
-        writer, text, first = self._logprobs[index], output.text, None
+        writer, text, first_token_id = self._logprobs[index], output.text, None
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or ()
         if not self._request.should_generate:
             text, logprobs = "", ()
@@ -76,12 +76,12 @@ class CompletionWriter(ChoicesWriter):
             prompt_token_ids = list(completion.prompt_token_ids or ())
             text = self._prompt_text(index // self._request.num_outputs, prompt_token_ids) + text
             if completion.prompt_logprobs is not None:
-                first = prompt_token_ids[0]
+                first_token_id = prompt_token_ids[0]
                 logprobs = (*completion.prompt_logprobs, *logprobs)
         return {
             "index": index,
             "text": text,
-            "logprobs": None if writer is None else writer.write(logprobs, first),
+            "logprobs": None if writer is None else writer.write(logprobs, first_token_id),
             "finish_reason": output.finish_reason,
         }
 

@@ -40,7 +40,7 @@ class Endpoint:
         exchange = Exchange(self._serving, scope, receive, send, self._field_by_engine_param)
         try:
             self._check_request(exchange)
-            await self._handler(scope)(self._serving, exchange)
+            await self._find_handler(scope)(self._serving, exchange)
         # Catch these before DISCONNECT_ERRORS: DeadlineExceededError is an OSError too.
         except (ProtocolError, AsyncLLMError) as error:
             await exchange.send_error(error)
@@ -70,7 +70,7 @@ class Endpoint:
             exchange.owner = self._access_rules.check(exchange.headers, subprotocols)
             self._serving.check_not_draining()
 
-    def _handler(self, scope: Scope) -> Handler:
+    def _find_handler(self, scope: Scope) -> Handler:
         method = scope.get("method", "WEBSOCKET")
         handler = self._handlers.get("GET" if method == "HEAD" else method)
         if handler is None:

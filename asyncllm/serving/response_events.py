@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncllm.outputs import Delta, ToolCall, Usage
 from asyncllm.serving.answers import ItemStatus, TokenLogprob
-from asyncllm.serving.call_collector import CallCollector
+from asyncllm.serving.call_collector import ToolCallCollector
 from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, TextItem
@@ -56,7 +56,7 @@ class ResponseEvents:
         self._items: list[TextItem | CallItem] = []
         self._message_item: TextItem | None = None
         self._reasoning_item: TextItem | None = None
-        self._calls = CallCollector()
+        self._call_collector = ToolCallCollector()
         self._unsent_logprobs: list[TokenLogprob] = []
         self._text_event_start = ""
 
@@ -103,7 +103,7 @@ class ResponseEvents:
             self._unsent_logprobs += self._logprobs.write(delta.logprobs)
         if delta.text or (self._unsent_logprobs and self._message_item is not None):
             yield from self._add_text(delta.text)
-        for _, call in self._calls.push(delta.tool_calls):
+        for _, call in self._call_collector.push(delta.tool_calls):
             yield from self._add_call(call)
 
     def completed_events(

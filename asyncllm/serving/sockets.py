@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Send
 
-from asyncllm.serving.access import SUBPROTOCOL
+from asyncllm.serving.access import WEBSOCKET_SUBPROTOCOL
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, ClientGoneError, Exchange
 from asyncllm.serving.serving import ServingContext
 
@@ -63,7 +63,11 @@ async def run_session(
         make_session: makes a session from a connection and the owner of its responses.
         serving: has the set of open sessions.
     """
-    subprotocol = SUBPROTOCOL if SUBPROTOCOL in exchange.scope.get("subprotocols", ()) else None
+    subprotocol = (
+        WEBSOCKET_SUBPROTOCOL
+        if WEBSOCKET_SUBPROTOCOL in exchange.scope.get("subprotocols", ())
+        else None
+    )
     connection = SocketConnection(*await exchange.accept(subprotocol))
     session = make_session(connection, exchange.owner)
     serving.sessions.add(session)

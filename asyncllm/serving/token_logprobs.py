@@ -71,17 +71,21 @@ class LegacyLogprobWriter:
     _offset: int = field(default=0, init=False)
 
     def write(
-        self, tokens: Sequence[TokenLogprobs | None], first: int | None = None
+        self, tokens: Sequence[TokenLogprobs | None], first_token_id: int | None = None
     ) -> CompletionLogprobs:
         """Write ``tokens`` as lists.
 
         Args:
-            first: token id of the first token if it has no log-probability.
+            first_token_id: token id of the first token if it has no log-probability.
         """
         lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
             if item is None:
-                text, logprob, top = "" if first is None else self.spelling_of(first)[0], None, None
+                text, logprob, top = (
+                    "" if first_token_id is None else self.spelling_of(first_token_id)[0],
+                    None,
+                    None,
+                )
             else:
                 sampled, likeliest = item._rows()
                 text, logprob = self.spelling_of(sampled[0])[0], max(sampled[1], LOWEST_LOGPROB)
