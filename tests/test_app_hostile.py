@@ -17,17 +17,21 @@ import pytest
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.serving import choices, create_app, http_protocol
-from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_TURN, BoundedProtocol
+from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol
 from asyncllm.serving.byte_budget import ByteBudget
-from asyncllm.serving.connections import SPARE_FILES
+from asyncllm.serving.connections import RESERVED_FILE_DESCRIPTORS
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import HttpParser
-from asyncllm.serving.parse_queue import EVENTS_PER_TURN, STARTS_PER_ITERATION, RequestStartQueue
+from asyncllm.serving.parse_queue import (
+    MAX_EVENTS_PER_PARSE_TURN,
+    MAX_REQUEST_STARTS_PER_ITERATION,
+    RequestStartQueue,
+)
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import LARGE_JSON_BYTES
-from asyncllm.serving.websocket_protocol import BASE_FRAMES, WebSocketProtocol
+from asyncllm.serving.websocket_protocol import BASE_FRAME_LIMIT, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -156,7 +160,7 @@ async def test_requests_begin_a_few_at_a_time_and_in_order():
             await asyncio.sleep(0)
             sizes.append(len(begun) - before)
     assert begun == [*range(20)]
-    assert [size for size in sizes if size] == [6 + STARTS_PER_ITERATION, 4, 4, 2]
+    assert [size for size in sizes if size] == [6 + MAX_REQUEST_STARTS_PER_ITERATION, 4, 4, 2]
 
 
 async def test_reads_and_other_requests_begin_in_turn():
@@ -194,9 +198,9 @@ async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch
 def turns(monkeypatch):
     """How many chunks HTTP connections parse in each turn."""
     found = []
-    begin, parse = HttpParser.begin_turn, HttpParser.next_event
+    begin, parse = HttpParser.begin_parse_turn, HttpParser.next_event
 
-    def begin_turn(parser):
+    def begin_parse_turn(parser):
         found.append(0)
         begin(parser)
 
@@ -205,7 +209,7 @@ def turns(monkeypatch):
         found[-1] += isinstance(event, h11.Data)
         return event
 
-    monkeypatch.setattr(HttpParser, "begin_turn", begin_turn)
+    monkeypatch.setattr(HttpParser, "begin_parse_turn", begin_parse_turn)
     monkeypatch.setattr(HttpParser, "next_event", next_event)
     return found
 
@@ -232,7 +236,7 @@ async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked,
             assert b"connection: close\r\n" in answer
             await all_left(server)
     # The first turn, and another where the answer had to wait for a turn of the loop.
-    assert sum(turns) <= 2 * EVENTS_PER_TURN
+    assert sum(turns) <= 2 * MAX_EVENTS_PER_PARSE_TURN
 
 
 async def test_a_client_that_sends_on_is_not_reset_at_once(caplog):
@@ -280,8 +284,8 @@ async def test_chunks_are_bounded_by_their_number(caplog, turns):
                 assert line.split(b" ")[1] == status
                 if status == b"400":
                     assert b"body: has 1041 chunks in 1041 bytes" in await reader.read()
-                assert len(turns) >= sum(turns) / EVENTS_PER_TURN > 10
-                assert max(turns) <= EVENTS_PER_TURN
+                assert len(turns) >= sum(turns) / MAX_EVENTS_PER_PARSE_TURN > 10
+                assert max(turns) <= MAX_EVENTS_PER_PARSE_TURN
 
 
 async def test_pipelined_requests_have_turns(caplog):
@@ -324,7 +328,7 @@ async def test_silent_connections_make_room(sent):
 
 
 async def test_silent_connections_are_closed_near_the_file_limit(monkeypatch):
-    limit = SPARE_FILES + 12
+    limit = RESERVED_FILE_DESCRIPTORS + 12
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     async with served_app(fake_engine("x")) as server:
         async with crowd(server, 30) as readers, asyncio.timeout(10):
@@ -389,7 +393,7 @@ FRAMES = [
     (frame(FIN | TEXT, b"\xff\xfe"), 1007),
     (frame(FIN | TEXT, length=2**40), 1009),
     (frame(FIN | TEXT, length=2**63), 1009),
-    (frame(TEXT) + frame(0) * (2 * BASE_FRAMES), 1009),
+    (frame(TEXT) + frame(0) * (2 * BASE_FRAME_LIMIT), 1009),
     (frame(0, b"x"), 1002),
     (frame(TEXT, b"{") + frame(FIN | TEXT, b"}"), 1002),
     (frame(PING, b"x"), 1002),
@@ -448,9 +452,11 @@ async def test_unread_pongs_do_not_accumulate(caplog):
 
 
 async def test_pings_have_turns(caplog, monkeypatch):
-    count, turns, begin_turn = 1000, [], WebSocketProtocol._begin_turn
+    count, turns, begin_parse_turn = 1000, [], WebSocketProtocol._begin_parse_turn
     monkeypatch.setattr(
-        WebSocketProtocol, "_begin_turn", lambda self: (turns.append(self), begin_turn(self))
+        WebSocketProtocol,
+        "_begin_parse_turn",
+        lambda self: (turns.append(self), begin_parse_turn(self)),
     )
     data = frame(FIN | PING) * count + frame(FIN | TEXT, CREATE)
     async with attacked(caplog) as server, upgraded(server, data) as (reader, _):
@@ -511,19 +517,19 @@ def held_up(worker):
 
 async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch):
     """Three at once; the others wait unread, and small ones do not wait behind them."""
-    read, body_of = [], Exchange.body
+    read, body_of = [], Exchange.read_body
     engine = fake_engine("Hello", max_model_len=9000, num_blocks=2000)
 
-    async def body(self):
+    async def read_body(self):
         data = await body_of(self)
         read.append(len(data))
         return data
 
-    monkeypatch.setattr(Exchange, "body", body)
+    monkeypatch.setattr(Exchange, "read_body", read_body)
     large = LONG + b" " * (100_000 - len(LONG))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._server.config.app._serving.large_bodies = ByteBudget(3 * len(large))
+        server._server.config.app._serving.large_body_budget = ByteBudget(3 * len(large))
         with held_up(engine._require_input_processor().submitter._text_threads.long_thread):
             for data, count in ((large, 6), (LONG, 1)):
                 sent = f"{head}{len(data)}\r\n\r\n".encode() + data
@@ -559,19 +565,19 @@ async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch):
             await reader.readuntil(b'"response.completed"')
 
 
-def shorten_pace(monkeypatch):
+def shorten_rate_check(monkeypatch):
     for module in ("byte_budget", "exchange", "websocket_protocol"):
-        monkeypatch.setattr(f"asyncllm.serving.{module}.PACE_SECONDS", 0.1)
+        monkeypatch.setattr(f"asyncllm.serving.{module}.RATE_CHECK_SECONDS", 0.1)
 
 
 async def test_silent_bodies_hold_no_other_up(monkeypatch):
     """While others wait for its place, a body has to come at a minimum rate."""
-    shorten_pace(monkeypatch)
+    shorten_rate_check(monkeypatch)
     engine = fake_engine("Hello", max_model_len=9000, num_blocks=2000)
     large = LONG + b" " * (100_000 - len(LONG))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(large)
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._server.config.app._serving.large_bodies = ByteBudget(2 * len(large))
+        server._server.config.app._serving.large_body_budget = ByteBudget(2 * len(large))
         silent = [
             (await stack.enter_async_context(connected(server, head + large[:70_000])))[0]
             for _ in range(4)
@@ -595,7 +601,7 @@ async def test_unread_answers_are_bounded_in_memory():
     head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     async with served_app(fake_engine("Hello")) as server, asyncio.timeout(60):
         serving = server._server.config.app._serving
-        serving.answer_bytes = ByteBudget(2 * len(body) + 2000)
+        serving.answer_budget = ByteBudget(2 * len(body) + 2000)
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(2):
                 reader, _ = await stack.enter_async_context(connected(server, head + body))
@@ -610,8 +616,8 @@ async def test_unread_answers_are_bounded_in_memory():
             assert answer.json()["tools"][0]["description"] == tool["description"]
             path = f"/v1/responses/{answer.json()['id']}"
             assert (await client.get(path)).json() == answer.json()
-            serving.answer_bytes = ByteBudget(len(body))
-            held = serving.answer_bytes.claim(len(body), lambda: None)
+            serving.answer_budget = ByteBudget(len(body))
+            held = serving.answer_budget.claim(len(body), lambda: None)
             assert (await client.get(path)).status_code == 429
             held.release()
             assert (await client.get(path)).status_code == 200
@@ -627,8 +633,8 @@ async def test_whole_answers_are_bounded_until_they_are_read():
             size = len(answer.content)
             assert size > LARGE_JSON_BYTES
             serving = server._server.config.app._serving
-            serving.answer_bytes = ByteBudget(size)
-            held = serving.answer_bytes.claim(size, lambda: None)
+            serving.answer_budget = ByteBudget(size)
+            held = serving.answer_budget.claim(size, lambda: None)
             assert (await client.post("/tokenize", json=long)).status_code == 429
             assert (await client.post("/tokenize", json=short)).status_code == 200
             held.release()
@@ -636,7 +642,7 @@ async def test_whole_answers_are_bounded_until_they_are_read():
 
 
 async def test_logprobs_of_a_whole_answer_are_bounded(monkeypatch):
-    monkeypatch.setattr(choices, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(choices, "MAX_FULL_ANSWER_LOGPROBS_BYTES", 1000)
     async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
         fields = {"prompt": "1", "max_tokens": 20, "logprobs": 2, "ignore_eos": True}
         refused = await client.post("/v1/completions", json=fields)
@@ -681,7 +687,7 @@ async def test_unstored_responses_keep_no_copy_of_their_request():
 
 
 async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
-    shorten_pace(monkeypatch)
+    shorten_rate_check(monkeypatch)
     limits = {"max_message_size": 4 << 20}
     async with attacked(caplog, limits=limits) as server, contextlib.AsyncExitStack() as stack:
         message = frame(FIN | TEXT, CREATE + b" " * 100_000)
@@ -694,7 +700,7 @@ async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
 
 
 async def test_a_long_message_has_to_come(caplog, monkeypatch):
-    monkeypatch.setattr("asyncllm.serving.websocket_protocol.MESSAGE_SECONDS", 0.2)
+    monkeypatch.setattr("asyncllm.serving.websocket_protocol.MESSAGE_TIMEOUT_SECONDS", 0.2)
     async with attacked(caplog) as server:
         (opcode, payload), *_ = await told(server, frame(TEXT, b" " * 100_000))
         assert (opcode, payload) == (CLOSE, b"\x03\xf0a message did not come within 0.2 seconds")
@@ -703,11 +709,11 @@ async def test_a_long_message_has_to_come(caplog, monkeypatch):
 async def test_frames_of_a_message_are_bounded_by_their_number(caplog):
     """1024, and one for each 64 bytes; frames between its fragments count."""
     async with attacked(caplog) as server:
-        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (BASE_FRAMES // 2 + 64)
+        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (BASE_FRAME_LIMIT // 2 + 64)
         *pongs, (opcode, payload) = await told(server, pinged)
         assert {one for one, _ in pongs} == {PONG}
         assert (opcode, payload[:2]) == (CLOSE, (1009).to_bytes(2, "big"))
-        text = CREATE + b" " * (64 * 2 * BASE_FRAMES)
+        text = CREATE + b" " * (64 * 2 * BASE_FRAME_LIMIT)
         parts = [text[begin : begin + 64] for begin in range(0, len(text), 64)]
         whole = frame(TEXT, parts[0]) + b"".join(frame(0, part) for part in parts[1:])
         answer = await told(server, whole + frame(FIN), end=b'"response.completed"')
@@ -717,9 +723,11 @@ async def test_frames_of_a_message_are_bounded_by_their_number(caplog):
 @pytest.mark.parametrize("is_socket", [True, False])
 async def test_bytes_have_turns(caplog, monkeypatch, is_socket):
     """A connection receives 64 KiB between two turns, and 64 KiB more with the next read."""
-    turns, begin_turn = [], BoundedProtocol._begin_turn
+    turns, begin_parse_turn = [], BoundedProtocol._begin_parse_turn
     monkeypatch.setattr(
-        BoundedProtocol, "_begin_turn", lambda self: (turns.append(self), begin_turn(self))
+        BoundedProtocol,
+        "_begin_parse_turn",
+        lambda self: (turns.append(self), begin_parse_turn(self)),
     )
     size = 1 << 20
     async with attacked(caplog) as server:
@@ -731,4 +739,4 @@ async def test_bytes_have_turns(caplog, monkeypatch, is_socket):
             body = json.dumps(BODY).encode() + b" " * size
             async with connected(server, f"{HEAD}{len(body)}\r\n\r\n".encode() + body) as pair:
                 assert b" 200 " in await pair[0].readline()
-    assert len(turns) >= size // (2 * MAX_BYTES_PER_TURN)
+    assert len(turns) >= size // (2 * MAX_BYTES_PER_PARSE_TURN)

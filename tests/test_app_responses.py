@@ -203,9 +203,9 @@ async def test_the_store_is_bounded():
     def response(kilobytes, parts=0):
         content = [{"type": "text", "text": ""}] * parts or "x" * (1000 * kilobytes - 400)
         messages = ({"role": "user", "content": content},)
-        return StoredResponse(Conversation().extended_by(messages), "{}")
+        return StoredResponse(Conversation().with_messages(messages), "{}")
 
-    store = ResponseStore(max_responses=3, max_size=100_000)
+    store = ResponseStore(max_responses=3, max_bytes=100_000)
     for name in "abcd":
         store.add("me", name, response(10))
     assert [name for name in "abcd" if store.get("me", name)] == ["b", "c", "d"]
@@ -222,7 +222,7 @@ async def test_the_store_is_bounded():
     # Empty parts take memory as well.
     store.add("me", "i", response(0, parts=400))
     assert [name for name in "hi" if store.get("me", name)] == []
-    none = ResponseStore(max_responses=0, max_size=100)
+    none = ResponseStore(max_responses=0, max_bytes=100)
     none.add("me", "a", response(1))
     assert none.get("me", "a") is None
 

@@ -6,9 +6,9 @@ import pytest
 
 from asyncllm.serving import byte_budget
 from asyncllm.serving.byte_budget import (
-    BYTES_PER_SECOND,
-    MIN_PACE_BYTES,
-    PACE_SECONDS,
+    BYTES_PER_DELAY_SECOND,
+    MIN_BYTES_PER_RATE_CHECK,
+    RATE_CHECK_SECONDS,
     ByteBudget,
 )
 
@@ -25,10 +25,10 @@ def clock(monkeypatch):
 
 
 def test_small_claim_passes_slightly_earlier_large_one(clock):
-    budget, granted = ByteBudget(4 * BYTES_PER_SECOND), []
+    budget, granted = ByteBudget(4 * BYTES_PER_DELAY_SECOND), []
 
     def claim(name: str, seconds: float):
-        return budget.claim(int(seconds * BYTES_PER_SECOND), lambda: granted.append(name))
+        return budget.claim(int(seconds * BYTES_PER_DELAY_SECOND), lambda: granted.append(name))
 
     first = claim("first", 4)
     large = claim("large", 4)
@@ -44,7 +44,7 @@ def test_small_claim_passes_slightly_earlier_large_one(clock):
     assert (granted[-1], budget.num_waiting) == ("late", 0)
     late.release()
     late.release()
-    assert claim("whole", 9).size == 4 * BYTES_PER_SECOND
+    assert claim("whole", 9).num_bytes == 4 * BYTES_PER_DELAY_SECOND
     assert granted[-1] == "whole"
 
 
@@ -66,12 +66,12 @@ def test_only_a_blocking_claim_is_too_slow(clock):
     clock.now = 100.0
     assert not held.is_too_slow(0)  # None waits.
     waiting = budget.claim(1, lambda: None)
-    clock.now += PACE_SECONDS - 0.1
+    clock.now += RATE_CHECK_SECONDS - 0.1
     assert not held.is_too_slow(0)
     clock.now += 0.1
-    assert not held.is_too_slow(MIN_PACE_BYTES)
-    clock.now += PACE_SECONDS
-    assert held.is_too_slow(2 * MIN_PACE_BYTES - 1)
+    assert not held.is_too_slow(MIN_BYTES_PER_RATE_CHECK)
+    clock.now += RATE_CHECK_SECONDS
+    assert held.is_too_slow(2 * MIN_BYTES_PER_RATE_CHECK - 1)
     waiting.release()
-    clock.now += PACE_SECONDS
-    assert not held.is_too_slow(2 * MIN_PACE_BYTES)
+    clock.now += RATE_CHECK_SECONDS
+    assert not held.is_too_slow(2 * MIN_BYTES_PER_RATE_CHECK)

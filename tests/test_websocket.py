@@ -219,7 +219,7 @@ async def test_many_responses_share_a_number_of_frames():
         async with client_of(server) as client:
             await client.create(max_output_tokens=60)
             events = await client.until(*ENDS)
-            assert server._app._serving.pacer.pause == 0
+            assert server._app._serving.frame_pacer.pause_seconds == 0
     texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     assert len(texts) < 60
     expected = rig.executor.reference([1, 2, 3], 60)
@@ -238,7 +238,7 @@ async def test_connection_closed_during_its_turn_leaves_nothing():
         serving = create_app(engine)._serving
         session = ResponseSession(Connection(), serving, "")
         await session.run()
-        assert (session.current_turn, serving.pacer._num_responses) == (None, 0)
+        assert (session.current_turn, serving.frame_pacer._num_responses) == (None, 0)
         assert (await idle(engine)).num_aborted == 1
 
 
@@ -247,14 +247,14 @@ async def test_frames_are_shared_out():
     pauses = []
     for _ in range(200):
         pacer.begin_response()
-        pauses.append(pacer.pause)
+        pauses.append(pacer.pause_seconds)
     assert pauses[0] == pauses[6] == 0
     assert pauses[7] == pytest.approx(0.008)
     assert pauses[63] == pytest.approx(0.064)
     assert pauses[-1] == 0.1
     for _ in range(200):
         pacer.end_response()
-    assert pacer.pause == 0
+    assert pacer.pause_seconds == 0
 
 
 # --- what goes wrong --------------------------------------------------------------------

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from asyncllm.serving.loopback import is_loopback
 from asyncllm.serving.protocol_error import ProtocolError
 
-SUBPROTOCOL = "asyncllm"
+WEBSOCKET_SUBPROTOCOL = "asyncllm"
 """WebSocket subprotocol that the server accepts."""
 
 TOKEN_SUBPROTOCOL_PREFIX = "bearer."
@@ -39,7 +39,7 @@ class AccessRules:
     ) -> None:
         self._tokens = None if tokens is None else [token.encode() for token in tokens]
         self._origins = None if origins is None else frozenset(origins)
-        self._local = local
+        self._requires_loopback = local
 
     def check(self, headers: Headers, subprotocols: Sequence[str]) -> str:
         """Check a request's headers; returns its owner: a digest of the client's token, safe to
@@ -52,10 +52,10 @@ class AccessRules:
         if len(hosts) != 1 or len(origins) > 1 or len(authorizations) > 1:
             reason = "expected one Host, and at most one Origin and Authorization"
             raise ProtocolError(reason, code="invalid_header")
-        if self._local and not is_loopback(_host_name(hosts[0])):
+        if self._requires_loopback and not is_loopback(_host_name(hosts[0])):
             reason = "the Host header names no loopback address"
             raise ProtocolError(reason, code="forbidden", status=403)
-        if origins and not self._is_allowed(origins[0], hosts[0]):
+        if origins and not self._is_allowed_origin(origins[0], hosts[0]):
             reason = "pages of this origin may not connect"
             raise ProtocolError(reason, code="forbidden", status=403)
         if self._tokens is None:
@@ -71,7 +71,7 @@ class AccessRules:
             )
         return hashlib.sha256(client_token).hexdigest()
 
-    def _is_allowed(self, origin: str, host: str) -> bool:
+    def _is_allowed_origin(self, origin: str, host: str) -> bool:
         if self._origins is None:
             return urlsplit(origin).netloc.lower() == host.lower()
         return "*" in self._origins or origin in self._origins

@@ -15,32 +15,32 @@ StopReason = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class ErrorFields(TypedDict):
+class ErrorInfo(TypedDict):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class Error(TypedDict):
-    error: ErrorFields
+class ErrorResponse(TypedDict):
+    error: ErrorInfo
 
 
-class CachedTokens(TypedDict):
+class PromptTokensDetails(TypedDict):
     cached_tokens: Count
 
 
-class Truncation(TypedDict):
+class TruncationUsage(TypedDict):
     """Extension of OpenAI's ``usage``: the number of tokens cut from a prompt."""
 
     truncated_prompt_tokens: NotRequired[Count]
 
 
-class TokenUsage(Truncation):
+class TokenUsage(TruncationUsage):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(TypedDict):
@@ -57,22 +57,22 @@ class ChatLogprobs(TypedDict):
     content: list[TokenLogprob]
 
 
-class CalledFunction(TypedDict):
+class ChatFunctionCall(TypedDict):
     name: str
     arguments: str
 
 
-class CalledTool(TypedDict):
+class ChatToolCall(TypedDict):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ChatFunctionCall
 
 
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[CalledTool]]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -161,17 +161,17 @@ class HealthState(TypedDict):
     ready: bool
 
 
-class Tokens(TypedDict):
+class TokenizeResponse(TypedDict):
     count: Count
     tokens: list[Count]
     token_strs: list[str] | None
 
 
-class Text(TypedDict):
+class DetokenizeResponse(TypedDict):
     prompt: str
 
 
-class Event(TypedDict):
+class ServerSentEvent(TypedDict):
     """Server-sent event with JSON data. A stream of completions ends with the data [DONE]."""
 
     event: NotRequired[str]

@@ -23,7 +23,7 @@ from asyncllm.serving import responses, server_info
 from asyncllm.serving.access import AccessRules
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.chat_writer import ChatWriter
-from asyncllm.serving.choices import answer_choices
+from asyncllm.serving.choices import answer_choices_request
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.completion_writer import CompletionWriter
 from asyncllm.serving.endpoint import Endpoint, Handler
@@ -31,10 +31,10 @@ from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.request_body import UnsupportedFields
-from asyncllm.serving.response_session import ENGINE_NAMES, ResponseSession
+from asyncllm.serving.request_body import UnsupportedFieldPolicy
+from asyncllm.serving.response_session import FIELD_BY_ENGINE_PARAM, ResponseSession
 from asyncllm.serving.response_store import ResponseStore
-from asyncllm.serving.serving import Serving, default_model_names
+from asyncllm.serving.serving import ServingContext, default_model_names
 from asyncllm.serving.sockets import Session, SocketConnection, run_session
 from asyncllm.serving.stats_session import StatsSession
 from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
@@ -48,7 +48,7 @@ PUBLIC_PATHS = ("/health", "/health/live", "/health/ready")
 class ServerApp:
     """ASGI application made by ``create_app``."""
 
-    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+    def __init__(self, app: ASGIApp, serving: ServingContext) -> None:
         self._app = app
         self._serving = serving
 
@@ -74,7 +74,7 @@ class ServerApp:
 
     def drain(self) -> None:
         """Answer every new request with 503, ``/health`` too. Requests in flight go on."""
-        self._serving.draining = True
+        self._serving.is_draining = True
 
 
 def create_app(
@@ -139,7 +139,7 @@ def create_app(
         raise check.value_error("token", token, "at least one token, or None")
     rules = AccessRules(tokens=tokens, origins=pages, local=local)
     names = check.strings("model_names", model_names, optional=True)
-    serving = Serving(
+    serving = ServingContext(
         engine,
         tuple(default_model_names(engine)) if names is None else names,
         check.seconds("timeout", timeout, above=True, optional=True),
@@ -152,7 +152,7 @@ def create_app(
         check.seconds("stats_interval", stats_interval, above=True),
         MetricsCache(EngineMetrics(engine) if metrics is None else metrics),
         needs_bearer_token=tokens is not None,
-        unsupported_fields=UnsupportedFields(
+        unsupported_fields=UnsupportedFieldPolicy(
             check.boolean("ignore_unsupported", ignore_unsupported)
         ),
         max_body_size=check.integer("max_body_size", max_body_size, 1, 2**30),
@@ -170,30 +170,30 @@ def create_app(
     return ServerApp(app, serving)
 
 
-def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
-    chat = partial(answer_choices, ChatRequest, ChatWriter)
-    completions = partial(answer_choices, CompletionRequest, CompletionWriter)
-    stored: dict[str, Handler] = {
+def _router(serving: ServingContext, rules: AccessRules, page: Page | None) -> ASGIApp:
+    chat = partial(answer_choices_request, ChatRequest, ChatWriter)
+    completions = partial(answer_choices_request, CompletionRequest, CompletionWriter)
+    stored_response_handlers: dict[str, Handler] = {
         "GET": responses.get_response,
         "DELETE": responses.delete_response,
     }
-    table: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
+    endpoints: list[tuple[str, dict[str, Handler], dict[str, str]]] = [
         ("/v1/chat/completions", {"POST": chat}, {"prompt": "messages"}),
         ("/v1/completions", {"POST": completions}, {}),
-        ("/v1/responses", {"POST": responses.create_response}, ENGINE_NAMES),
-        ("/v1/responses/{response_id}", stored, ENGINE_NAMES),
+        ("/v1/responses", {"POST": responses.create_response}, FIELD_BY_ENGINE_PARAM),
+        ("/v1/responses/{response_id}", stored_response_handlers, FIELD_BY_ENGINE_PARAM),
         ("/tokenize", {"POST": partial(answer_long_text, tokenize)}, {}),
         ("/detokenize", {"POST": partial(answer_long_text, detokenize)}, {}),
         ("/v1/models", {"GET": server_info.list_models}, {}),
         ("/v1/models/{model:path}", {"GET": server_info.get_model}, {}),
-        ("/health", {"GET": server_info.health}, {}),
-        ("/health/ready", {"GET": server_info.health}, {}),
+        ("/health", {"GET": server_info.show_health}, {}),
+        ("/health/ready", {"GET": server_info.show_health}, {}),
         ("/health/live", {"GET": server_info.show_liveness}, {}),
         ("/metrics", {"GET": server_info.show_metrics}, {}),
-        ("/openapi.json", {"GET": server_info.description}, {}),
+        ("/openapi.json", {"GET": server_info.show_openapi}, {}),
     ]
     routes: list[BaseRoute] = []
-    for path, handlers, names in table:
+    for path, handlers, names in endpoints:
         path_rules = None if path in PUBLIC_PATHS else rules
         routes.append(Route(path, Endpoint(serving, handlers, path_rules, names)))
     sessions: dict[str, Callable[[SocketConnection, str], Session]] = {
@@ -206,13 +206,15 @@ def _router(serving: Serving, rules: AccessRules, page: Page | None) -> ASGIApp:
     return Router(
         routes,
         redirect_slashes=False,
-        default=_fallback(serving, rules, page, {path for path, _, _ in table}),
+        default=_make_fallback_app(serving, rules, page, {path for path, _, _ in endpoints}),
         lifespan=lambda _: _lifespan(serving),
     )  # pyright: ignore[reportReturnType]
 
 
-def _fallback(serving: Serving, rules: AccessRules, page: Page | None, paths: set[str]) -> ASGIApp:
-    """Make the application for paths without a route: it sends a page's files, or an error.
+def _make_fallback_app(
+    serving: ServingContext, rules: AccessRules, page: Page | None, paths: set[str]
+) -> ASGIApp:
+    """Make the application for paths without a route: it serves a file of ``page``, or an error.
 
     Args:
         paths: paths of the routes.
@@ -239,11 +241,11 @@ def _fallback(serving: Serving, rules: AccessRules, page: Page | None, paths: se
     return answer
 
 
-async def _refuse_path(hint: str, serving: Serving, exchange: Exchange) -> None:
+async def _refuse_path(hint: str, serving: ServingContext, exchange: Exchange) -> None:
     raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
 
 
-async def _send_file(file: tuple[str, bytes], serving: Serving, exchange: Exchange) -> None:
+async def _send_file(file: tuple[str, bytes], serving: ServingContext, exchange: Exchange) -> None:
     content_type, body = file
     headers = {"cache-control": "no-store"}
     await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
@@ -257,7 +259,7 @@ _PATH_HINTS = {
 
 
 @asynccontextmanager
-async def _lifespan(serving: Serving) -> AsyncIterator[None]:
+async def _lifespan(serving: ServingContext) -> AsyncIterator[None]:
     if serving.engine.state == "new":
         async with serving.engine:
             yield

@@ -1,4 +1,4 @@
-"""BoundedProtocol: parses a connection in turns, and closes it if its answer stays unread."""
+"""BoundedProtocol: limits how long a connection parses at a time, and leaves its answer unread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from asyncllm.serving.connection_limits import ConnectionLimits
 from asyncllm.serving.parse_queue import ParseQueue
 
-MAX_BYTES_PER_TURN = 1 << 16
-"""Maximum number of bytes that a connection receives before it waits for a turn in the ParseQueue.
-Receiving, parsing and decoding a megabyte takes the event loop 3 ms."""
+MAX_BYTES_PER_PARSE_TURN = 1 << 16
+"""Maximum number of bytes that a connection receives before it waits in the ParseQueue. The event
+loop takes 3 ms to receive, parse and decode a megabyte."""
 
 
 class Timer:
@@ -51,8 +51,8 @@ class BoundedProtocol(asyncio.Protocol):
         super().__init__(*args, **options)
         self._send_timer = Timer(self.limits.send_timeout, lambda: self.transport.abort())
         self._unparsed = bytearray()
-        self._waits_for_turn = False
-        self._num_bytes_since_turn = 0
+        self._waits_for_parse_turn = False
+        self._num_bytes_since_parse_turn = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -60,48 +60,48 @@ class BoundedProtocol(asyncio.Protocol):
         # empty.
         transport.set_write_buffer_limits(high=1)
         if hasattr(transport, "max_size"):
-            # asyncio would receive 256 KiB at once, which connections hold while they wait.
-            transport.max_size = MAX_BYTES_PER_TURN
+            # asyncio receives 256 KiB at once by default: each waiting connection would hold that.
+            transport.max_size = MAX_BYTES_PER_PARSE_TURN
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
-        self._num_bytes_since_turn += len(data)
-        if self._waits_for_turn:
+        self._num_bytes_since_parse_turn += len(data)
+        if self._waits_for_parse_turn:
             # uvicorn may have resumed reading, and TLS may deliver data after a pause.
             self.transport.pause_reading()
-        elif self._num_bytes_since_turn > MAX_BYTES_PER_TURN:
-            self._wait_for_turn()
+        elif self._num_bytes_since_parse_turn > MAX_BYTES_PER_PARSE_TURN:
+            self._wait_for_parse_turn()
         else:
             self._parse()
 
     def _parse(self) -> None:
-        """Parse received data, at most as much as one turn allows."""
+        """Parse received data, up to the limits of one parse turn."""
         raise NotImplementedError
 
     def _may_read(self) -> bool:
-        """Whether the connection may read from its socket. Not called while it waits for its
-        turn."""
+        """Whether the connection may read from its socket. Not called while the connection waits
+        for its parse turn."""
         raise NotImplementedError
 
-    def _take_unparsed(self, size: int) -> bytes:
-        data = bytes(self._unparsed[:size])
-        del self._unparsed[:size]
+    def _pop_unparsed_bytes(self, max_bytes: int) -> bytes:
+        data = bytes(self._unparsed[:max_bytes])
+        del self._unparsed[:max_bytes]
         return data
 
-    def _wait_for_turn(self) -> None:
-        self._waits_for_turn = True
+    def _wait_for_parse_turn(self) -> None:
+        self._waits_for_parse_turn = True
         self.transport.pause_reading()
-        self.parse_queue.add(self._begin_turn)
+        self.parse_queue.add(self._begin_parse_turn)
 
-    def _begin_turn(self) -> None:
-        self._waits_for_turn = False
-        self._num_bytes_since_turn = 0
+    def _begin_parse_turn(self) -> None:
+        self._waits_for_parse_turn = False
+        self._num_bytes_since_parse_turn = 0
         if not self.transport.is_closing():
             self._resume_reading()
             self._parse()
 
     def _resume_reading(self) -> None:
-        if not self._waits_for_turn and self._may_read():
+        if not self._waits_for_parse_turn and self._may_read():
             self.transport.resume_reading()
 
     def pause_writing(self) -> None:
@@ -115,4 +115,4 @@ class BoundedProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._send_timer.stop()
-        self.parse_queue.discard(self._begin_turn)
+        self.parse_queue.discard(self._begin_parse_turn)

@@ -7,62 +7,62 @@ import itertools
 import time
 from collections.abc import Callable
 
-BYTES_PER_SECOND = 1 << 20
-"""Bytes of a claim that count as a second of later arrival. Claims are granted in the order of
-their arrival, so a large claim lets small ones pass that come a little after it."""
+BYTES_PER_DELAY_SECOND = 1 << 20
+"""Number of bytes for which a claim is ranked one second later than it arrived. Claims are granted
+by rank, so small claims overtake a large one that arrived shortly before them."""
 
-PACE_SECONDS = 2.0
-"""Seconds between two checks of a claim's pace."""
+RATE_CHECK_SECONDS = 2.0
+"""Seconds between two checks of the rate at which a claim's bytes are received."""
 
-MIN_PACE_BYTES = 1 << 16
-"""Minimum number of bytes that have to come in PACE_SECONDS while other claims wait."""
+MIN_BYTES_PER_RATE_CHECK = 1 << 16
+"""Minimum number of bytes to receive in RATE_CHECK_SECONDS while other claims wait."""
 
 
 class ByteClaim:
     """A connection's part of a ByteBudget, made by ``ByteBudget.claim``.
 
     Attributes:
-        size: number of bytes.
+        num_bytes: number of bytes.
         on_grant: called when the bytes are granted.
-        granted: whether the claim has its bytes; until then it waits.
-        released: whether the claim has returned its bytes, or has stopped waiting.
+        is_granted: whether the claim has its bytes; until then it waits.
+        is_released: whether the claim has returned its bytes, or has stopped waiting.
     """
 
-    __slots__ = ("_budget", "_last_check", "granted", "on_grant", "released", "size")
+    __slots__ = ("_budget", "_last_check", "is_granted", "is_released", "num_bytes", "on_grant")
 
-    def __init__(self, budget: ByteBudget, size: int, on_grant: Callable[[], object]) -> None:
+    def __init__(self, budget: ByteBudget, num_bytes: int, on_grant: Callable[[], object]) -> None:
         self._budget = budget
         self.on_grant = on_grant
         self._last_check: tuple[float, int] | None = None
-        self.size = size
-        self.granted = self.released = False
+        self.num_bytes = num_bytes
+        self.is_granted = self.is_released = False
 
     def is_too_slow(self, num_received: int) -> bool:
-        """Whether the claim's bytes come too slowly while other claims wait. The caller asks at
-        least every ``PACE_SECONDS``, from the grant until all bytes have come.
+        """Whether the claim's bytes are received too slowly while other claims wait. To be called
+        at least every ``RATE_CHECK_SECONDS``, from the grant until all bytes are received.
 
         Args:
-            num_received: number of bytes that have come since the claim was made.
+            num_received: number of bytes received since the claim was made.
         """
         now = time.monotonic()
         if self._last_check is None or not self._budget.num_waiting:
             self._last_check = now, num_received
         checked_at, num_before = self._last_check
-        if now - checked_at < PACE_SECONDS:
+        if now - checked_at < RATE_CHECK_SECONDS:
             return False
         self._last_check = now, num_received
-        return num_received - num_before < MIN_PACE_BYTES
+        return num_received - num_before < MIN_BYTES_PER_RATE_CHECK
 
     def release(self) -> None:
         """Return the bytes to the budget, or stop waiting for them. Idempotent."""
-        if not self.released:
-            self.released = True
+        if not self.is_released:
+            self.is_released = True
             self._budget.release(self)
 
 
 class ByteBudget:
-    """Budget of bytes, which waiting claims get in the order of their arrival, small claims a
-    little earlier. So no claim starves.
+    """Budget of bytes, granted to claims in the order of their arrival, to small claims a little
+    earlier. So no claim starves.
 
     Args:
         num_bytes: maximum number of bytes of all granted claims. A larger claim is granted alone.
@@ -73,36 +73,36 @@ class ByteBudget:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_waiting = 0
-        self._num_bytes = self._num_free = num_bytes
-        self._waiting: list[tuple[float, int, ByteClaim]] = []
+        self._num_bytes = self._num_free_bytes = num_bytes
+        self._waiting_claims: list[tuple[float, int, ByteClaim]] = []
         self._arrival_numbers = itertools.count()
 
-    def claim(self, size: int, on_grant: Callable[[], object]) -> ByteClaim:
+    def claim(self, num_bytes: int, on_grant: Callable[[], object]) -> ByteClaim:
         """Claim bytes. ``on_grant`` is called when they are granted, perhaps before this
         returns."""
-        claim = ByteClaim(self, min(size, self._num_bytes), on_grant)
-        rank = time.monotonic() + claim.size / BYTES_PER_SECOND
-        heapq.heappush(self._waiting, (rank, next(self._arrival_numbers), claim))
+        claim = ByteClaim(self, min(num_bytes, self._num_bytes), on_grant)
+        rank = time.monotonic() + claim.num_bytes / BYTES_PER_DELAY_SECOND
+        heapq.heappush(self._waiting_claims, (rank, next(self._arrival_numbers), claim))
         self.num_waiting += 1
         self._grant_next()
         return claim
 
     def release(self, claim: ByteClaim) -> None:
         """Take back the bytes of a claim; see ``ByteClaim.release``."""
-        if claim.granted:
-            self._num_free += claim.size
+        if claim.is_granted:
+            self._num_free_bytes += claim.num_bytes
         else:
             self.num_waiting -= 1
         self._grant_next()
 
     def _grant_next(self) -> None:
-        while self._waiting:
-            claim = self._waiting[0][-1]
-            if not claim.released and claim.size > self._num_free:
+        while self._waiting_claims:
+            claim = self._waiting_claims[0][-1]
+            if not claim.is_released and claim.num_bytes > self._num_free_bytes:
                 return
-            heapq.heappop(self._waiting)
-            if not claim.released:
+            heapq.heappop(self._waiting_claims)
+            if not claim.is_released:
                 self.num_waiting -= 1
-                self._num_free -= claim.size
-                claim.granted = True
+                self._num_free_bytes -= claim.num_bytes
+                claim.is_granted = True
                 claim.on_grant()

@@ -1,4 +1,4 @@
-"""CallCollector: collects the tool calls of a stream until each is complete."""
+"""ToolCallCollector: collects the tool calls of a stream until each is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncllm.outputs import ToolCall, ToolCallDelta
 
 
 @dataclass(slots=True)
-class CallCollector:
+class ToolCallCollector:
     """Collector of one output's fragments of tool calls.
 
     A call is sent only when it is complete, because its first fragments may turn out to be text,

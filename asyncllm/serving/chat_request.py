@@ -13,11 +13,16 @@ from asyncllm.serving.request_body import (
     AcceptedValues,
     LimitedObject,
     Metadata,
-    Objects,
+    ObjectList,
     RequestBody,
-    unsupported,
+    unsupported_error,
 )
-from asyncllm.serving.sampling_fields import ChoicesRequest, SamplingFields, TextOr, bounded
+from asyncllm.serving.sampling_fields import (
+    ChoicesRequest,
+    SamplingFields,
+    TextOr,
+    bounded_number_field,
+)
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER, value_error
@@ -31,7 +36,7 @@ class TextPart(TypedDict):
     text: str
 
 
-Content = TextOr[str, Objects[TextPart]]
+Content = TextOr[str, ObjectList[TextPart]]
 
 
 class FunctionCall(TypedDict):
@@ -54,7 +59,7 @@ class Message(TypedDict):
     content: NotRequired[Content | None]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
-    tool_calls: NotRequired[Annotated[Objects[MessageToolCall], Field(max_length=1024)] | None]
+    tool_calls: NotRequired[Annotated[ObjectList[MessageToolCall], Field(max_length=1024)] | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
     # Fields of answers that clients send back; always empty.
@@ -76,8 +81,8 @@ class Tool(TypedDict):
     function: Function
 
 
-Messages = Annotated[Objects[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[Objects[Tool], Field(max_length=MAX_TOOLS)]
+Messages = Annotated[ObjectList[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[ObjectList[Tool], Field(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(TypedDict):
@@ -101,8 +106,8 @@ class TemplateFields(RequestBody):
     def template_variables(
         self, engine: AsyncLLMEngine, effort: str | None, effort_field: str = "reasoning_effort"
     ) -> dict[str, Any]:
-        """Variables of the model's template besides messages and tools. A template among them is
-        refused, because it is a program.
+        """Variables of the model's template besides messages and tools. The variable
+        ``chat_template`` is refused, because a template is a program.
 
         Args:
             effort: the client's reasoning effort. "none" is accepted for every template.
@@ -113,7 +118,9 @@ class TemplateFields(RequestBody):
         """
         variables = dict(self.chat_template_kwargs or {})
         if "chat_template" in variables:
-            raise unsupported("chat_template_kwargs.chat_template", variables["chat_template"])
+            raise unsupported_error(
+                "chat_template_kwargs.chat_template", variables["chat_template"]
+            )
         template = engine.tokenizer.chat_template
         if effort is None:
             return variables
@@ -122,7 +129,7 @@ class TemplateFields(RequestBody):
         if template.reads("enable_thinking"):
             return {**variables, "enable_thinking": effort != "none"}
         if effort != "none":
-            self._unsupported.refuse(effort_field, effort)
+            self._unsupported_fields.refuse_or_ignore(effort_field, effort)
         return variables
 
 
@@ -157,7 +164,7 @@ class ConversationFields(TemplateFields, SamplingFields):
         """Submit a conversation with the request's tools; errors as for ``AsyncLLMEngine.chat``.
 
         Args:
-            options: the server's own arguments, as from ``Serving.options``.
+            options: the server's own arguments, as from ``ServingContext.request_options``.
             renamed_params: as for ``sampling_params``.
         """
         return engine.chat(
@@ -176,7 +183,7 @@ class ConversationFields(TemplateFields, SamplingFields):
 class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
-    COUNTERPARTS_KEY = "field of /v1/chat/completions"
+    FIELD_ALIASES_KEY = "field of /v1/chat/completions"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         **ConversationFields.ACCEPTED_VALUES,
@@ -190,7 +197,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
     }
 
     messages: Messages
-    max_tokens: int | None = bounded("max_tokens")
+    max_tokens: int | None = bounded_number_field("max_tokens")
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     tools: Tools | None = None

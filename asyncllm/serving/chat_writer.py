@@ -7,10 +7,10 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta
-from asyncllm.serving.call_collector import CallCollector
+from asyncllm.serving.call_collector import ToolCallCollector
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.choices_writer import ChoicesWriter
-from asyncllm.serving.exchange import encode
+from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
 from asyncllm.stream import TokenStream
 
@@ -29,7 +29,7 @@ class ChatWriter(ChoicesWriter):
         self._metadata = {} if request.metadata is None else {"metadata": request.metadata}
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(tokenizer.spelling_of, top)
-        self._call_collectors = [CallCollector() for _ in range(request.num_outputs)]
+        self._call_collectors = [ToolCallCollector() for _ in range(request.num_outputs)]
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return {**super().full_answer(completions), **self._metadata}
@@ -61,7 +61,7 @@ class ChatWriter(ChoicesWriter):
 
     # --- streamed chunks ----------------------------------------------------------------
 
-    def opening(self) -> str:
+    def first_chunks(self) -> str:
         first = {"role": "assistant", "content": "", "refusal": None}
         return "".join(
             self._delta_chunk(index, first, "null") for index in range(len(self._call_collectors))
@@ -72,20 +72,20 @@ class ChatWriter(ChoicesWriter):
         if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
             written = self._text_chunk(delta, usage) if delta.text else ""
         else:
-            written = self._full_chunk(delta, usage)
+            written = self._general_chunk(delta, usage)
         if delta.finish_reason is not None:
             written += self._delta_chunk(delta.index, {}, usage, finish_reason=delta.finish_reason)
         return written
 
     def _text_chunk(self, delta: Delta, usage: str) -> str:
-        """Chunk of text alone, which nearly every token takes: faster than a JSON encoder."""
+        """Chunk with text alone, as for nearly every token. A JSON encoder would be slower."""
         return self._chunk(
             f'{{"index":{delta.index},"delta":{{"content":{encode_basestring(delta.text)}}},'
             '"logprobs":null,"finish_reason":null}',
             usage,
         )
 
-    def _full_chunk(self, delta: Delta, usage: str) -> str:
+    def _general_chunk(self, delta: Delta, usage: str) -> str:
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -111,4 +111,6 @@ class ChatWriter(ChoicesWriter):
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return self._chunk(encode(choice) if logprobs is None else encode_logprobs(choice), usage)
+        return self._chunk(
+            encode_json(choice) if logprobs is None else encode_logprobs(choice), usage
+        )

@@ -18,28 +18,28 @@ from asyncllm.serving.event_sender import (
     sending_events,
     task_group,
 )
-from asyncllm.serving.exchange import Exchange, encode
+from asyncllm.serving.exchange import Exchange, encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.sampling_fields import ChoicesRequest
-from asyncllm.serving.serving import Serving
-from asyncllm.serving.token_logprobs import logprobs_size
+from asyncllm.serving.serving import ServingContext
+from asyncllm.serving.token_logprobs import num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
 MAX_MERGED_DELTAS = 1024
-"""Maximum number of deltas that one write merges while further deltas are ready."""
+"""Maximum number of ready deltas that are merged into one write."""
 
-MAX_ANSWER_BYTES = 3 << 24
-"""Maximum number of JSON bytes of the log-probabilities in a whole answer, which takes four times
-as much memory while it is written."""
+MAX_FULL_ANSWER_LOGPROBS_BYTES = 3 << 24
+"""Maximum number of JSON bytes of the log-probabilities in a whole answer. Writing the answer takes
+four times as much memory."""
 
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
-async def answer_choices(
+async def answer_choices_request(
     request_type: type[RequestT],
     writer_type: Callable[[str, RequestT, Any], ChoicesWriter],
-    serving: Serving,
+    serving: ServingContext,
     exchange: Exchange,
 ) -> None:
     """Handle a request for a completion or a chat completion.
@@ -51,27 +51,30 @@ async def answer_choices(
 
     def submit(body: bytes) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
         request = request_type.parse(parse_json(body), serving.unsupported_fields)
-        model = serving.model_name(request.model)
+        model = serving.resolve_model_name(request.model)
         streams = request.submit(serving.engine, serving.request_options(exchange.owner))
         return request.stream, streams, writer_type(model, request, serving.engine.tokenizer)
 
-    is_streamed, streams, writer = await exchange.read(submit)
-    exchange.release_body(streams)
+    is_streamed, streams, writer = await exchange.process_body(submit)
+    exchange.release_body(after_tokenizing=streams)
     if is_streamed:
         async with sending_events(
-            serving, exchange, streams, writer.opening(), _error_event
+            serving, exchange, streams, writer.first_chunks(), _error_event
         ) as sender:
             await _send_chunks(serving, streams, writer, sender)
     else:
-        await _answer_whole(serving, exchange, streams, writer)
+        await _send_full_answer(serving, exchange, streams, writer)
 
 
 def _error_event(error: ProtocolError) -> str:
-    return f"data: {encode(error.body())}\n\n"
+    return f"data: {encode_json(error.body())}\n\n"
 
 
-async def _answer_whole(
-    serving: Serving, exchange: Exchange, streams: Sequence[TokenStream], writer: ChoicesWriter
+async def _send_full_answer(
+    serving: ServingContext,
+    exchange: Exchange,
+    streams: Sequence[TokenStream],
+    writer: ChoicesWriter,
 ) -> None:
     """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
     completion_of: dict[TokenStream, Completion] = {}
@@ -79,7 +82,7 @@ async def _answer_whole(
     async def read(stream: TokenStream) -> None:
         completion_of[stream] = await stream.result()
 
-    # Side by side, so that the first request that fails ends the others.
+    # Read the streams concurrently, so that the first failed request ends the others.
     async with abort_on_disconnect(exchange, streams), task_group() as readers:
         for stream in streams:
             readers.start_soon(read, stream)
@@ -87,33 +90,37 @@ async def _answer_whole(
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
-    size = sum(map(_completion_size, completions))
-    if size > MAX_ANSWER_BYTES:
+    num_bytes = sum(map(_num_completion_logprobs_bytes, completions))
+    if num_bytes > MAX_FULL_ANSWER_LOGPROBS_BYTES:
         raise ProtocolError(
-            f"logprobs: take {size} bytes in the answer, expected at most {MAX_ANSWER_BYTES} in a "
-            'whole one: "stream": true, or fewer outputs or log-probabilities',
+            f"logprobs: take {num_bytes} bytes in the answer, expected at most "
+            f'{MAX_FULL_ANSWER_LOGPROBS_BYTES} in a whole one: "stream": true, or fewer outputs or '
+            "log-probabilities",
             code="answer_too_large",
             param="logprobs",
         )
     await exchange.respond(
-        200, await serving.run(lambda: to_json(writer.full_answer(completions)), size)
+        200, await serving.run_json_job(lambda: to_json(writer.full_answer(completions)), num_bytes)
     )
 
 
-def _completion_size(completion: Completion) -> int:
+def _num_completion_logprobs_bytes(completion: Completion) -> int:
     """Approximate number of JSON bytes of a completion's log-probabilities."""
     # Each output may echo the prompt.
-    echoed = len(completion.outputs) * logprobs_size(completion.prompt_logprobs)
-    return echoed + sum(logprobs_size(output.logprobs) for output in completion.outputs)
+    echoed = len(completion.outputs) * num_logprobs_bytes(completion.prompt_logprobs)
+    return echoed + sum(num_logprobs_bytes(output.logprobs) for output in completion.outputs)
 
 
 async def _send_chunks(
-    serving: Serving, streams: Sequence[TokenStream], writer: ChoicesWriter, sender: EventSender
+    serving: ServingContext,
+    streams: Sequence[TokenStream],
+    writer: ChoicesWriter,
+    sender: EventSender,
 ) -> None:
     """Send the chunks of all streams as they arrive. The first error of a stream ends them all."""
 
     async def send_stream(stream: TokenStream, first_choice: int) -> None:
-        pacer, chunks, send = serving.pacer, writer.chunks, sender.send
+        pacer, chunks, send = serving.frame_pacer, writer.chunks, sender.send
         num_read = 0
         unsent: dict[int, Delta] = {}
         async for delta in stream:
@@ -128,15 +135,15 @@ async def _send_chunks(
                 text = ""
                 for unsent_delta in unsent.values():
                     job = partial(chunks, unsent_delta, first_choice, stream)
-                    size = writer.size(unsent_delta, first_choice, stream)
-                    text += await serving.run(job, size)
+                    num_bytes = writer.num_logprobs_bytes(unsent_delta, first_choice, stream)
+                    text += await serving.run_json_job(job, num_bytes)
                 unsent.clear()
                 num_read = 0
             else:  # Nearly every token takes this fast path.
                 text = chunks(delta, first_choice, stream)
             if text:
                 await send(text)
-            if stream.usage is None and (pause := pacer.pause) > 0:
+            if stream.usage is None and (pause := pacer.pause_seconds) > 0:
                 # Tokens of each output that arrive meanwhile are merged into one chunk.
                 await anyio.sleep(pause)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from asyncllm.outputs import Completion, CompletionOutput, Delta, Usage
-from asyncllm.serving.answers import TokenUsage, Truncation
-from asyncllm.serving.exchange import encode
+from asyncllm.serving.answers import TokenUsage, TruncationUsage
+from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.running_usage import RunningUsage
 from asyncllm.serving.sampling_fields import ChoicesRequest
-from asyncllm.serving.token_logprobs import logprobs_size
+from asyncllm.serving.token_logprobs import num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
 
@@ -48,7 +48,9 @@ class ChoicesWriter:
         self._sends_usage = chunks_with_usage != "none"
         self._running_usage = RunningUsage() if chunks_with_usage == "each chunk" else None
         # There is a chunk per token: their constant part is serialised once.
-        self._chunk_start = f"data: {encode({**self._fields, 'object': self.CHUNK_OBJECT})[:-1]}"
+        self._chunk_start = (
+            f"data: {encode_json({**self._fields, 'object': self.CHUNK_OBJECT})[:-1]}"
+        )
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [
@@ -62,10 +64,10 @@ class ChoicesWriter:
     def _choice(
         self, output: CompletionOutput, first_choice: int, completion: Completion
     ) -> dict[str, Any]:
-        """Choice of a whole answer: one output of a prompt's completion."""
+        """``choices`` entry of a whole answer, for one output of a prompt."""
         raise NotImplementedError
 
-    def opening(self) -> str:
+    def first_chunks(self) -> str:
         """Events before the first delta."""
         return ""
 
@@ -73,13 +75,13 @@ class ChoicesWriter:
         """Events of a delta, or an empty text if there is nothing to send yet."""
         raise NotImplementedError
 
-    def size(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
+    def num_logprobs_bytes(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
         """Approximate number of JSON bytes of a delta's log-probabilities."""
-        return logprobs_size(delta.logprobs)
+        return num_logprobs_bytes(delta.logprobs)
 
     def final_chunks(self, usages: Sequence[Usage | None]) -> str:
         """Events after the last delta."""
-        return self._chunk("", encode(self._usage(usages))) if self._sends_usage else ""
+        return self._chunk("", encode_json(self._usage(usages))) if self._sends_usage else ""
 
     def _chunk(self, choice: str, usage: str = "null") -> str:
         """Event with one choice, or none, and with ``usage`` if the client asked for it."""
@@ -103,6 +105,6 @@ class ChoicesWriter:
         }
 
 
-def truncation_field(num_tokens: int) -> Truncation:
+def truncation_field(num_tokens: int) -> TruncationUsage:
     """Field of ``usage`` with the number of tokens cut from a prompt, if there are any."""
     return {"truncated_prompt_tokens": num_tokens} if num_tokens else {}

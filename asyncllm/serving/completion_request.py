@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Discriminator, Field, Tag
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.serving.request_body import AcceptedValues, unsupported
+from asyncllm.serving.request_body import AcceptedValues, unsupported_error
 from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, value_error
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 """Value of ``max_tokens`` for a request that leaves it out, as in OpenAI's protocol."""
 
 
-def _prompt_tag(value: Any) -> str:
+def _get_prompt_tag(value: Any) -> str:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "#lists"
@@ -36,14 +36,14 @@ Prompt = Annotated[
     | Annotated[_PromptIds, Tag("#ids")]
     | Annotated[_Prompts[_PromptText], Tag("#texts")]
     | Annotated[_Prompts[_PromptIds], Tag("#lists")],
-    Discriminator(_prompt_tag),
+    Discriminator(_get_prompt_tag),
 ]
 
 
 class CompletionRequest(ChoicesRequest):
     """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
-    COUNTERPARTS_KEY = "field of /v1/completions"
+    FIELD_ALIASES_KEY = "field of /v1/completions"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {"suffix": ("",)}
 
@@ -60,14 +60,14 @@ class CompletionRequest(ChoicesRequest):
         return list(self.prompt) if is_list else [self.prompt]
 
     @property
-    def generates(self) -> bool:
+    def should_generate(self) -> bool:
         """Whether tokens are generated; false for a request that only scores its prompts."""
         return self.max_tokens != 0
 
     def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
         if self.best_of is not None and self.best_of != self.num_outputs:
-            raise unsupported("best_of", self.best_of, (self.num_outputs,))
-        if self.min_tokens and not self.generates:
+            raise unsupported_error("best_of", self.best_of, (self.num_outputs,))
+        if self.min_tokens and not self.should_generate:
             raise value_error("min_tokens", self.min_tokens, "at most max_tokens=0")
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(

@@ -9,8 +9,8 @@ from asyncllm.outputs import Completion, CompletionOutput, Delta, TokenLogprobs,
 from asyncllm.serving.answers import TokenUsage
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.completion_request import CompletionRequest
-from asyncllm.serving.exchange import encode
-from asyncllm.serving.token_logprobs import LegacyLogprobs, encode_logprobs, logprobs_size
+from asyncllm.serving.exchange import encode_json
+from asyncllm.serving.token_logprobs import LegacyLogprobWriter, encode_logprobs, num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
 
@@ -31,7 +31,7 @@ class CompletionWriter(ChoicesWriter):
         num_choices = len(request.prompts) * request.num_outputs
         self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
         self._logprobs = [
-            None if top is None else LegacyLogprobs(tokenizer.spelling_of, top)
+            None if top is None else LegacyLogprobWriter(tokenizer.spelling_of, top)
             for _ in range(num_choices)
         ]
 
@@ -40,16 +40,18 @@ class CompletionWriter(ChoicesWriter):
         choice = self._choice(delta, first_choice, stream)
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
-        return self._chunk(encode_logprobs(choice) if choice["logprobs"] else encode(choice), usage)
+        return self._chunk(
+            encode_logprobs(choice) if choice["logprobs"] else encode_json(choice), usage
+        )
 
-    def size(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
+    def num_logprobs_bytes(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
         echoes = first_choice + delta.index in self._unechoed_choices
         prompt = stream.prompt_logprobs if echoes else None
-        return logprobs_size(delta.logprobs) + logprobs_size(prompt)
+        return num_logprobs_bytes(delta.logprobs) + num_logprobs_bytes(prompt)
 
     def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
         usage = super()._usage(usages)
-        if not self._request.generates:
+        if not self._request.should_generate:
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
 
@@ -65,21 +67,21 @@ class CompletionWriter(ChoicesWriter):
             completion: the output's completion or stream, which also has the prompt.
         """
         index = first_choice + output.index
-        writer, text, first = self._logprobs[index], output.text, None
+        writer, text, first_token_id = self._logprobs[index], output.text, None
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or ()
-        if not self._request.generates:
+        if not self._request.should_generate:
             text, logprobs = "", ()
         if index in self._unechoed_choices:
             self._unechoed_choices.discard(index)
             prompt_token_ids = list(completion.prompt_token_ids or ())
             text = self._prompt_text(index // self._request.num_outputs, prompt_token_ids) + text
             if completion.prompt_logprobs is not None:
-                first = prompt_token_ids[0]
+                first_token_id = prompt_token_ids[0]
                 logprobs = (*completion.prompt_logprobs, *logprobs)
         return {
             "index": index,
             "text": text,
-            "logprobs": None if writer is None else writer.write(logprobs, first),
+            "logprobs": None if writer is None else writer.write(logprobs, first_token_id),
             "finish_reason": output.finish_reason,
         }
 

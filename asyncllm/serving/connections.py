@@ -2,9 +2,8 @@
 
 uvicorn waits without limit for the rest of a header, for a body that its application does not read,
 and for a client that does not read its answer. It parses everything it has received in one go,
-counts idle connections like busy ones, answers pings of a client that does not read, and collects
-any number of fragments, and of long messages at once. HttpProtocol and WebSocketProtocol bound all
-of these.
+counts idle connections like busy ones, answers pings of a client that does not read, and buffers
+any number of fragments and of long messages. HttpProtocol and WebSocketProtocol bound all of these.
 """
 
 from __future__ import annotations
@@ -22,24 +21,34 @@ from asyncllm.serving.http_protocol import HttpProtocol
 from asyncllm.serving.parse_queue import ParseQueue, RequestStartQueue
 from asyncllm.serving.websocket_protocol import WebSocketProtocol
 
-SPARE_FILES = 128
-"""Number of files that the process may open beside its connections."""
+RESERVED_FILE_DESCRIPTORS = 128
+"""Number of file descriptors that are left to the process beside its connections."""
 
-MAX_LONG_MESSAGE_BYTES = 1 << 24
-"""Maximum number of bytes of all long WebSocket messages that are read or decoded at the same time.
-A long message of any length counts as ``max_message_size`` bytes."""
+MAX_LONG_MESSAGES_BYTES = 1 << 24
+"""Maximum total of all long WebSocket messages that are read or decoded at the same time. A long
+message of any length counts as ``max_message_size`` bytes."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
     """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. The
     connections of one server share their class attributes."""
-    max_open = min(2 * limits.max_connections, max(1, _max_open_files() - SPARE_FILES))
-    shared = {"limits": limits, "max_open": max_open, "idle": {}}
-    shared |= {"parse_queue": ParseQueue(), "start_queue": RequestStartQueue()}
-    long_messages = ByteBudget(MAX_LONG_MESSAGE_BYTES)
+    max_open_connections = min(
+        2 * limits.max_connections, max(1, _max_open_files() - RESERVED_FILE_DESCRIPTORS)
+    )
+    shared_attributes = {
+        "limits": limits,
+        "max_open_connections": max_open_connections,
+        "idle_connections": {},
+    }
+    shared_attributes |= {"parse_queue": ParseQueue(), "start_queue": RequestStartQueue()}
+    long_message_budget = ByteBudget(MAX_LONG_MESSAGES_BYTES)
     return (
-        type("HttpProtocol", (HttpProtocol,), shared),
-        type("WebSocketProtocol", (WebSocketProtocol,), shared | {"long_messages": long_messages}),
+        type("HttpProtocol", (HttpProtocol,), shared_attributes),
+        type(
+            "WebSocketProtocol",
+            (WebSocketProtocol,),
+            shared_attributes | {"long_message_budget": long_message_budget},
+        ),
     )
 
 

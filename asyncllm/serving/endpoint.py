@@ -12,11 +12,11 @@ from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
 from asyncllm.serving.exchange import CLOSE_HEADERS, DISCONNECT_ERRORS, Exchange
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Serving, Exchange], Awaitable[None]]
+Handler = Callable[[ServingContext, Exchange], Awaitable[None]]
 
 
 @dataclass(eq=False, repr=False)
@@ -27,30 +27,32 @@ class Endpoint:
         serving: passed to the handlers.
         handlers: handlers by HTTP method; "WEBSOCKET" for WebSockets.
         access_rules: rules of access; None admits every request, also while draining.
-        engine_names: map from names of engine parameters to the protocol's names, where they
+        field_by_engine_param: map from engine parameters to the protocol's fields, where the names
             differ; for errors.
     """
 
-    _serving: Serving
+    _serving: ServingContext
     _handlers: Mapping[str, Handler]
     _access_rules: AccessRules | None
-    _engine_names: Mapping[str, str]
+    _field_by_engine_param: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self._serving, scope, receive, send, self._engine_names)
+        exchange = Exchange(self._serving, scope, receive, send, self._field_by_engine_param)
         try:
             self._check_request(exchange)
-            await self._handler(scope)(self._serving, exchange)
+            await self._find_handler(scope)(self._serving, exchange)
         # Catch these before DISCONNECT_ERRORS: DeadlineExceededError is an OSError too.
         except (ProtocolError, AsyncLLMError) as error:
-            await exchange.refuse(error)
+            await exchange.send_error(error)
         except DISCONNECT_ERRORS:
             return
         except Exception:
             logger.exception("a request to %s failed", scope["path"])
-            if exchange.started:
+            if exchange.has_begun_answer:
                 raise  # The answer is incomplete: let the server close the connection.
-            await exchange.refuse(ProtocolError("internal error", code="server_error", status=500))
+            await exchange.send_error(
+                ProtocolError("internal error", code="server_error", status=500)
+            )
         finally:
             exchange.release_body()
             exchange.log()
@@ -66,9 +68,9 @@ class Endpoint:
         if self._access_rules is not None:
             subprotocols = exchange.scope.get("subprotocols", ())
             exchange.owner = self._access_rules.check(exchange.headers, subprotocols)
-            self._serving.check_open()
+            self._serving.check_not_draining()
 
-    def _handler(self, scope: Scope) -> Handler:
+    def _find_handler(self, scope: Scope) -> Handler:
         method = scope.get("method", "WEBSOCKET")
         handler = self._handlers.get("GET" if method == "HEAD" else method)
         if handler is None:

@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.exchange import ClientGoneError, Exchange
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 from asyncllm.stream import TokenStream
 
 PING = ": ping\n\n"
@@ -27,12 +27,12 @@ class EventSender:
     too long, say) is answered with the error's HTTP status.
 
     Args:
-        opening: events to send before the first text.
+        first_events: events to send before all others.
     """
 
-    def __init__(self, exchange: Exchange, opening: str) -> None:
+    def __init__(self, exchange: Exchange, first_events: str) -> None:
         self._exchange = exchange
-        self._opening = opening
+        self._first_events = first_events
         self._start_lock = anyio.Lock()
         self._has_started = False
         self._has_sent = False
@@ -42,12 +42,11 @@ class EventSender:
         return self._exchange.send_events(text) if self._has_started else self._start(text)
 
     async def _start(self, text: str) -> None:
-        """Send the first text, with the opening before it; concurrent calls wait until it is
-        sent."""
+        """Send the first events and then ``text``; concurrent calls wait until both are sent."""
         async with self._start_lock:
             if not self._has_started:
                 await self._exchange.start_events()
-                text, self._opening = self._opening + text, ""
+                text, self._first_events = self._first_events + text, ""
             await self._exchange.send_events(text)
             self._has_started = True
 
@@ -67,35 +66,35 @@ class EventSender:
 
 @asynccontextmanager
 async def sending_events(
-    serving: Serving,
+    serving: ServingContext,
     exchange: Exchange,
     streams: Sequence[TokenStream],
-    opening: str,
+    first_events: str,
     write_error: Callable[[ProtocolError], str],
 ) -> AsyncIterator[EventSender]:
-    """Context manager in whose block the streams' events are sent; its exit ends the answer.
+    """Send the streams' events in the ``async with`` block; leaving the block ends the answer.
 
     Args:
-        opening: events to send before the first text.
+        first_events: events to send before all others.
         write_error: function that writes an error as events, for an error after the first event.
 
     Raises:
         ProtocolError, AsyncLLMError: if nothing was sent yet.
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
     """
-    sender = EventSender(exchange, opening)
-    del opening  # It may repeat a long request, and is sent soon.
-    serving.pacer.begin_response()
+    sender = EventSender(exchange, first_events)
+    del first_events  # Free them once they are sent: they may repeat a long request.
+    serving.frame_pacer.begin_response()
     try:
         keep_alive = partial(sender.keep_alive, serving.ping_interval)
         async with abort_on_disconnect(exchange, streams, keep_alive):
             yield sender
     except (ProtocolError, AsyncLLMError) as error:
-        if not exchange.started:
+        if not exchange.has_begun_answer:
             raise
-        await sender.send(write_error(to_protocol_error(error, exchange.engine_names)))
+        await sender.send(write_error(to_protocol_error(error, exchange.field_by_engine_param)))
     finally:
-        serving.pacer.end_response()
+        serving.frame_pacer.end_response()
     await exchange.end_events()
 
 
@@ -117,7 +116,7 @@ async def abort_on_disconnect(
 
     async def abort_when_gone() -> None:
         nonlocal is_gone
-        await exchange.wait_until_gone()
+        await exchange.wait_for_disconnect()
         is_gone = True
         for stream in streams:
             stream.abort()

@@ -15,9 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.byte_budget import MIN_PACE_BYTES, PACE_SECONDS, ByteClaim
+from asyncllm.serving.byte_budget import MIN_BYTES_PER_RATE_CHECK, RATE_CHECK_SECONDS, ByteClaim
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
-from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
+from asyncllm.serving.serving import LONG_JSON_BYTES, ServingContext
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
@@ -40,47 +40,48 @@ DISCONNECT_ERRORS = (ClientGoneError, OSError)
 
 
 class Exchange:
-    """Reader of a request's body, and sender of its answer.
+    """Reader of a request's body, and sender of the answer.
 
     Args:
         serving: settings of the server; they bound the body.
-        engine_names: map from names of engine parameters to the protocol's names, where they
+        field_by_engine_param: map from engine parameters to the protocol's fields, where the names
             differ; for errors.
 
     Attributes:
         headers: headers of the request.
         owner: owner of the responses that the client creates, a digest of its token; empty if no
             token is required.
-        started: whether the answer has begun.
+        has_begun_answer: whether the answer has begun.
     """
 
     def __init__(
         self,
-        serving: Serving,
+        serving: ServingContext,
         scope: Scope,
         receive: Receive,
         send: Send,
-        engine_names: Mapping[str, str],
+        field_by_engine_param: Mapping[str, str],
     ) -> None:
         self.scope = scope
         self.headers = Headers(scope=scope)
         self.owner = ""
-        self.started = False
+        self.has_begun_answer = False
         self._serving = serving
         self._receive = receive
         self._send = send
-        self.engine_names = engine_names
-        self._has_read = False
+        self.field_by_engine_param = field_by_engine_param
+        self._has_read_body = False
         self._claim: ByteClaim | None = None
         self._id = f"req_{uuid.uuid4().hex}"
         self._began_at = time.monotonic()
         self._status: int | str = "-"
 
-    async def body(self) -> bytes:
-        """Read the body, once its memory may be used; ``release_body`` releases the memory.
+    async def read_body(self) -> bytes:
+        """Read the body; a long one waits for its share of the memory, which ``release_body``
+        returns.
 
         Raises:
-            ProtocolError: if it is too long, too slow or encoded.
+            ProtocolError: if the body is too long, too slow or encoded.
             ClientGoneError: if the client is gone.
         """
         for encoding in self.headers.getlist("content-encoding"):
@@ -93,23 +94,25 @@ class Exchange:
                     headers={"Accept-Encoding": "identity"},
                 )
         max_size, timeout = self._serving.max_body_size, self._serving.body_timeout
-        size = 0
+        content_length = 0
         for length in self.headers.getlist("content-length"):
             if not length.isdecimal() or len(length) > 20 or int(length) > max_size:
                 raise _too_large_error(max_size)
-            size = int(length)
+            content_length = int(length)
         data = bytearray()
         try:
             with anyio.fail_after(timeout) as scope:
                 while True:
-                    if self._claim is None and max(size, len(data)) >= LONG_JSON_BYTES:
+                    if self._claim is None and max(content_length, len(data)) >= LONG_JSON_BYTES:
                         # The client's timeout does not run while its body waits unread. The length
                         # of a chunked body is unknown.
                         scope.deadline = math.inf
-                        claimed = len(data) if self._has_read else size or max_size
-                        self._claim = await self._serving.claim(claimed)
+                        num_claimed_bytes = (
+                            len(data) if self._has_read_body else content_length or max_size
+                        )
+                        self._claim = await self._serving.claim_body_bytes(num_claimed_bytes)
                         scope.deadline = anyio.current_time() + timeout
-                    if self._has_read:
+                    if self._has_read_body:
                         return bytes(data)
                     message = await self._receive_part(len(data))
                     if message["type"] == "http.disconnect":
@@ -117,39 +120,39 @@ class Exchange:
                     data += message.get("body", b"")
                     if len(data) > max_size:
                         raise _too_large_error(max_size)
-                    self._has_read = not message.get("more_body", False)
+                    self._has_read_body = not message.get("more_body", False)
         except TimeoutError:
             raise _too_slow_error(f"did not come within {timeout:g} seconds") from None
 
-    async def read(self, job: Callable[[bytes], T]) -> T:
-        """Read the body and run ``job`` on it, on the worker thread if it is long. Afterwards
-        nothing refers to the body, so that its memory is freed."""
-        body = await self.body()
-        return await self._serving.run(lambda: job(body), len(body))
+    async def process_body(self, process: Callable[[bytes], T]) -> T:
+        """Read the body and call ``process`` with it, on the worker thread for a long body.
+        Afterwards nothing refers to the body, so that its memory is freed."""
+        body = await self.read_body()
+        return await self._serving.run_json_job(lambda: process(body), len(body))
 
     async def _receive_part(self, num_received: int) -> Message:
         """Receive the next part of the body.
 
         Raises:
-            ProtocolError: if the body comes too slowly while other requests wait for its memory.
+            ProtocolError: if the body is received too slowly while other requests wait for memory.
         """
         while self._claim is not None:
             if self._claim.is_too_slow(num_received):
                 raise _too_slow_error(
-                    f"less than {MIN_PACE_BYTES >> 10} KiB came in {PACE_SECONDS:g} seconds, while "
-                    "other requests waited"
+                    f"less than {MIN_BYTES_PER_RATE_CHECK >> 10} KiB came in "
+                    f"{RATE_CHECK_SECONDS:g} seconds, while other requests waited"
                 )
-            with anyio.move_on_after(PACE_SECONDS):
+            with anyio.move_on_after(RATE_CHECK_SECONDS):
                 return await self._receive()
         return await self._receive()
 
-    def release_body(self, streams: Sequence[TokenStream] = ()) -> None:
-        """Release the memory that the body claims, once the prompts of the request's streams are
-        tokenised."""
+    def release_body(self, after_tokenizing: Sequence[TokenStream] = ()) -> None:
+        """Release the body's share of the memory, once the prompts of the streams
+        ``after_tokenizing`` are tokenised."""
         claim, self._claim = self._claim, None
-        self._serving.release(claim, streams)
+        self._serving.release_claim(claim, after_tokenizing)
 
-    async def wait_until_gone(self) -> None:
+    async def wait_for_disconnect(self) -> None:
         """Wait until the client closes its connection, the only message after the body."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -166,10 +169,10 @@ class Exchange:
         """Send the whole answer.
 
         Raises:
-            ProtocolError: if it is long, and so are answers that other clients have not read.
+            ProtocolError: if the answer is long, and other clients' unread answers take the memory.
         """
         fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
-        claim = self._serving.claim_answer(len(body))
+        claim = self._serving.claim_answer_bytes(len(body))
         try:
             kind = await self._start(status, fields)
             await self._send({"type": f"{kind}.body", "body": body})
@@ -179,12 +182,12 @@ class Exchange:
     async def respond_json(
         self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        await self.respond(status, encode(value).encode(), headers=headers)
+        await self.respond(status, encode_json(value).encode(), headers=headers)
 
-    async def refuse(self, error: ProtocolError | AsyncLLMError) -> None:
+    async def send_error(self, error: ProtocolError | AsyncLLMError) -> None:
         """Send an error, unless the answer has begun."""
-        answer = to_protocol_error(error, self.engine_names)
-        if self.started:
+        answer = to_protocol_error(error, self.field_by_engine_param)
+        if self.has_begun_answer:
             return
         extensions = self.scope.get("extensions") or ()
         if self.scope["type"] == "websocket" and "websocket.http.response" not in extensions:
@@ -197,7 +200,7 @@ class Exchange:
     async def accept(self, subprotocol: str | None) -> tuple[Receive, Send]:
         """Open the WebSocket; returns its functions to receive and to send messages."""
         await self._receive()
-        self.started, self._status = True, 101
+        self.has_begun_answer, self._status = True, 101
         await self._send({"type": "websocket.accept", "subprotocol": subprotocol})
         return self._receive, self._send
 
@@ -222,9 +225,9 @@ class Exchange:
     async def _start(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
         self.release_body()  # A client may read its answer slowly: free the memory for others.
-        self.started, self._status = True, status
+        self.has_begun_answer, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
-        if not self._has_read and "transfer-encoding" in self.headers:
+        if not self._has_read_body and "transfer-encoding" in self.headers:
             # Close the connection, because the server would parse all chunks that remain. Skipping
             # the rest of a body of known length costs little.
             fields |= CLOSE_HEADERS
@@ -250,9 +253,9 @@ class Exchange:
         )
 
 
-def _too_slow_error(fault: str) -> ProtocolError:
+def _too_slow_error(reason: str) -> ProtocolError:
     return ProtocolError(
-        f"body: {fault}", code="request_timeout", status=408, headers=CLOSE_HEADERS
+        f"body: {reason}", code="request_timeout", status=408, headers=CLOSE_HEADERS
     )
 
 
@@ -265,7 +268,7 @@ def _too_large_error(max_size: int) -> ProtocolError:
     )
 
 
-def encode(value: Any) -> str:
+def encode_json(value: Any) -> str:
     """Serialise to compact JSON."""
     return _ENCODER.encode(value)
 

@@ -25,7 +25,7 @@ class FramePacer:
         self._num_responses -= 1
 
     @property
-    def pause(self) -> float:
+    def pause_seconds(self) -> float:
         """Seconds between two frames of one response; 0 while there are few responses."""
         pause = self._num_responses * self._seconds_per_frame
         return 0.0 if pause < MIN_PAUSE_SECONDS else min(pause, MAX_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""HttpParser: h11's parser, with limits on header lines, body chunks and events per turn."""
+"""HttpParser: h11's parser, with limits on header lines, chunks and events per parse turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import h11
 
-from asyncllm.serving.parse_queue import EVENTS_PER_TURN
+from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
 
 MAX_HEADER_LINES = 128
 """Maximum number of lines of a request's header. h11 parses a header in one piece, which takes some
@@ -16,12 +16,12 @@ microseconds per line."""
 MAX_TARGET_BYTES = 8192
 """Maximum number of bytes of a request's target: every request decodes its path and query."""
 
-MAX_CHUNK_LINE = 4096
+MAX_CHUNK_LINE_BYTES = 4096
 """Maximum number of bytes of an incomplete chunk header, or of incomplete trailers."""
 
-BASE_CHUNKS = 1024
-BYTES_PER_CHUNK = 64
-"""Limit on a body's chunks: BASE_CHUNKS, and one more for each BYTES_PER_CHUNK bytes."""
+BASE_CHUNK_LIMIT = 1024
+BYTES_PER_EXTRA_CHUNK = 64
+"""A body may have BASE_CHUNK_LIMIT chunks, and one more for each BYTES_PER_EXTRA_CHUNK bytes."""
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 
@@ -33,34 +33,34 @@ class HttpParser(h11.Connection):
         max_header_size: maximum number of bytes of a request line with its header fields.
 
     Attributes:
-        fault: error message if the request exceeds a limit of this parser, else None.
+        limit_error: message of the limit that the request exceeds, or None.
         needs_data: whether all received data has been parsed.
-        is_turn_over: whether the turn ended with data left to parse.
+        has_used_up_turn: whether parsing stopped at MAX_EVENTS_PER_PARSE_TURN.
     """
 
     def __init__(self, max_header_size: int) -> None:
         super().__init__(h11.SERVER, max_header_size)
-        self.fault: str | None = None
+        self.limit_error: str | None = None
         self.needs_data = True
-        self.is_turn_over = False
+        self.has_used_up_turn = False
         self._events_left = 0
-        self._num_lines = 0
-        self._num_chunks = self._num_bytes = 0
+        self._num_header_lines = 0
+        self._num_chunks = self._num_body_bytes = 0
 
-    def begin_turn(self) -> None:
-        self._events_left = EVENTS_PER_TURN
-        self.is_turn_over = False
+    def begin_parse_turn(self) -> None:
+        self._events_left = MAX_EVENTS_PER_PARSE_TURN
+        self.has_used_up_turn = False
 
     def receive_data(self, data: bytes) -> None:
         if self.their_state is h11.IDLE:
-            self._num_lines += data.count(b"\n")
+            self._num_header_lines += data.count(b"\n")
         super().receive_data(data)
 
     def next_event(self) -> Any:
         if not self._events_left:
-            self.is_turn_over = True
+            self.has_used_up_turn = True
             return h11.NEED_DATA
-        if self._num_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
+        if self._num_header_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
             head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]
             if head.count(b"\n") > MAX_HEADER_LINES:
                 raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
@@ -69,30 +69,32 @@ class HttpParser(h11.Connection):
         if isinstance(event, h11.Data):
             self._events_left -= 1
             self._num_chunks += event.chunk_start
-            self._num_bytes += len(event.data)
-            if self._num_chunks > BASE_CHUNKS + self._num_bytes // BYTES_PER_CHUNK:
+            self._num_body_bytes += len(event.data)
+            if self._num_chunks > BASE_CHUNK_LIMIT + self._num_body_bytes // BYTES_PER_EXTRA_CHUNK:
                 raise self._make_error(
-                    f"body: has {self._num_chunks} chunks in {self._num_bytes} bytes, expected at "
-                    f"most {BASE_CHUNKS} and one more for each {BYTES_PER_CHUNK} bytes"
+                    f"body: has {self._num_chunks} chunks in {self._num_body_bytes} bytes, "
+                    f"expected at most {BASE_CHUNK_LIMIT} and one more for each "
+                    f"{BYTES_PER_EXTRA_CHUNK} bytes"
                 )
         elif isinstance(event, h11.Request):
             self._begin_request(event)
         elif self.needs_data and self.their_state is h11.SEND_BODY:
-            if len(self.trailing_data[0]) > MAX_CHUNK_LINE:
+            if len(self.trailing_data[0]) > MAX_CHUNK_LINE_BYTES:
                 raise self._make_error(
-                    f"body: has a chunk's line, or trailers, of more than {MAX_CHUNK_LINE} bytes"
+                    "body: has a chunk's line, or trailers, of more than "
+                    f"{MAX_CHUNK_LINE_BYTES} bytes"
                 )
         return event
 
     def _begin_request(self, request: h11.Request) -> None:
-        self._num_lines = self.trailing_data[0].count(b"\n")
-        self._num_chunks = self._num_bytes = 0
+        self._num_header_lines = self.trailing_data[0].count(b"\n")
+        self._num_chunks = self._num_body_bytes = 0
         if len(request.target) > MAX_TARGET_BYTES:
             raise self._make_error(f"target: has more than {MAX_TARGET_BYTES} bytes")
         names = {name for name, _ in request.headers}
         if names >= {b"content-length", b"transfer-encoding"}:
             raise self._make_error("header: has Content-Length and Transfer-Encoding, expected one")
 
-    def _make_error(self, fault: str) -> h11.RemoteProtocolError:
-        self.fault = fault
-        return h11.RemoteProtocolError(fault)
+    def _make_error(self, message: str) -> h11.RemoteProtocolError:
+        self.limit_error = message
+        return h11.RemoteProtocolError(message)

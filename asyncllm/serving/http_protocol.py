@@ -44,15 +44,15 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
     """An HTTP/1.1 connection.
 
     Class attributes:
-        max_open: maximum number of connections that are accepted.
-        idle: the server's connections that wait for their clients, in the order in which they began
-            to wait: for a header, or for the rest of a body.
+        max_open_connections: maximum number of connections that are accepted.
+        idle_connections: the server's connections that wait for a header, or for the rest of a
+            body; the one that has waited longest comes first.
         start_queue: queue in which requests of all connections begin.
     """
 
-    max_open: ClassVar[int]
+    max_open_connections: ClassVar[int]
     start_queue: ClassVar[RequestStartQueue]
-    idle: ClassVar[dict[HttpProtocol, None]]
+    idle_connections: ClassVar[dict[HttpProtocol, None]]
     conn: HttpParser
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -60,7 +60,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self.conn = HttpParser(self.limits.max_header_size)
         self._header_timer = Timer(self.limits.header_timeout, lambda: self.transport.abort())
         self._linger_timer = Timer(LINGER_SECONDS, lambda: self.transport.close())
-        self._num_discarded: int | None = None
+        self._num_discarded_bytes: int | None = None
         self._client_state: Any = h11.IDLE
         self._application: Any = self.app
         self.app: Any = self._run_application
@@ -77,19 +77,19 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         answer = _AnswerSender(self, send)
         await application(scope, receive, answer.send)
 
-    def _close_idle_connections(self, count: int) -> bool:
-        """Close idle connections, the oldest first, until at most ``count`` connections are open.
+    def _close_idle_connections(self, max_open: int) -> bool:
+        """Close idle connections, the oldest first, until at most ``max_open`` are left.
 
         Returns:
-            Whether at most ``count`` are open now.
+            Whether at most ``max_open`` are open now.
         """
-        while len(self.connections) > count:
-            for other in self.idle:
+        while len(self.connections) > max_open:
+            for other in self.idle_connections:
                 if other is not self and other._waits_for_client():
                     break
             else:
                 return False
-            del self.idle[other]
+            del self.idle_connections[other]
             # Discard the connection now; uvicorn does so an iteration of the event loop later.
             self.connections.discard(other)
             other.transport.abort()
@@ -99,50 +99,50 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         """Whether no answer is being sent, and no part of a body waits for the server."""
         if self.conn.our_state is h11.SEND_BODY or self.transport.get_write_buffer_size():
             return False
-        has_unread_body = self._waits_for_turn or self.flow.read_paused
+        has_unread_body = self._waits_for_parse_turn or self.flow.read_paused
         return self.conn.their_state is h11.IDLE or not has_unread_body
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _FlowControl(transport, self._resume_reading)
-        if self._close_idle_connections(self.max_open):
-            self.idle[self] = None
+        if self._close_idle_connections(self.max_open_connections):
+            self.idle_connections[self] = None
             self._header_timer.start()
         else:
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self._num_discarded is None:
+        if self._num_discarded_bytes is None:
             super().data_received(data)
             return
-        self._num_discarded += len(data)
-        if self._num_discarded > MAX_DISCARDED_BYTES:
+        self._num_discarded_bytes += len(data)
+        if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
             self.transport.pause_reading()
 
     def _may_read(self) -> bool:
         return not self.flow.read_paused
 
     def _parse(self) -> None:
-        self.conn.begin_turn()
+        self.conn.begin_parse_turn()
         while True:
             if self._unparsed and self.conn.needs_data:
-                self.conn.receive_data(self._take_unparsed(HTTP_SLICE_BYTES))
+                self.conn.receive_data(self._pop_unparsed_bytes(HTTP_SLICE_BYTES))
             super().handle_events()
-            if self._num_discarded is not None or self.transport.is_closing():
+            if self._num_discarded_bytes is not None or self.transport.is_closing():
                 return
             if self.transport.get_protocol() is not self:
                 return
-            if not (self._unparsed and self.conn.needs_data) or self.conn.is_turn_over:
+            if not (self._unparsed and self.conn.needs_data) or self.conn.has_used_up_turn:
                 break
         state = self.conn.their_state
         if state is not self._client_state:
             self._client_state = state
-            self.idle.pop(self, None)
+            self.idle_connections.pop(self, None)
             if state in (h11.IDLE, h11.SEND_BODY):
-                self.idle[self] = None
-        if self.conn.is_turn_over:
-            self._wait_for_turn()
+                self.idle_connections[self] = None
+        if self.conn.has_used_up_turn:
+            self._wait_for_parse_turn()
         elif state is h11.IDLE:
             self._header_timer.start()
         else:
@@ -150,23 +150,23 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     def handle_events(self) -> None:
         """Queue a pipelined request, if there is one. uvicorn calls this after each answer."""
-        self.idle[self] = None
+        self.idle_connections[self] = None
         if self._unparsed or not self.conn.needs_data:
-            self._wait_for_turn()
+            self._wait_for_parse_turn()
 
-    def _wait_for_turn(self) -> None:
-        super()._wait_for_turn()
+    def _wait_for_parse_turn(self) -> None:
+        super()._wait_for_parse_turn()
         self._header_timer.stop()
         self._unset_keepalive_if_required()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._header_timer.stop()
-        self.idle.pop(self, None)
+        self.idle_connections.pop(self, None)
         if not self._close_idle_connections(self.limits.max_connections):
             self._refuse(503, "Service Unavailable", ("retry-after", "1"))
             return
-        # Move a pause of writing to the new protocol. Writing is paused if the client has not read
-        # an earlier answer, or the session tickets of TLS.
+        # If writing is paused, pause it in the new protocol too. Writing is paused while the client
+        # has not read an earlier answer, or the session tickets of TLS.
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)
@@ -185,7 +185,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(400, self.conn.fault or msg)
+            self._refuse(400, self.conn.limit_error or msg)
         else:
             self.transport.abort()  # The answer has begun, or is complete.
 
@@ -207,11 +207,11 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     def linger(self) -> None:
         """Close the sending side, and drop the client's data until the connection is closed."""
-        self._num_discarded = 0
+        self._num_discarded_bytes = 0
         self._unparsed.clear()
-        self._waits_for_turn = False
-        self.parse_queue.discard(self._begin_turn)
-        self.idle[self] = None
+        self._waits_for_parse_turn = False
+        self.parse_queue.discard(self._begin_parse_turn)
+        self.idle_connections[self] = None
         self._header_timer.stop()
         self._linger_timer.start()
         if self.transport.can_write_eof():
@@ -222,7 +222,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         super().connection_lost(exc)
         self._header_timer.stop()
         self._linger_timer.stop()
-        self.idle.pop(self, None)
+        self.idle_connections.pop(self, None)
 
 
 class _AnswerSender:

@@ -16,7 +16,8 @@ from asyncllm.serving.connections import make_protocols
 
 
 class HttpServer:
-    """Server of an application; ``async with`` begins to listen, and closes it.
+    """Server of an application. Entering ``async with`` starts to listen; leaving it closes the
+    server.
 
     Args:
         app: an ASGI application. It gets no lifespan events.

@@ -12,14 +12,14 @@ from asyncllm.serving.answers import (
     ChatCompletion,
     Completion,
     DeletedResponse,
-    Error,
-    Event,
+    DetokenizeResponse,
+    ErrorResponse,
     HealthState,
     Model,
     ModelList,
     Response,
-    Text,
-    Tokens,
+    ServerSentEvent,
+    TokenizeResponse,
 )
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.completion_request import CompletionRequest
@@ -30,8 +30,8 @@ from asyncllm.serving.tokenization import DetokenizeRequest, TokenizeRequest
 _REF_TEMPLATE = "#/components/schemas/{model}"
 _BODY_TYPES = (ChatRequest, CompletionRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
 _ANSWER_TYPES: tuple[Any, ...] = (
-    ChatCompletion, Completion, Response, DeletedResponse, Tokens, Text, ModelList, Model,
-    HealthState, Error, Event,
+    ChatCompletion, Completion, Response, DeletedResponse, TokenizeResponse, DetokenizeResponse,
+    ModelList, Model, HealthState, ErrorResponse, ServerSentEvent,
 )  # fmt: skip
 
 _ERROR_DESCRIPTIONS = {
@@ -77,29 +77,37 @@ def openapi(*, needs_bearer_token: bool) -> dict[str, Any]:
 
 def _describe_paths() -> dict[str, Any]:
     state = _json_content(HealthState)
-    health = {"get": {**_operation("Whether requests are taken.", state), "security": []}}
+    health = {"get": {**_describe_operation("Whether requests are taken.", state), "security": []}}
     health["get"]["responses"]["503"] = {**state, "description": "Not now."}
     metrics = {"content": {"text/plain": {}}}
     return {
-        "/v1/chat/completions": _post("A chat completion.", ChatRequest, ChatCompletion, Event),
-        "/v1/completions": _post("A completion.", CompletionRequest, Completion, Event),
-        "/v1/responses": _post("A response.", ResponseRequest, Response, Event),
+        "/v1/chat/completions": _describe_post(
+            "A chat completion.", ChatRequest, ChatCompletion, ServerSentEvent
+        ),
+        "/v1/completions": _describe_post(
+            "A completion.", CompletionRequest, Completion, ServerSentEvent
+        ),
+        "/v1/responses": _describe_post("A response.", ResponseRequest, Response, ServerSentEvent),
         "/v1/responses/{response_id}": {
             "parameters": [_path_parameter("response_id")],
-            "get": _operation("A stored response.", _json_content(Response), (404,)),
-            "delete": _operation("Forgets a response.", _json_content(DeletedResponse), (404,)),
+            "get": _describe_operation("A stored response.", _json_content(Response), (404,)),
+            "delete": _describe_operation(
+                "Forgets a response.", _json_content(DeletedResponse), (404,)
+            ),
         },
-        "/tokenize": _post("Token ids of a text.", TokenizeRequest, Tokens),
-        "/detokenize": _post("The text of token ids.", DetokenizeRequest, Text),
-        "/v1/models": {"get": _operation("The models.", _json_content(ModelList))},
+        "/tokenize": _describe_post("Token ids of a text.", TokenizeRequest, TokenizeResponse),
+        "/detokenize": _describe_post(
+            "The text of token ids.", DetokenizeRequest, DetokenizeResponse
+        ),
+        "/v1/models": {"get": _describe_operation("The models.", _json_content(ModelList))},
         "/v1/models/{model}": {
             "parameters": [_path_parameter("model")],
-            "get": _operation("A model.", _json_content(Model), (404,)),
+            "get": _describe_operation("A model.", _json_content(Model), (404,)),
         },
         "/health": health,
         "/health/ready": health,
         "/health/live": health,
-        "/metrics": {"get": _operation("Metrics, for Prometheus.", metrics)},
+        "/metrics": {"get": _describe_operation("Metrics, for Prometheus.", metrics)},
     }
 
 
@@ -107,7 +115,7 @@ def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _post(
+def _describe_post(
     summary: str, body: type[RequestBody], answer: type, event: type | None = None
 ) -> dict[str, Any]:
     """Describe a path that takes a body, and answers with events if the body has ``stream``."""
@@ -115,14 +123,16 @@ def _post(
     if event is not None:
         # In OpenAPI before 3.2, the schema of an event stream describes a single event.
         content["content"]["text/event-stream"] = {"schema": _schema_reference(event)}
-    operation = _operation(summary, content, (400, 404, 408, 413, 415, 422, 429, 504))
+    operation = _describe_operation(summary, content, (400, 404, 408, 413, 415, 422, 429, 504))
     operation["requestBody"] = {"required": True, **_json_content(body)}
     return {"post": operation}
 
 
-def _operation(summary: str, answer: dict[str, Any], errors: Iterable[int] = ()) -> dict[str, Any]:
+def _describe_operation(
+    summary: str, answer: dict[str, Any], errors: Iterable[int] = ()
+) -> dict[str, Any]:
     refusals = {
-        str(status): {"description": _ERROR_DESCRIPTIONS[status], **_json_content(Error)}
+        str(status): {"description": _ERROR_DESCRIPTIONS[status], **_json_content(ErrorResponse)}
         for status in sorted({*errors, 400, 401, 403, 500, 503})
     }
     return {

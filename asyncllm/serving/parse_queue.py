@@ -6,95 +6,102 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-EVENTS_PER_TURN = 64
-"""Maximum number of events that a connection parses in one turn. An event takes 5 to 15
-microseconds."""
+MAX_EVENTS_PER_PARSE_TURN = 64
+"""Maximum number of events that a connection parses before it lets others run. An event takes 5 to
+15 microseconds."""
 
 MIN_PAUSE_SECONDS = 0.004
-"""Minimum number of seconds between two turns."""
+"""Minimum number of seconds between two parse turns, of any connections."""
 
 PAUSE_FACTOR = 4
-"""Minimum pause after a turn, as a multiple of the turn's duration. So turns take at most a fifth
-of the loop's time."""
+"""Minimum pause after a parse turn, as a multiple of the turn's duration. So parse turns take at
+most a fifth of the loop's time."""
 
 
 class ParseQueue:
-    """Queue of the connections with more unparsed data than one turn may parse.
+    """Queue of connections that wait for their next parse turn.
 
-    A connection parses one turn's worth of data as soon as it is received. For the rest of its
-    data, a connection waits in this queue, in order of arrival, so that neither one connection nor
-    many block the loop.
+    In a parse turn, one connection parses a limited number of events. A connection takes its first
+    turn as soon as it receives data. With data left after that, the connection waits in this queue,
+    in order of arrival, so that neither one connection nor many block the loop.
     """
 
     def __init__(self) -> None:
         self._connections: dict[Callable[[], None], None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, begin_turn: Callable[[], None]) -> None:
-        """Queue a connection for its next slice of the event loop's time; ``begin_turn`` is called
-        when the slice begins."""
-        self._connections[begin_turn] = None
+    def add(self, begin_parse_turn: Callable[[], None]) -> None:
+        """Queue a connection, whose ``begin_parse_turn`` is called in its turn."""
+        self._connections[begin_parse_turn] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(MIN_PAUSE_SECONDS, self._next_turn)
+            self._timer = asyncio.get_running_loop().call_later(
+                MIN_PAUSE_SECONDS, self._begin_next_turn
+            )
 
-    def discard(self, begin_turn: Callable[[], None]) -> None:
-        self._connections.pop(begin_turn, None)
+    def discard(self, begin_parse_turn: Callable[[], None]) -> None:
+        self._connections.pop(begin_parse_turn, None)
 
-    def _next_turn(self) -> None:
+    def _begin_next_turn(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             if self._connections:
-                begin_turn = next(iter(self._connections))
-                del self._connections[begin_turn]
-                begin_turn()
+                begin_parse_turn = next(iter(self._connections))
+                del self._connections[begin_parse_turn]
+                begin_parse_turn()
         finally:
             pause = max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (loop.time() - began))
-            self._timer = loop.call_later(pause, self._next_turn) if self._connections else None
+            self._timer = (
+                loop.call_later(pause, self._begin_next_turn) if self._connections else None
+            )
 
 
-STARTS_PER_ITERATION = 4
-"""Maximum number of requests that begin in one iteration of the event loop. To begin one takes
+MAX_REQUEST_STARTS_PER_ITERATION = 4
+"""Maximum number of requests that start in one iteration of the event loop. Starting one takes
 about a millisecond."""
 
 
 class RequestStartQueue:
-    """Two queues of the requests that begin: reads (GET), and those that may generate. They
+    """Two queues of requests that wait to start: GET requests, and all others. The queues
     alternate, so that a health check does not wait behind hundreds of prompts; each keeps the order
     of arrival.
 
-    A loop that begins hundreds of requests at once serves no stream meanwhile. A request waits for
+    A loop that starts hundreds of requests at once serves no stream meanwhile. A request waits for
     at least one iteration of the loop, because only then does the server notice a client that
     closed its connection right after it sent the request.
     """
 
     def __init__(self) -> None:
-        self._reads: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
-        self._others: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
-        self._next, self._after_next = self._reads, self._others
+        self._waiting_gets: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._waiting_others: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._next_queue, self._queue_after_next = self._waiting_gets, self._waiting_others
 
-    async def wait(self, method: str, is_gone: Callable[[], bool]) -> None:
-        """Wait until the request may begin: for one iteration of the loop, or for its turn.
+    async def wait(self, method: str, is_client_gone: Callable[[], bool]) -> None:
+        """Wait until the request may start: at least one iteration of the event loop.
 
         Args:
             method: HTTP method of the request.
-            is_gone: function that returns whether the client has gone; its request then takes no
-                turn from other requests.
+            is_client_gone: function that returns whether the client has gone; its request then does
+                not count among those that start in the iteration.
         """
         loop = asyncio.get_running_loop()
-        if not (self._reads or self._others):
-            loop.call_soon(self._next_iteration)
-        begins = loop.create_future()
-        (self._reads if method == "GET" else self._others).append((begins, is_gone))
-        await begins
+        if not (self._waiting_gets or self._waiting_others):
+            loop.call_soon(self._start_requests)
+        begin_future = loop.create_future()
+        (self._waiting_gets if method == "GET" else self._waiting_others).append(
+            (begin_future, is_client_gone)
+        )
+        await begin_future
 
-    def _next_iteration(self) -> None:
+    def _start_requests(self) -> None:
         num_begun = 0
-        while num_begun < STARTS_PER_ITERATION and (queue := self._next or self._after_next):
-            self._next, self._after_next = self._after_next, self._next
-            begins, is_gone = queue.popleft()
-            if not begins.done():
-                begins.set_result(None)
-                num_begun += not is_gone()
-        if self._reads or self._others:
-            asyncio.get_running_loop().call_soon(self._next_iteration)
+        while num_begun < MAX_REQUEST_STARTS_PER_ITERATION and (
+            queue := self._next_queue or self._queue_after_next
+        ):
+            self._next_queue, self._queue_after_next = self._queue_after_next, self._next_queue
+            begin_future, is_client_gone = queue.popleft()
+            if not begin_future.done():
+                begin_future.set_result(None)
+                num_begun += not is_client_gone()
+        if self._waiting_gets or self._waiting_others:
+            asyncio.get_running_loop().call_soon(self._start_requests)

@@ -17,7 +17,7 @@ from asyncllm.errors import (
     InvalidRequestError,
     RequestError,
 )
-from asyncllm.serving.answers import Error, ErrorFields
+from asyncllm.serving.answers import ErrorInfo, ErrorResponse
 
 _CODES_BY_ERROR: tuple[tuple[type[AsyncLLMError], str, int], ...] = (
     (DeadlineExceededError, "deadline_exceeded", 504),
@@ -53,12 +53,12 @@ class ProtocolError(Exception):
     def is_client_error(self) -> bool:
         return self.status < 500 and self.status != 429
 
-    def body(self) -> Error:
+    def body(self) -> ErrorResponse:
         """Body of an HTTP error, as in OpenAI's protocol."""
         kind = "invalid_request_error" if self.is_client_error else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
-        error = ErrorFields(message=str(self), type=kind, param=self.param, code=self.code)
+        error = ErrorInfo(message=str(self), type=kind, param=self.param, code=self.code)
         return {"error": error}
 
     def event(self) -> dict[str, Any]:
@@ -69,12 +69,13 @@ class ProtocolError(Exception):
 
 
 def to_protocol_error(
-    error: ProtocolError | AsyncLLMError, names: Mapping[str, str]
+    error: ProtocolError | AsyncLLMError, field_by_engine_param: Mapping[str, str]
 ) -> ProtocolError:
     """Convert an exception of the engine to a protocol error; return a protocol error as it is.
 
     Args:
-        names: mapping from engine parameters to the protocol's fields, where names differ.
+        field_by_engine_param: map from engine parameters to the protocol's fields, where the names
+            differ.
     """
     if isinstance(error, ProtocolError):
         return error
@@ -83,9 +84,9 @@ def to_protocol_error(
         is_too_long = isinstance(error, ContextLengthExceededError)
         code = "context_length_exceeded" if is_too_long else "invalid_value"
         param = "prompt" if is_too_long else error.param
-        if param is not None and param in names:
-            message = message.replace(param, names[param], 1)
-            param = names[param]
+        if param is not None and param in field_by_engine_param:
+            message = message.replace(param, field_by_engine_param[param], 1)
+            param = field_by_engine_param[param]
         return ProtocolError(message, code=code, param=param)
     headers = None
     if isinstance(error, EngineOverloadedError):

@@ -21,38 +21,40 @@ from asyncllm.serving.protocol_error import ProtocolError
 
 logger = logging.getLogger(__name__)
 
-MAX_SEPARATORS = 2**18
+MAX_JSON_SEPARATORS = 2**18
 """Maximum number of commas, braces and brackets in a body. Parsing takes about 0.2 microseconds per
 value and holds the GIL; the length of texts hardly matters."""
 
-UNSUPPORTED_TYPE = "unsupported_type"
-"""pydantic's error type if no alternative of a union has an item's ``type``."""
+UNSUPPORTED_TYPE_ERROR = "unsupported_type"
+"""pydantic's error type for an item whose ``type`` no alternative of a union has."""
 
-MAX_FIELDS = 64
+MAX_OBJECT_FIELDS = 64
 """Maximum number of fields of an object within a body."""
 
-MAX_PARAM_CHARACTERS = 200
+MAX_ERROR_PARAM_CHARACTERS = 200
 """Maximum number of characters of an error's ``param``."""
 
 AcceptedValues = Mapping[str, tuple[Any, ...]]
 """Map from unsupported fields to the values that are accepted, because they have no effect."""
 
-_OTHER_TYPES: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""For errors in a union of text and list, by the tag of the alternative that pydantic has tried:
-name of the other alternative."""
+_OTHER_TYPE_BY_TAG: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
+"""Other type that a union of text and list accepts, for its errors; by pydantic's tag of the type
+that failed."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        ProtocolError: ``invalid_json`` for invalid JSON or UTF-8; status 413 beyond MAX_SEPARATORS.
+        ProtocolError: ``invalid_json`` for invalid JSON or UTF-8; status 413 for more than
+            MAX_JSON_SEPARATORS.
     """
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    count = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if count > MAX_SEPARATORS:
+    num_separators = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if num_separators > MAX_JSON_SEPARATORS:
         raise ProtocolError(
-            f"body: has {count} commas, brackets and braces, expected at most {MAX_SEPARATORS}",
+            f"body: has {num_separators} commas, brackets and braces, expected at most "
+            f"{MAX_JSON_SEPARATORS}",
             code="request_too_large",
             status=413,
         )
@@ -67,19 +69,19 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
     return value
 
 
-class UnsupportedFields:
+class UnsupportedFieldPolicy:
     """Policy for fields of OpenAI's protocol that this server does not support.
 
     Args:
-        ignored: whether to ignore such fields, with one line of the log for each; else they are
-            refused.
+        should_ignore: whether to ignore such fields, with one line of the log for each; else they
+            are refused.
     """
 
-    def __init__(self, ignored: bool = False) -> None:
-        self._ignored = ignored
-        self._logged: set[str] = set()
+    def __init__(self, should_ignore: bool = False) -> None:
+        self._should_ignore = should_ignore
+        self._logged_names: set[str] = set()
 
-    def refuse(self, name: str, value: Any, accepted: tuple[Any, ...] = ()) -> None:
+    def refuse_or_ignore(self, name: str, value: Any, accepted: tuple[Any, ...] = ()) -> None:
         """Refuse a field's value, or ignore it.
 
         Args:
@@ -88,11 +90,11 @@ class UnsupportedFields:
         Raises:
             ProtocolError: unless unsupported fields are ignored.
         """
-        error = unsupported(name, value, accepted)
-        if not self._ignored:
+        error = unsupported_error(name, value, accepted)
+        if not self._should_ignore:
             raise error
-        if name not in self._logged:
-            self._logged.add(name)
+        if name not in self._logged_names:
+            self._logged_names.add(name)
             logger.warning("ignored, now and later: %s", error)
 
 
@@ -104,18 +106,20 @@ class RequestBody(BaseModel):
         ACCEPTED_VALUES: map from unsupported fields to the values that are accepted, besides null,
             because they have no effect.
         ACCEPTED_SUBFIELD_VALUES: the same for parts of supported fields, with paths "field.part".
-        COUNTERPARTS_KEY: key in NAMES_BY_FOREIGN_NAME for these fields.
+        FIELD_ALIASES_KEY: key in NAMES_BY_FOREIGN_NAME for these fields.
     """
 
     # pydantic also applies these settings to TypedDicts in the fields.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {}
     ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = {}
-    COUNTERPARTS_KEY: ClassVar[str] = "field"
-    _unsupported: UnsupportedFields = PrivateAttr(default_factory=UnsupportedFields)
+    FIELD_ALIASES_KEY: ClassVar[str] = "field"
+    _unsupported_fields: UnsupportedFieldPolicy = PrivateAttr(
+        default_factory=UnsupportedFieldPolicy
+    )
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], unsupported: UnsupportedFields) -> Self:
+    def parse(cls, body: Mapping[str, Any], unsupported_fields: UnsupportedFieldPolicy) -> Self:
         """Check the fields of a request's body.
 
         Raises:
@@ -125,11 +129,11 @@ class RequestBody(BaseModel):
         for name in fields.keys() - cls.model_fields.keys() - cls.ACCEPTED_VALUES.keys():
             # Refuse the first unknown field here: pydantic would make an error for each unknown
             # field.
-            raise cls._unknown_field_error(name[:MAX_PARAM_CHARACTERS])
+            raise cls._unknown_field_error(name[:MAX_ERROR_PARAM_CHARACTERS])
         for name in cls.ACCEPTED_VALUES.keys() & fields.keys():
             value = fields.pop(name)
             if not any(check.equal_json(value, neutral) for neutral in cls.ACCEPTED_VALUES[name]):
-                unsupported.refuse(name, value, cls.ACCEPTED_VALUES[name])
+                unsupported_fields.refuse_or_ignore(name, value, cls.ACCEPTED_VALUES[name])
         try:
             request = cls.model_validate(fields)
         except ValidationError as error:
@@ -138,51 +142,52 @@ class RequestBody(BaseModel):
             name, _, part = path.partition(".")
             value = (getattr(request, name) or {}).get(part)
             if value is not None and value not in accepted:
-                unsupported.refuse(path, value, accepted)
-        request._unsupported = unsupported
+                unsupported_fields.refuse_or_ignore(path, value, accepted)
+        request._unsupported_fields = unsupported_fields
         return request
 
     @classmethod
-    def _counterpart(cls, param: str) -> str:
-        """Name in this body for a field of another API, such as vLLM's; empty if there is none."""
+    def _equivalent_field(cls, param: str) -> str:
+        """Field of this body for a field of another API, such as vLLM's; empty if there is none."""
         name = re.sub(r"\[\d+\]", "[]", param)
-        counterpart = NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
-        if counterpart.partition("=")[0] in cls.model_fields:
-            return counterpart
+        equivalent = NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
+        if equivalent.partition("=")[0] in cls.model_fields:
+            return equivalent
         return NAMES_BY_FOREIGN_NAME["field"].get(name) or NAMES_BY_FOREIGN_NAME[
-            cls.COUNTERPARTS_KEY
+            cls.FIELD_ALIASES_KEY
         ].get(name, "")
 
     @classmethod
     def _unknown_field_error(cls, param: str) -> ProtocolError:
-        counterpart = cls._counterpart(param)
-        hint = f", expected {counterpart}" if counterpart else ""
+        equivalent = cls._equivalent_field(param)
+        hint = f", expected {equivalent}" if equivalent else ""
         message = f"{check.describe(param)}: no such field{hint}"
         return ProtocolError(message, code="unknown_parameter", param=param)
 
     @classmethod
     def _to_client_error(cls, error: ValidationError) -> ProtocolError | InvalidRequestError:
-        """Convert pydantic's errors to one error for the client. The first unknown field with a
-        counterpart wins, because the counterpart may be reported as missing; else the first error
-        is used."""
+        """Convert pydantic's errors to one error for the client. An unknown field with an
+        equivalent here comes first, because the equivalent may be reported as missing."""
         errors = error.errors(include_url=False, include_context=True)
         unknown = [detail for detail in errors if detail["type"] == "extra_forbidden"]
-        renamed = (detail for detail in unknown if cls._counterpart(_field_path(detail["loc"])))
+        renamed = (
+            detail for detail in unknown if cls._equivalent_field(_field_path(detail["loc"]))
+        )
         first = next(renamed, errors[0])
         loc = first["loc"]
-        param = _field_path(loc)[:MAX_PARAM_CHARACTERS]
+        param = _field_path(loc)[:MAX_ERROR_PARAM_CHARACTERS]
         if first in unknown:
             return cls._unknown_field_error(param)
-        if first["type"] == UNSUPPORTED_TYPE:
+        if first["type"] == UNSUPPORTED_TYPE_ERROR:
             accepted = tuple(first["msg"].split())
-            return unsupported(f"{param}.type", first["input"].get("type"), accepted)
+            return unsupported_error(f"{param}.type", first["input"].get("type"), accepted)
         if first["type"] == "missing":
             return InvalidRequestError(f"{param}: is missing", param=param)
         message = first["msg"].removeprefix("Value error, ").partition(" after validation")[0]
         _, separator, rest = message.partition(" should ")
         accepted = f"to {rest}".removeprefix("to be ") if separator else message
         if first["type"] in ("string_type", "list_type", "dict_type"):
-            accepted += _OTHER_TYPES.get(loc[-1], "")
+            accepted += _OTHER_TYPE_BY_TAG.get(loc[-1], "")
         return check.value_error(param, first["input"], accepted)
 
     def present_values(self, names: Iterable[str]) -> dict[str, Any]:
@@ -202,7 +207,7 @@ class RequestBody(BaseModel):
         return schema
 
 
-def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> ProtocolError:
+def unsupported_error(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> ProtocolError:
     """Error for an unsupported field that would change the answer."""
     message = f"{name}={check.describe(value)} is not supported here"
     if accepted:
@@ -210,19 +215,19 @@ def unsupported(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> Protoc
     return ProtocolError(message, code="unsupported_parameter", param=name)
 
 
-def _limit_fields(value: Any) -> Any:
+def _check_num_fields(value: Any) -> Any:
     """Check the number of an object's fields: pydantic would make an error for each unknown
     field."""
-    if isinstance(value, dict) and len(value) > MAX_FIELDS:
-        raise ValueError(f"at most {MAX_FIELDS} fields")
+    if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
+        raise ValueError(f"at most {MAX_OBJECT_FIELDS} fields")
     return value
 
 
 T = TypeVar("T")
-LimitedObject = Annotated[T, BeforeValidator(_limit_fields)]
+LimitedObject = Annotated[T, BeforeValidator(_check_num_fields)]
 """An object with a limited number of fields."""
 
-Objects = Annotated[list[LimitedObject[T]], Field(fail_fast=True)]
+ObjectList = Annotated[list[LimitedObject[T]], Field(fail_fast=True)]
 """A list of objects, checked up to its first invalid one."""
 
 Label = Annotated[str, Field(max_length=512)]

@@ -8,15 +8,15 @@ from typing import Any
 
 from asyncllm.outputs import Delta, ToolCall, Usage
 from asyncllm.serving.answers import ItemStatus, TokenLogprob
-from asyncllm.serving.call_collector import CallCollector
-from asyncllm.serving.exchange import encode
+from asyncllm.serving.call_collector import ToolCallCollector
+from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, TextItem
 from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
 
-Event = tuple[str, str]
+ResponseEvent = tuple[str, str]
 """Type of the event, and the whole event as JSON."""
 
 
@@ -34,9 +34,9 @@ class ResponseEvents:
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
-        generates: whether tokens are generated; false for a request that only fills the prefix
-            cache.
-        body: response object of the last event, as JSON.
+        should_generate: whether tokens are generated; false for a request that only fills the
+            prefix cache.
+        response_json: response object of the last event, as JSON.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class ResponseEvents:
     ) -> None:
         self.id = response.id
         self.num_tokens = 0
-        self.generates = request.generates
-        self.body = ""
+        self.should_generate = request.should_generate
+        self.response_json = ""
         self._response = response
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(spelling_of, top)
@@ -56,7 +56,7 @@ class ResponseEvents:
         self._items: list[TextItem | CallItem] = []
         self._message_item: TextItem | None = None
         self._reasoning_item: TextItem | None = None
-        self._calls = CallCollector()
+        self._call_collector = ToolCallCollector()
         self._unsent_logprobs: list[TokenLogprob] = []
         self._text_event_start = ""
 
@@ -72,13 +72,13 @@ class ResponseEvents:
                 message["content"] = item.text
         return message
 
-    def created(self) -> Iterator[Event]:
+    def created_events(self) -> Iterator[ResponseEvent]:
         """Events of an accepted request."""
         response = self._response_object("in_progress")
         yield self._make_event("response.created", response=response)
         yield self._make_event("response.in_progress", response=response)
 
-    def delta(self, delta: Delta) -> Iterable[Event]:
+    def delta_events(self, delta: Delta) -> Iterable[ResponseEvent]:
         """Events of a delta."""
         self.num_tokens += len(delta.token_ids)
         message = self._message_item
@@ -93,9 +93,9 @@ class ResponseEvents:
             # Fast path of nearly every token: one event, without generators.
             message.texts.append(delta.text)
             return (self._text_event(delta.text, "[]"),)
-        return self._delta_events(delta)
+        return self._general_delta_events(delta)
 
-    def _delta_events(self, delta: Delta) -> Iterator[Event]:
+    def _general_delta_events(self, delta: Delta) -> Iterator[ResponseEvent]:
         if delta.reasoning:
             self._unsent_logprobs.clear()
             yield from self._add_reasoning(delta.reasoning)
@@ -103,13 +103,15 @@ class ResponseEvents:
             self._unsent_logprobs += self._logprobs.write(delta.logprobs)
         if delta.text or (self._unsent_logprobs and self._message_item is not None):
             yield from self._add_text(delta.text)
-        for _, call in self._calls.push(delta.tool_calls):
+        for _, call in self._call_collector.push(delta.tool_calls):
             yield from self._add_call(call)
 
-    def completed(self, finish_reason: str | None, usage: Usage | None) -> Iterator[Event]:
+    def completed_events(
+        self, finish_reason: str | None, usage: Usage | None
+    ) -> Iterator[ResponseEvent]:
         """Events at the end of a response. The finish reason ``abort`` means that the client
         cancelled it."""
-        if not self.generates:
+        if not self.should_generate:
             yield self._final_event("response.completed", self._response_object("completed", usage))
             return
         is_complete = finish_reason in ("stop", "tool_calls")
@@ -125,7 +127,7 @@ class ResponseEvents:
         kind = "response.completed" if is_complete else "response.incomplete"
         yield self._final_event(kind, self._response_object(status, usage))
 
-    def failed(self, error: ProtocolError) -> Iterator[Event]:
+    def failed_events(self, error: ProtocolError) -> Iterator[ResponseEvent]:
         """Events of an error after the request was accepted."""
         for item in self._items:
             item.status = "incomplete" if item.status == "in_progress" else item.status
@@ -136,9 +138,9 @@ class ResponseEvents:
         response["error"] = {"code": code, "message": str(error), "param": error.param}
         yield self._final_event("response.failed", response)
 
-    # --- parts --------------------------------------------------------------------------
+    # --- items --------------------------------------------------------------------------
 
-    def _add_reasoning(self, text: str) -> Iterator[Event]:
+    def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
         if self._reasoning_item is None:
             self._reasoning_item = TextItem(len(self._items), is_reasoning=True)
             yield from self._open_item(self._reasoning_item)
@@ -147,13 +149,13 @@ class ResponseEvents:
             "response.reasoning_text.delta", **self._reasoning_item.event_fields, delta=text
         )
 
-    def _add_text(self, text: str) -> Iterator[Event]:
+    def _add_text(self, text: str) -> Iterator[ResponseEvent]:
         yield from self._close_reasoning("completed")
         if self._message_item is None:
             self._message_item = TextItem(len(self._items), is_reasoning=False)
             yield from self._open_item(self._message_item)
-            place = encode(self._message_item.event_fields)[1:-1]
-            self._text_event_start = f'{{"type":"response.output_text.delta",{place},"delta":'
+            item_fields = encode_json(self._message_item.event_fields)[1:-1]
+            self._text_event_start = f'{{"type":"response.output_text.delta",{item_fields},"delta":'
         logprobs, self._unsent_logprobs = self._unsent_logprobs, []
         if not text and not logprobs:
             return
@@ -161,8 +163,8 @@ class ResponseEvents:
         self._message_item.logprobs += logprobs
         yield self._text_event(text, encode_logprobs(logprobs))
 
-    def _text_event(self, text: str, logprobs: str) -> Event:
-        """Event of new text. Its JSON is written by hand, because there is an event per token."""
+    def _text_event(self, text: str, logprobs: str) -> ResponseEvent:
+        """Event of new text. Written without the slower JSON encoder: there is one per token."""
         number = self._sequence_number
         self._sequence_number = number + 1
         return (
@@ -171,55 +173,69 @@ class ResponseEvents:
             f'"sequence_number":{number}}}',
         )
 
-    def _add_call(self, call: ToolCall) -> Iterator[Event]:
+    def _add_call(self, call: ToolCall) -> Iterator[ResponseEvent]:
         yield from self._close_reasoning("completed")
         item = CallItem(len(self._items), call)
         self._items.append(item)
-        place = {"item_id": item.id, "output_index": item.index}
+        item_fields = {"item_id": item.id, "output_index": item.index}
         yield self._item_event("added", item)
         arguments = call.arguments
-        yield self._make_event("response.function_call_arguments.delta", **place, delta=arguments)
         yield self._make_event(
-            "response.function_call_arguments.done", **place, name=call.name, arguments=arguments
+            "response.function_call_arguments.delta", **item_fields, delta=arguments
+        )
+        yield self._make_event(
+            "response.function_call_arguments.done",
+            **item_fields,
+            name=call.name,
+            arguments=arguments,
         )
         item.status = "completed"
         yield self._item_event("done", item)
 
-    def _open_item(self, item: TextItem) -> Iterator[Event]:
+    def _open_item(self, item: TextItem) -> Iterator[ResponseEvent]:
         self._items.append(item)
         yield self._item_event("added", item)
-        yield self._make_event("response.content_part.added", **item.event_fields, part=item.part())
+        yield self._make_event(
+            "response.content_part.added", **item.event_fields, part=item.content_part()
+        )
 
-    def _close_reasoning(self, status: ItemStatus) -> Iterator[Event]:
+    def _close_reasoning(self, status: ItemStatus) -> Iterator[ResponseEvent]:
         if self._reasoning_item is not None:
             item, self._reasoning_item = self._reasoning_item, None
             yield from self._close_item(item, status)
 
-    def _close_item(self, item: TextItem, status: ItemStatus) -> Iterator[Event]:
+    def _close_item(self, item: TextItem, status: ItemStatus) -> Iterator[ResponseEvent]:
         item.status = status
         kind, more = "response.output_text.done", {"logprobs": item.logprobs}
         if item.is_reasoning:
             kind, more = "response.reasoning_text.done", {}
         yield self._make_event(kind, **item.event_fields, text=item.text, **more)
-        yield self._make_event("response.content_part.done", **item.event_fields, part=item.part())
+        yield self._make_event(
+            "response.content_part.done", **item.event_fields, part=item.content_part()
+        )
         yield self._item_event("done", item)
 
-    def _item_event(self, change: str, item: TextItem | CallItem) -> Event:
+    def _item_event(self, change: str, item: TextItem | CallItem) -> ResponseEvent:
         kind = f"response.output_item.{change}"
         return self._make_event(kind, output_index=item.index, item=item.as_dict())
 
     def _response_object(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         return self._response.as_dict(status, [item.as_dict() for item in self._items], usage)
 
-    def _final_event(self, kind: str, response: dict[str, Any]) -> Event:
-        self.body = encode(response)
-        number = self._next_number()
-        return kind, f'{{"type":"{kind}","sequence_number":{number},"response":{self.body}}}'
+    def _final_event(self, kind: str, response: dict[str, Any]) -> ResponseEvent:
+        self.response_json = encode_json(response)
+        number = self._next_sequence_number()
+        return (
+            kind,
+            f'{{"type":"{kind}","sequence_number":{number},"response":{self.response_json}}}',
+        )
 
-    def _make_event(self, kind: str, **fields: Any) -> Event:
-        return kind, encode({"type": kind, "sequence_number": self._next_number(), **fields})
+    def _make_event(self, kind: str, **fields: Any) -> ResponseEvent:
+        return kind, encode_json(
+            {"type": kind, "sequence_number": self._next_sequence_number(), **fields}
+        )
 
-    def _next_number(self) -> int:
+    def _next_sequence_number(self) -> int:
         number = self._sequence_number
         self._sequence_number += 1
         return number

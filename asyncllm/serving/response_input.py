@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from asyncllm.serving.answers import ItemStatus
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE, LimitedObject, Objects
+from asyncllm.serving.request_body import UNSUPPORTED_TYPE_ERROR, LimitedObject, ObjectList
 from asyncllm.serving.sampling_fields import TextOr
 
 Message = dict[str, Any]
@@ -26,7 +26,7 @@ class ItemText(TypedDict):
     logprobs: NotRequired[list[Any] | None]
 
 
-ItemContent = TextOr[str, Annotated[Objects[ItemText], Field(min_length=1)]]
+ItemContent = TextOr[str, Annotated[ObjectList[ItemText], Field(min_length=1)]]
 
 
 class _InputItem(TypedDict):
@@ -67,11 +67,11 @@ class ReasoningText(TypedDict):
 class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
     summary: NotRequired[list[Any] | None]
-    content: NotRequired[Objects[ReasoningText] | None]
+    content: NotRequired[ObjectList[ReasoningText] | None]
     encrypted_content: NotRequired[None]
 
 
-def _item_tag(item: Any) -> str:
+def _get_item_tag(item: Any) -> str:
     return f"#{item.get('type', 'message')}" if isinstance(item, dict) else "#message"
 
 
@@ -81,8 +81,8 @@ InputItem = Annotated[
     | Annotated[LimitedObject[FunctionCallOutputItem], Tag("#function_call_output")]
     | Annotated[LimitedObject[ReasoningItem], Tag("#reasoning")],
     Discriminator(
-        _item_tag,
-        custom_error_type=UNSUPPORTED_TYPE,
+        _get_item_tag,
+        custom_error_type=UNSUPPORTED_TYPE_ERROR,
         custom_error_message="message function_call function_call_output reasoning",
     ),
 ]

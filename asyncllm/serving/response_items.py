@@ -38,7 +38,7 @@ class TextItem:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def part(self) -> dict[str, Any]:
+    def content_part(self) -> dict[str, Any]:
         if self.is_reasoning:
             return {"type": "reasoning_text", "text": self.text}
         return {
@@ -49,7 +49,7 @@ class TextItem:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        content = [] if self.status == "in_progress" else [self.part()]
+        content = [] if self.status == "in_progress" else [self.content_part()]
         common = {"id": self.id, "status": self.status, "content": content}
         if self.is_reasoning:
             return {"type": "reasoning", "summary": [], **common}

@@ -17,19 +17,24 @@ from asyncllm.serving.chat_request import (
     ReasoningEffort,
     ToolMode,
 )
-from asyncllm.serving.request_body import AcceptedValues, LimitedObject, Objects, unsupported
+from asyncllm.serving.request_body import (
+    AcceptedValues,
+    LimitedObject,
+    ObjectList,
+    unsupported_error,
+)
 from asyncllm.serving.response_input import InputItem, Message, items_to_messages
 from asyncllm.serving.sampling_fields import OBFUSCATION_VALUES, TextOr
 from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
-LOGPROBS = "message.output_text.logprobs"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_VALUES = (
-    LOGPROBS,
+    INCLUDE_LOGPROBS,
     # Reasoning is not encrypted: clients send reasoning items back unchanged.
     "reasoning.encrypted_content",
-    # Parts of answers to tools and inputs that this server refuses.
+    # Contents of tools and inputs that this server refuses.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -74,7 +79,7 @@ class SchemaFormat(TypedDict):
     description: NotRequired[str | None]
 
 
-def _format_tag(value: Any) -> str:
+def _get_text_format_tag(value: Any) -> str:
     is_schema = isinstance(value, dict) and value.get("type") == "json_schema"
     return "#schema" if is_schema else "#plain"
 
@@ -84,7 +89,7 @@ class TextConfig(TypedDict):
         Annotated[
             Annotated[LimitedObject[PlainFormat], Tag("#plain")]
             | Annotated[LimitedObject[SchemaFormat], Tag("#schema")],
-            Discriminator(_format_tag),
+            Discriminator(_get_text_format_tag),
         ]
         | None
     ]
@@ -108,7 +113,7 @@ class ResponseRequest(ConversationFields):
     """Body of a request for a response: OpenAI's fields, those of SamplingParams, and ``generate``.
     With ``generate=false`` the prompt is only computed into the prefix cache."""
 
-    COUNTERPARTS_KEY = "field of /v1/responses"
+    FIELD_ALIASES_KEY = "field of /v1/responses"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         **ConversationFields.ACCEPTED_VALUES,
@@ -133,7 +138,7 @@ class ResponseRequest(ConversationFields):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
-    tools: Annotated[Objects[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[ObjectList[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -142,7 +147,7 @@ class ResponseRequest(ConversationFields):
     generate: bool | None = None
 
     @property
-    def generates(self) -> bool:
+    def should_generate(self) -> bool:
         return self.generate is not False
 
     @property
@@ -160,8 +165,10 @@ class ResponseRequest(ConversationFields):
         include = self.include or ()
         for item in include:
             if item not in INCLUDE_VALUES:
-                raise unsupported("include", item, INCLUDE_VALUES)
-        return (self.top_logprobs or 0) if LOGPROBS in include else self.top_logprobs or None
+                raise unsupported_error("include", item, INCLUDE_VALUES)
+        return (
+            (self.top_logprobs or 0) if INCLUDE_LOGPROBS in include else self.top_logprobs or None
+        )
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -179,7 +186,7 @@ class ResponseRequest(ConversationFields):
         """Submit a conversation; returns the stream of the answer.
 
         Args:
-            options: the server's own arguments, as from ``Serving.options``.
+            options: the server's own arguments, as from ``ServingContext.request_options``.
 
         Raises:
             ProtocolError: for unsupported fields.
@@ -195,7 +202,7 @@ class ResponseRequest(ConversationFields):
             response_format=self._response_format(),
             template_variables=self.template_variables(engine, effort, "reasoning.effort"),
             # Generate at least one token, so that the whole prompt is computed and cached.
-            max_tokens=self.max_output_tokens if self.generates else 1,
+            max_tokens=self.max_output_tokens if self.should_generate else 1,
             logprobs=self.num_logprobs,
         )
 

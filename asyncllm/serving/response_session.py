@@ -17,27 +17,28 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
-from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode
+from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode_json
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
-from asyncllm.serving.request_body import parse_json, unsupported
-from asyncllm.serving.response_events import Event
+from asyncllm.serving.request_body import parse_json, unsupported_error
+from asyncllm.serving.response_events import ResponseEvent
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 from asyncllm.serving.sockets import SocketConnection
 from asyncllm.stream import TokenStream
 
 logger = logging.getLogger(__name__)
 
-ENGINE_NAMES = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+FIELD_BY_ENGINE_PARAM = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
 
 MAX_UNSTORED_RESPONSES = 32
-MAX_UNSTORED_SIZE = 1 << 20
-"""Maximum number of responses with ``store=false`` that a connection can continue, and of their
-bytes."""
+"""Maximum number of responses with ``store=false`` that a connection can continue."""
 
-MAX_ERRORS = 64
+MAX_UNSTORED_BYTES = 1 << 20
+"""Maximum total bytes of the responses with ``store=false`` that a connection can continue."""
+
+MAX_CONSECUTIVE_ERRORS = 64
 """Maximum number of consecutive requests that may fail through the client's fault."""
 
 
@@ -48,20 +49,20 @@ class ResponseSession:
     Args:
         connection: open connection. The session closes it only for reasons of the protocol.
         serving: shared with the other connections.
-        owner: owner of the responses that it creates and continues.
+        owner: owner of the responses that the session creates and continues.
 
     Attributes:
         current_turn: the response in flight, if any.
     """
 
     connection: SocketConnection
-    serving: Serving
+    serving: ServingContext
     owner: str
     current_turn: ResponseTurn | None = None
     _unstored_responses: ResponseStore = field(
-        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_SIZE)
+        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_BYTES)
     )
-    _num_errors: int = 0
+    _num_consecutive_errors: int = 0
     _is_closing: bool = False
     _tasks: TaskGroup = field(init=False)
 
@@ -83,19 +84,19 @@ class ResponseSession:
         try:
             await self._execute_message(message)
         except (ProtocolError, AsyncLLMError) as error:
-            await self._refuse(to_protocol_error(error, ENGINE_NAMES))
+            await self._send_error(to_protocol_error(error, FIELD_BY_ENGINE_PARAM))
             self._close_on_engine_end(error)
         else:
-            self._num_errors = 0
+            self._num_consecutive_errors = 0
 
     async def _execute_message(self, message: str | bytes) -> None:
         if not isinstance(message, str):
             raise ProtocolError("binary message: expected text", code="invalid_message")
-        # The message is held already, but takes several times its bytes once it is decoded.
-        claim = await self.serving.claim(len(message))
+        # Claim bytes before decoding: a decoded message takes several times its bytes.
+        claim = await self.serving.claim_body_bytes(len(message))
         streams: list[TokenStream] = []
         try:
-            event = await self.serving.run(partial(parse_json, message), len(message))
+            event = await self.serving.run_json_job(partial(parse_json, message), len(message))
             kind = event.pop("type", None)
             if kind == "response.create":
                 streams.append(await self._create_response(event, len(message)))
@@ -110,15 +111,15 @@ class ResponseSession:
                     param="type",
                 )
         finally:
-            self.serving.release(claim, streams)
+            self.serving.release_claim(claim, after_tokenizing=streams)
 
-    async def _refuse(self, error: ProtocolError) -> None:
-        await self.connection.send(encode(error.event()))
+    async def _send_error(self, error: ProtocolError) -> None:
+        await self.connection.send(encode_json(error.event()))
         if not error.is_client_error:
             return
-        self._num_errors += 1
-        if self._num_errors >= MAX_ERRORS:
-            self._close(1008, f"{MAX_ERRORS} invalid messages in a row")
+        self._num_consecutive_errors += 1
+        if self._num_consecutive_errors >= MAX_CONSECUTIVE_ERRORS:
+            self._close(1008, f"{MAX_CONSECUTIVE_ERRORS} invalid messages in a row")
 
     def _close_on_engine_end(self, error: Exception) -> None:
         """Close the connection if the engine has closed or died."""
@@ -133,7 +134,7 @@ class ResponseSession:
         self._is_closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    async def _create_response(self, event: dict[str, Any], size: int) -> TokenStream:
+    async def _create_response(self, event: dict[str, Any], request_bytes: int) -> TokenStream:
         if self.current_turn is not None:
             raise ProtocolError(
                 f"response {self.current_turn.events.id!r} is in flight; one at a time on a "
@@ -141,17 +142,17 @@ class ResponseSession:
                 code="response_already_in_flight",
                 status=409,
             )
-        self.serving.check_open()
-        request = await self.serving.run(
-            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), size
+        self.serving.check_not_draining()
+        request = await self.serving.run_json_job(
+            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), request_bytes
         )
         if request.stream is False:
-            raise unsupported("stream", False, (True,))
+            raise unsupported_error("stream", False, (True,))
         turn = await ResponseTurn.begin(
-            self.serving, self.owner, request, size, self._unstored_responses
+            self.serving, self.owner, request, request_bytes, self._unstored_responses
         )
         self.current_turn = turn
-        self.serving.pacer.begin_response()
+        self.serving.frame_pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
         return turn.stream
 
@@ -160,12 +161,12 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await self._send_all(await turn.serialize(turn.events.created()))
+                await self._send_all(await turn.serialize(turn.events.created_events()))
                 await turn.run(self._send_all, before_end=self._end_current_turn)
         except AsyncLLMError as error:
             self._end_current_turn()
             with contextlib.suppress(*DISCONNECT_ERRORS):
-                failed = turn.events.failed(to_protocol_error(error, ENGINE_NAMES))
+                failed = turn.events.failed_events(to_protocol_error(error, FIELD_BY_ENGINE_PARAM))
                 await self._send_all(await turn.serialize(failed))
                 self._close_on_engine_end(error)
         except DISCONNECT_ERRORS:
@@ -180,9 +181,9 @@ class ResponseSession:
     def _end_current_turn(self) -> None:
         if self.current_turn is not None:
             self.current_turn = None
-            self.serving.pacer.end_response()
+            self.serving.frame_pacer.end_response()
 
-    async def _send_all(self, events: Iterable[Event]) -> None:
+    async def _send_all(self, events: Iterable[ResponseEvent]) -> None:
         send = self.connection.send
         for _, data in events:
             await send(data)

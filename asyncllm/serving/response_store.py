@@ -12,17 +12,18 @@ from asyncllm.serving.response_input import Message, memory_size
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages up to the end of a response, without instructions: each request has its own.
+    """Messages up to the end of a response. Instructions are not among them, because each request
+    brings its own instructions.
 
     Attributes:
-        size: approximate bytes of the messages in memory.
+        memory_bytes: approximate bytes of the messages in memory.
     """
 
     messages: tuple[Message, ...] = ()
-    size: int = 0
+    memory_bytes: int = 0
 
-    def extended_by(self, messages: tuple[Message, ...]) -> Conversation:
-        return Conversation((*self.messages, *messages), self.size + memory_size(messages))
+    def with_messages(self, messages: tuple[Message, ...]) -> Conversation:
+        return Conversation((*self.messages, *messages), self.memory_bytes + memory_size(messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,13 @@ class ResponseStore:
 
     Args:
         max_responses: maximum number of responses; 0 stores none.
-        max_size: maximum number of bytes of all responses and conversations, as ``memory_size``
+        max_bytes: maximum number of bytes of all responses and conversations, as ``memory_size``
             counts them; the oldest are dropped.
     """
 
-    def __init__(self, max_responses: int, max_size: int) -> None:
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
-        self._num_bytes_left = max_size
+        self._num_bytes_left = max_bytes
         self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -57,21 +58,21 @@ class ResponseStore:
 
     def add(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         self._responses[owner, response_id] = stored
-        self._num_bytes_left -= _response_size(stored)
+        self._num_bytes_left -= _response_bytes(stored)
         while len(self._responses) > self._max_responses or self._num_bytes_left < 0:
             _, oldest = self._responses.popitem(last=False)
-            self._num_bytes_left += _response_size(oldest)
+            self._num_bytes_left += _response_bytes(oldest)
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Remove a response; returns False if there was none."""
         removed = self._responses.pop((owner, response_id), None)
         if removed is not None:
-            self._num_bytes_left += _response_size(removed)
+            self._num_bytes_left += _response_bytes(removed)
         return removed is not None
 
 
-def _response_size(stored: StoredResponse) -> int:
-    return stored.conversation.size + sys.getsizeof(stored.body)
+def _response_bytes(stored: StoredResponse) -> int:
+    return stored.conversation.memory_bytes + sys.getsizeof(stored.body)
 
 
 def response_not_found(response_id: str, param: str | None = None) -> ProtocolError:

@@ -9,7 +9,7 @@ from typing import Self
 import anyio
 
 from asyncllm.serving.byte_budget import ByteClaim
-from asyncllm.serving.response_events import Event, ResponseEvents
+from asyncllm.serving.response_events import ResponseEvent, ResponseEvents
 from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import (
@@ -18,18 +18,18 @@ from asyncllm.serving.response_store import (
     StoredResponse,
     response_not_found,
 )
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 from asyncllm.stream import TokenStream
 
-MEMORY_PER_JSON_BYTE = 32
-"""Bytes of a conversation in memory that are converted in the time of reading one byte of JSON. A
-short message has about 360 bytes, and is converted in 3 microseconds."""
+CONVERTED_BYTES_PER_JSON_BYTE = 32
+"""Bytes of a conversation, as counted by ``memory_size``, whose conversion takes as long as parsing
+one byte of JSON. A short message has about 360 bytes, and is converted in 3 microseconds."""
 
-WRITTEN_PER_READ_BYTE = 10
-"""Bytes of JSON that are written in the time that reading one byte takes. Events with the whole
-response repeat the request's texts and tools."""
+WRITTEN_BYTES_PER_READ_BYTE = 10
+"""Bytes of JSON that are written in the time of parsing one byte: the cost of events that repeat
+the request's texts and tools."""
 
-SendEvents = Callable[[Iterable[Event]], Awaitable[None]]
+SendEvents = Callable[[Iterable[ResponseEvent]], Awaitable[None]]
 
 
 @dataclass(eq=False, repr=False)
@@ -38,25 +38,25 @@ class ResponseTurn:
 
     Attributes:
         stream: stream of the answer.
-        events: writer of its events.
+        events: writer of the response's events.
     """
 
     stream: TokenStream
     events: ResponseEvents
-    _serving: Serving
+    _serving: ServingContext
     _owner: str
     _conversation: Conversation
     _store: ResponseStore
-    _size: int
+    _request_bytes: int
     _claim: ByteClaim
 
     @classmethod
     async def begin(
         cls,
-        serving: Serving,
+        serving: ServingContext,
         owner: str,
         request: ResponseRequest,
-        size: int,
+        request_bytes: int,
         connection_store: ResponseStore,
     ) -> Self:
         """Submit a request; a long conversation is checked on the worker thread. The caller calls
@@ -64,45 +64,49 @@ class ResponseTurn:
 
         Args:
             owner: owner of the request, and of the responses that it may continue.
-            size: number of bytes of the request's JSON.
+            request_bytes: number of bytes of the request's JSON.
             connection_store: store of one connection, for responses with ``store=false``.
 
         Raises:
-            ProtocolError, AsyncLLMError: if it cannot be served.
+            ProtocolError, AsyncLLMError: if the request cannot be served.
         """
         history = Conversation()
         if (previous_id := request.previous_response_id) is not None:
             stored = connection_store.get(owner, previous_id)
-            stored = stored or serving.store.get(owner, previous_id)
+            stored = stored or serving.response_store.get(owner, previous_id)
             if stored is None:
                 raise response_not_found(previous_id, "previous_response_id")
             history = stored.conversation
-        claim = serving.claim_answer(size)
+        claim = serving.claim_answer_bytes(request_bytes)
 
         def submit() -> Self:
             engine = serving.engine
-            model = serving.model_name(request.model)
-            conversation = history.extended_by(request.messages)
+            model = serving.resolve_model_name(request.model)
+            conversation = history.with_messages(request.messages)
             stream = request.submit(engine, conversation.messages, serving.request_options(owner))
             defaults = engine.model_config.generation_defaults or {}
             response = ResponseObject(request, model, defaults)
             events = ResponseEvents(request, response, engine.tokenizer.spelling_of)
-            store = serving.store if request.should_store else connection_store
-            return cls(stream, events, serving, owner, conversation, store, size, claim)
+            store = serving.response_store if request.should_store else connection_store
+            return cls(stream, events, serving, owner, conversation, store, request_bytes, claim)
 
         try:
-            return await serving.run(submit, size + history.size // MEMORY_PER_JSON_BYTE)
+            return await serving.run_json_job(
+                submit, request_bytes + history.memory_bytes // CONVERTED_BYTES_PER_JSON_BYTE
+            )
         except BaseException:
             claim.release()
             raise
 
     def release(self) -> None:
-        """Release the memory that the request claims, once the client has read its answer."""
+        """Release the answer's share of the memory, once the client has read the answer."""
         self._claim.release()
 
-    async def serialize(self, events: Iterable[Event]) -> list[Event]:
+    async def serialize(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
         """Serialise events that contain the whole response; long ones on the worker thread."""
-        return await self._serving.run(lambda: list(events), self._size // WRITTEN_PER_READ_BYTE)
+        return await self._serving.run_json_job(
+            lambda: list(events), self._request_bytes // WRITTEN_BYTES_PER_READ_BYTE
+        )
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
         """Send the events after ``created``, and store the response.
@@ -114,20 +118,22 @@ class ResponseTurn:
         Raises:
             AsyncLLMError: if the request failed; or any error of ``send``.
         """
-        events, pacer = self.events, self._serving.pacer
-        generates = events.generates
+        events, pacer = self.events, self._serving.frame_pacer
+        should_generate = events.should_generate
         async for delta in self.stream:
-            if generates:
-                await send(events.delta(delta))
-                if delta.finish_reason is None and (pause := pacer.pause) > 0:
+            if should_generate:
+                await send(events.delta_events(delta))
+                if delta.finish_reason is None and (pause := pacer.pause_seconds) > 0:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream = self.stream
-        final_events = await self.serialize(events.completed(stream.finish_reason, stream.usage))
-        turn = (events.assistant_message(),) if generates else ()
+        final_events = await self.serialize(
+            events.completed_events(stream.finish_reason, stream.usage)
+        )
+        turn = (events.assistant_message(),) if should_generate else ()
         # A response with ``store=false`` can be continued, but not read again.
-        body = events.body if self._store is self._serving.store else ""
-        stored = StoredResponse(self._conversation.extended_by(turn), body)
+        body = events.response_json if self._store is self._serving.response_store else ""
+        stored = StoredResponse(self._conversation.with_messages(turn), body)
         self._store.add(self._owner, events.id, stored)
         before_end()
         await send(final_events)

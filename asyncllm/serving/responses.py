@@ -9,22 +9,22 @@ from asyncllm.serving.choices import aborted_error
 from asyncllm.serving.event_sender import abort_on_disconnect, sending_events
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import parse_json
-from asyncllm.serving.response_events import Event
+from asyncllm.serving.response_events import ResponseEvent
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore, response_not_found
 from asyncllm.serving.response_turn import ResponseTurn
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 
 
-async def create_response(serving: Serving, exchange: Exchange) -> None:
+async def create_response(serving: ServingContext, exchange: Exchange) -> None:
     def parse(body: bytes) -> tuple[ResponseRequest, int]:
         return ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
 
-    request, size = await exchange.read(parse)
+    request, request_bytes = await exchange.process_body(parse)
     turn = await ResponseTurn.begin(
-        serving, exchange.owner, request, size, connection_store=ResponseStore(0, 0)
+        serving, exchange.owner, request, request_bytes, connection_store=ResponseStore(0, 0)
     )
-    exchange.release_body([turn.stream])
+    exchange.release_body(after_tokenizing=[turn.stream])
     try:
         if request.stream:
             await _send_events(serving, exchange, turn)
@@ -33,47 +33,48 @@ async def create_response(serving: Serving, exchange: Exchange) -> None:
             await turn.run(_drop_events)
         if turn.stream.finish_reason == "abort":
             raise aborted_error()
-        turn.release()  # The answer counts instead of the request that it repeats.
-        await exchange.respond(200, turn.events.body.encode())
+        # ``respond`` claims the answer's bytes, the repeated request included.
+        turn.release()
+        await exchange.respond(200, turn.events.response_json.encode())
     finally:
         turn.release()
 
 
-async def _drop_events(events: Iterable[Event]) -> None:
+async def _drop_events(events: Iterable[ResponseEvent]) -> None:
     for _ in events:
         pass
 
 
-async def _send_events(serving: Serving, exchange: Exchange, turn: ResponseTurn) -> None:
+async def _send_events(serving: ServingContext, exchange: Exchange, turn: ResponseTurn) -> None:
     async with sending_events(
         serving,
         exchange,
         [turn.stream],
-        _encode_events(await turn.serialize(turn.events.created())),
-        lambda error: _encode_events(turn.events.failed(error)),
+        _encode_events(await turn.serialize(turn.events.created_events())),
+        lambda error: _encode_events(turn.events.failed_events(error)),
     ) as sender:
 
-        async def send(events: Iterable[Event]) -> None:
+        async def send(events: Iterable[ResponseEvent]) -> None:
             if text := _encode_events(events):
                 await sender.send(text)
 
         await turn.run(send)
 
 
-def _encode_events(events: Iterable[Event]) -> str:
+def _encode_events(events: Iterable[ResponseEvent]) -> str:
     return "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events])
 
 
-async def get_response(serving: Serving, exchange: Exchange) -> None:
+async def get_response(serving: ServingContext, exchange: Exchange) -> None:
     response_id = exchange.scope["path_params"]["response_id"]
-    stored = serving.store.get(exchange.owner, response_id)
+    stored = serving.response_store.get(exchange.owner, response_id)
     if stored is None:
         raise response_not_found(response_id)
     await exchange.respond(200, stored.body.encode())
 
 
-async def delete_response(serving: Serving, exchange: Exchange) -> None:
+async def delete_response(serving: ServingContext, exchange: Exchange) -> None:
     response_id = exchange.scope["path_params"]["response_id"]
-    if not serving.store.remove(exchange.owner, response_id):
+    if not serving.response_store.remove(exchange.owner, response_id):
         raise response_not_found(response_id)
     await exchange.respond_json(DeletedResponse(id=response_id, object="response", deleted=True))

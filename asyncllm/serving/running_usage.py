@@ -9,13 +9,13 @@ import threading
 from dataclasses import dataclass, field
 
 from asyncllm.outputs import Delta
-from asyncllm.serving.exchange import encode
+from asyncllm.serving.exchange import encode_json
 from asyncllm.stream import TokenStream
 
 
 @dataclass(slots=True)
 class RunningUsage:
-    """Number of tokens so far: of the prompts with any output, and of all outputs."""
+    """Token counts so far: tokens of prompts that have output, and tokens of all outputs."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
@@ -27,12 +27,13 @@ class RunningUsage:
         Args:
             first_choice: index of the stream's first choice.
         """
-        with self._lock:  # Another thread may write a long chunk of another prompt.
+        # Long chunks are written on a worker thread: two prompts may be counted concurrently.
+        with self._lock:
             if first_choice not in self._prompt_tokens:
                 self._prompt_tokens[first_choice] = len(stream.prompt_token_ids or ())
             self._generated_tokens += len(delta.token_ids)
             prompt, generated = sum(self._prompt_tokens.values()), self._generated_tokens
-        return encode(
+        return encode_json(
             {
                 "prompt_tokens": prompt,
                 "completion_tokens": generated,

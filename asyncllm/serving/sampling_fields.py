@@ -25,7 +25,7 @@ from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
 
 
-def _text_or_other_tag(value: Any) -> str:
+def _get_text_or_list_tag(value: Any) -> str:
     return "#text" if isinstance(value, str) else "#list"
 
 
@@ -33,7 +33,7 @@ TextT = TypeVar("TextT")
 OtherT = TypeVar("OtherT")
 TextOr = Annotated[
     Annotated[TextT, Tag("#text")] | Annotated[OtherT, Tag("#list")],
-    Discriminator(_text_or_other_tag),
+    Discriminator(_get_text_or_list_tag),
 ]
 """Union of a text and of a list or object. Without tags, pydantic would report the errors of both
 alternatives."""
@@ -83,7 +83,7 @@ OBFUSCATION_VALUES: AcceptedValues = {"stream_options.include_obfuscation": (Fal
 """Accepted values of OpenAI's option that pads events against traffic analysis."""
 
 
-def bounded(name: str) -> Any:
+def bounded_number_field(name: str) -> Any:
     """Make an optional number field, described with its bounds in SamplingParams."""
     low, high = {**INTEGER_BOUNDS, **NUMBER_BOUNDS}[name]
     minimum_key = "exclusiveMinimum" if name == "top_p" else "minimum"
@@ -95,19 +95,19 @@ class SamplingFields(RequestBody):
     their meanings and neutral values."""
 
     model: str | None = None
-    temperature: float | None = bounded("temperature")
-    top_p: float | None = bounded("top_p")
-    top_k: int | None = bounded("top_k")
-    min_p: float | None = bounded("min_p")
-    presence_penalty: float | None = bounded("presence_penalty")
-    frequency_penalty: float | None = bounded("frequency_penalty")
-    repetition_penalty: float | None = bounded("repetition_penalty")
-    seed: int | None = bounded("seed")
+    temperature: float | None = bounded_number_field("temperature")
+    top_p: float | None = bounded_number_field("top_p")
+    top_k: int | None = bounded_number_field("top_k")
+    min_p: float | None = bounded_number_field("min_p")
+    presence_penalty: float | None = bounded_number_field("presence_penalty")
+    frequency_penalty: float | None = bounded_number_field("frequency_penalty")
+    repetition_penalty: float | None = bounded_number_field("repetition_penalty")
+    seed: int | None = bounded_number_field("seed")
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = bounded("min_tokens")
-    truncate_prompt_tokens: int | None = bounded("truncate_prompt_tokens")
+    min_tokens: int | None = bounded_number_field("min_tokens")
+    truncate_prompt_tokens: int | None = bounded_number_field("truncate_prompt_tokens")
     logit_bias: Bias | None = None
     allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
     bad_words: BadWords | None = None
@@ -150,7 +150,7 @@ class ChoicesRequest(SamplingFields):
 
     ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = OBFUSCATION_VALUES
 
-    n: int | None = bounded("n")
+    n: int | None = bounded_number_field("n")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -170,7 +170,7 @@ class ChoicesRequest(SamplingFields):
         """Submit the request; returns the streams of the answer.
 
         Args:
-            options: the server's own arguments, as from ``Serving.options``.
+            options: the server's own arguments, as from ``ServingContext.request_options``.
 
         Raises:
             ProtocolError: for fields that contradict each other.

@@ -1,4 +1,4 @@
-"""Serving: the engine and settings that all endpoints of an application share."""
+"""ServingContext: the engine and settings that all endpoints of an application share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncllm.serving.byte_budget import ByteBudget, ByteClaim
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.request_body import UnsupportedFields
+from asyncllm.serving.request_body import UnsupportedFieldPolicy
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
@@ -32,78 +32,79 @@ LONG_JSON_BYTES = 4096
 not wait. A byte takes up to a quarter of a microsecond."""
 
 LARGE_JSON_BYTES = 1 << 16
-"""Minimum number of bytes of JSON that count in ``large_bodies`` instead of ``small_bodies``."""
+"""Minimum number of bytes of JSON that count in ``large_body_budget``."""
 
 
 @dataclass(eq=False, repr=False)
-class Serving:
+class ServingContext:
     """State that the endpoints of an application share.
 
     Attributes:
         model_names: names of the model; the first is used for requests that name none.
         timeout: maximum duration of an answer in seconds; None sets no limit.
         ping_interval: seconds of silence after which a stream of events sends a comment.
-        pacer: limits the frame rate of all streamed answers together.
-        store: responses that can be continued.
+        frame_pacer: limits the frame rate of all streamed answers together.
+        response_store: responses that can be continued.
         stats_interval: seconds between two snapshots of the statistics.
         needs_bearer_token: whether clients have to send a bearer token.
-        description: OpenAPI description as JSON, made at first use.
+        openapi_json: OpenAPI description as JSON, made at first use.
         unsupported_fields: policy that refuses or ignores unsupported fields.
         max_body_size: maximum number of bytes of a request's body.
         body_timeout: seconds that a client has to send the body.
-        draining: whether the server is about to close, and refuses requests.
+        is_draining: whether the server is about to close, and refuses requests.
         sessions: sessions of the open WebSockets.
-        worker: thread that reads and writes long JSON. It pauses together with the engine's threads
-            for long texts, so that streams keep half their speed under any load of long bodies.
-        small_bodies, large_bodies: budgets of the bytes of bodies that are being read, checked or
-            tokenised: of those from LONG_JSON_BYTES on, and of those from LARGE_JSON_BYTES on. A
-            request of many small tools takes 8 times its bytes meanwhile. A small body waits for
-            no large one.
-        answer_bytes: budget of the JSON of answers that clients have not read yet, and of requests
-            that an answer repeats event by event; only those from LARGE_JSON_BYTES on count.
+        json_worker: thread that reads and writes long JSON. It pauses together with the engine's
+            threads for long texts, so that streams keep half their speed under any load of long
+            bodies.
+        small_body_budget, large_body_budget: budgets of bytes for bodies that are being read,
+            checked or tokenised: of at least LONG_JSON_BYTES, and of at least LARGE_JSON_BYTES.
+            Parsed, a body of many small tools takes 8 times its size. No small body waits for a
+            large one.
+        answer_budget: budget of bytes for answers that clients have not read yet, and for requests
+            that an answer repeats event by event. JSON below LARGE_JSON_BYTES does not count.
     """
 
     engine: AsyncLLMEngine
     model_names: tuple[str, ...]
     timeout: float | None
     ping_interval: float
-    pacer: FramePacer
-    store: ResponseStore
+    frame_pacer: FramePacer
+    response_store: ResponseStore
     stats_interval: float
     metrics_cache: MetricsCache
     needs_bearer_token: bool
-    unsupported_fields: UnsupportedFields
+    unsupported_fields: UnsupportedFieldPolicy
     max_body_size: int
     body_timeout: float
-    draining: bool = False
-    description: bytes | None = None
-    description_lock: anyio.Lock = field(default_factory=anyio.Lock)
+    is_draining: bool = False
+    openapi_json: bytes | None = None
+    openapi_lock: anyio.Lock = field(default_factory=anyio.Lock)
     sessions: set[object] = field(default_factory=set)
     created_at: int = field(default_factory=lambda: int(time.time()))
-    worker: WorkerThread = field(init=False)
-    small_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
-    large_bodies: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
-    answer_bytes: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
+    json_worker: WorkerThread = field(init=False)
+    small_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
+    large_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
+    answer_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
 
     def __post_init__(self) -> None:
-        self.worker = WorkerThread("asyncllm-json", self.engine._cooldown)
+        self.json_worker = WorkerThread("asyncllm-json", self.engine._cooldown)
 
-    async def run(self, job: Callable[[], T], size: int) -> T:
-        """Run a job, on the worker thread if it is long; returns its result.
+    async def run_json_job(self, job: Callable[[], T], num_bytes: int) -> T:
+        """Run a job here, or on the worker thread if it is long; returns its result.
 
         Args:
-            size: approximate number of JSON bytes that the job reads or writes.
+            num_bytes: approximate number of JSON bytes that the job reads or writes.
         """
-        return job() if size < LONG_JSON_BYTES else await self.worker.call(job, size)
+        return job() if num_bytes < LONG_JSON_BYTES else await self.json_worker.call(job, num_bytes)
 
-    async def claim(self, size: int) -> ByteClaim | None:
-        """Wait until ``size`` bytes of JSON may be read and checked; returns the claim, which the
-        caller releases. None if they are so few that they need no claim."""
-        if size < LONG_JSON_BYTES:
+    async def claim_body_bytes(self, num_bytes: int) -> ByteClaim | None:
+        """Reserve ``num_bytes`` of a body budget, waiting until they are free. Returns the claim,
+        which the caller releases; None below LONG_JSON_BYTES, which need no claim."""
+        if num_bytes < LONG_JSON_BYTES:
             return None
         granted = anyio.Event()
-        budget = self.small_bodies if size < LARGE_JSON_BYTES else self.large_bodies
-        claim = budget.claim(size, granted.set)
+        budget = self.small_body_budget if num_bytes < LARGE_JSON_BYTES else self.large_body_budget
+        claim = budget.claim(num_bytes, granted.set)
         try:
             await granted.wait()
         except BaseException:
@@ -111,15 +112,16 @@ class Serving:
             raise
         return claim
 
-    def claim_answer(self, size: int) -> ByteClaim:
-        """Claim memory for an answer that has, or repeats, ``size`` bytes of JSON. The caller
-        releases the claim once the client has read the answer.
+    def claim_answer_bytes(self, num_bytes: int) -> ByteClaim:
+        """Reserve ``num_bytes`` of the answer budget: the JSON of an answer, or of a request that
+        the answer repeats. The caller releases the claim once the client has read the answer.
 
         Raises:
-            ProtocolError: if the answers under way take too much.
+            ProtocolError: if the answers that clients have not read leave too few bytes.
         """
-        claim = self.answer_bytes.claim(size if size >= LARGE_JSON_BYTES else 0, lambda: None)
-        if not claim.granted:
+        counted_bytes = num_bytes if num_bytes >= LARGE_JSON_BYTES else 0
+        claim = self.answer_budget.claim(counted_bytes, lambda: None)
+        if not claim.is_granted:
             claim.release()
             raise ProtocolError(
                 "too many long answers are still being read by their clients; ask again later",
@@ -129,28 +131,31 @@ class Serving:
             )
         return claim
 
-    def release(self, claim: ByteClaim | None, streams: Sequence[TokenStream] = ()) -> None:
-        """Release a claim once the prompts of its request's streams are tokenised."""
+    def release_claim(
+        self, claim: ByteClaim | None, after_tokenizing: Sequence[TokenStream] = ()
+    ) -> None:
+        """Release a body's claim once the prompts of the streams ``after_tokenizing`` are
+        tokenised."""
         if claim is None:
             return
         prompts: list[Future[None]] = []
-        if not all(stream.prompt_token_ids for stream in streams):
+        if not all(stream.prompt_token_ids for stream in after_tokenizing):
             with suppress(AsyncLLMError):  # The engine may have closed.
                 prompts = self.engine._require_input_processor().submitter.pending_prompt_futures()
         num_left = len(prompts)
 
-        def release_after_last() -> None:
+        def release_after_last_prompt() -> None:
             nonlocal num_left
             num_left -= 1
             if num_left <= 0:
                 claim.release()
 
         for prompt in prompts:
-            post_when_done(prompt, release_after_last)
+            post_when_done(prompt, release_after_last_prompt)
         if not prompts:
             claim.release()
 
-    def model_name(self, requested: str | None) -> str:
+    def resolve_model_name(self, requested: str | None) -> str:
         """Name of the model in an answer.
 
         Raises:
@@ -177,9 +182,9 @@ class Serving:
         """
         return {"timeout": self.timeout, "owner": owner or None}
 
-    def check_open(self) -> None:
+    def check_not_draining(self) -> None:
         """Raise ProtocolError while the server drains."""
-        if self.draining:
+        if self.is_draining:
             raise ProtocolError(
                 "the server is about to close; ask another",
                 code="server_shutting_down",

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from starlette.types import Receive, Send
 
-from asyncllm.serving.access import SUBPROTOCOL
+from asyncllm.serving.access import WEBSOCKET_SUBPROTOCOL
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, ClientGoneError, Exchange
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class Session(Protocol):
 
 
 async def run_session(
-    make_session: Callable[[SocketConnection, str], Session], serving: Serving, exchange: Exchange
+    make_session: Callable[[SocketConnection, str], Session],
+    serving: ServingContext,
+    exchange: Exchange,
 ) -> None:
     """Accept a WebSocket, and run a session on it.
 
@@ -61,7 +63,11 @@ async def run_session(
         make_session: makes a session from a connection and the owner of its responses.
         serving: has the set of open sessions.
     """
-    subprotocol = SUBPROTOCOL if SUBPROTOCOL in exchange.scope.get("subprotocols", ()) else None
+    subprotocol = (
+        WEBSOCKET_SUBPROTOCOL
+        if WEBSOCKET_SUBPROTOCOL in exchange.scope.get("subprotocols", ())
+        else None
+    )
     connection = SocketConnection(*await exchange.accept(subprotocol))
     session = make_session(connection, exchange.owner)
     serving.sessions.add(session)

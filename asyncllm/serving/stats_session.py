@@ -9,15 +9,15 @@ from typing import Any
 import anyio
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode
+from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode_json
 from asyncllm.serving.response_session import ResponseSession
-from asyncllm.serving.serving import Serving
+from asyncllm.serving.serving import ServingContext
 from asyncllm.serving.sockets import SocketConnection
 
 KEEP_ALIVE_SECONDS = 5.0
 """Maximum number of seconds between two snapshots."""
 
-MAX_RESPONSES = 64
+MAX_LISTED_RESPONSES = 64
 """Maximum number of responses that a snapshot lists."""
 
 
@@ -31,7 +31,7 @@ class StatsSession:
     """
 
     connection: SocketConnection
-    serving: Serving
+    serving: ServingContext
 
     async def run(self) -> None:
         """Run until the connection is closed. A client that sends anything is closed with 1008."""
@@ -53,7 +53,7 @@ class StatsSession:
                     return
                 if event != last or anyio.current_time() - sent_at > KEEP_ALIVE_SECONDS:
                     last, sent_at = event, anyio.current_time()
-                    await self.connection.send(encode(event))
+                    await self.connection.send(encode_json(event))
                 await anyio.sleep(self.serving.stats_interval)
 
     def _make_snapshot(self) -> dict[str, Any]:
@@ -67,5 +67,7 @@ class StatsSession:
             "type": "asyncllm.stats",
             "stats": asdict(self.serving.engine.stats()),
             "connections": len(sessions),
-            "responses": sorted(responses, key=lambda response: response["id"])[:MAX_RESPONSES],
+            "responses": sorted(responses, key=lambda response: response["id"])[
+                :MAX_LISTED_RESPONSES
+            ],
         }

@@ -16,7 +16,7 @@ LOWEST_LOGPROB = -1e9
 """JSON value for minus infinity, the log-probability of a token that cannot be sampled."""
 
 
-def logprobs_size(tokens: Sequence[TokenLogprobs | None] | None) -> int:
+def num_logprobs_bytes(tokens: Sequence[TokenLogprobs | None] | None) -> int:
     """Approximate number of JSON bytes of log-probabilities."""
     return 32 * len(tokens) * (1 + tokens[-1]._num_top) if tokens and tokens[-1] else 0
 
@@ -57,7 +57,7 @@ class LogprobWriter:
 
 
 @dataclass(slots=True)
-class LegacyLogprobs:
+class LegacyLogprobWriter:
     """Writer for completions: parallel lists, with each token's offset in the text. An offset
     is the number of characters of the tokens before it, each decoded alone.
 
@@ -71,17 +71,21 @@ class LegacyLogprobs:
     _offset: int = field(default=0, init=False)
 
     def write(
-        self, tokens: Sequence[TokenLogprobs | None], first: int | None = None
+        self, tokens: Sequence[TokenLogprobs | None], first_token_id: int | None = None
     ) -> CompletionLogprobs:
         """Write ``tokens`` as lists.
 
         Args:
-            first: token id of the first token if it has no log-probability.
+            first_token_id: token id of the first token if it has no log-probability.
         """
         lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
             if item is None:
-                text, logprob, top = "" if first is None else self.spelling_of(first)[0], None, None
+                text, logprob, top = (
+                    "" if first_token_id is None else self.spelling_of(first_token_id)[0],
+                    None,
+                    None,
+                )
             else:
                 sampled, likeliest = item._ids_and_logprobs()
                 text, logprob = self.spelling_of(sampled[0])[0], max(sampled[1], LOWEST_LOGPROB)

@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.serving.answers import Text, Tokens
+from asyncllm.serving.answers import DetokenizeResponse, TokenizeResponse
 from asyncllm.serving.chat_request import (
     Messages,
     ReasoningEffort,
@@ -20,7 +20,7 @@ from asyncllm.serving.chat_request import (
 )
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import RequestBody, parse_json
-from asyncllm.serving.serving import LONG_JSON_BYTES, Serving
+from asyncllm.serving.serving import LONG_JSON_BYTES, ServingContext
 from asyncllm.text.long_text import SHORT_TEXT_CHARACTERS
 from asyncllm.validation import MAX_ITEMS
 
@@ -48,13 +48,14 @@ class DetokenizeRequest(RequestBody):
 
 
 async def answer_long_text(
-    make_answer: Callable[[Serving, bytes, int | None], bytes | None],
-    serving: Serving,
+    make_answer: Callable[[ServingContext, bytes, int | None], bytes | None],
+    serving: ServingContext,
     exchange: Exchange,
 ) -> None:
-    """Send the answer of ``make_answer(serving, body, max_characters)``. If the body is long, or
-    the answer is None because the text is, a thread for texts of the engine makes it."""
-    body = await exchange.body()
+    """Send the answer of ``make_answer(serving, body, max_characters)``. For a long body or text,
+    one of the engine's text threads makes the answer: ``make_answer`` is called there, after it has
+    returned None for a text of more than ``max_characters``."""
+    body = await exchange.read_body()
     answer = (
         make_answer(serving, body, SHORT_TEXT_CHARACTERS) if len(body) < LONG_JSON_BYTES else None
     )
@@ -65,9 +66,9 @@ async def answer_long_text(
     await exchange.respond(200, answer)
 
 
-def tokenize(serving: Serving, data: bytes, max_characters: int | None) -> bytes | None:
+def tokenize(serving: ServingContext, data: bytes, max_characters: int | None) -> bytes | None:
     request = TokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
-    serving.model_name(request.model)
+    serving.resolve_model_name(request.model)
     engine, messages = serving.engine, request.messages
     if (request.prompt is None) == (messages is None):
         raise InvalidRequestError("prompt: expected either prompt or messages", param="prompt")
@@ -83,16 +84,16 @@ def tokenize(serving: Serving, data: bytes, max_characters: int | None) -> bytes
     token_ids = encode(max_characters)
     if token_ids is None:
         return None
-    body = Tokens(count=len(token_ids), tokens=token_ids, token_strs=None)
+    body = TokenizeResponse(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
         bytes_of = engine.tokenizer.bytes_of
         body["token_strs"] = [bytes_of(token_id).decode(errors="replace") for token_id in token_ids]
     return to_json(body)
 
 
-def detokenize(serving: Serving, data: bytes, _: int | None) -> bytes:
+def detokenize(serving: ServingContext, data: bytes, _: int | None) -> bytes:
     request = DetokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
-    serving.model_name(request.model)
+    serving.resolve_model_name(request.model)
     max_ids = serving.engine.max_model_len
     if len(request.tokens) > max_ids:
         # An answer may take forty times the memory of its ids.
@@ -104,4 +105,4 @@ def detokenize(serving: Serving, data: bytes, _: int | None) -> bytes:
     decode = serving.engine._require_input_processor().prompts.prepare_detokenize(
         request.tokens, False
     )[1]
-    return to_json(Text(prompt=decode()))
+    return to_json(DetokenizeResponse(prompt=decode()))

@@ -9,19 +9,24 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
-from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_TURN, BoundedProtocol, Timer
-from asyncllm.serving.byte_budget import MIN_PACE_BYTES, PACE_SECONDS, ByteBudget, ByteClaim
-from asyncllm.serving.parse_queue import EVENTS_PER_TURN
+from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol, Timer
+from asyncllm.serving.byte_budget import (
+    MIN_BYTES_PER_RATE_CHECK,
+    RATE_CHECK_SECONDS,
+    ByteBudget,
+    ByteClaim,
+)
+from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
 
-BASE_FRAMES = 1024
-BYTES_PER_FRAME = 64
-"""Limit on the frames of a fragmented message: BASE_FRAMES, and one more for each BYTES_PER_FRAME
-bytes. Pings and pongs between its fragments count."""
+BASE_FRAME_LIMIT = 1024
+BYTES_PER_EXTRA_FRAME = 64
+"""A fragmented message may have BASE_FRAME_LIMIT frames, and one more for each
+BYTES_PER_EXTRA_FRAME bytes. Pings and pongs between its fragments count."""
 
-MESSAGE_SECONDS = 30.0
-"""Seconds that a client has to send a message of more than MAX_BYTES_PER_TURN bytes."""
+MESSAGE_TIMEOUT_SECONDS = 30.0
+"""Seconds that a client has to send a message of more than MAX_BYTES_PER_PARSE_TURN bytes."""
 
-FRAME_SLICE_BYTES = 256, 4096
+FRAME_SLICE_BYTES_RANGE = 256, 4096
 """Minimum and maximum number of bytes that the WebSocket parser gets at a time. It parses every
 frame in them."""
 
@@ -30,11 +35,11 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     """A WebSocket connection.
 
     Class attributes:
-        long_messages: budget of all messages of more than MAX_BYTES_PER_TURN bytes. A message is
-            in it until the application asks for the next one.
+        long_message_budget: budget of bytes for all messages of more than MAX_BYTES_PER_PARSE_TURN.
+            A message counts until the application asks for the next one.
     """
 
-    long_messages: ClassVar[ByteBudget]
+    long_message_budget: ClassVar[ByteBudget]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -43,8 +48,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self._is_fragmented = False
         self._frames_left = 0.0
         self._claim: ByteClaim | None = None
-        self._message_timer = Timer(MESSAGE_SECONDS, self._close_late_message)
-        self._pace_timer = Timer(PACE_SECONDS, self._check_pace)
+        self._message_timer = Timer(MESSAGE_TIMEOUT_SECONDS, self._close_on_message_timeout)
+        self._rate_check_timer = Timer(RATE_CHECK_SECONDS, self._check_receive_rate)
 
     def shutdown(self) -> None:
         """Close with 1001, and wait for the client's answer as after a close by the application."""
@@ -75,24 +80,24 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         # Encode the frame here: more than half of the time of websockets' own ``send`` goes into
         # making a Frame and a buffer for each text.
         self.transport.write(_encode_text_frame(text.encode()))
-        if len(text) > MAX_BYTES_PER_TURN:
+        if len(text) > MAX_BYTES_PER_PARSE_TURN:
             # Let the application see that the client has read a long message.
             await self.writable.wait()
 
     def _parse(self) -> None:
-        min_size, max_size = FRAME_SLICE_BYTES
+        min_size, max_size = FRAME_SLICE_BYTES_RANGE
         size, self._num_frames = min_size, 0
         while self._unparsed and self._may_parse() and not self.transport.is_closing():
-            if self._num_frames >= EVENTS_PER_TURN:
-                self._wait_for_turn()
+            if self._num_frames >= MAX_EVENTS_PER_PARSE_TURN:
+                self._wait_for_parse_turn()
                 return
-            if self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_TURN:
-                self._claim = self.long_messages.claim(
+            if self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_PARSE_TURN:
+                self._claim = self.long_message_budget.claim(
                     self.limits.max_message_size, self._begin_long_message
                 )
                 continue
             num_frames_before = self._num_frames
-            WebSocketsSansIOProtocol.data_received(self, self._take_unparsed(size))
+            WebSocketsSansIOProtocol.data_received(self, self._pop_unparsed_bytes(size))
             size = min_size if self._num_frames > num_frames_before else min(2 * size, max_size)
         if not self._may_read() and not self.transport.is_closing():
             self.transport.pause_reading()
@@ -103,43 +108,45 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     def _begin_long_message(self) -> None:
         self._message_timer.start()
-        self._pace_timer.start()
-        if self._claim is not None:  # Parsing waited for the claim.
+        self._rate_check_timer.start()
+        if self._claim is not None:  # Parsing was paused until the claim was granted.
             self._resume_parsing()
 
-    def _check_pace(self) -> None:
-        """Close the connection if its message comes too slowly while others wait, else check again
-        later."""
+    def _check_receive_rate(self) -> None:
+        """Close the connection if its message is received too slowly while others wait, else check
+        again later."""
         if self._claim is not None and self._claim.is_too_slow(self._num_message_bytes()):
-            self._close_slow_message(
-                f"of a message less than {MIN_PACE_BYTES >> 10} KiB came in {PACE_SECONDS:g} "
-                "seconds, while others waited"
+            self._close_for_slow_message(
+                f"of a message less than {MIN_BYTES_PER_RATE_CHECK >> 10} KiB came in "
+                f"{RATE_CHECK_SECONDS:g} seconds, while others waited"
             )
         else:
-            self._pace_timer.stop()
-            self._pace_timer.start()
+            self._rate_check_timer.stop()
+            self._rate_check_timer.start()
 
-    def _close_late_message(self) -> None:
-        self._close_slow_message(f"a message did not come within {MESSAGE_SECONDS:g} seconds")
+    def _close_on_message_timeout(self) -> None:
+        self._close_for_slow_message(
+            f"a message did not come within {MESSAGE_TIMEOUT_SECONDS:g} seconds"
+        )
 
-    def _close_slow_message(self, reason: str) -> None:
+    def _close_for_slow_message(self, reason: str) -> None:
         self.conn.fail(CloseCode.POLICY_VIOLATION, reason)
         self.handle_parser_exception()
 
     def _resume_parsing(self) -> None:
         """Parse the data received since parsing stopped, and resume reading."""
         if self._unparsed:
-            self._wait_for_turn()
+            self._wait_for_parse_turn()
         self._resume_reading()
 
     def handle_events(self) -> None:
         events = self.conn.events
         self._num_frames += len(events)
         frames = [event for event in events if isinstance(event, Frame)]
-        if any(self._uses_up_frames(frame) for frame in frames) and not self.close_sent:
+        if any(self._exceeds_frame_limit(frame) for frame in frames) and not self.close_sent:
             reason = (
-                f"more than {BASE_FRAMES} frames, and one for each {BYTES_PER_FRAME} bytes, in a "
-                "message"
+                f"more than {BASE_FRAME_LIMIT} frames, and one for each {BYTES_PER_EXTRA_FRAME} "
+                "bytes, in a message"
             )
             self.conn.fail(CloseCode.MESSAGE_TOO_BIG, reason)
             self.handle_parser_exception()
@@ -148,14 +155,14 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         for frame in frames:
             frame.data = b""  # websockets' parser refers to the last frame until the next one
 
-    def _uses_up_frames(self, frame: Frame) -> bool:
+    def _exceeds_frame_limit(self, frame: Frame) -> bool:
         """Count a frame of a fragmented message, or between its fragments. Returns whether the
         message has more frames than allowed."""
         is_control = frame.opcode >= Opcode.CLOSE
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
-            self._frames_left = BASE_FRAMES
+            self._frames_left = BASE_FRAME_LIMIT
         if self._is_fragmented or not (is_control or frame.fin):
-            self._frames_left += (0 if is_control else len(frame.data) / BYTES_PER_FRAME) - 1
+            self._frames_left += (0 if is_control else len(frame.data) / BYTES_PER_EXTRA_FRAME) - 1
         if not is_control:
             self._is_fragmented = not frame.fin
         return self._frames_left < 0
@@ -163,7 +170,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _may_parse(self) -> bool:
         # Before the handshake is answered, the client may turn out to have no access.
         is_admitted = self.handshake_complete or not self.handshake_initiated
-        has_claim = self._claim is None or self._claim.granted
+        has_claim = self._claim is None or self._claim.is_granted
         # Reading is paused while a message is unread.
         return is_admitted and has_claim and not self.read_paused
 
@@ -206,7 +213,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     def _stop_timers(self) -> None:
         self._message_timer.stop()
-        self._pace_timer.stop()
+        self._rate_check_timer.stop()
 
 
 def _encode_text_frame(data: bytes) -> bytes:
