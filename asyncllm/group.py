@@ -194,7 +194,7 @@ class EngineGroup(AsyncLLMEngine):
         for engine in engines:
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
-            for thread in self._input_processor.prompts.text_threads.close():
+            for thread in self._input_processor.prompts.tokenizer_threads.close():
                 await join(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:
@@ -280,7 +280,7 @@ class EngineGroup(AsyncLLMEngine):
     async def _suspend(self, suspended: bool) -> None:
         self._require_input_processor()
         self._is_paused = suspended
-        await self._call_all(lambda core: core.suspend(suspended))
+        await self._call_all(lambda core: core.set_suspended(suspended))
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes of all engines; an engine whose requests hold KV blocks keeps
@@ -399,7 +399,7 @@ class EngineGroup(AsyncLLMEngine):
     def _check_steps(self) -> None:
         for engine in self._queue.engines.values():
             if engine._thread is not None:
-                engine._thread.check_step()
+                engine._thread.check_for_hung_step()
 
     def __repr__(self) -> str:
         return f"<EngineGroup of {len(self._queue.engines)} {self.state}>"

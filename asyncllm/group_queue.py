@@ -11,9 +11,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from asyncllm import validation as check
+from asyncllm.core.caller_queue import CallerQueue
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
-from asyncllm.core.waiting_line import WaitingLine
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError, EngineError, EngineOverloadedError
 from asyncllm.observer import RequestInfo
@@ -49,13 +49,13 @@ class GroupQueue:
         engines: engines by number; replaced, never changed.
         retryable: streams whose requests may be sent again, by id.
         primary: submitter of the engine that represents the group; None before one has started.
-        waiting_line: line of the calls that wait for a place at any engine.
+        caller_queue: callers that wait for a place at any engine.
     """
 
     def __init__(self, retries: int) -> None:
         self.engines: Mapping[int, AsyncLLMEngine] = {}
         self.primary: Submitter | None = None
-        self.waiting_line = WaitingLine()
+        self.caller_queue = CallerQueue()
         self._retries = retries
         self._router = Router()
         self._text_index = PrefixIndex(_MAX_PIECES_PER_ENGINE)
@@ -108,7 +108,7 @@ class GroupQueue:
                 engine._group = engine._observers.engine = None
                 if engine._submitter is not None:
                     admission = engine._submitter.core.admission
-                    admission.waiting_lines = (admission.waiting_line,)
+                    admission.caller_queues = (admission.caller_queue,)
                 else:
                     engine._cooldown = Cooldown(engine._has_running_requests)
 
@@ -122,8 +122,8 @@ class GroupQueue:
         """Give waiting calls places at an engine, if the engine has started."""
         if engine._submitter is not None:
             admission = engine._submitter.core.admission
-            admission.waiting_lines = (admission.waiting_line, self.waiting_line)
-            self.waiting_line.advance()
+            admission.caller_queues = (admission.caller_queue, self.caller_queue)
+            self.caller_queue.advance()
 
     def drop(self, number: int) -> None:
         """Forget an engine that has closed."""
@@ -142,7 +142,7 @@ class GroupQueue:
         return self._enqueue(submission, self._retries)
 
     def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
-        with self.waiting_line.lock:
+        with self.caller_queue.lock:
             submitter, stream = self._place(submission)
         submitter.start(submission)
         return self._enable_retries(stream, submission, retries)
@@ -150,15 +150,15 @@ class GroupQueue:
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request; if all queues are full, wait until an engine has a place for it."""
         group, is_gone = submission.request.group, running_backend().is_closed
-        with self.waiting_line.lock:
-            placed = self.waiting_line.push(
+        with self.caller_queue.lock:
+            placed = self.caller_queue.push(
                 group, partial(self._place_first_waiting, submission), is_gone
             )
-        self.waiting_line.advance()
+        self.caller_queue.advance()
         if not placed.done():
             try:
                 for core in self.cores().values():
-                    core.check_waiting()
+                    core.check_not_engine_thread()
                 await wait_for(placed)
             except BaseException:
                 for engine in self.running()[:1]:
@@ -173,7 +173,7 @@ class GroupQueue:
     def _stop_waiting(self, submission: Submission, placed: Future[Any]) -> None:
         """Remove a cancelled call from the waiting line or the queue. An engine thread runs this
         function, because a destructor may have cancelled the call."""
-        self.waiting_line.withdraw(submission.request.group)
+        self.caller_queue.withdraw(submission.request.group)
         for observer in submission.observers:
             observer.withdraw()  # pyright: ignore[reportAttributeAccessIssue]
         placed.add_done_callback(_abort_placed)
@@ -186,18 +186,18 @@ class GroupQueue:
             return None
 
     def _place(
-        self, submission: Submission, num_waiting_lines: int | None = None
+        self, submission: Submission, num_queues_ahead: int | None = None
     ) -> tuple[Submitter, TokenStream]:
         """Give a request its place at an engine, and make its stream. The caller holds the lock of
         the waiting line, so that two requests cannot take one id.
 
         Args:
-            num_waiting_lines: as for ``Admission.reserve``.
+            num_queues_ahead: as for ``Admission.reserve``.
         """
         while True:
-            submitter, observer = self._choose(submission, num_waiting_lines)
+            submitter, observer = self._choose(submission, num_queues_ahead)
             try:
-                return submitter, submitter.reserve(submission, num_waiting_lines)
+                return submitter, submitter.reserve_place(submission, num_queues_ahead)
             except BaseException as error:
                 if observer is not None:
                     observer.withdraw()
@@ -207,7 +207,7 @@ class GroupQueue:
                 # Since the choice, the engine died or its last place was taken: choose again.
 
     def _choose(
-        self, submission: Submission, num_waiting_lines: int | None
+        self, submission: Submission, num_queues_ahead: int | None
     ) -> tuple[Submitter, _RoutingObserver | None]:
         """Choose an engine for a request.
 
@@ -241,7 +241,7 @@ class GroupQueue:
             if request.token_ids:
                 cached = core.num_cached_tokens(request)
             num_tokens = submission.num_tokens
-            wait = core.admission.retry_after(request.group, num_tokens, num_waiting_lines)
+            wait = core.admission.retry_after(request.group, num_tokens, num_queues_ahead)
             kv = core.scheduler.kv
             uncached = max(num_tokens - cached, 1)
             num_blocks, num_free = kv.max_blocks_for(uncached), kv.pool.num_free

@@ -141,7 +141,7 @@ class ChannelRig:
             abandon=lambda _: None,
             send=lambda run, *args: run(*args),
             on_drained=self.output_processor.release,
-            check_waiting=lambda: None,
+            check_not_engine_thread=lambda: None,
         )
         self.aborted = False
         self.stream = TokenStream(self.request, core, lambda: self.mailbox)

@@ -207,7 +207,7 @@ def test_rate_halves_every_five_seconds(clock):
         clock.now += 2.5
         assert refused(admission).retry_after == pytest.approx(2**0.5 / expected)
         clock.now -= 2.5
-        admission.leave_queue(one.members[0])
+        admission.remove_from_queue(one.members[0])
         expected += 0.6931 / 5.0
         admission.forget(one)
 
@@ -217,8 +217,8 @@ def test_leaving_twice_counts_once(clock):
     one, other = request("a"), request("b")
     admission.reserve(one, 30)
     admission.reserve(other, 60)
-    admission.leave_queue(one.members[0])
-    admission.leave_queue(one.members[0])
+    admission.remove_from_queue(one.members[0])
+    admission.remove_from_queue(one.members[0])
     admission.forget(one)
     assert (len(admission.queued_requests), admission.num_live) == (1, 1)
     # Of the 100 tokens 60 are taken, and the rate is that of one departure.
@@ -270,7 +270,7 @@ def test_a_prompt_is_corrected_only_while_it_is_queued(clock):
     admission.reserve(other, 10)
     admission.correct_estimate(one, 70)
     assert "80 prompt tokens are queued" in str(refused(admission, 21))
-    admission.leave_queue(one.members[0])
+    admission.remove_from_queue(one.members[0])
     admission.correct_estimate(one, 10_000)
     admission.reserve(request("c"), 90)
     assert "100 prompt tokens are queued" in str(refused(admission, 1))
@@ -310,5 +310,5 @@ def test_a_caller_that_has_left_the_line_gets_no_place(clock):
     aborted.cancelled = True
     admission.forget(first)
     assert waiting.result(0)
-    assert (len(admission.queued_requests), len(admission.waiting_line)) == (1, 0)
+    assert (len(admission.queued_requests), len(admission.caller_queue)) == (1, 0)
     assert (gone.members, aborted.members, len(last.members)) == ([], [], 1)

@@ -202,7 +202,7 @@ class Case:
         if self.fault.hangs:
             await until(self.executor.hangs.is_set)
             self.core.clock = lambda: time.monotonic() + 601
-            thread_of(self.engine).check_step()
+            thread_of(self.engine).check_for_hung_step()
         if self.verb == "wait" and not self.fault.fatal:
             await until(lambda: not self.core.admission.num_live)
             await self.engine.aclose()

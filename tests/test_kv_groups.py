@@ -53,7 +53,7 @@ def test_hit_is_the_shortest_of_all_groups(group):
     rig.step()
     lost = first.blocks[group][3]
     rig.finish_all()
-    rig.scheduler.kv.pool.unpublish(lost)
+    rig.scheduler.kv.pool.uncache_block(lost)
     second = rig.add(range(25), max_tokens=5)
     rig.step()
     # The block began at token 6 of the first group, whose hit of 6 the second has not, or at

@@ -10,7 +10,7 @@ from asyncllm.core.channel import Channel, StreamEnd
 from asyncllm.core.output_processor import (
     DetokenizerState,
     OutputProcessor,
-    make_partial,
+    make_partial_completion,
     make_usage,
 )
 from asyncllm.core.request import Request, RequestGroup, Status
@@ -82,9 +82,11 @@ class Rig:
             finish=self.finish,
             pause=lambda request: self.calls.append(("pause", request)),
             resume=lambda request: self.calls.append(("resume", request)),
-            requests=lambda: [m for group in self.groups for m in group.unfinished],
+            requests=lambda: [m for group in self.groups for m in group.unfinished_requests],
         )
-        admission = SimpleNamespace(leave=self.left.append, forget=self.forgotten.append)
+        admission = SimpleNamespace(
+            mark_member_ended=self.left.append, forget=self.forgotten.append
+        )
         self.processor = OutputProcessor(scheduler, admission, lambda: self.now)
 
     def finish(self, request, reason):
@@ -428,12 +430,12 @@ def test_usage_is_of_all_members_from_the_earliest_on():
 
 def test_partial_result_has_output_of_every_member():
     group = Rig().group(3)
-    assert make_partial(group, 20.0) is None
+    assert make_partial_completion(group, 20.0) is None
     first, second, third = group.members
     second.token_ids += [6, 7]
     third.token_ids += [8]
     third.output.decode = lambda token_ids: 1 / 0
-    partial = make_partial(group, 20.0)
+    partial = make_partial_completion(group, 20.0)
     assert (partial.request_id, partial.prompt_token_ids) == ("g", (1, 2))
     assert [(o.index, o.text, o.token_ids, o.finish_reason) for o in partial.outputs] == [
         (0, "", (), None),

@@ -161,7 +161,7 @@ def the_queue_takes_everything(patch):
 
 
 def places_are_never_given_back(patch):
-    patch.setattr(Admission, "leave_queue", lambda self, request: None)
+    patch.setattr(Admission, "remove_from_queue", lambda self, request: None)
 
 
 # --- 6 ----------------------------------------------------------------------------------

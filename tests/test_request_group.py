@@ -8,7 +8,7 @@ import pytest
 
 from asyncllm import EngineOverloadedError
 from asyncllm.core.batch import RowError
-from asyncllm.core.channel import StreamEnd, merge_pending
+from asyncllm.core.channel import StreamEnd, merge_unread_tokens
 from asyncllm.core.request import Request
 from asyncllm.outputs import Delta
 from tests.core_rig import Rig
@@ -16,7 +16,9 @@ from tests.core_rig import Rig
 
 def read(group):
     """Tokens and finish reasons by index, and the end."""
-    deltas = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
+    deltas = [
+        one if isinstance(one, Delta) else merge_unread_tokens(one) for one in group.channel.items
+    ]
     group.channel.items.clear()
     final = group.channel.stream_end
     if isinstance(final, StreamEnd) and final.last_delta is not None:
@@ -54,11 +56,15 @@ def test_deltas_of_two_members_do_not_merge():
     rig = Rig()
     group = rig.group(5, 5)
     rig.steps(3)
-    found = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
+    found = [
+        one if isinstance(one, Delta) else merge_unread_tokens(one) for one in group.channel.items
+    ]
     assert [delta.index for delta in found] == [0, 1, 0, 1, 0, 1]
     alone = rig.group(1, 9, name="alone")
     rig.steps(4)
-    found = [one if isinstance(one, Delta) else merge_pending(one) for one in alone.channel.items]
+    found = [
+        one if isinstance(one, Delta) else merge_unread_tokens(one) for one in alone.channel.items
+    ]
     assert [(d.index, len(d.token_ids)) for d in found] == [(0, 1), (1, 4)]
 
 

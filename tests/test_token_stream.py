@@ -57,7 +57,7 @@ class Rig:
             abandon=self.abandoned.append,
             send=lambda *command: self.sent.append(command),
             on_drained="on_drained",
-            check_waiting=lambda: None,
+            check_not_engine_thread=lambda: None,
         )
         self.loop = Loop()
         self.mailbox = LoopMailbox(self.loop)
@@ -77,11 +77,11 @@ class Rig:
     def end(self, reason="length", last=None, text="", stop_reason=None):
         if last is not None:
             self.request.token_ids += last.token_ids
-        self.channel.offer_end(StreamEnd(reason, stop_reason, USAGE, text, last))
+        self.channel.propose_end(StreamEnd(reason, stop_reason, USAGE, text, last))
         self.channel.end()
 
     def fail(self, error):
-        self.channel.offer_end(error)
+        self.channel.propose_end(error)
         self.channel.end()
 
     def read(self, *args):

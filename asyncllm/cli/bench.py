@@ -21,7 +21,7 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import Usage
 
-_ABORTS_PER_ROW = 32
+_ABORTS_PER_CONCURRENCY = 32
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Workload:
         ]
         for stream in streams:
             await anext(stream)
-        for stream in streams[:_ABORTS_PER_ROW]:
+        for stream in streams[:_ABORTS_PER_CONCURRENCY]:
             began = time.perf_counter()
             stream.abort()
             if (await stream.result()).finish_reason == "abort":

@@ -20,7 +20,7 @@ from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.prompt_line import read_message, without_echo
 from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
-from asyncllm.cli.text import format_rate, format_seconds, printable
+from asyncllm.cli.text import format_rate, format_seconds, strip_control_characters
 from asyncllm.cli.word_wrapper import WordWrapper
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineOverloadedError, RequestError
@@ -241,13 +241,13 @@ async def _print_answer(stream: TokenStream, wrapper: WordWrapper | None) -> Non
     """Print the answer, and on a terminal the reasoning before it."""
     is_reasoning = False
     async for delta in stream:
-        text = printable(delta.text)
+        text = strip_control_characters(delta.text)
         if wrapper is None:
             print(text, end="", flush=True)
             continue
         if delta.reasoning:
             is_reasoning = True
-            wrapper.write(printable(delta.reasoning))
+            wrapper.write(strip_control_characters(delta.reasoning))
         if is_reasoning and text:
             is_reasoning = False
             text = f"\n\n{text}"

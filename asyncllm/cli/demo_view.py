@@ -15,10 +15,10 @@ from rich.text import Text
 from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
 from asyncllm.cli.text import format_rate, format_seconds, one_line
 
-_SHORT_HEIGHT = 4
-_SHORT_WIDTH = 38
-_MIN_TALL_HEIGHT = 6
-_MAX_TALL_HEIGHT = 14
+_SHORT_PANEL_HEIGHT = 4
+_SHORT_PANEL_WIDTH = 38
+_MIN_TALL_PANEL_HEIGHT = 6
+_MAX_TALL_PANEL_HEIGHT = 14
 _MAX_TABLE_ROWS = 16
 _OTHER_COLUMNS_WIDTH = 60
 _CURSOR = "▌"
@@ -42,9 +42,9 @@ class View:
         self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
         self._tall_streams = [stream for stream in demo.streams if stream.prompt.is_long][:columns]
-        self._short_columns = max(1, min(4, console.width // _SHORT_WIDTH))
-        tall_height = _MIN_TALL_HEIGHT if self._tall_streams else 0
-        rows = max(self._room_above_status() - tall_height, 0) // _SHORT_HEIGHT
+        self._short_columns = max(1, min(4, console.width // _SHORT_PANEL_WIDTH))
+        tall_height = _MIN_TALL_PANEL_HEIGHT if self._tall_streams else 0
+        rows = max(self._room_above_status() - tall_height, 0) // _SHORT_PANEL_HEIGHT
         short_streams = [stream for stream in demo.streams if not stream.prompt.is_long]
         self._short_streams = short_streams[: rows * self._short_columns]
 
@@ -55,13 +55,13 @@ class View:
     def live_frame(self) -> RenderableType:
         """Frame that fits the window, while streams run."""
         rows = math.ceil(len(self._short_streams) / self._short_columns)
-        room = self._room_above_status() - rows * _SHORT_HEIGHT
-        tall_height = min(max(room, 3), _MAX_TALL_HEIGHT)
-        panels = self._panels(tall_height, _SHORT_HEIGHT)
+        room = self._room_above_status() - rows * _SHORT_PANEL_HEIGHT
+        tall_height = min(max(room, 3), _MAX_TALL_PANEL_HEIGHT)
+        panels = self._panels(tall_height, _SHORT_PANEL_HEIGHT)
         return Group(self._header(), *panels, self._status_marks(), self._status())
 
     def final_frame(self) -> list[RenderableType]:
-        """Whole answers and the table of figures."""
+        """Frame for the end: all answers in full, and the table of statistics."""
         parts = [self._header(), *self._panels(None, None)]
         if len(self._demo.streams) <= _MAX_TABLE_ROWS:
             parts.append(self._table())

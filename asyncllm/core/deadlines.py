@@ -48,14 +48,14 @@ class Deadlines:
         if len(heap) > 64 and len(heap) > 4 * num_live:
             # Most groups in the heap have ended. Drop them now, because each keeps its prompts
             # alive.
-            heap[:] = [entry for entry in heap if entry[2].unfinished]
+            heap[:] = [entry for entry in heap if entry[2].unfinished_requests]
             heapq.heapify(heap)
         heapq.heappush(heap, (group.deadline, group.members[0].arrival_index, group))
 
     def expire(self, now: float) -> Iterator[RequestGroup]:
         """Remove the groups whose deadline has passed; yield the groups that have not ended."""
         heap = self._heap
-        while heap and (heap[0][0] <= now or not heap[0][2].unfinished):
+        while heap and (heap[0][0] <= now or not heap[0][2].unfinished_requests):
             group = heapq.heappop(heap)[2]
-            if group.unfinished:
+            if group.unfinished_requests:
                 yield group

@@ -20,7 +20,11 @@ from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.deadlines import DeadlineExceededError, Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
-from asyncllm.core.output_processor import OutputProcessor, as_request_error, make_partial
+from asyncllm.core.output_processor import (
+    OutputProcessor,
+    as_request_error,
+    make_partial_completion,
+)
 from asyncllm.core.request import OutputGrammar, RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
@@ -60,7 +64,7 @@ class EngineCore:
 
     Attributes:
         fatal_error: the exception that killed the engine.
-        thread: the engine thread, on which ``check_waiting`` raises.
+        thread: the engine thread, on which ``check_not_engine_thread`` raises.
         hung: whether the engine died because a call of the executor did not return in time.
         close_reason: message of EngineClosedError; CLOSED_MESSAGE after the application's own
             ``aclose``.
@@ -112,10 +116,10 @@ class EngineCore:
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run ``run(*args)`` on the engine thread while no step is in flight. Any other thread may
         call it. The future gets the result, or ``shutdown_error`` if the loop ends first."""
-        self.check_waiting()
+        self.check_not_engine_thread()
         return self._idle_calls.submit(run, args)
 
-    def check_waiting(self) -> None:
+    def check_not_engine_thread(self) -> None:
         """Raise RuntimeError if the caller is the engine thread, which would wait for itself for
         ever."""
         if threading.current_thread() is self.thread:
@@ -190,7 +194,7 @@ class EngineCore:
         message = f"the engine died: {explain(self.fatal_error)}"
         return with_cause(EngineDeadError(message), self.fatal_error)
 
-    def fail_hung(self, timeout: float, cause: Exception) -> bool:
+    def fail_if_hung(self, timeout: float, cause: Exception) -> bool:
         """Fail every request if one call of the executor has taken ``timeout`` seconds. Any thread
         may call it. Returns True for the one caller that declares the engine hung.
 
@@ -230,7 +234,7 @@ class EngineCore:
                 self._call_executor(close_executor, self.executor)
 
     def _call_executor(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the executor, which may never return; see ``fail_hung``."""
+        """Call a method of the executor, which may never return; see ``fail_if_hung``."""
         self._executor_call_began_at = self.clock()
         try:
             return run(*args)
@@ -293,7 +297,7 @@ class EngineCore:
         for request in step.admitted:
             if request.first_scheduled_at is None:
                 request.first_scheduled_at = now
-                self.admission.leave_queue(request)
+                self.admission.remove_from_queue(request)
         self._in_flight.append((step, now))
         try:
             self._call_executor(self.executor.launch, step.batch)
@@ -375,7 +379,7 @@ class EngineCore:
         for request in group.members:
             self.scheduler.add(request)
 
-    def on_watch_deadline(self, group: RequestGroup) -> None:
+    def on_add_deadline(self, group: RequestGroup) -> None:
         """Watch the deadline of a group whose prompt is still being tokenised."""
         if any(member.status is Status.NEW for member in group.members):
             self._deadlines.add(group, self.admission.num_live)
@@ -385,22 +389,22 @@ class EngineCore:
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
-        self.admission.waiting_line.withdraw(group)
+        self.admission.caller_queue.withdraw(group)
         self.output_processor.abort(group)
 
     def on_drained(self, group: RequestGroup) -> None:
         """Resume a group under backpressure whose stream has been read far enough."""
         self.output_processor.release(group)
 
-    def suspend(self, suspended: bool) -> None:
-        """Stop or resume scheduling; runs through ``call``. A closing engine is not stopped,
-        because it could not be resumed."""
-        self._is_suspended = suspended and self._closing_at is None
+    def set_suspended(self, is_suspended: bool) -> None:
+        """Stop or resume scheduling; other threads use ``call(core.set_suspended, …)``. A closing
+        engine is not stopped, because it could not be resumed."""
+        self._is_suspended = is_suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
         """End the loop after ``drain`` seconds (0: at once), or, for None, when all requests have
         finished. A suspended engine is resumed, so that its requests can finish. New requests are
-        already refused; the groups in line for a place fail now."""
+        already refused; the groups that wait for a place fail now."""
         self._is_suspended = False
         self.admission.close(self.shutdown_error)
         closing_at = math.inf if drain is None else self.clock() + drain
@@ -414,12 +418,12 @@ class EngineCore:
             return
         now = self.clock()
         for group in self._deadlines.expire(now):
-            status = group.unfinished[0].status
+            status = group.unfinished_requests[0].status
             where = status.name.lower() if status else "being tokenised"
             error = DeadlineExceededError(
                 f"request {group.request_id!r} passed its deadline while {where}, "
                 f"{now - group.arrived_at:.3f} s after it was submitted",
-                partial=make_partial(group, now),
+                partial=make_partial_completion(group, now),
             )
             self.output_processor.fail(group, error)
 

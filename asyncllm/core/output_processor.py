@@ -90,10 +90,10 @@ class OutputProcessor:
             return
         if request.status is Status.FINISHED:
             last = make_token_delta(token_id, text, logprobs, request.index)
-            if not group.unfinished:
+            if not group.unfinished_requests:
                 self.close(request, None, last)
                 return
-            self._end_member(request, channel, last)
+            self._end_output(request, channel, last)
         else:
             channel.put(token_id, text, logprobs, request.index)
         if channel.has_reader:
@@ -104,12 +104,12 @@ class OutputProcessor:
         if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
             self._apply_backpressure(group, channel)
 
-    def _end_member(self, request: Request, channel: Channel, last: Delta) -> None:
+    def _end_output(self, request: Request, channel: Channel, last_delta: Delta) -> None:
         """End a request while other members of its group continue; its last delta has the finish
         reason."""
         reason, stop_reason = request.finish_reason, request.stop_reason
-        channel.append(replace(last, finish_reason=reason, stop_reason=stop_reason))
-        self._admission.leave(request)
+        channel.put_last_delta(replace(last_delta, finish_reason=reason, stop_reason=stop_reason))
+        self._admission.mark_member_ended(request)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
         """Detokenise a token; returns the new text. As in vLLM, a stop token's own text is left out
@@ -148,10 +148,13 @@ class OutputProcessor:
             self._scheduler.pause(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
-            # The reader caught up before it could see the flag, so it does not release the group.
+            # The reader caught up before it could see ``is_backpressured``, so it sends no
+            # ``on_drained``.
             self.release(group)
 
-    def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
+    def close(
+        self, request: Request, error: Exception | None, last_delta: Delta | None = None
+    ) -> None:
         """End a group's channel. ``request`` is the group's last member, which the scheduler
         finished or which ends with the engine. If several threads call this method, the first one
         decides the end, counts it and notifies the observers. Every thread wakes the reader,
@@ -159,7 +162,7 @@ class OutputProcessor:
         group = request.group
         channel = group.channel
         if not channel.ended:
-            self._propose_end(request, error, last)
+            self._propose_channel_end(request, error, last_delta)
             channel.end()
         # Queue the wake before ``forget``. So a thread that fails all live requests either finds
         # this group still registered or wakes its reader.
@@ -176,7 +179,9 @@ class OutputProcessor:
         # garbage collector.
         group.members = []
 
-    def _propose_end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
+    def _propose_channel_end(
+        self, request: Request, error: Exception | None, last_delta: Delta | None
+    ) -> None:
         group, now = request.group, self._clock()
         members = group.members
         if not members:
@@ -184,8 +189,10 @@ class OutputProcessor:
         usage = make_usage(group, members, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
-        final = error or StreamEnd(reason, request.stop_reason, usage, text, last, request.index)
-        if not group.channel.offer_end(final):
+        end = error or StreamEnd(
+            reason, request.stop_reason, usage, text, last_delta, request.index
+        )
+        if not group.channel.propose_end(end):
             return
         if error is not None:
             self.num_failed += 1
@@ -199,8 +206,8 @@ class OutputProcessor:
             group.notifier.finished(usage, error)
 
     def flush_wakeups(self) -> None:
-        """Wake the readers of new output, with one call per event loop. Abort the streams of a
-        closed loop."""
+        """Wake the readers of new output, with one call per event loop. Abort the streams
+        whose event loop has closed."""
         if self._mailboxes_with_unread:
             mailboxes, self._mailboxes_with_unread = self._mailboxes_with_unread, set()
             for mailbox in mailboxes:
@@ -222,14 +229,15 @@ class OutputProcessor:
                 self._abort_readers_of(mailbox)
 
     def _abort_readers_of(self, mailbox: Mailbox) -> None:
-        """Abort the streams of a closed loop, which have no reader any more."""
+        """Abort the streams that were read on ``mailbox``'s event loop, which has closed."""
         for request in list(self._scheduler.requests()):
             group = request.group
             if group.channel.mailbox is mailbox:
                 self.abort(group)
 
     def flush_all_wakeups(self) -> None:
-        """``flush_wakeups`` for a dead engine, without aborts for closed loops."""
+        """Wake all readers of a dead engine. Streams whose loop is closed are not aborted: they
+        have ended already."""
         for channel in self._channels_to_wake.copy():
             if channel.mailbox is not None:
                 channel.mailbox.notify((channel,))
@@ -237,14 +245,14 @@ class OutputProcessor:
     # --- ends of requests --------------------------------------------------------------
 
     def abort(self, group: RequestGroup) -> None:
-        unfinished = group.unfinished
+        unfinished = group.unfinished_requests
         for request in unfinished:
             self._scheduler.finish(request, "abort")
             if request is unfinished[-1]:
                 self.close(request, None)
             else:
                 last = Delta(_remaining_text(request), (), index=request.index)
-                self._end_member(request, group.channel, last)
+                self._end_output(request, group.channel, last)
 
     def complete(self, request: Request) -> None:
         """End a request whose grammar is complete, without another token."""
@@ -255,8 +263,8 @@ class OutputProcessor:
             self.fail(request.group, as_request_error(request.group, error))
             return
         last = Delta(text, (), index=request.index)
-        if request.group.unfinished:
-            self._end_member(request, request.group.channel, last)
+        if request.group.unfinished_requests:
+            self._end_output(request, request.group.channel, last)
         else:
             self.close(request, None, last)
 
@@ -293,13 +301,13 @@ def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> U
     )
 
 
-def make_partial(group: RequestGroup, now: float) -> Completion | None:
+def make_partial_completion(group: RequestGroup, now: float) -> Completion | None:
     """Output of a group so far; None if it has no token."""
     members = group.members
     if not any(member.num_output_tokens for member in members):
         return None
     prompt = members[0].token_ids[: members[0].num_prompt_tokens]
-    outputs = tuple(map(_partial_output, members))
+    outputs = tuple(map(_make_partial_output, members))
     return Completion(
         group.request_id,
         tuple(prompt),
@@ -309,7 +317,7 @@ def make_partial(group: RequestGroup, now: float) -> Completion | None:
     )
 
 
-def _partial_output(request: Request) -> CompletionOutput:
+def _make_partial_output(request: Request) -> CompletionOutput:
     token_ids = request.output_token_ids
     try:
         text = request.output.decode(token_ids)

@@ -25,10 +25,10 @@ class TokenBudget:
         self.limit = self.tokens = limit
         self._steps_since_shrink = 0
 
-    def shrink(self, steps: Iterable[ScheduledStep]) -> list[Request]:
-        """Halve the budget after ``steps`` ran out of memory. If even the largest of them had a
-        single token, return its requests, which have to fail."""
-        largest = max(steps, key=lambda step: step.batch.num_tokens)
+    def shrink(self, failed_steps: Iterable[ScheduledStep]) -> list[Request]:
+        """Halve the budget after ``failed_steps`` ran out of memory. If even the largest of them
+        had a single token, return its requests, which have to fail."""
+        largest = max(failed_steps, key=lambda step: step.batch.num_tokens)
         self._steps_since_shrink = 0
         if largest.batch.num_tokens == 1:
             return largest.requests

@@ -36,7 +36,8 @@ def replace_tracebacks(error: BaseException) -> None:
             lines += [f"{type(current).__name__} was raised in:\n", *summary.format()]
             _TRACEBACK.__set__(current, None)
     note = "".join(lines).rstrip()
-    with contextlib.suppress(Exception):  # A subclass may have notes of its own kind.
+    # A subclass may define ``__notes__`` as something other than a list of strings.
+    with contextlib.suppress(Exception):
         if note and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 

@@ -13,7 +13,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ContextLengthExceededError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
-from asyncllm.runtime.worker_thread import Cooldown, TextThreads
+from asyncllm.runtime.worker_thread import Cooldown, TokenizerThreads
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.tool_use import ToolUse
@@ -29,17 +29,17 @@ class PromptEncoder:
     """Converts prompts to token ids for one running engine.
 
     Attributes:
-        text_threads: worker threads for inputs of ``tokenize`` and ``detokenize``; prompts of
-            requests have another.
+        tokenizer_threads: worker threads for ``tokenize`` and ``detokenize``. Prompts of requests
+            are tokenised on the Submitter's threads.
     """
 
     loaded_model: LoadedModel
     config: EngineConfig
     cooldown: InitVar[Cooldown]
-    text_threads: TextThreads = field(init=False)
+    tokenizer_threads: TokenizerThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self.text_threads = TextThreads("asyncllm-tokenize", cooldown)
+        self.tokenizer_threads = TokenizerThreads("asyncllm-tokenize", cooldown)
 
     def prepare_tokenize(
         self,
@@ -130,7 +130,7 @@ class PromptEncoder:
                 raise check.invalid("chat_template_kwargs", kwargs, accepted)
             variables[name] = value
         return TemplateInput(
-            messages, variables, arguments_as_text=self._syntaxes.expects_text_arguments
+            messages, variables, arguments_as_text=self._chat_syntaxes.expects_text_arguments
         )
 
     def chat_syntax(self, tool_use: ToolUse | None, options: TemplateOptions) -> ChatSyntax | None:
@@ -142,21 +142,23 @@ class PromptEncoder:
         template = self.loaded_model.tokenizer.chat_template
         if tool_use is not None and not template.reads("tools", options.chat_template):
             raise check.argument_error("tools", "the chat template takes none")
-        return self._syntaxes.syntax_for(tool_use is not None)
+        return self._chat_syntaxes.syntax_for(tool_use is not None)
 
     @cached_property
-    def _syntaxes(self) -> ChatSyntaxes:
+    def _chat_syntaxes(self) -> ChatSyntaxes:
         syntaxes = self.loaded_model.chat_syntaxes
         return syntaxes or ChatSyntaxes.of_tokenizer(self.loaded_model.tokenizer, self.config)
 
-    def check_ids(self, prompt: Any, num_kept: int | None) -> tuple[list[int], int]:
+    def check_token_ids(self, prompt: Any, max_kept_tokens: int | None) -> tuple[list[int], int]:
         """Check a prompt of token ids.
 
         Args:
-            num_kept: maximum number of token ids to keep; None refuses a prompt that is too long.
+            max_kept_tokens: maximum number of token ids to keep; None refuses a prompt that is too
+                long.
 
         Returns:
-            The last ``num_kept`` token ids, and the number of those cut off, which are not read.
+            The last ``max_kept_tokens`` token ids, and the number of those cut off, which are not
+            read.
         """
         info = self.loaded_model.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
@@ -168,18 +170,18 @@ class PromptEncoder:
         max_tokens, length, num_cut = info.max_model_len, 0, 0
         with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
             length = len(prompt)
-        if num_kept is None:
+        if max_kept_tokens is None:
             if length >= max_tokens:
                 raise self.too_long_error(length)
         else:
             max_tokens = max(check.MAX_ITEMS, max_tokens)
-            if num_kept < length <= max_tokens:
-                with suppress(Exception):  # A set has no end that could be kept.
-                    prompt, num_cut = prompt[-num_kept:], length - num_kept
+            if max_kept_tokens < length <= max_tokens:
+                with suppress(Exception):  # A set has no order, so it cannot be sliced.
+                    prompt, num_cut = prompt[-max_kept_tokens:], length - max_kept_tokens
         ids = check.token_ids("prompt", prompt, info.vocab_size, max_tokens)
-        if num_kept is not None and len(ids) > num_kept:
-            num_cut += len(ids) - num_kept
-            ids = ids[-num_kept:]
+        if max_kept_tokens is not None and len(ids) > max_kept_tokens:
+            num_cut += len(ids) - max_kept_tokens
+            ids = ids[-max_kept_tokens:]
         return list(ids), num_cut
 
     def too_long_error(self, num_tokens: int, qualifier: str = "") -> ContextLengthExceededError:
