@@ -24,13 +24,13 @@ from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.rows import Rows, RowStream
 from asyncllm.runtime.engine_thread import EngineThread
-from asyncllm.runtime.event_loop import join, wait_for
+from asyncllm.runtime.event_loop import join_thread, wait_for
 from asyncllm.runtime.handle import UncopyableHandle
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
-from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, normalized_request_ids
 from asyncllm.runtime.submitter import Submitter
 from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.sampling_params import SamplingParams
@@ -159,7 +159,7 @@ class AsyncLLMEngine(UncopyableHandle):
         if thread is not None:
             await wait_for(thread.exited)
             for leftover, seconds in self._clean_up(thread):
-                await join(leftover, seconds)
+                await join_thread(leftover, seconds)
             await thread.join_watcher()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -492,8 +492,8 @@ class AsyncLLMEngine(UncopyableHandle):
             InvalidRequestError: for anything but a string or strings; no request is aborted then.
         """
         core = self._require_input_processor().submitter.core
-        for each_id in request_ids(request_id):
-            group = core.admission.get_live(each_id)
+        for each_id in normalized_request_ids(request_id):
+            group = core.admission.get_live_group(each_id)
             if group is not None:
                 core.abort(group)
 

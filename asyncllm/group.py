@@ -20,11 +20,11 @@ from asyncllm.group_queue import GroupQueue
 from asyncllm.observer import Observer
 from asyncllm.outputs import EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
-from asyncllm.runtime.event_loop import join, wait_for
+from asyncllm.runtime.event_loop import join_thread, wait_for
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
-from asyncllm.runtime.request_options import request_ids
+from asyncllm.runtime.request_options import normalized_request_ids
 from asyncllm.runtime.worker_thread import Cooldown
 
 _JOIN_SECONDS = 2.0
@@ -195,7 +195,7 @@ class EngineGroup(AsyncLLMEngine):
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
             for thread in self._input_processor.prompts.tokenizer_threads.close():
-                await join(thread, _JOIN_SECONDS)
+                await join_thread(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:
         """Wait until no engine runs; see ``AsyncLLMEngine.wait_closed``."""
@@ -254,11 +254,11 @@ class EngineGroup(AsyncLLMEngine):
     # --- requests ----------------------------------------------------------------------
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        ids = request_ids(request_id)
+        ids = normalized_request_ids(request_id)
         self._require_input_processor()
         for core in self._queue.cores().values():
             for each_id in ids:
-                group = core.admission.get_live(each_id)
+                group = core.admission.get_live_group(each_id)
                 if group is not None:
                     core.abort(group)
         for each_id in ids:

@@ -79,9 +79,11 @@ class GroupQueue:
         submitters = {number: engine._submitter for number, engine in self.engines.items()}
         return {number: one.core for number, one in submitters.items() if one is not None}
 
-    def prompts_made(self) -> list[Future[None]]:
+    def pending_prompt_futures(self) -> list[Future[None]]:
         submitters = [engine._submitter for engine in self.running()]
-        return [one for each in submitters if each is not None for one in each.prompts_made()]
+        return [
+            one for each in submitters if each is not None for one in each.pending_prompt_futures()
+        ]
 
     def has_running_requests(self) -> bool:
         return any(core.scheduler.running for core in self.cores().values())
@@ -165,7 +167,7 @@ class GroupQueue:
                     if engine._submitter is not None and os.getpid() == self.core.pid:
                         engine._submitter.core.send(self._stop_waiting, submission, placed)
                 raise
-            group.restart(self.core.clock())
+            group.restart_timeout(self.core.clock())
         submitter, stream = placed.result()
         submitter.start(submission)
         return self._enable_retries(stream, submission, self._retries)

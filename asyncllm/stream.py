@@ -284,7 +284,7 @@ class TokenStream(UncopyableHandle):
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
             # Resume a request under backpressure.
-            self._core.send(self._core.on_drained, self._group)
+            self._core.send(self._core.on_reader_caught_up, self._group)
         return delta
 
     def _merge_end(self, delta: Delta, final: StreamEnd | BaseException) -> Delta:

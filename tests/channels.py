@@ -140,7 +140,7 @@ class ChannelRig:
             abort=self._on_abort,
             abandon=lambda _: None,
             send=lambda run, *args: run(*args),
-            on_drained=self.output_processor.release,
+            on_reader_caught_up=self.output_processor.resume_group,
             check_not_engine_thread=lambda: None,
         )
         self.aborted = False
@@ -176,7 +176,7 @@ class ChannelRig:
 
     def fail(self) -> None:
         """Ends the request as the watchdog of a hung engine does, on a thread of its own."""
-        self.output_processor.close(self.request, RuntimeError("hung"))
+        self.output_processor.end_group(self.request, RuntimeError("hung"))
         self.output_processor.flush_all_wakeups()
 
     def _on_finish(self, request, reason) -> None:

@@ -300,7 +300,7 @@ class ChannelMachine(RuleBasedStateMachine):
     @rule()
     def put(self):
         self.rig.put()
-        if self.rig.request.finished:
+        if self.rig.request.is_finished:
             assert self.rig.channel.on_slow == "abort"
             assert self.rig.channel.num_unread == self.rig.channel.max_unread
             self.end_with("abort")

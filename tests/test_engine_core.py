@@ -541,9 +541,9 @@ def test_a_failing_step_ends_everything():
         assert end_of(request).__cause__ is rig.core.fatal_error
         assert request.group.cancelled
     assert rig.device.calls[-1] == "close"
-    assert not rig.core.hung
+    assert not rig.core.is_hung
     assert not rig.core._in_flight
-    assert rig.admission.num_live == 0
+    assert rig.admission.num_live_requests == 0
     # The frames that it was raised among hold requests, and are let go.
     traceback = rig.core.fatal_error.__traceback__
     while traceback.tb_next is not None:
@@ -629,7 +629,7 @@ def test_a_call_of_the_device_hangs_once_it_took_the_timeout(call):
     rig.core.run()
     # The second to find out is not the one that did.
     assert verdicts == [False, False, True, False]
-    assert rig.core.hung
+    assert rig.core.is_hung
     assert rig.core.fatal_error is cause
     assert isinstance(end_of(request), EngineDeadError)
     assert isinstance(rig.core.call(int).exception(0), EngineDeadError)

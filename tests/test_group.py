@@ -506,9 +506,14 @@ async def test_tokenless_requests_are_resent(how):
                 reading = asyncio.create_task(asyncio.to_thread(read))
             else:
                 reading = asyncio.create_task(stream.result())
-        await until(lambda: core.admission.num_live or core_of(group.engines[1]).admission.num_live)
+        await until(
+            lambda: (
+                core.admission.num_live_requests
+                or core_of(group.engines[1]).admission.num_live_requests
+            )
+        )
         seed = sampling_of(stream).seed if how != "map" else 11
-        number = 0 if core.admission.num_live else 1
+        number = 0 if core.admission.num_live_requests else 1
         rig.rigs[number].executor.faults[0] = ZeroDivisionError("on purpose")
         await group.engines[1 - number].resume()
         await group.engines[number].resume()
@@ -1099,7 +1104,9 @@ async def test_abort_finds_stream_waiting_to_be_resent():
         for engine in group.engines.values():
             await engine.pause()
         stream = group.stream([4, 2], max_tokens=5, request_id="x")
-        number = next(n for n, one in group.engines.items() if core_of(one).admission.get_live("x"))
+        number = next(
+            n for n, one in group.engines.items() if core_of(one).admission.get_live_group("x")
+        )
         rig.rigs[number].executor.faults[0] = RuntimeError("device lost")
         await group.engines[number].resume()
         await until(lambda: group.engines[number].state == "dead")

@@ -39,7 +39,7 @@ def test_a_hit_ends_where_a_block_of_every_group_ends(block_size, cached):
     rig = Rig(block_size=block_size, num_blocks=60)
     first = rig.add(range(25), max_tokens=1)
     rig.step()
-    assert first.finished
+    assert first.is_finished
     second = rig.add([*range(25), 50], max_tokens=5)
     rig.step()
     assert second.num_cached_tokens == cached

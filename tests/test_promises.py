@@ -52,7 +52,7 @@ def a_stop_is_not_announced(patch):
         if request.finish_reason != "stop":
             close(self, request, error, last)
 
-    patch.setattr(OutputProcessor, "close", forget)
+    patch.setattr(OutputProcessor, "end_group", forget)
 
 
 # --- 2 ----------------------------------------------------------------------------------
@@ -107,7 +107,9 @@ def destructors_do_nothing(patch):
 
 
 def an_id_is_free_only_when_the_abort_is_drained(patch):
-    patch.setattr(Admission, "get_live", lambda self, request_id: self._live_groups.get(request_id))
+    patch.setattr(
+        Admission, "get_live_group", lambda self, request_id: self._live_groups.get(request_id)
+    )
     reserve = Admission.reserve
 
     def strict(self, request, num_tokens):
@@ -136,7 +138,7 @@ def no_reader_is_held_back(patch):
 
 
 def reading_does_not_release(patch):
-    patch.setattr(EngineCore, "on_drained", lambda self, request: None)
+    patch.setattr(EngineCore, "on_reader_caught_up", lambda self, request: None)
 
 
 # --- 5 ----------------------------------------------------------------------------------

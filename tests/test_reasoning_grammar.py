@@ -43,7 +43,7 @@ class Follower:
         )
 
     def allowed(self) -> set[int]:
-        mask = self.output.mask(self.request)
+        mask = self.output.compute_mask(self.request)
         assert mask is not None
         return tokens_of(mask)
 
@@ -70,7 +70,7 @@ def test_a_delimiter_of_several_tokens_opens_thoughts(backend: Any) -> None:
     assert follower.request.reasoning.thinking
     for token in (ord("a"), ord("z"), *END[:2], 5, *END[:2]):
         follower.take(token)
-        assert follower.output.mask(follower.request) == b""
+        assert follower.output.compute_mask(follower.request) == b""
     follower.take(END[2])
     assert follower.allowed() == {ord("a")}
     assert follower.take(ord("a")) is None

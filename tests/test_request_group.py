@@ -38,16 +38,16 @@ def test_one_end_after_the_last_member():
         rig.steps(1)
         assert group.channel.stream_end is None
         assert rig.core.stats().num_running == 3 - (step >= 2) - (step >= 4)
-        assert rig.core.admission.num_live == 3 - (step >= 2) - (step >= 4)
-        assert rig.core.admission.get_live("g") is group
+        assert rig.core.admission.num_live_requests == 3 - (step >= 2) - (step >= 4)
+        assert rig.core.admission.get_live_group("g") is group
     rig.steps(1)
     tokens, reasons, final = read(group)
     assert tokens == rig.reference(group)
     assert reasons == {0: "length", 2: "length"}
     assert (final.finish_reason, final.last_delta.index) == ("length", 1)
     assert (final.usage.prompt_tokens, final.usage.completion_tokens) == (4, 12)
-    assert rig.core.admission.get_live("g") is None
-    assert rig.core.admission.num_live == 0
+    assert rig.core.admission.get_live_group("g") is None
+    assert rig.core.admission.num_live_requests == 0
     assert rig.core.stats().num_finished == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
 
@@ -78,7 +78,7 @@ def test_an_abort_ends_all():
     assert tokens == {i: t[:3] for i, t in rig.reference(group).items()}
     assert reasons == {0: "abort", 1: "length"}
     assert (final.finish_reason, final.usage.completion_tokens) == ("abort", 8)
-    assert all(member.finished for member in rig.members["g"])
+    assert all(member.is_finished for member in rig.members["g"])
     assert rig.core.stats().num_aborted == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
 
@@ -90,7 +90,7 @@ def test_an_abort_that_overtakes_the_arrival_ends_all():
     rig.core.step()
     assert group.channel.stream_end.finish_reason == "abort"
     assert rig.core.stats().num_steps == 0
-    assert rig.core.admission.num_live == 0
+    assert rig.core.admission.num_live_requests == 0
 
 
 def test_a_deadline_ends_all():
@@ -118,7 +118,7 @@ def test_a_member_that_fails_fails_the_group():
     expected = rig.reference(group)
     assert tokens == {0: expected[0][:3], 1: expected[1][:2]}
     assert "on purpose" in str(final)
-    assert rig.core.admission.num_live == 0
+    assert rig.core.admission.num_live_requests == 0
     rig.steps(1)
     assert rig.core.stats().num_failed == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks

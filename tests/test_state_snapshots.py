@@ -202,7 +202,7 @@ def test_repeated_pauses_recompute_at_most_a_block():
     """As with a reader that takes one token at a time: not all of its output so far."""
     rig = StateRig(max_num_seqs=1, num_blocks=40)
     first, counts = rig.add(range(6), max_tokens=40), []
-    while not first.finished:
+    while not first.is_finished:
         had = len(first.token_ids)
         counts.append(sum(rig.step().values()))
         if len(first.token_ids) > had:

@@ -56,7 +56,7 @@ class Rig:
             abort=self.abort,
             abandon=self.abandoned.append,
             send=lambda *command: self.sent.append(command),
-            on_drained="on_drained",
+            on_reader_caught_up="on_reader_caught_up",
             check_not_engine_thread=lambda: None,
         )
         self.loop = Loop()
@@ -200,7 +200,7 @@ def test_a_paused_request_goes_on_when_half_of_it_is_read(max_unread, resumes_at
         rig.read()
         assert rig.channel.num_unread == unread
         assert len(rig.sent) == max(0, resumes_at - unread + 1)
-    assert set(rig.sent) == {("on_drained", rig.group)}
+    assert set(rig.sent) == {("on_reader_caught_up", rig.group)}
 
 
 def test_a_request_that_is_not_paused_is_not_resumed():

@@ -25,7 +25,7 @@ _ABORTS_PER_CONCURRENCY = 32
 
 
 @dataclass
-class Row:
+class ConcurrencyResult:
     """Measurements at one concurrency; times in seconds."""
 
     concurrency: int
@@ -140,9 +140,9 @@ class Workload:
             next(self._prompts), max_tokens=min(8, self._output_len), ignore_eos=True
         )
 
-    async def measure(self, concurrency: int, rounds: int) -> Row:
+    async def measure(self, concurrency: int, rounds: int) -> ConcurrencyResult:
         """Measure ``concurrency`` readers, each with ``rounds`` requests in turn."""
-        row = Row(concurrency)
+        row = ConcurrencyResult(concurrency)
         started = time.perf_counter()
         async with LagMeter() as meter:
             await asyncio.gather(*(self._run_requests(row, rounds) for _ in range(concurrency)))
@@ -151,7 +151,7 @@ class Workload:
         await self._measure_aborts(row)
         return row
 
-    async def _run_requests(self, row: Row, rounds: int) -> None:
+    async def _run_requests(self, row: ConcurrencyResult, rounds: int) -> None:
         for _ in range(rounds):
             began = last = time.perf_counter()
             num_tokens = 0
@@ -171,7 +171,7 @@ class Workload:
             row.num_requests += 1
             row.num_tokens += num_tokens
 
-    async def _measure_aborts(self, row: Row) -> None:
+    async def _measure_aborts(self, row: ConcurrencyResult) -> None:
         """Measure the time from an abort until the stream's blocks are free, one stream at a time,
         while the other streams run."""
         streams = [
@@ -222,7 +222,7 @@ def _explain_ops(report: ExecutionReport, attention_backend: str) -> str:
     return choice.reason
 
 
-_COLUMNS = (
+_TABLE_COLUMNS = (
     ("streams", "concurrency"),
     ("tok/s", "tokens_per_second"),
     ("first token p50", "ttft_p50"),
@@ -242,11 +242,12 @@ def _format_cell(name: str, value: Any) -> str:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    cells = [[_format_cell(name, row[name]) for _, name in _COLUMNS] for row in rows]
+    cells = [[_format_cell(name, row[name]) for _, name in _TABLE_COLUMNS] for row in rows]
     widths = [
-        max(len(title), *(len(line[i]) for line in cells)) for i, (title, _) in enumerate(_COLUMNS)
+        max(len(title), *(len(line[i]) for line in cells))
+        for i, (title, _) in enumerate(_TABLE_COLUMNS)
     ]
-    titles = [title for title, _ in _COLUMNS]
+    titles = [title for title, _ in _TABLE_COLUMNS]
     print()
     for line in (titles, ["─" * width for width in widths], *cells):
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))

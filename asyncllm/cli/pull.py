@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Cancelled(Exception):
+class _DownloadCancelled(Exception):
     """Exception that ends a cancelled download."""
 
 
@@ -68,7 +68,7 @@ class _Download:
 
     def _on_progress(self, done: int, total: int, stage: str = "download") -> None:
         if self._is_cancelled:
-            raise _Cancelled
+            raise _DownloadCancelled
         self.num_received = done
 
     def _on_size(self, size: int) -> None:

@@ -70,17 +70,17 @@ class Admission:
         self.num_rejected = 0
 
     @property
-    def num_live(self) -> int:
+    def num_live_requests(self) -> int:
         """Number of requests that have not ended."""
         return self._num_members - len(self._ended_members)
 
-    def get_live(self, request_id: str) -> RequestGroup | None:
+    def get_live_group(self, request_id: str) -> RequestGroup | None:
         group = self._live_groups.get(request_id)
         return None if group is None or group.cancelled else group
 
     def check_id(self, request_id: str) -> None:
         """Raise InvalidRequestError if a live request has this id."""
-        if self.get_live(request_id) is not None:
+        if self.get_live_group(request_id) is not None:
             raise InvalidRequestError(
                 f"request_id={request_id!r}: a live request has this id; "
                 "expected one that is not in use",
@@ -144,10 +144,10 @@ class Admission:
             if self._admit(group, num_tokens) is None:
                 return None
             return self.caller_queue.push(
-                group, partial(self._reserve_first_waiting, group, num_tokens), is_gone
+                group, partial(self._reserve_for_first_caller, group, num_tokens), is_gone
             )
 
-    def _reserve_first_waiting(self, group: RequestGroup, num_tokens: int) -> bool:
+    def _reserve_for_first_caller(self, group: RequestGroup, num_tokens: int) -> bool:
         """Register the first waiting group; False if the queue is full."""
         with self._lock:
             return self._admit(group, num_tokens, 0) is None
@@ -200,7 +200,7 @@ class Admission:
             return shortage
         if earlier is not None:
             # An aborted group frees its id at once, but the engine thread will still call
-            # ``forget`` for it.
+            # ``forget_group`` for it.
             self._replaced_groups.add(earlier)
         self._live_groups[group.request_id] = group
         self._num_members += count
@@ -302,7 +302,7 @@ class Admission:
         with self._lock:
             self._ended_members.add(request)
 
-    def forget(self, group: RequestGroup) -> None:
+    def forget_group(self, group: RequestGroup) -> None:
         """Remove a group that has ended, and free its id unless a later group already uses it."""
         for request in group.members:
             self.remove_from_queue(request)
@@ -322,6 +322,6 @@ class Admission:
         with self._lock:
             self._closed_error = error
             live = [*self._live_groups.values(), *self._replaced_groups]
-        self.caller_queue.fail(error)
+        self.caller_queue.fail_all(error)
         self._advance_caller_queues()  # Calls to an EngineGroup may have waited for this engine.
         return live

@@ -108,7 +108,7 @@ class CallerQueue:
             else:
                 waiter.place_future.set_exception(error)
 
-    def fail(self, error: Callable[[], AsyncLLMError]) -> None:
+    def fail_all(self, error: Callable[[], AsyncLLMError]) -> None:
         """Fail all waiting groups."""
         with self.lock:
             waiters, self._waiters = self._waiters, {}

@@ -65,7 +65,7 @@ class EngineCore:
     Attributes:
         fatal_error: the exception that killed the engine.
         thread: the engine thread, on which ``check_not_engine_thread`` raises.
-        hung: whether the engine died because a call of the executor did not return in time.
+        is_hung: whether the engine died because a call of the executor did not return in time.
         close_reason: message of EngineClosedError; CLOSED_MESSAGE after the application's own
             ``aclose``.
         closed: whether the engine has closed; its loop then ends.
@@ -88,7 +88,7 @@ class EngineCore:
         self.thread: threading.Thread | None = None
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
-        self.hung = False
+        self.is_hung = False
         self.close_reason = CLOSED_MESSAGE
         self._lock = threading.Lock()
         self._executor_call_began_at: float | None = None
@@ -161,7 +161,7 @@ class EngineCore:
             num_running, num_paused, num_free, num_queued_tokens = 0, 0, num_blocks, 0
         return EngineStats(
             num_running=num_running,
-            num_waiting=max(0, self.admission.num_live - num_running - num_paused),
+            num_waiting=max(0, self.admission.num_live_requests - num_running - num_paused),
             num_paused=num_paused,
             num_queued_tokens=num_queued_tokens,
             is_paused=self._is_suspended,
@@ -203,9 +203,9 @@ class EngineCore:
         """
         with self._lock:
             since = self._executor_call_began_at
-            if self.hung or since is None or self.clock() - since < timeout:
+            if self.is_hung or since is None or self.clock() - since < timeout:
                 return False
-            self.hung = True
+            self.is_hung = True
             if self.fatal_error is None:
                 self.fatal_error = cause
         self._fail_all()
@@ -241,7 +241,7 @@ class EngineCore:
         finally:
             with self._lock:
                 self._executor_call_began_at = None
-                if self.hung:
+                if self.is_hung:
                     raise _DeclaredHungError
 
     def step(self) -> None:
@@ -313,7 +313,7 @@ class EngineCore:
         if step is None or not step.has_grammar_mask or step.batch.step == self._sampled_step:
             return
         self._sampled_step = step.batch.step
-        masks, ends = self._mask_maker.make(step, self._last_step_time)
+        masks, ends = self._mask_maker.make_masks(step, self._last_step_time)
         for request, error in ends:
             if error is None:
                 self.output_processor.complete(request)
@@ -339,7 +339,7 @@ class EngineCore:
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
         if step.has_grammar_mask:
-            self._mask_maker.make_ahead(step)
+            self._mask_maker.make_masks_ahead(step)
         self.scheduler.budget.recover()
         self._send_masks()
 
@@ -375,14 +375,14 @@ class EngineCore:
             self.on_abort(group)
             return
         if group.deadline < math.inf:
-            self._deadlines.add(group, self.admission.num_live)
+            self._deadlines.add(group, self.admission.num_live_requests)
         for request in group.members:
             self.scheduler.add(request)
 
     def on_add_deadline(self, group: RequestGroup) -> None:
         """Watch the deadline of a group whose prompt is still being tokenised."""
         if any(member.status is Status.NEW for member in group.members):
-            self._deadlines.add(group, self.admission.num_live)
+            self._deadlines.add(group, self.admission.num_live_requests)
 
     def on_fail(self, group: RequestGroup, error: BaseException) -> None:
         """Fail a group whose prompt or grammar could not be prepared."""
@@ -392,9 +392,9 @@ class EngineCore:
         self.admission.caller_queue.withdraw(group)
         self.output_processor.abort(group)
 
-    def on_drained(self, group: RequestGroup) -> None:
+    def on_reader_caught_up(self, group: RequestGroup) -> None:
         """Resume a group under backpressure whose stream has been read far enough."""
-        self.output_processor.release(group)
+        self.output_processor.resume_group(group)
 
     def set_suspended(self, is_suspended: bool) -> None:
         """Stop or resume scheduling; other threads use ``call(core.set_suspended, …)``. A closing
@@ -429,7 +429,7 @@ class EngineCore:
 
     def _check_closing(self, closing_at: float) -> None:
         now = self.clock()
-        live = self.admission.num_live
+        live = self.admission.num_live_requests
         only_paused = live > 0 and live == len(self.scheduler.paused)
         if not only_paused:
             self._only_paused_since = None
@@ -461,7 +461,7 @@ class EngineCore:
         self._idle_calls.close()
         for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
-                self.output_processor.close(request, self.shutdown_error())
+                self.output_processor.end_group(request, self.shutdown_error())
         self.output_processor.flush_all_wakeups()
 
 

@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
     stopped: str | None
 
-    def push(self, token_id: int, *, search: bool = True) -> str: ...
+    def push(self, token_id: int, *, search_stop_strings: bool = True) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -48,7 +48,7 @@ class DetokenizerState:
 
 
 class OutputProcessor:
-    """Converts token events to deltas, and ends requests. Engine thread only, except ``close`` and
+    """Converts token events to deltas, and ends requests. Engine thread only, except ``end_group`` and
     ``flush_all_wakeups``: a thread that declares the engine hung calls them too, perhaps at the
     same time.
 
@@ -91,7 +91,7 @@ class OutputProcessor:
         if request.status is Status.FINISHED:
             last = make_token_delta(token_id, text, logprobs, request.index)
             if not group.unfinished_requests:
-                self.close(request, None, last)
+                self.end_group(request, None, last)
                 return
             self._end_output(request, channel, last)
         else:
@@ -127,7 +127,7 @@ class OutputProcessor:
             if reasoning is None:
                 text = detokenizer.push(token_id)
             else:
-                text = detokenizer.push(token_id, search=not reasoning.push(token_id))
+                text = detokenizer.push(token_id, search_stop_strings=not reasoning.push(token_id))
         if detokenizer.stopped is not None:
             if request.status is not Status.FINISHED:
                 self._scheduler.finish(request, "stop")
@@ -149,10 +149,10 @@ class OutputProcessor:
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
             # The reader caught up before it could see ``is_backpressured``, so it sends no
-            # ``on_drained``.
-            self.release(group)
+            # ``on_reader_caught_up``.
+            self.resume_group(group)
 
-    def close(
+    def end_group(
         self, request: Request, error: Exception | None, last_delta: Delta | None = None
     ) -> None:
         """End a group's channel. ``request`` is the group's last member, which the scheduler
@@ -164,11 +164,11 @@ class OutputProcessor:
         if not channel.ended:
             self._propose_channel_end(request, error, last_delta)
             channel.end()
-        # Queue the wake before ``forget``. So a thread that fails all live requests either finds
-        # this group still registered or wakes its reader.
+        # Queue the wake before ``forget_group``. So a thread that fails all live requests either
+        finds  # this group still registered or wakes its reader.
         self._channels_to_wake.append(channel)
         group.cancelled = True
-        self._admission.forget(group)
+        self._admission.forget_group(group)
         for member in group.members:
             # Release the grammar, as the application may keep the stream or its error: grammars in
             # use take memory that other compilations need.
@@ -249,7 +249,7 @@ class OutputProcessor:
         for request in unfinished:
             self._scheduler.finish(request, "abort")
             if request is unfinished[-1]:
-                self.close(request, None)
+                self.end_group(request, None)
             else:
                 last = Delta(_remaining_text(request), (), index=request.index)
                 self._end_output(request, group.channel, last)
@@ -266,7 +266,7 @@ class OutputProcessor:
         if request.group.unfinished_requests:
             self._end_output(request, request.group.channel, last)
         else:
-            self.close(request, None, last)
+            self.end_group(request, None, last)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End the whole group with an exception, even if only one member failed."""
@@ -275,9 +275,9 @@ class OutputProcessor:
             replace_tracebacks(error)
             for request in group.members:
                 self._scheduler.finish(request, None)
-            self.close(group.members[-1], error)
+            self.end_group(group.members[-1], error)
 
-    def release(self, group: RequestGroup) -> None:
+    def resume_group(self, group: RequestGroup) -> None:
         """Resume a group under backpressure, once its stream has been read far enough."""
         channel = group.channel
         if channel.is_backpressured:

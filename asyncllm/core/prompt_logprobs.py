@@ -28,10 +28,10 @@ def budget_per_token(request: Request, vocab_size: int) -> int:
     log-probabilities takes as long as any other step."""
     if not request.lacks_prompt_logprobs:
         return 1
-    return 2 + _num_top(request, vocab_size) // TOP_LOGPROBS_PER_BUDGET_TOKEN
+    return 2 + _num_top_logprobs(request, vocab_size) // TOP_LOGPROBS_PER_BUDGET_TOKEN
 
 
-def _num_top(request: Request, vocab_size: int) -> int:
+def _num_top_logprobs(request: Request, vocab_size: int) -> int:
     count = request.sampling.prompt_logprobs
     assert count is not None
     return vocab_size if count < 0 else min(count, vocab_size)
@@ -51,7 +51,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
-            spans[row] = PromptSpan(first, end, _num_top(request, vocab_size))
+            spans[row] = PromptSpan(first, end, _num_top_logprobs(request, vocab_size))
     return spans
 
 

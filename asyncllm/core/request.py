@@ -51,7 +51,7 @@ class OutputGrammar(Protocol):
         self, request: Request, token_id: int, finish_reason: FinishReason | None
     ) -> FinishReason | None: ...
 
-    def mask(self, request: Request) -> bytes | None: ...
+    def compute_mask(self, request: Request) -> bytes | None: ...
 
     def release(self) -> None: ...
 
@@ -86,7 +86,7 @@ class RequestGroup:
     num_truncated_tokens: int = 0
     engine: int | None = None
 
-    def restart(self, now: float) -> None:
+    def restart_timeout(self, now: float) -> None:
         """Let the group's times and its timeout begin at ``now``, after a wait for a place in the
         queue. Call this before the group is sent to the engine thread."""
         self.deadline += now - self.arrived_at
@@ -96,7 +96,7 @@ class RequestGroup:
 
     @property
     def unfinished_requests(self) -> list[Request]:
-        return [member for member in self.members if not member.finished]
+        return [member for member in self.members if not member.is_finished]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -262,7 +262,7 @@ class Request:
         return None, *logprobs
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.status is Status.FINISHED
 
     def check_stop(self, token_id: int) -> FinishReason | None:

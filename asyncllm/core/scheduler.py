@@ -232,7 +232,7 @@ class Scheduler:
                 skipped.append(request)
                 continue
             if not self._admit(request):
-                if request.finished:
+                if request.is_finished:
                     continue
                 break
             step.admitted.append(request)

@@ -125,7 +125,7 @@ class StructuredOutput:
             matcher.rollback(num_followed)
         self.num_delimiter_tokens = 0 if is_last else None
 
-    def mask(self, request: Request) -> bytes | None:
+    def compute_mask(self, request: Request) -> bytes | None:
         """Bitmask of the tokens that may come next. The mask is empty, which allows all tokens,
         during reasoning; None if the output is complete and no token can follow.
 
@@ -224,7 +224,7 @@ class MaskMaker:
         self._worker: ThreadPoolExecutor | None = None
         self.num_pending = 0
 
-    def make(
+    def make_masks(
         self, step: ScheduledStep, step_time: float
     ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
         """Make the masks of a step, once all tokens before it are known. Also returns the requests
@@ -272,7 +272,7 @@ class MaskMaker:
                 request.run_ahead_end = 0
         return masks, ends
 
-    def make_ahead(self, step: ScheduledStep) -> None:
+    def make_masks_ahead(self, step: ScheduledStep) -> None:
         """Start to compute the next masks of a step's requests on a thread, where masks are slow.
         Call this once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
@@ -303,7 +303,7 @@ class MaskMaker:
 
     def _make_mask(self, grammar: StructuredOutput, request: Request) -> tuple[bytes | None, float]:
         began = grammar.clock()
-        return grammar.mask(request), grammar.clock() - began
+        return grammar.compute_mask(request), grammar.clock() - began
 
     def _on_mask_made(self, request: Request, epoch: int) -> None:
         self.num_pending -= 1

@@ -21,7 +21,12 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
-from asyncllm.runtime.loading import LoadedModel, Loader, check_processors, make_grammar_compiler
+from asyncllm.runtime.loading import (
+    LoadedModel,
+    Loader,
+    check_logits_processors,
+    make_grammar_compiler,
+)
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.validation import explain
 
@@ -90,7 +95,7 @@ class EngineThread:
         self.loaded_model = self._loader(self._config, self._on_progress)
         executor = self.loaded_model.executor
         try:
-            check_processors(self._config, executor)
+            check_logits_processors(self._config, executor)
             config, clock = self._config, time.monotonic
             scheduler = Scheduler(
                 executor.info,
@@ -125,7 +130,7 @@ class EngineThread:
 
     def _log_end(self) -> None:
         # ``check_for_hung_step`` has logged a step that hung.
-        if self.core.fatal_error is not None and not self.core.hung:
+        if self.core.fatal_error is not None and not self.core.is_hung:
             logger.error("the engine died", exc_info=self.core.fatal_error)
         stats = self.core.stats()
         logger.info(
@@ -187,7 +192,7 @@ class EngineThread:
     @property
     def thread_to_join(self) -> threading.Thread | None:
         """Thread to join once ``exited`` is done; None if the thread is stuck."""
-        return None if self.core.hung else self._thread
+        return None if self.core.is_hung else self._thread
 
     def wait_exited(self) -> None:
         """Wait for ``exited`` without an event loop, and meanwhile notice a step that hangs."""

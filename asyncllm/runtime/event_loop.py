@@ -167,7 +167,7 @@ async def wait_for(future: Future[Any]) -> Any:
         del future  # Break the cycle of exception, traceback and future.
 
 
-async def join(thread: threading.Thread, timeout: float) -> None:
+async def join_thread(thread: threading.Thread, timeout: float) -> None:
     """``thread.join(timeout)`` on the running loop. Polls, because no thread can announce its own
     end."""
     deadline = anyio.current_time() + timeout

@@ -377,7 +377,7 @@ class InputProcessor:
         if request.sampling.stop:
             detokenizer_options["stop"] = StopStrings(request.sampling.stop)
         if parser is not None:
-            delimiters = self._delimiters(parser.syntax)
+            delimiters = self._find_delimiter_tokens(parser.syntax)
             detokenizer_options["visible"] = delimiters.special_ids
             end = tokenizer.decode(token_ids[-_NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.syntax.answer_begins_in(end)
@@ -393,7 +393,7 @@ class InputProcessor:
             )
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
-    def _delimiters(self, syntax: ChatSyntax) -> DelimiterTokens:
+    def _find_delimiter_tokens(self, syntax: ChatSyntax) -> DelimiterTokens:
         """Delimiters of a response format as tokens; cached, because every conversation needs
         them."""
         delimiters = self._delimiter_tokens.get(syntax)

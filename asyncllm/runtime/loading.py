@@ -57,7 +57,7 @@ def make_grammar_compiler(config: EngineConfig, loaded_model: LoadedModel) -> Gr
     return GrammarCompiler(backends, config.grammar_timeout)
 
 
-def check_processors(config: EngineConfig, executor: Executor) -> None:
+def check_logits_processors(config: EngineConfig, executor: Executor) -> None:
     """Raise InvalidRequestError for logits processors that the executor cannot run, because it is
     in another process or has no model."""
     in_process = getattr(executor, "in_process", None)

@@ -76,7 +76,7 @@ def pop_fields(kind: type[T], options: dict[str, Any]) -> T:
     return kind(**{name: options.pop(name) for name in names if name in options})
 
 
-def request_ids(value: Any) -> list[str]:
+def normalized_request_ids(value: Any) -> list[str]:
     """Normalise one request id or several to plain strings.
 
     Raises:

@@ -107,7 +107,7 @@ class RequestQueue(Protocol):
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream: ...
 
-    def prompts_made(self) -> list[Future[None]]: ...
+    def pending_prompt_futures(self) -> list[Future[None]]: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -166,11 +166,11 @@ class Submitter:
             except BaseException:
                 core.abandon(group)
                 raise
-            group.restart(core.clock())
+            group.restart_timeout(core.clock())
         self.start(submission)
         return stream
 
-    def prompts_made(self) -> list[Future[None]]:
+    def pending_prompt_futures(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
         return self._tokenizer_threads.barrier()
 

@@ -136,7 +136,7 @@ class Serving:
         prompts: list[Future[None]] = []
         if not all(stream.prompt_token_ids for stream in streams):
             with suppress(AsyncLLMError):  # The engine may have closed.
-                prompts = self.engine._require_input_processor().submitter.prompts_made()
+                prompts = self.engine._require_input_processor().submitter.pending_prompt_futures()
         num_left = len(prompts)
 
         def release_after_last() -> None:

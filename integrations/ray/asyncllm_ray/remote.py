@@ -201,7 +201,7 @@ class RemoteRequest:
     def __post_init__(self) -> None:
         self.channel = self.group.channel
         self._step = max(1, self.call.window // 2)
-        self.channel.is_backpressured = True  # Makes each read call ``on_drained``.
+        self.channel.is_backpressured = True  # Makes each read call ``on_reader_caught_up``.
 
     @property
     def num_read(self) -> int:
@@ -217,7 +217,7 @@ class RemoteRequest:
     def send(self, run: Callable[..., None], *args: Any) -> None:
         run(*args)
 
-    def on_drained(self, _: RequestGroup) -> None:
+    def on_reader_caught_up(self, _: RequestGroup) -> None:
         """Give the replica credit, if the reader has read enough since the last time."""
         channel = self.channel
         if channel.num_read - self._num_told >= self._step:
