@@ -131,7 +131,7 @@ class ChannelRig:
             finish=self._on_finish, pause=lambda _: None, resume=lambda _: None
         )
         self.forgotten: list[RequestGroup] = []
-        admission = SimpleNamespace(forget=self.forgotten.append)
+        admission = SimpleNamespace(forget_group=self.forgotten.append)
         self.output_processor = OutputProcessor(self.scheduler, admission, lambda: 0.0)
         self.observed = Ends()
         self.group.notifier = ObserverNotifier(self.request, (self.observed,))

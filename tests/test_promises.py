@@ -46,11 +46,11 @@ async def every_stream_ends(fake):
 
 
 def a_stop_is_not_announced(patch):
-    close = OutputProcessor.close
+    end_group = OutputProcessor.end_group
 
-    def forget(self, request, error, last=None):
+    def forget(self, request, error, last_delta=None):
         if request.finish_reason != "stop":
-            close(self, request, error, last)
+            end_group(self, request, error, last_delta)
 
     patch.setattr(OutputProcessor, "end_group", forget)
 

@@ -48,8 +48,8 @@ class DetokenizerState:
 
 
 class OutputProcessor:
-    """Converts token events to deltas, and ends requests. Engine thread only, except ``end_group`` and
-    ``flush_all_wakeups``: a thread that declares the engine hung calls them too, perhaps at the
+    """Converts token events to deltas, and ends requests. Engine thread only, except ``end_group``
+    and ``flush_all_wakeups``: a thread that declares the engine hung calls them too, perhaps at the
     same time.
 
     Attributes:
@@ -165,7 +165,7 @@ class OutputProcessor:
             self._propose_channel_end(request, error, last_delta)
             channel.end()
         # Queue the wake before ``forget_group``. So a thread that fails all live requests either
-        finds  # this group still registered or wakes its reader.
+        # finds this group still registered or wakes its reader.
         self._channels_to_wake.append(channel)
         group.cancelled = True
         self._admission.forget_group(group)
