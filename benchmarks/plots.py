@@ -201,7 +201,7 @@ async def draw_demo(streams: int = 8, seed: int = 11) -> str:
 
         def look() -> None:
             nonlocal most, frame
-            running = [t for t in demo.streams if t.first_token_at and not t.done]
+            running = [t for t in demo.streams if t.first_token_at and not t.is_done]
             text = sum(len(t.text) for t in running)
             if len(running) >= 3 and text > most:
                 most, frame = text, view.live_frame()

@@ -118,12 +118,12 @@ def test_growing_appends_to_every_table_or_to_none():
     one = request(range(3))
     assert kv.admit(one, 3, ([], []))
     assert (ids(one), one.num_covered_tokens) == ([[1], [2, 3]], 4)
-    assert kv.grow(one, 4, reserve=100) == ([], [])
+    assert kv.grow(one, 4, min_free_blocks=100) == ([], [])
     assert kv.grow(one, 5) == ([4], [5])
     assert (ids(one), one.num_covered_tokens) == ([[1, 4], [2, 3, 5]], 6)
-    assert kv.grow(one, 7, reserve=2) is None
+    assert kv.grow(one, 7, min_free_blocks=2) is None
     assert (ids(one), one.num_covered_tokens, kv.pool.num_free) == ([[1, 4], [2, 3, 5]], 6, 2)
-    assert kv.grow(one, 7, reserve=1) == ([], [6])
+    assert kv.grow(one, 7, min_free_blocks=1) == ([], [6])
     assert one.num_covered_tokens == 8
     assert kv.grow(one, 12) is None
     check_kv_cache(kv, [one])

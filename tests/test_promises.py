@@ -83,7 +83,7 @@ def submission_waits_for_the_first_read(patch):
             core.send(core.on_add, self._group)
         return await read(self)
 
-    patch.setattr(Submitter, "_send", later)
+    patch.setattr(Submitter, "_send_when_grammar_ready", later)
     patch.setattr(TokenStream, "__anext__", first_submit)
 
 

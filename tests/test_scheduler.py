@@ -317,7 +317,7 @@ def test_shrunken_budget_recovers():
     assert rig.scheduler.budget.shrink([step]) == []
     assert rig.scheduler.budget.tokens == 10
     for _ in range(200):
-        rig.scheduler.budget.recover()
+        rig.scheduler.budget.record_success()
     assert rig.scheduler.budget.tokens == 32
 
 

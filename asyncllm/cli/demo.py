@@ -64,7 +64,7 @@ async def _print_when_done(demo: Demo) -> None:
     unprinted = list(demo.streams)
 
     def refresh() -> None:
-        for stream in [stream for stream in unprinted if stream.done]:
+        for stream in [stream for stream in unprinted if stream.is_done]:
             unprinted.remove(stream)
             print(f"\n{_format_answer(stream)}", flush=True)
 

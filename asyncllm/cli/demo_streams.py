@@ -35,7 +35,7 @@ class DemoStream:
     error: str | None = None
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
     @property

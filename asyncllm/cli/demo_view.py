@@ -107,7 +107,7 @@ class DemoView:
 
     def _wrap_text(self, stream: DemoStream, width: int) -> list[Text]:
         text = stream.error or stream.text.strip()
-        if not stream.done and stream.first_token_at is not None:
+        if not stream.is_done and stream.first_token_at is not None:
             text += _CURSOR
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
@@ -177,7 +177,7 @@ def _style_and_mark(stream: DemoStream) -> tuple[str, str]:
     """Colour and status mark of a stream."""
     if stream.error:
         return "red", "✗"
-    if stream.done:
+    if stream.is_done:
         return "green", "●"
     return ("bright_black", "·") if stream.first_token_at is None else ("cyan", "◐")
 

@@ -254,7 +254,7 @@ class EngineCore:
             self._check_closing(self._closing_at)
         if self._idle_calls.due_calls and not self._in_flight:
             # An exception in a call ends the engine, as an exception in a step does.
-            self._idle_calls.run_due()
+            self._idle_calls.run_due_calls()
         launched = not self.closed and self._launch()
         self.output_processor.flush_wakeups()
         if self.closed:
@@ -334,13 +334,13 @@ class EngineCore:
         self._last_step_time = now - launched_at
         # With two steps in flight, a step begins when the step before it ends.
         began_at = max(launched_at, self._last_collected_at)
-        self._token_rate.add(step.batch.num_tokens, now - began_at)
+        self._token_rate.add_step(step.batch.num_tokens, now - began_at)
         self._last_collected_at = now
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
         if step.has_grammar_mask:
             self._mask_maker.make_masks_ahead(step)
-        self.scheduler.budget.recover()
+        self.scheduler.budget.record_success()
         self._send_masks()
 
     def _roll_back_and_shrink(self, error: StepOutOfMemoryError) -> None:

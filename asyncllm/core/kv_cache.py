@@ -170,7 +170,7 @@ class KVCacheManager:
         return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)
 
     def _num_missing_blocks(
-        self, tables: Sequence[list[Block]], num_tokens: int, num_computed: int
+        self, tables: Sequence[list[Block]], num_tokens: int, num_computed_tokens: int
     ) -> list[int]:
         """Number of missing blocks per group, for tables that hold ``num_tokens``."""
         missing = []
@@ -179,7 +179,7 @@ class KVCacheManager:
             missing.append(count if count > 0 else 0)
         for group in self._sliding_groups:
             # A table has null blocks before the window, then at most ``max_held_blocks`` others.
-            max_entries = group.first_visible_block(num_computed) + group.max_held_blocks
+            max_entries = group.first_visible_block(num_computed_tokens) + group.max_held_blocks
             count = max_entries - len(tables[group.index])
             if count < missing[group.index]:
                 missing[group.index] = count if count > 0 else 0
@@ -236,30 +236,34 @@ class KVCacheManager:
         return length
 
     def admit(
-        self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
+        self,
+        request: Request,
+        num_tokens: int,
+        prefix: tuple[list[Block], ...],
+        min_free_blocks: int = 0,
     ) -> bool:
         """Assign the cached ``prefix``, and new blocks up to ``num_tokens``, to a request without
         blocks. The blocks for the whole prompt are taken at once, so that later chunks of it need
         not preempt others. (With a sliding window they may preempt: a block outside of the window
         is not freed if another request shares it.) Returns False, and takes no block, if fewer than
-        ``reserve`` blocks would be left."""
-        num_computed = len(prefix[0]) * self.groups[0].block_size
-        missing = self._num_missing_blocks(prefix, num_tokens, num_computed)
+        ``min_free_blocks`` blocks would be left."""
+        num_computed_tokens = len(prefix[0]) * self.groups[0].block_size
+        missing = self._num_missing_blocks(prefix, num_tokens, num_computed_tokens)
         num_taken = sum(missing)
         for blocks in prefix:
             for block in blocks:
                 num_taken += block.ref_count == 0
-        if num_taken + reserve > self.pool.num_free:
+        if num_taken + min_free_blocks > self.pool.num_free:
             return False
         request.num_out_of_window = [
-            group.first_visible_block(num_computed) for group in self.groups
+            group.first_visible_block(num_computed_tokens) for group in self.groups
         ]
         for blocks, first in zip(prefix, request.num_out_of_window, strict=True):
             for block in blocks[first:]:
                 self.pool.touch(block)
         request.blocks = prefix
-        request.num_computed_tokens = num_computed
-        self._set_num_offered_tokens(request, num_computed)
+        request.num_computed_tokens = num_computed_tokens
+        self._set_num_offered_tokens(request, num_computed_tokens)
         if self.states is not None:
             self.states.admit(request)
         self._append_blocks(request, missing)
@@ -291,25 +295,25 @@ class KVCacheManager:
         return freed
 
     def grow(
-        self, request: Request, num_tokens: int, reserve: int = 0
+        self, request: Request, num_tokens: int, min_free_blocks: int = 0
     ) -> tuple[list[int], ...] | None:
         """Append blocks until the tables hold ``num_tokens``, or all known tokens if those are
         more. Call ``free_out_of_window`` first. Returns the new block ids per group; returns None,
-        and takes no block, if fewer than ``reserve`` blocks would be left."""
+        and takes no block, if fewer than ``min_free_blocks`` blocks would be left."""
         if num_tokens < len(request.token_ids):
             num_tokens = len(request.token_ids)
         missing = self._num_missing_blocks(request.blocks, num_tokens, request.num_computed_tokens)
         total = sum(missing)
-        if total and total + reserve > self.pool.num_free:
+        if total and total + min_free_blocks > self.pool.num_free:
             return None
         return block_ids(self._append_blocks(request, missing))
 
-    def _append_blocks(self, request: Request, counts: list[int]) -> list[list[Block]]:
+    def _append_blocks(self, request: Request, num_new_blocks: list[int]) -> list[list[Block]]:
         # End the row where the next state snapshot is due.
         new_blocks, num_covered_tokens = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
-            count = counts[group.index]
+            count = num_new_blocks[group.index]
             blocks_of_group = self.pool.allocate(count) if count else []
             blocks += blocks_of_group
             new_blocks.append(blocks_of_group)

@@ -251,8 +251,8 @@ class Scheduler:
         has_victims = len(self._idle_requests_with_blocks) > (
             request in self._idle_requests_with_blocks
         )
-        reserve = self.kv.watermark if self.running and not has_victims else 0
-        while not self._take_blocks(request, reserve):
+        min_free_blocks = self.kv.watermark if self.running and not has_victims else 0
+        while not self._take_blocks(request, min_free_blocks):
             victim = self._idle_victim(excluded=request)
             if victim is None:
                 if not self.running:
@@ -268,12 +268,12 @@ class Scheduler:
             self.num_prompt_tokens += request.num_prompt_tokens
         return True
 
-    def _take_blocks(self, request: Request, reserve: int) -> bool:
+    def _take_blocks(self, request: Request, min_free_blocks: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
         if request.blocks:
             self.kv.free_out_of_window(request)
-            return self.kv.grow(request, num_tokens, reserve) is not None
-        return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
+            return self.kv.grow(request, num_tokens, min_free_blocks) is not None
+        return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), min_free_blocks)
 
     def _num_reserved_tokens(self, request: Request) -> int:
         """Number of tokens that a request needs blocks for on admission, drafts included."""

@@ -93,17 +93,17 @@ class StructuredOutput:
         if self.num_masks_ahead and finish_reason is None:
             self.pending_token = token_id
             return None
-        self._accept(request, token_id)
+        self._accept_token(request, token_id)
         return self._final_finish_reason(finish_reason)
 
-    def _accept(self, request: Request, token_id: int) -> None:
+    def _accept_token(self, request: Request, token_id: int) -> None:
         if not self.matcher.accept(token_id):
             raise _grammar_violation_error(request, token_id)
 
     def _accept_grammar_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Accept a stop token where the grammar cannot end. The mask allowed it, so the grammar
         names it."""
-        self._accept(request, token_id)
+        self._accept_token(request, token_id)
         if self.matcher.may_end():
             return "stop"
         request.stop_reason = None
@@ -139,7 +139,7 @@ class StructuredOutput:
         matcher, reasoning, token_id = self.matcher, request.reasoning, self.pending_token
         if token_id is not None:
             self.pending_token = None
-            self._accept(request, token_id)
+            self._accept_token(request, token_id)
             if matcher.is_terminated():
                 return None
         if reasoning is not None and reasoning.thinking:

@@ -35,7 +35,7 @@ class TokenBudget:
         self.tokens = max(1, largest.batch.num_tokens // 2)
         return []
 
-    def recover(self) -> None:
+    def record_success(self) -> None:
         """Count a successful step, and raise the budget after enough successes."""
         if self.tokens < self.limit:
             self._steps_since_shrink += 1

@@ -21,7 +21,7 @@ class TokenRate:
         self._count = self._tokens = self._seconds = 0.0
         self._token_squares = self._second_squares = self._products = 0.0
 
-    def add(self, num_tokens: int, seconds: float) -> None:
+    def add_step(self, num_tokens: int, seconds: float) -> None:
         """Add a finished step to the rate.
 
         Args:

@@ -114,7 +114,7 @@ class WaitingQueue:
             self._drop_entry(request, self._owners[request.owner])
 
     def admit(self, request: Request) -> None:
-        """Remove a request that gets a slot; its owner goes to the end of the line."""
+        """Remove a request that gets a slot; its owner's next turn comes after the other owners."""
         owner = self._owners[request.owner]
         owner.num_running += 1
         self._serial += 1

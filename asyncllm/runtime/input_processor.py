@@ -23,7 +23,7 @@ from asyncllm.errors import ContextLengthExceededError
 from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
-from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
+from asyncllm.runtime.prompt_encoder import EncodeFunction, PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
 from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
@@ -125,8 +125,8 @@ class InputProcessor:
         sampling_overrides = with_response_format(
             sampling_overrides, sampling_params, chat_options.response_format
         )
-        syntax, calls_may_follow_text = self.prompts.chat_syntax(tool_use, chat_options), True
-        template_input = self.prompts.template_input(messages, tool_use, chat_options)
+        syntax, calls_may_follow_text = self.prompts.find_chat_syntax(tool_use, chat_options), True
+        template_input = self.prompts.make_template_input(messages, tool_use, chat_options)
         if tool_use is not None:
             assert syntax is not None
             sampling_overrides, calls_may_follow_text = with_tool_grammar(
@@ -182,7 +182,7 @@ class InputProcessor:
         self,
         request: Request,
         call: CallArguments,
-        encode: Encode,
+        encode: EncodeFunction,
         num_characters: int,
         parser: MessageParser | None = None,
         min_num_tokens: int = 0,

@@ -18,7 +18,7 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.tool_use import ToolUse
 
-Encode = Callable[[int | None], list[int] | None]
+EncodeFunction = Callable[[int | None], list[int] | None]
 """Thread-safe function that makes the token ids of a prompt. Its argument is the maximum number of
 characters, or None for no maximum; with a maximum it returns None for a prompt that is longer, or
 slow to render."""
@@ -49,7 +49,7 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
         **template: Any,
-    ) -> tuple[int, Encode]:
+    ) -> tuple[int, EncodeFunction]:
         """Check the arguments of ``AsyncLLMEngine.tokenize``; returns the number of characters and
         a function that tokenises them.
 
@@ -67,8 +67,8 @@ class PromptEncoder:
                 accepted = "None or False with messages, whose special tokens the template writes"
                 raise check.invalid("add_special_tokens", special, accepted)
             tool_use = ToolUse.parse(options.tools, "auto", True)
-            self.chat_syntax(tool_use, options)
-            chat = self.template_input(prompt, tool_use, options, generation)
+            self.find_chat_syntax(tool_use, options)
+            chat = self.make_template_input(prompt, tool_use, options, generation)
             encode = partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
             return chat.num_characters, encode
         chat_only = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
@@ -98,15 +98,22 @@ class PromptEncoder:
         return self.loaded_model.tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(
-        self, chat: TemplateInput, max_tokens: int | None, split: bool, max_characters: int | None
+        self,
+        chat: TemplateInput,
+        max_tokens: int | None,
+        split_special_tokens: bool,
+        max_characters: int | None,
     ) -> list[int] | None:
         if max_characters is not None and chat.num_characters > max_characters:
             return None
         return self.loaded_model.tokenizer.encode_chat(
-            chat, max_tokens, split_special_tokens=split, at_once=max_characters is not None
+            chat,
+            max_tokens,
+            split_special_tokens=split_special_tokens,
+            at_once=max_characters is not None,
         )
 
-    def template_input(
+    def make_template_input(
         self,
         messages: Any,
         tool_use: ToolUse | None,
@@ -133,7 +140,9 @@ class PromptEncoder:
             messages, variables, arguments_as_text=self._chat_syntaxes.expects_text_arguments
         )
 
-    def chat_syntax(self, tool_use: ToolUse | None, options: TemplateOptions) -> ChatSyntax | None:
+    def find_chat_syntax(
+        self, tool_use: ToolUse | None, options: TemplateOptions
+    ) -> ChatSyntax | None:
         """Format of the answer to a conversation.
 
         Raises:

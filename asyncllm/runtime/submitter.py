@@ -172,7 +172,7 @@ class Submitter:
 
     def pending_prompt_futures(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
-        return self._tokenizer_threads.barrier()
+        return self._tokenizer_threads.pending_job_futures()
 
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
@@ -199,7 +199,7 @@ class Submitter:
             submission.notifier.submitted(RequestInfo(*submission.call))
         core, request, make_prompt = self.core, submission.request, submission.make_prompt
         if make_prompt is None:
-            self._send(request)
+            self._send_when_grammar_ready(request)
             return
         group = request.group
         if group.deadline < math.inf:
@@ -212,7 +212,7 @@ class Submitter:
                 if not make_prompt(request, max_characters):
                     return False
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
-                self._send(request)
+                self._send_when_grammar_ready(request)
             except BaseException as error:
                 # A Rust panic in the tokenizer is a BaseException.
                 if not issubclass(type(error), Exception):
@@ -225,7 +225,7 @@ class Submitter:
         except RequestError as error:
             core.send(core.on_fail, group, error)
 
-    def _send(self, request: Request) -> None:
+    def _send_when_grammar_ready(self, request: Request) -> None:
         """Send the group to the engine thread once its grammar is compiled, without delaying other
         requests."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs

@@ -204,7 +204,7 @@ class TokenizerThreads:
             result = await self.long_thread.call(partial(job, None), num_characters)
         return result
 
-    def barrier(self) -> list[Future[None]]:
+    def pending_job_futures(self) -> list[Future[None]]:
         """Futures that are done once the jobs submitted so far are done."""
         return [thread.submit(lambda: None) for thread in (self.long_thread, self._short_thread)]
 
