@@ -142,16 +142,16 @@ class Workload:
 
     async def measure(self, concurrency: int, rounds: int) -> ConcurrencyResult:
         """Measure ``concurrency`` readers, each with ``rounds`` requests in turn."""
-        row = ConcurrencyResult(concurrency)
+        result = ConcurrencyResult(concurrency)
         started = time.perf_counter()
         async with LagMeter() as meter:
-            await asyncio.gather(*(self._run_requests(row, rounds) for _ in range(concurrency)))
-        row.duration = time.perf_counter() - started
-        row.loop_lag = meter.lags
-        await self._measure_aborts(row)
-        return row
+            await asyncio.gather(*(self._run_requests(result, rounds) for _ in range(concurrency)))
+        result.duration = time.perf_counter() - started
+        result.loop_lag = meter.lags
+        await self._measure_aborts(result)
+        return result
 
-    async def _run_requests(self, row: ConcurrencyResult, rounds: int) -> None:
+    async def _run_requests(self, result: ConcurrencyResult, rounds: int) -> None:
         for _ in range(rounds):
             began = last = time.perf_counter()
             num_tokens = 0
@@ -161,22 +161,22 @@ class Workload:
             ):
                 now = time.perf_counter()
                 if num_tokens == 0 and delta.token_ids:
-                    row.ttft.append(now - began)
+                    result.ttft.append(now - began)
                 elif delta.token_ids:
                     # The tokens of a delta arrived together, so they count as one gap.
-                    row.between_tokens.append(now - last)
+                    result.between_tokens.append(now - last)
                 last, usage = now, delta.usage
                 num_tokens += len(delta.token_ids)
             assert usage is not None
-            row.num_requests += 1
-            row.num_tokens += num_tokens
+            result.num_requests += 1
+            result.num_tokens += num_tokens
 
-    async def _measure_aborts(self, row: ConcurrencyResult) -> None:
+    async def _measure_aborts(self, result: ConcurrencyResult) -> None:
         """Measure the time from an abort until the stream's blocks are free, one stream at a time,
         while the other streams run."""
         streams = [
             self._engine.stream(next(self._prompts), ignore_eos=True)
-            for _ in range(row.concurrency)
+            for _ in range(result.concurrency)
         ]
         for stream in streams:
             await anext(stream)
@@ -184,7 +184,7 @@ class Workload:
             began = time.perf_counter()
             stream.abort()
             if (await stream.result()).finish_reason == "abort":
-                row.cancel_to_free.append(time.perf_counter() - began)
+                result.cancel_to_free.append(time.perf_counter() - began)
         for stream in streams:
             stream.abort()
         for stream in streams:

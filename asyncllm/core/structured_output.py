@@ -75,13 +75,13 @@ class StructuredOutput:
         self, request: Request, token_id: int, finish_reason: FinishReason | None
     ) -> FinishReason | None:
         reasoning = request.reasoning
-        thinking = reasoning is not None and reasoning.thinking
+        is_thinking = reasoning is not None and reasoning.is_thinking
         if finish_reason == "stop":  # The grammar gets a stop token only if it names that token.
-            if thinking or token_id not in self.special_tokens or self.matcher.may_end():
+            if is_thinking or token_id not in self.special_tokens or self.matcher.may_end():
                 return finish_reason
             return self._accept_grammar_stop_token(request, token_id)
         if reasoning is not None:
-            if thinking:
+            if is_thinking:
                 return finish_reason
             if token_id == reasoning.next_begin_token():
                 self._track_reasoning_delimiter(reasoning, token_id)
@@ -142,7 +142,7 @@ class StructuredOutput:
             self._accept_token(request, token_id)
             if matcher.is_terminated():
                 return None
-        if reasoning is not None and reasoning.thinking:
+        if reasoning is not None and reasoning.is_thinking:
             return b""
         mask, may_end = matcher.bitmask(), matcher.may_end()
         if self.num_delimiter_tokens is None:

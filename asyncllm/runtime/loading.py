@@ -100,22 +100,22 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         overrides=config.hf_overrides,
         use_generation_defaults=config.generation_config == "auto",
     )
-    text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
+    tokenizer_load = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
 
-    def report(done: int, total: int, stage: LoadStage = "weights") -> None:
-        text.begin()
+    def report_progress(done: int, total: int, stage: LoadStage = "weights") -> None:
+        tokenizer_load.begin()
         progress(done, total, stage)
 
     if not _can_read_in_parallel(tokenizer_path, model_config):
-        text.result()
+        tokenizer_load.result()
     try:
-        executor = build_model_runner(config, model_config, report)
+        executor = build_model_runner(config, model_config, report_progress)
     except BaseException:
         # Raise an error of the tokenizer first, as if it had been read before the weights.
-        text.result()
+        tokenizer_load.result()
         raise
     try:
-        tokenizer, syntaxes = text.result()
+        tokenizer, syntaxes = tokenizer_load.result()
     except BaseException:
         close_executor(executor)
         raise
