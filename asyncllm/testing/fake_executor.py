@@ -27,7 +27,7 @@ def hash_pair(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-class _Digests:
+class _TokenDigests:
     """Digests of a sequence's tokens in one KV group; they replace keys and values.
 
     Without a window, a digest is computed from the token and the digest before it. With a window,
@@ -155,10 +155,10 @@ class FakeExecutor:
             entries.append(self._logprobs(states, prompt[position], count))
         return entries
 
-    def _make_digests(self) -> list[_Digests]:
-        """Make an empty ``_Digests`` per KV group, and one for the recurrent state if any."""
+    def _make_digests(self) -> list[_TokenDigests]:
+        """Make an empty ``_TokenDigests`` per KV group, and one for the recurrent state if any."""
         windows = [spec.window for spec in self.info.kv_groups] + [None] * self.info.has_states
-        return [_Digests(index, window) for index, window in enumerate(windows)]
+        return [_TokenDigests(index, window) for index, window in enumerate(windows)]
 
     def _logprobs(self, states: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
         likeliest, size = self._next_token(states), self.info.vocab_size
@@ -315,7 +315,7 @@ class FakeExecutor:
                 "wrote"
             )
         window = self.info.kv_groups[group].window
-        digests = _Digests(group, window, start, cast("list[int]", states))
+        digests = _TokenDigests(group, window, start, cast("list[int]", states))
         state = group
         for position, token_id in enumerate(tokens, start):
             state = digests.append(token_id)
