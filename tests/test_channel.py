@@ -123,7 +123,7 @@ def test_token_after_the_end_is_dropped():
         rig.abort()
         late = rig.channel
         late.put(5, "5 ", None)
-        late.append(Delta("6 ", (6,)))
+        late.put_last_delta(Delta("6 ", (6,)))
         assert (late.num_written, late.num_unread, len(late.items)) == (1, 1, 1)
         rig.read()
         assert [delta.token_ids for delta in rig.deltas] == [(1000,)]

@@ -31,7 +31,7 @@ class Follower:
         vocabulary = byte_vocabulary(*[b""] * 60)
         grammar = backend(vocabulary).compile(parse_structured_outputs({"choice": choices}))
         self.output = StructuredOutput(grammar.new_matcher())
-        state: dict[str, Any] = {"thinking": False, "may_begin": True, "only_at_start": True}
+        state: dict[str, Any] = {"is_thinking": False, "may_begin": True, "only_at_start": True}
         self.request: Any = SimpleNamespace(
             request_id="r",
             token_ids=[1],
