@@ -24,13 +24,13 @@ from asyncllm.observer import Observer, Observers
 from asyncllm.outputs import Completion, EngineStats
 from asyncllm.rows import RowJob, RowStream
 from asyncllm.runtime.engine_thread import EngineThread
-from asyncllm.runtime.event_loop import join, wait_for
-from asyncllm.runtime.handle import Handle
+from asyncllm.runtime.event_loop import join_thread, wait_for
+from asyncllm.runtime.handle import UncopyableHandle
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.loading import Loader, load_model
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
-from asyncllm.runtime.request_options import ChatOptions, RequestOptions, request_ids
+from asyncllm.runtime.request_options import ChatOptions, RequestOptions, normalized_request_ids
 from asyncllm.runtime.submitter import Submitter
 from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ _JOIN_SECONDS = 2.0
 """Maximum number of seconds that closing waits for threads that have ended their work."""
 
 
-class AsyncLLMEngine(Handle):
+class AsyncLLMEngine(UncopyableHandle):
     """A streaming LLM engine inside the application.
 
         async with AsyncLLMEngine("path/or/hub-id") as engine:
@@ -144,7 +144,7 @@ class AsyncLLMEngine(Handle):
     def _thread_mailbox(self) -> ThreadMailbox:
         self._require_input_processor()
         assert self._thread is not None
-        return ThreadMailbox(self._thread.watch_interval, self._thread.check_step)
+        return ThreadMailbox(self._thread.watch_interval, self._thread.check_for_hung_step)
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """End the engine and release its thread, files and device memory.
@@ -159,7 +159,7 @@ class AsyncLLMEngine(Handle):
         if thread is not None:
             await wait_for(thread.exited)
             for leftover, seconds in self._clean_up(thread):
-                await join(leftover, seconds)
+                await join_thread(leftover, seconds)
             await thread.join_watcher()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
@@ -176,10 +176,10 @@ class AsyncLLMEngine(Handle):
             raise EngineError("aclose(): the engine is starting; cancel start() instead")
         thread = self._thread
         if thread is not None:
-            thread.core.check_waiting()
+            thread.core.check_not_engine_thread()
         self._is_closed = True
         if thread is not None:
-            thread.check_process()
+            thread.check_not_forked()
             thread.close(drain)
         return thread
 
@@ -191,7 +191,7 @@ class AsyncLLMEngine(Handle):
         self._mailboxes.clear()
         leftovers = (
             thread.thread_to_join,
-            *self._input_processor.prompts.text_threads.close(),
+            *self._input_processor.prompts.tokenizer_threads.close(),
             *self._submitter.close(),
         )
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -210,8 +210,8 @@ class AsyncLLMEngine(Handle):
         """
         if self._thread is not None or not self._is_closed:
             thread = self._require_started()
-            thread.check_process()
-            thread.core.check_waiting()
+            thread.check_not_forked()
+            thread.core.check_not_engine_thread()
             await wait_for(thread.exited)
         if self.error is not None:
             raise self.error
@@ -228,7 +228,7 @@ class AsyncLLMEngine(Handle):
             return "new" if thread is None else "starting"
         if thread.core.fatal_error is not None:
             return "dead"
-        return "closed" if thread.closing or not thread.in_own_process() else "running"
+        return "closed" if thread.closing or thread.is_forked_child() else "running"
 
     @property
     def error(self) -> EngineError | None:
@@ -313,7 +313,7 @@ class AsyncLLMEngine(Handle):
         options = RequestOptions(
             request_id, priority, timeout, max_unread, on_slow, cache_salt, owner
         )
-        submission = inputs.prompt(prompt, sampling_params, options, sampling)
+        submission = inputs.make_prompt_submission(prompt, sampling_params, options, sampling)
         return inputs.submitter.enqueue(submission)
 
     async def generate(
@@ -348,7 +348,7 @@ class AsyncLLMEngine(Handle):
         A cancelled call leaves nothing behind.
         """
         inputs = self._require_input_processor()
-        submission = inputs.prompt_or_conversation(prompt, sampling_params, options)
+        submission = inputs.make_submission(prompt, sampling_params, options)
         return await inputs.submitter.enqueue_or_wait(submission)
 
     def map(
@@ -481,7 +481,7 @@ class AsyncLLMEngine(Handle):
             parallel_tool_calls,
             response_format,
         )
-        submission = inputs.conversation(messages, sampling_params, options, chat, sampling)
+        submission = inputs.make_chat_submission(messages, sampling_params, options, chat, sampling)
         return inputs.submitter.enqueue(submission)
 
     def abort(self, request_id: str | Iterable[str]) -> None:
@@ -492,8 +492,8 @@ class AsyncLLMEngine(Handle):
             InvalidRequestError: for anything but a string or strings; no request is aborted then.
         """
         core = self._require_input_processor().submitter.core
-        for each_id in request_ids(request_id):
-            group = core.admission.get_live(each_id)
+        for each_id in normalized_request_ids(request_id):
+            group = core.admission.get_live_group(each_id)
             if group is not None:
                 core.abort(group)
 
@@ -539,7 +539,7 @@ class AsyncLLMEngine(Handle):
         )
         token_ids = encode(SHORT_TEXT_CHARACTERS)
         if token_ids is None:
-            token_ids = await prompts.text_threads.call(encode, num_characters)
+            token_ids = await prompts.tokenizer_threads.call(encode, num_characters)
         return token_ids  # pyright: ignore[reportReturnType]
 
     async def detokenize(
@@ -557,7 +557,7 @@ class AsyncLLMEngine(Handle):
         return (
             decode()
             if length < LONG_TEXT_CHARACTERS
-            else await prompts.text_threads.long_thread.call(decode, length)
+            else await prompts.tokenizer_threads.long_thread.call(decode, length)
         )
 
     # --- the engine as a whole ---------------------------------------------------------
@@ -573,7 +573,7 @@ class AsyncLLMEngine(Handle):
 
     async def _set_paused(self, is_paused: bool) -> None:
         core = self._require_input_processor().submitter.core
-        await wait_for(core.call(core.suspend, is_paused))
+        await wait_for(core.call(core.set_suspended, is_paused))
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes. While requests hold KV blocks, only returns False."""

@@ -20,11 +20,11 @@ from asyncllm.group_queue import GroupQueue
 from asyncllm.observer import Observer
 from asyncllm.outputs import EngineStats
 from asyncllm.runtime.engine_thread import EngineThread
-from asyncllm.runtime.event_loop import join, wait_for
+from asyncllm.runtime.event_loop import join_thread, wait_for
 from asyncllm.runtime.input_processor import InputProcessor
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.runtime.prompt_encoder import PromptEncoder
-from asyncllm.runtime.request_options import request_ids
+from asyncllm.runtime.request_options import normalized_request_ids
 from asyncllm.runtime.worker_thread import Cooldown
 
 _JOIN_SECONDS = 2.0
@@ -194,8 +194,8 @@ class EngineGroup(AsyncLLMEngine):
         for engine in engines:
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
-            for thread in self._input_processor.prompts.text_threads.close():
-                await join(thread, _JOIN_SECONDS)
+            for thread in self._input_processor.prompts.tokenizer_threads.close():
+                await join_thread(thread, _JOIN_SECONDS)
 
     async def wait_closed(self) -> None:
         """Wait until no engine runs; see ``AsyncLLMEngine.wait_closed``."""
@@ -254,11 +254,11 @@ class EngineGroup(AsyncLLMEngine):
     # --- requests ----------------------------------------------------------------------
 
     def abort(self, request_id: str | Iterable[str]) -> None:
-        ids = request_ids(request_id)
+        ids = normalized_request_ids(request_id)
         self._require_input_processor()
         for core in self._queue.engine_cores().values():
             for each_id in ids:
-                group = core.admission.get_live(each_id)
+                group = core.admission.get_live_group(each_id)
                 if group is not None:
                     core.abort(group)
         for each_id in ids:
@@ -280,7 +280,7 @@ class EngineGroup(AsyncLLMEngine):
     async def _set_paused(self, is_paused: bool) -> None:
         self._require_input_processor()
         self._is_paused = is_paused
-        await self._call_running_engines(lambda core: core.suspend(is_paused))
+        await self._call_running_engines(lambda core: core.set_suspended(is_paused))
 
     async def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes of all engines; an engine whose requests hold KV blocks keeps
@@ -403,7 +403,7 @@ class EngineGroup(AsyncLLMEngine):
     def _check_for_hung_steps(self) -> None:
         for engine in self._queue.engines.values():
             if engine._thread is not None:
-                engine._thread.check_step()
+                engine._thread.check_for_hung_step()
 
     def __repr__(self) -> str:
         return f"<EngineGroup of {len(self._queue.engines)} {self.state}>"

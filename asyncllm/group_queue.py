@@ -11,9 +11,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from asyncllm import validation as check
+from asyncllm.core.caller_queue import CallerQueue
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request
-from asyncllm.core.waiting_line import WaitingLine
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError, EngineError, EngineOverloadedError
 from asyncllm.observer import RequestInfo
@@ -50,13 +50,13 @@ class GroupQueue:
         retryable_streams: streams whose requests may be sent again, by request id.
         primary_submitter: submitter of the engine that represents the group; None until an engine
             has started.
-        waiting_line: line of the calls that wait for a place in the queue of any engine.
+        caller_queue: callers that wait for a place in the queue of any engine.
     """
 
     def __init__(self, retries: int) -> None:
         self.engines: Mapping[int, AsyncLLMEngine] = {}
         self.primary_submitter: Submitter | None = None
-        self.waiting_line = WaitingLine()
+        self.caller_queue = CallerQueue()
         self._retries = retries
         self._router = Router()
         self._text_index = PrefixIndex(_MAX_TEXT_PIECES_PER_ENGINE)
@@ -111,7 +111,7 @@ class GroupQueue:
                 engine._group = engine._observers.engine = None
                 if engine._submitter is not None:
                     admission = engine._submitter.core.admission
-                    admission.waiting_lines = (admission.waiting_line,)
+                    admission.caller_queues = (admission.caller_queue,)
                 else:
                     engine._cooldown = Cooldown(engine._has_running_requests)
 
@@ -125,8 +125,8 @@ class GroupQueue:
         """Give waiting requests places in an engine's queue, if the engine has started."""
         if engine._submitter is not None:
             admission = engine._submitter.core.admission
-            admission.waiting_lines = (admission.waiting_line, self.waiting_line)
-            self.waiting_line.advance()
+            admission.caller_queues = (admission.caller_queue, self.caller_queue)
+            self.caller_queue.advance()
 
     def drop_engine(self, number: int) -> None:
         """Forget an engine that has closed."""
@@ -145,7 +145,7 @@ class GroupQueue:
         return self._enqueue(submission, self._retries)
 
     def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
-        with self.waiting_line.lock:
+        with self.caller_queue.lock:
             submitter, stream = self._place_request(submission)
         submitter.start(submission)
         return self._enable_retries(stream, submission, retries)
@@ -153,20 +153,20 @@ class GroupQueue:
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request; if all queues are full, wait until an engine has a place for it."""
         group, is_gone = submission.request.group, running_backend().is_closed
-        with self.waiting_line.lock:
-            placement = self.waiting_line.push(group, partial(self._try_place, submission), is_gone)
-        self.waiting_line.advance()
+        with self.caller_queue.lock:
+            placement = self.caller_queue.push(group, partial(self._try_place, submission), is_gone)
+        self.caller_queue.advance()
         if not placement.done():
             try:
                 for core in self.engine_cores().values():
-                    core.check_waiting()
+                    core.check_not_engine_thread()
                 await wait_for(placement)
             except BaseException:
                 for engine in self.running_engines()[:1]:
                     if engine._submitter is not None and os.getpid() == self.core.pid:
                         engine._submitter.core.send(self._cancel_waiting, submission, placement)
                 raise
-            group.restart(self.core.clock())
+            group.restart_timeout(self.core.clock())
         submitter, stream = placement.result()
         submitter.start(submission)
         return self._enable_retries(stream, submission, self._retries)
@@ -174,7 +174,7 @@ class GroupQueue:
     def _cancel_waiting(self, submission: Submission, placement: Future[Any]) -> None:
         """Remove a cancelled request from the waiting line, or from the engine that it was placed
         at. An engine thread runs this method, because a destructor may have cancelled the call."""
-        self.waiting_line.withdraw(submission.request.group)
+        self.caller_queue.withdraw(submission.request.group)
         for observer in submission.observers:
             observer.withdraw_request()  # pyright: ignore[reportAttributeAccessIssue]
         placement.add_done_callback(_abort_placed_request)
@@ -187,18 +187,18 @@ class GroupQueue:
             return None
 
     def _place_request(
-        self, submission: Submission, num_waiting_lines: int | None = None
+        self, submission: Submission, num_queues_ahead: int | None = None
     ) -> tuple[Submitter, TokenStream]:
         """Give a request its place in an engine's queue, and make its stream. The caller holds the
         lock of the waiting line, so that two requests cannot take one id.
 
         Args:
-            num_waiting_lines: as for ``Admission.reserve``.
+            num_queues_ahead: as for ``Admission.reserve``.
         """
         while True:
-            submitter, observer = self._choose_engine(submission, num_waiting_lines)
+            submitter, observer = self._choose_engine(submission, num_queues_ahead)
             try:
-                return submitter, submitter.reserve(submission, num_waiting_lines)
+                return submitter, submitter.reserve_place(submission, num_queues_ahead)
             except BaseException as error:
                 if observer is not None:
                     observer.withdraw_request()
@@ -209,7 +209,7 @@ class GroupQueue:
                     raise
 
     def _choose_engine(
-        self, submission: Submission, num_waiting_lines: int | None
+        self, submission: Submission, num_queues_ahead: int | None
     ) -> tuple[Submitter, _RoutingObserver | None]:
         """Choose an engine for a request.
 
@@ -243,7 +243,7 @@ class GroupQueue:
             if request.token_ids:
                 cached = core.num_cached_tokens(request)
             num_tokens = submission.num_tokens
-            wait = core.admission.retry_after(request.group, num_tokens, num_waiting_lines)
+            wait = core.admission.retry_after(request.group, num_tokens, num_queues_ahead)
             kv = core.scheduler.kv
             uncached = max(num_tokens - cached, 1)
             num_blocks, num_free = kv.max_blocks_for(uncached), kv.pool.num_free

@@ -17,7 +17,7 @@ from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineError, EngineOverloadedError, RequestError
 from asyncllm.outputs import Completion, Delta, EngineStats, FinishReason, Usage
 from asyncllm.rows import RowJob, RowResult, blocking_results
-from asyncllm.runtime.handle import Handle
+from asyncllm.runtime.handle import UncopyableHandle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
@@ -31,7 +31,7 @@ Messages = Sequence[dict[str, Any]]
 
 
 @dataclass(eq=False, repr=False)
-class LLMStream(Handle, Iterator[Delta]):
+class LLMStream(UncopyableHandle, Iterator[Delta]):
     """Output of a request as a plain iterator. One thread at a time may read it. ``close``, the end
     of a ``with`` block, or losing the last reference aborts the request."""
 
@@ -80,7 +80,7 @@ class LLMStream(Handle, Iterator[Delta]):
         self.close()
 
 
-class LLM(Handle):
+class LLM(UncopyableHandle):
     """The synchronous facade: the same engine, read by threads instead of tasks.
 
         with LLM() as llm:
@@ -214,7 +214,7 @@ class LLM(Handle):
 
         def submit(prompt: Any, sampling_params: SamplingParams | None) -> TokenStream:
             inputs = self.engine._require_input_processor()
-            submission = inputs.prompt_or_conversation(prompt, sampling_params, dict(options))
+            submission = inputs.make_submission(prompt, sampling_params, dict(options))
             while True:
                 try:
                     return inputs.submitter.enqueue(submission)

@@ -28,7 +28,7 @@ from asyncllm.errors import EngineError, RequestError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.outputs import Completion
 from asyncllm.runtime.event_loop import EventLoopBackend, running_backend
-from asyncllm.runtime.handle import Handle
+from asyncllm.runtime.handle import UncopyableHandle
 from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.sampling_params import SamplingParams
@@ -316,7 +316,7 @@ async def _close_async_generator(iterator: AsyncGenerator[Any, Any]) -> None:
         await iterator.aclose()
 
 
-class RowStream(Handle):
+class RowStream(UncopyableHandle):
     """Results of the rows of ``AsyncLLMEngine.map``, as an async iterator of RowResult.
 
     Rows are drawn from the first read on. ``aclose``, the end of ``async with`` and losing the last

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from asyncllm import validation as check
-from asyncllm.core.channel import Channel, StreamEnd, merge_pending
+from asyncllm.core.channel import Channel, StreamEnd, merge_unread_tokens
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.errors import EngineDeadError, RequestError, copy_for_raise
@@ -22,7 +22,7 @@ from asyncllm.outputs import (
     Usage,
 )
 from asyncllm.runtime.event_loop import EventLoopBackend
-from asyncllm.runtime.handle import Handle
+from asyncllm.runtime.handle import UncopyableHandle
 from asyncllm.runtime.mailbox import LoopMailbox, ThreadMailbox
 from asyncllm.tool_calls.message_parser import MessageParser
 
@@ -30,7 +30,7 @@ _EMPTY_DELTA = Delta("", ())
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
-class TokenStream(Handle):
+class TokenStream(UncopyableHandle):
     """The output of one request, delta by delta.
 
     Made by ``AsyncLLMEngine.stream``, which has submitted the request. It ends in exactly one of
@@ -202,7 +202,7 @@ class TokenStream(Handle):
 
     def _bind_to_loop(self) -> EventLoopBackend:
         """Bind this stream to the running loop, at its first wait."""
-        self._core.check_waiting()
+        self._core.check_not_engine_thread()
         mailbox = self._channel.mailbox
         if mailbox is None:
             self._channel.mailbox = mailbox = self._get_loop_mailbox()
@@ -225,7 +225,7 @@ class TokenStream(Handle):
             return None
         channel = self._channel
         if channel.mailbox is None:
-            self._core.check_waiting()
+            self._core.check_not_engine_thread()
             channel.mailbox = mailbox
         elif not isinstance(channel.mailbox, ThreadMailbox):
             raise RuntimeError(f"stream {self.request_id!r} belongs to an event loop")
@@ -266,7 +266,7 @@ class TokenStream(Handle):
         items = channel.items
         delta = items.popleft() if items else _EMPTY_DELTA
         if not isinstance(delta, Delta):
-            delta = merge_pending(delta)
+            delta = merge_unread_tokens(delta)
         if final is not None and not items:
             delta = self._merge_end(delta, final)
         if self._parser is not None:
@@ -284,7 +284,7 @@ class TokenStream(Handle):
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
             # Resume a request that backpressure paused.
-            self._core.send(self._core.on_drained, self._group)
+            self._core.send(self._core.on_reader_caught_up, self._group)
         return delta
 
     def _merge_end(self, delta: Delta, final: StreamEnd | BaseException) -> Delta:

@@ -189,19 +189,19 @@ async def draw_demo(streams: int = 8, seed: int = 11) -> str:
 
     from asyncllm import AsyncLLMEngine
     from asyncllm.cli.arguments import parse
-    from asyncllm.cli.demo import _submit
+    from asyncllm.cli.demo import _start_streams
     from asyncllm.cli.demo_streams import follow_all
-    from asyncllm.cli.demo_view import View
+    from asyncllm.cli.demo_view import DemoView
 
     given = parse(["demo", "--streams", str(streams), "--seed", str(seed)])
     async with AsyncLLMEngine() as engine:
-        demo = _submit(engine, given)
-        view = View(Console(width=110, height=24), demo)
+        demo = _start_streams(engine, given)
+        view = DemoView(Console(width=110, height=24), demo)
         most, frame = 0, view.live_frame()
 
         def look() -> None:
             nonlocal most, frame
-            running = [t for t in demo.streams if t.first_token_at and not t.done]
+            running = [t for t in demo.streams if t.first_token_at and not t.is_done]
             text = sum(len(t.text) for t in running)
             if len(running) >= 3 and text > most:
                 most, frame = text, view.live_frame()

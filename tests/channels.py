@@ -131,7 +131,7 @@ class ChannelRig:
             finish=self._on_finish, pause=lambda _: None, resume=lambda _: None
         )
         self.forgotten: list[RequestGroup] = []
-        admission = SimpleNamespace(forget=self.forgotten.append)
+        admission = SimpleNamespace(forget_group=self.forgotten.append)
         self.output_processor = OutputProcessor(self.scheduler, admission, lambda: 0.0)
         self.observed = Ends()
         self.group.notifier = ObserverNotifier(self.request, (self.observed,))
@@ -140,8 +140,8 @@ class ChannelRig:
             abort=self._on_abort,
             abandon=lambda _: None,
             send=lambda run, *args: run(*args),
-            on_drained=self.output_processor.release,
-            check_waiting=lambda: None,
+            on_reader_caught_up=self.output_processor.resume_group,
+            check_not_engine_thread=lambda: None,
         )
         self.aborted = False
         self.stream = TokenStream(self.request, core, lambda: self.mailbox)
@@ -176,7 +176,7 @@ class ChannelRig:
 
     def fail(self) -> None:
         """Ends the request as the watchdog of a hung engine does, on a thread of its own."""
-        self.output_processor.close(self.request, RuntimeError("hung"))
+        self.output_processor.end_group(self.request, RuntimeError("hung"))
         self.output_processor.flush_all_wakeups()
 
     def _on_finish(self, request, reason) -> None:

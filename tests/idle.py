@@ -51,5 +51,5 @@ async def all_free(engine: AsyncLLMEngine) -> None:
     await until(is_free, 5.0)
     core = core_of(engine)
     await wait_for(core.call(check_scheduler, core.scheduler))
-    assert core.admission.num_live == 0
+    assert core.admission.num_live_requests == 0
     assert len(core.admission.queued_requests) == 0

@@ -22,7 +22,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(held) == len(scheduler.running), "two requests share a slot"
     assert held.isdisjoint(free), "a slot is both held and free"
     assert len(held) + len(free) == scheduler.info.max_num_seqs, "a slot leaked"
-    evictable = scheduler._evictable_requests
+    evictable = scheduler._idle_requests_with_blocks
     for request in live:
         assert request.num_computed_tokens <= len(request.token_ids) + request.num_placeholders
         assert request.num_placeholders >= 0, request
@@ -58,7 +58,7 @@ def check_kv_cache(kv: KVCacheManager, requests: list[Request]) -> None:
             num_null = request.num_out_of_window[group.index]
             expected = [i < num_null for i in range(len(blocks))]
             assert [b is null for b in blocks] == expected, request
-            assert num_null <= group.first_visible(request.num_computed_tokens), request
+            assert num_null <= group.first_visible_block(request.num_computed_tokens), request
             most = group.spec.max_blocks(NEVER, kv._step_tokens)
             assert len(blocks) - num_null <= most, request
 

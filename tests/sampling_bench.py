@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcess
+from asyncllm.core.in_process import InProcessObjects
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.batch.sampling_inputs import DrawRows
@@ -86,7 +86,13 @@ class Bench:
         self.model: Any = GivenLogits(self.ops)
         cache: Any = NoCache()
         self.runner = StepRunner(
-            self.model, cache, info, SyncStream(), InProcess(), on_device=False, num_logprobs=64
+            self.model,
+            cache,
+            info,
+            SyncStream(),
+            InProcessObjects(),
+            on_device=False,
+            num_logprobs=64,
         )
         self.inputs, self.sampler = self.runner.inputs, self.runner.sampler
         self.length = dict.fromkeys(range(req_indices), 0)

@@ -146,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.rig.scheduler.kv.pool
         assert pool.num_free == pool.num_usable
         for request in self.requests:
-            assert request.finished, request
+            assert request.is_finished, request
             self.rig.expect(request)
             if request.finish_reason == "length":
                 assert len(request.token_ids) == request.max_total_tokens

@@ -43,7 +43,7 @@ def drain(admission, count):
     for _ in range(count):
         gone = request("gone")
         admission.reserve(gone, 1)
-        admission.forget(gone)
+        admission.forget_group(gone)
 
 
 def drained_at(rate, clock, seconds=60.0):
@@ -54,7 +54,7 @@ def drained_at(rate, clock, seconds=60.0):
         one = request(f"old{i}")
         admission.reserve(one, 1)
         clock.now += 1 / rate
-        admission.forget(one)
+        admission.forget_group(one)
     for i in range(10):
         admission.reserve(request(f"queued{i}"), 10)
     return admission
@@ -88,9 +88,9 @@ def test_queue_is_full_at_its_limits_and_not_before(clock):
     assert "60 prompt tokens are queued and 41 more" in str(refused(admission, 41))
     admission.reserve(request("b"), 40)
     assert "2 requests are queued, max_queued_requests=2" in str(refused(admission, 0))
-    assert (len(admission.queued_requests), admission.num_live) == (2, 2)
+    assert (len(admission.queued_requests), admission.num_live_requests) == (2, 2)
     assert (admission.num_requests, admission.num_rejected) == (2, 2)
-    assert admission.get_live("one more") is None
+    assert admission.get_live_group("one more") is None
 
 
 def test_whether_there_is_room_can_be_asked_without_taking_it(clock):
@@ -131,9 +131,9 @@ def test_owners_have_shares_of_a_full_queue(clock):
     assert [len(groups) for groups in queued.values()] == [10, 5, 4]
     assert fill(admission, "a") == []
     for group in [*queued["b"], *queued["c"]]:
-        admission.forget(group)
+        admission.forget_group(group)
     assert fill(admission, "a") == []
-    admission.forget(queued["a"].pop())
+    admission.forget_group(queued["a"].pop())
     admission.reserve(request("again", "a"), 1)
     assert (len(admission.queued_requests), admission.num_queued_tokens) == (10, 10)
 
@@ -161,9 +161,9 @@ def test_owner_past_its_share_waits_and_others_pass(clock):
     with pytest.raises(EngineOverloadedError, match="1 wait for a place"):
         admission.reserve(request("later", "a"), 1)
     for group in first[:2]:
-        admission.forget(group)
+        admission.forget_group(group)
         assert not waiting.done()
-    admission.forget(first[2])
+    admission.forget_group(first[2])
     assert waiting.result(0)
 
 
@@ -179,7 +179,7 @@ def test_owners_in_line_take_turns(clock):
         line.append((name, waiting))
     told = []
     for group in queued:
-        admission.forget(group)
+        admission.forget_group(group)
         told.append([name for name, waiting in line if waiting.done()])
     assert told[1:4] == [[], ["1 a"], ["1 a", "2 a", "1 b"]]
     assert told[5] == ["1 a", "2 a", "1 b", "2 b"]
@@ -200,16 +200,16 @@ def test_rate_halves_every_five_seconds(clock):
         clock.now += gap
         one = request("a")
         admission.reserve(one, 1)
-        admission.forget(one)
+        admission.forget_group(one)
         expected = expected * 0.5 ** (gap / 5.0) + 0.6931 / 5.0
         admission.reserve(one, 1)
         assert refused(admission).retry_after == pytest.approx(1 / expected)
         clock.now += 2.5
         assert refused(admission).retry_after == pytest.approx(2**0.5 / expected)
         clock.now -= 2.5
-        admission.leave_queue(one.members[0])
+        admission.remove_from_queue(one.members[0])
         expected += 0.6931 / 5.0
-        admission.forget(one)
+        admission.forget_group(one)
 
 
 def test_leaving_twice_counts_once(clock):
@@ -217,10 +217,10 @@ def test_leaving_twice_counts_once(clock):
     one, other = request("a"), request("b")
     admission.reserve(one, 30)
     admission.reserve(other, 60)
-    admission.leave_queue(one.members[0])
-    admission.leave_queue(one.members[0])
-    admission.forget(one)
-    assert (len(admission.queued_requests), admission.num_live) == (1, 1)
+    admission.remove_from_queue(one.members[0])
+    admission.remove_from_queue(one.members[0])
+    admission.forget_group(one)
+    assert (len(admission.queued_requests), admission.num_live_requests) == (1, 1)
     # Of the 100 tokens 60 are taken, and the rate is that of one departure.
     error = refused(admission, 41)
     assert error.retry_after == pytest.approx(5.0 / 0.6931)
@@ -270,7 +270,7 @@ def test_a_prompt_is_corrected_only_while_it_is_queued(clock):
     admission.reserve(other, 10)
     admission.correct_estimate(one, 70)
     assert "80 prompt tokens are queued" in str(refused(admission, 21))
-    admission.leave_queue(one.members[0])
+    admission.remove_from_queue(one.members[0])
     admission.correct_estimate(one, 10_000)
     admission.reserve(request("c"), 90)
     assert "100 prompt tokens are queued" in str(refused(admission, 1))
@@ -280,23 +280,23 @@ def test_aborted_id_can_be_reused_while_first_request_ends(clock):
     admission = Admission(10, 100, clock)
     first = request("a")
     admission.reserve(first, 1)
-    assert admission.get_live("a") is first
+    assert admission.get_live_group("a") is first
     with pytest.raises(InvalidRequestError, match="request_id='a'") as caught:
         admission.reserve(request("a"), 1)
     assert caught.value.param == "request_id"
     first.cancelled = True
-    assert admission.get_live("a") is None
+    assert admission.get_live_group("a") is None
     second = request("a")
     admission.reserve(second, 1)
-    assert (admission.num_live, len(admission.queued_requests)) == (2, 2)
+    assert (admission.num_live_requests, len(admission.queued_requests)) == (2, 2)
     assert [one.members[0].arrival_index for one in (first, second)] == [0, 1]
     assert set(admission.close(lambda: EngineClosedError("closed"))) == {first, second}
-    admission.forget(first)
-    assert (admission.num_live, admission.get_live("a")) == (1, second)
+    admission.forget_group(first)
+    assert (admission.num_live_requests, admission.get_live_group("a")) == (1, second)
     with pytest.raises(EngineClosedError):
         admission.reserve(request("c"), 1)
-    admission.forget(second)
-    assert (admission.num_live, len(admission.queued_requests)) == (0, 0)
+    admission.forget_group(second)
+    assert (admission.num_live_requests, len(admission.queued_requests)) == (0, 0)
 
 
 def test_a_caller_that_has_left_the_line_gets_no_place(clock):
@@ -308,7 +308,7 @@ def test_a_caller_that_has_left_the_line_gets_no_place(clock):
     waiting = admission.reserve_or_wait(last, 1, lambda: False)
     assert waiting is not None
     aborted.cancelled = True
-    admission.forget(first)
+    admission.forget_group(first)
     assert waiting.result(0)
-    assert (len(admission.queued_requests), len(admission.waiting_line)) == (1, 0)
+    assert (len(admission.queued_requests), len(admission.caller_queue)) == (1, 0)
     assert (gone.members, aborted.members, len(last.members)) == ([], [], 1)

@@ -369,7 +369,7 @@ async def test_an_answer_that_takes_too_long():
 async def test_a_failure_of_ours_is_told_without_details(caplog):
     engine = fake_engine("x")
     async with app_client(engine) as client:
-        engine._input_processor.conversation = None
+        engine._input_processor.make_chat_submission = None
         with caplog.at_level(logging.ERROR, "asyncllm.serving.app"):
             answer = await client.post(CHAT, json=BODY)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")

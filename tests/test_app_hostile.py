@@ -530,7 +530,7 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
         server._server.config.app._serving.large_body_budget = ByteBudget(3 * len(large))
-        with held_up(engine._require_input_processor().submitter._text_threads.long_thread):
+        with held_up(engine._require_input_processor().submitter._tokenizer_threads.long_thread):
             for data, count in ((large, 6), (LONG, 1)):
                 sent = f"{head}{len(data)}\r\n\r\n".encode() + data
                 for _ in range(count):

@@ -22,7 +22,7 @@ def test_lru_order_and_lazy_eviction():
     blocks = pool.allocate(4)
     assert [b.block_id for b in blocks] == [1, 2, 3, 4]
     for block in blocks[:3]:
-        assert pool.publish(block, bytes([block.block_id]))
+        assert pool.cache_block(block, bytes([block.block_id]))
     pool.release(blocks)
     # The one without a hash is reused first, then the tail of the prefix before its head.
     assert [b.block_id for b in pool.allocate(2)] == [4, 3]
@@ -34,9 +34,9 @@ def test_lru_order_and_lazy_eviction():
 def test_misuse_is_noticed():
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
-    pool.publish(block, b"x")
-    with pytest.raises(ValueError, match="published already"):
-        pool.publish(block, b"y")
+    pool.cache_block(block, b"x")
+    with pytest.raises(ValueError, match="cached already"):
+        pool.cache_block(block, b"y")
     pool.release([block])
     with pytest.raises(ValueError, match="more often"):
         pool.release([block])
@@ -68,7 +68,7 @@ def hold_the_null_block(pool, holders):
 def test_check_block_pool_notices_damage(damage, message):
     pool = BlockPool(4)
     block, other = pool.allocate(2)
-    pool.publish(block, b"x")
+    pool.cache_block(block, b"x")
     holders = [[block], [other]]
     check_block_pool(pool, holders)
     damage(pool, holders)
@@ -123,7 +123,7 @@ class PoolMachine(RuleBasedStateMachine):
         if block.block_id in self.hash_of:
             return
         fresh = digest not in self.hash_of.values()
-        assert self.pool.publish(block, digest) is fresh
+        assert self.pool.cache_block(block, digest) is fresh
         if fresh:
             self.hash_of[block.block_id] = digest
 
@@ -142,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpublish(self, data):
         block_id = data.draw(st.sampled_from(sorted(self.hash_of)))
-        self.pool.unpublish(self.pool.blocks[block_id])
+        self.pool.uncache_block(self.pool.blocks[block_id])
         self.hash_of.pop(block_id, None)
         if block_id in self.free:
             self.free.remove(block_id)

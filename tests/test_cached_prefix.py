@@ -63,7 +63,7 @@ def test_cached_prefix_equals_admission_hit(kind, prompts, num_blocks):
     rig = Rig(num_blocks=num_blocks, max_model_len=24, **KINDS[kind])
     for prompt, salt in prompts:
         if rig.scheduler.kv.states is not None:
-            rig.scheduler.kv.states.publish_saved()
+            rig.scheduler.kv.states.cache_saved_snapshots()
         before = traces(rig)
         asked = PromptHashes(prompt, salt)
         found = rig.scheduler.kv.num_cached_tokens(asked)
@@ -100,7 +100,7 @@ def test_the_least_of_several_groups_counts():
     second = kv.groups[1]
     block = kv.pool.find(tokens.extend_hashes(2)[2] + second._hash_suffix)
     assert block is not None
-    kv.pool.unpublish(block)
+    kv.pool.uncache_block(block)
     assert kv.num_cached_tokens(tokens) == 4
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncllm.core.channel import Channel, StreamEnd, merge_pending
+from asyncllm.core.channel import Channel, StreamEnd, merge_unread_tokens
 from asyncllm.core.output_processor import OutputProcessor
 from asyncllm.errors import EngineError
 from asyncllm.outputs import Delta, Usage
@@ -123,7 +123,7 @@ def test_token_after_the_end_is_dropped():
         rig.abort()
         late = rig.channel
         late.put(5, "5 ", None)
-        late.append(Delta("6 ", (6,)))
+        late.put_last_delta(Delta("6 ", (6,)))
         assert (late.num_written, late.num_unread, len(late.items)) == (1, 1, 1)
         rig.read()
         assert [delta.token_ids for delta in rig.deltas] == [(1000,)]
@@ -145,7 +145,9 @@ def test_unread_tokens_merge_up_to_the_delta_limit(max_unread, logprobs):
         ]
         assert sizes == [max_unread] * full + [rest] * (rest > 0)
     assert channel.num_unread == 9
-    deltas = [item if isinstance(item, Delta) else merge_pending(item) for item in channel.items]
+    deltas = [
+        item if isinstance(item, Delta) else merge_unread_tokens(item) for item in channel.items
+    ]
     assert [token for delta in deltas for token in delta.token_ids] == list(range(9))
     assert [delta.text for delta in deltas] == [
         "".join(f"{token_id} " for token_id in delta.token_ids) for delta in deltas
@@ -168,12 +170,14 @@ def test_paused_channel_reader_gets_single_tokens():
 def test_last_delta_of_a_member_stays_by_itself():
     channel = Channel()
     channel.put(3, "3 ", None)
-    channel.append(Delta("4 ", (4,), finish_reason="stop"))
-    channel.append(Delta("held", (), finish_reason="abort"))
+    channel.put_last_delta(Delta("4 ", (4,), finish_reason="stop"))
+    channel.put_last_delta(Delta("held", (), finish_reason="abort"))
     channel.put(5, "5 ", None)
     channel.put(6, "6 ", None)
     assert channel.num_written == 4
-    items = [item if isinstance(item, Delta) else merge_pending(item) for item in channel.items]
+    items = [
+        item if isinstance(item, Delta) else merge_unread_tokens(item) for item in channel.items
+    ]
     assert [item.text for item in items] == ["3 ", "4 ", "held", "5 6 "]
 
 
@@ -183,15 +187,17 @@ def test_first_end_is_the_end_and_counts_its_token_once():
     channel.put(4, "4 ", None)
     usage = Usage(1, 1, 0, 0.0, None, 0.0)
     first = StreamEnd("stop", None, usage, last_delta=Delta("5 ", (5,)))
-    assert channel.offer_end(first) is True
+    assert channel.propose_end(first) is True
     assert (channel.ended, channel.num_written) == (False, 3)
-    assert channel.offer_end(StreamEnd("stop", None, usage, last_delta=Delta("6 ", (6,)))) is False
+    assert (
+        channel.propose_end(StreamEnd("stop", None, usage, last_delta=Delta("6 ", (6,)))) is False
+    )
     channel.end()
     assert channel.stream_end is first
     assert (channel.ended, channel.num_written) == (True, 3)
     for end in (StreamEnd("abort", None, usage), RuntimeError("failed")):
         channel = Channel()
-        assert channel.offer_end(end) is True
+        assert channel.propose_end(end) is True
         channel.end()
         assert (channel.stream_end, channel.num_written) == (end, 0)
 
@@ -294,7 +300,7 @@ class ChannelMachine(RuleBasedStateMachine):
     @rule()
     def put(self):
         self.rig.put()
-        if self.rig.request.finished:
+        if self.rig.request.is_finished:
             assert self.rig.channel.on_slow == "abort"
             assert self.rig.channel.num_unread == self.rig.channel.max_unread
             self.end_with("abort")

@@ -15,7 +15,7 @@ import pytest
 from asyncllm.cli import main
 from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.measure import percentile
-from asyncllm.cli.text import format_rate, printable
+from asyncllm.cli.text import format_rate, strip_control_characters
 from asyncllm.cli.word_wrapper import WordWrapper
 from asyncllm.gpu import calibration
 from asyncllm.gpu.model_runner import ModelRunner
@@ -134,8 +134,8 @@ def test_dead_engine_is_one_line(monkeypatch, capsys, small_bandwidth_probe):
 
 
 def test_text_from_a_model_cannot_control_the_terminal():
-    assert printable("a\x1b[2Jb\x07\tc\r\nd\x9be") == "a[2Jb c\nde"
-    assert printable("häß 日本 🙂\n") == "häß 日本 🙂\n"
+    assert strip_control_characters("a\x1b[2Jb\x07\tc\r\nd\x9be") == "a[2Jb c\nde"
+    assert strip_control_characters("häß 日本 🙂\n") == "häß 日本 🙂\n"
 
 
 def test_percentile_and_rate():

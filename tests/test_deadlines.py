@@ -60,9 +60,9 @@ def test_group_ending_during_expiry_does_not_expire():
 def test_ended_groups_are_dropped_past_64_and_four_times_the_live():
     deadlines, arrivals = Deadlines(), itertools.count()
 
-    def add(num_live: int, *, ended: bool = False) -> int:
+    def add(num_live_requests: int, *, ended: bool = False) -> int:
         group = group_at(1.0, next(arrivals))
-        deadlines.add(group, num_live)
+        deadlines.add(group, num_live_requests)
         if ended:
             group.members[0].status = Status.FINISHED
         return len(deadlines)

@@ -413,7 +413,7 @@ async def test_a_text_that_takes_longer_than_a_step_leaves_the_caller_s_thread(m
 
     monkeypatch.setattr(rig.tokenizer, "encode", recorded)
     async with rig.engine() as engine:
-        texts, go = engine._submitter._text_threads, threading.Event()
+        texts, go = engine._submitter._tokenizer_threads, threading.Event()
         texts.long_thread.submit(go.wait)
         long = engine.stream("5 " * 2048, max_tokens=1)
         here = engine.stream("5 " * 256, max_tokens=1)
@@ -548,7 +548,7 @@ async def test_an_engine_that_dies_while_it_closes_is_dead():
         with pytest.raises(EngineClosedError, match="the loop has ended"):
             engine.stream([2])
         assert engine.state == "closed"
-        core_of(engine).send(core_of(engine).suspend, False)
+        core_of(engine).send(core_of(engine).set_suspended, False)
         with pytest.raises(EngineDeadError, match="device lost"):
             await stream.result()
         assert engine.state == "dead"

@@ -258,11 +258,11 @@ def test_stats_report_queued_tokens_and_token_rate():
         rig.turns(3)
     assert rig.core.stats().prompt_tokens_per_second == pytest.approx(20.0, rel=0.3)
     assert rig.core.stats().is_paused is False
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     assert rig.core.stats().is_paused is True
     rig.submit("c", range(9), max_tokens=1)
     rig.device.faults[rig.core.stats().num_steps] = OSError("gone")
-    rig.core.suspend(False)
+    rig.core.set_suspended(False)
     rig.core.run()
     assert (rig.core.stats().num_queued_tokens, rig.core.stats().num_waiting) == (0, 0)
 
@@ -321,7 +321,7 @@ def test_a_destructor_aborts_in_its_own_process_only(monkeypatch):
 @pytest.mark.parametrize("seconds", [2.0, 50.0, 3600.0])
 def test_the_engine_waits_for_the_next_deadline(seconds):
     rig = Rig()
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     late = rig.submit("a", deadline=rig.now + seconds + 1.0)
     early = rig.submit("b", deadline=rig.now + seconds)
     rig.turns(1)
@@ -339,7 +339,7 @@ def test_the_engine_waits_for_the_next_deadline(seconds):
 
 def test_no_wait_is_longer_than_an_hour():
     rig = Rig()
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     rig.submit("a", deadline=rig.now + 5000.0)
     rig.turns(2)
     assert rig.inbox.waits == [3600.0, 1400.0]
@@ -348,9 +348,9 @@ def test_no_wait_is_longer_than_an_hour():
 @pytest.mark.parametrize("late", [0.0, 100.0])
 def test_passed_deadline_is_not_awaited(late):
     rig = Rig()
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     request = rig.submit("a", deadline=rig.now + 2.0)
-    rig.core.send(rig.core.suspend, True)
+    rig.core.send(rig.core.set_suspended, True)
     rig.turns(1)
     rig.now = 102.0 + late
     rig.core._wait_for_command()
@@ -363,7 +363,7 @@ def test_deadline_error_names_the_phase():
     rig = Rig()
     running = rig.submit("a", max_tokens=50, deadline=rig.now + 5.0)
     unknown = rig.make("b", (), deadline=rig.now + 5.0)
-    rig.core.send(rig.core.on_watch_deadline, unknown.group)
+    rig.core.send(rig.core.on_add_deadline, unknown.group)
     rig.turns(2)
     rig.now += 4.999
     rig.turns(1)
@@ -384,7 +384,7 @@ def test_a_deadline_is_watched_once_and_only_if_there_is_one():
     rig = Rig()
     rig.submit("a")
     request = rig.submit("b", deadline=rig.now + 5.0)
-    rig.core.send(rig.core.on_watch_deadline, request.group)
+    rig.core.send(rig.core.on_add_deadline, request.group)
     rig.turns(1)
     assert list(rig.core._deadlines.expire(rig.now + 5.0)) == [request.group]
 
@@ -392,7 +392,7 @@ def test_a_deadline_is_watched_once_and_only_if_there_is_one():
 def test_ended_requests_are_freed_before_their_deadlines():
     rig = Rig()
     live = rig.make("live", (), deadline=rig.now + 1e6)
-    rig.core.on_watch_deadline(live.group)
+    rig.core.on_add_deadline(live.group)
     for i in range(200):
         # Behind the one that lives, so that no look at the first of them finds it.
         rig.submit(f"r{i}", max_tokens=1, deadline=rig.now + 2e6)
@@ -474,16 +474,16 @@ def test_a_paused_request_alone_does_not_close_an_open_engine():
 
 def test_suspended_engine_schedules_nothing_until_it_closes():
     rig = Rig()
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     request = rig.submit("a", max_tokens=2)
     rig.turns(2)
     assert (rig.device.calls, rig.inbox.waits) == ([], [None, None])
-    rig.core.suspend(False)
+    rig.core.set_suspended(False)
     rig.turns(1)
     assert rig.device.calls == ["launch", "collect"]
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     rig.core.on_close(None)
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     rig.core.run()
     assert end_of(request) == "length"
 
@@ -492,7 +492,7 @@ def test_suspended_engine_collects_steps_in_flight():
     rig = Rig(depth=2)
     rig.submit("a", max_tokens=9)
     rig.turns(1)
-    rig.core.suspend(True)
+    rig.core.set_suspended(True)
     rig.turns(1)
     assert rig.device.calls == ["launch", "collect"]
     rig.turns(1)
@@ -541,9 +541,9 @@ def test_a_failing_step_ends_everything():
         assert end_of(request).__cause__ is rig.core.fatal_error
         assert request.group.cancelled
     assert rig.device.calls[-1] == "close"
-    assert not rig.core.hung
+    assert not rig.core.is_hung
     assert not rig.core._in_flight
-    assert rig.admission.num_live == 0
+    assert rig.admission.num_live_requests == 0
     # The frames that it was raised among hold requests, and are let go.
     traceback = rig.core.fatal_error.__traceback__
     while traceback.tb_next is not None:
@@ -621,15 +621,15 @@ def test_a_call_of_the_device_hangs_once_it_took_the_timeout(call):
     def hangs(*args):
         for passed in (0.0, 4.999, 5.0, 6.0):
             rig.now = 100.0 + passed
-            verdicts.append(rig.core.fail_hung(5.0, cause))
+            verdicts.append(rig.core.fail_if_hung(5.0, cause))
         return answer(*args)
 
     setattr(rig.device, call, hangs)
-    assert rig.core.fail_hung(0.0, cause) is False
+    assert rig.core.fail_if_hung(0.0, cause) is False
     rig.core.run()
     # The second to find out is not the one that did.
     assert verdicts == [False, False, True, False]
-    assert rig.core.hung
+    assert rig.core.is_hung
     assert rig.core.fatal_error is cause
     assert isinstance(end_of(request), EngineDeadError)
     assert isinstance(rig.core.call(int).exception(0), EngineDeadError)
@@ -643,7 +643,7 @@ def test_a_device_that_is_not_called_does_not_hang():
     rig.submit("a", max_tokens=1)
     rig.turns(1)
     rig.now += 1000.0
-    assert rig.core.fail_hung(5.0, RuntimeError("hung")) is False
+    assert rig.core.fail_if_hung(5.0, RuntimeError("hung")) is False
     assert rig.core.fatal_error is None
 
 

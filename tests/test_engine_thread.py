@@ -37,12 +37,12 @@ def test_watchdog_checks_at_intervals(monkeypatch):
         loop = asyncio.get_running_loop()
         began = now = 50.0
 
-        def check_step():
+        def check_for_hung_step():
             looks.append(now - began)
             if len(looks) == 3:
                 thread.exited.set_result(None)
 
-        monkeypatch.setattr(thread, "check_step", check_step)
+        monkeypatch.setattr(thread, "check_for_hung_step", check_for_hung_step)
         monkeypatch.setattr(loop, "time", lambda: now)
         thread.supervise()
         while not thread.exited.done():

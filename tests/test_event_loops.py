@@ -25,7 +25,7 @@ from asyncllm import (
     EngineOverloadedError,
     RequestError,
 )
-from asyncllm.runtime.event_loop import join, post_when_done, running_backend
+from asyncllm.runtime.event_loop import join_thread, post_when_done, running_backend
 from tests.event_loops import BACKENDS, run  # noqa: F401 - a fixture, by its name
 from tests.fakes import channel_of, fake, mailbox_of_this_loop
 from tests.idle import until
@@ -263,10 +263,10 @@ def test_join_lasts_until_the_thread_ends_or_the_time_is_up(run):
     async def main():
         thread.start()
         with anyio.fail_after(5):
-            await join(thread, 0.0)
+            await join_thread(thread, 0.0)
             assert thread.is_alive()
             ended.set()
-            await join(thread, 1e6)
+            await join_thread(thread, 1e6)
             assert not thread.is_alive()
 
     run(main)

@@ -202,9 +202,9 @@ class Case:
         if self.fault.hangs:
             await until(self.executor.hangs.is_set)
             self.core.clock = lambda: time.monotonic() + 601
-            thread_of(self.engine).check_step()
+            thread_of(self.engine).check_for_hung_step()
         if self.verb == "wait" and not self.fault.fatal:
-            await until(lambda: not self.core.admission.num_live)
+            await until(lambda: not self.core.admission.num_live_requests)
             await self.engine.aclose()
         return None if acting is None else await outcome(acting)
 
@@ -289,7 +289,7 @@ class Case:
         assert core.stats() == stats
         assert stats.num_finished + stats.num_aborted + stats.num_failed == stats.num_requests
         assert (engine.state, self.executor.closed) == ("closed", True)
-        assert (core.admission.num_live, len(core.admission.queued_requests)) == (0, 0)
+        assert (core.admission.num_live_requests, len(core.admission.queued_requests)) == (0, 0)
         assert not core._in_flight
         assert not core._idle_calls._unfinished_futures
         assert not engine._mailboxes._mailbox_by_loop

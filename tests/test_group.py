@@ -253,7 +253,7 @@ async def full_group(size=2, waiting=6):
             await engine.pause()
         held = [group.stream([i], max_tokens=1) for i in range(2 * size)]
         tasks = [asyncio.create_task(group.submit([50 + i], max_tokens=2)) for i in range(waiting)]
-        line = group._queue.waiting_line
+        line = group._queue.caller_queue
         await until(lambda: len(line) == waiting)
         yield rig, group, held, tasks, line
 
@@ -395,7 +395,7 @@ async def test_waiting_call_is_not_counted_as_refusal():
     async with full_group(waiting=1) as (_, group, held, tasks, line):
         engine = group.engines[1]
         alone = asyncio.create_task(engine.submit([7], max_tokens=1))
-        own = core_of(engine).admission.waiting_line
+        own = core_of(engine).admission.caller_queue
         await until(lambda: len(own) == 1)
         assert (len(line), group.stats().num_rejected) == (1, 0)
         held[0].abort()
@@ -506,9 +506,14 @@ async def test_tokenless_requests_are_resent(how):
                 reading = asyncio.create_task(asyncio.to_thread(read))
             else:
                 reading = asyncio.create_task(stream.result())
-        await until(lambda: core.admission.num_live or core_of(group.engines[1]).admission.num_live)
+        await until(
+            lambda: (
+                core.admission.num_live_requests
+                or core_of(group.engines[1]).admission.num_live_requests
+            )
+        )
         seed = sampling_of(stream).seed if how != "map" else 11
-        number = 0 if core.admission.num_live else 1
+        number = 0 if core.admission.num_live_requests else 1
         rig.rigs[number].executor.faults[0] = ZeroDivisionError("on purpose")
         await group.engines[1 - number].resume()
         await group.engines[number].resume()
@@ -854,7 +859,7 @@ async def test_failed_or_dropped_group_frees_its_engines():
     finally:
         gc.enable()
     assert [engine._observers.engine for engine in engines] == [None, None]
-    assert [len(core_of(engine).admission.waiting_lines) for engine in engines] == [1, 1]
+    assert [len(core_of(engine).admission.caller_queues) for engine in engines] == [1, 1]
     assert (await stream.result()).finish_reason == "length"
     group = EngineGroup(engines)
     await group.generate([1], max_tokens=1)
@@ -1099,7 +1104,9 @@ async def test_abort_finds_stream_waiting_to_be_resent():
         for engine in group.engines.values():
             await engine.pause()
         stream = group.stream([4, 2], max_tokens=5, request_id="x")
-        number = next(n for n, one in group.engines.items() if core_of(one).admission.get_live("x"))
+        number = next(
+            n for n, one in group.engines.items() if core_of(one).admission.get_live_group("x")
+        )
         rig.rigs[number].executor.faults[0] = RuntimeError("device lost")
         await group.engines[number].resume()
         await until(lambda: group.engines[number].state == "dead")

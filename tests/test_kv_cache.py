@@ -20,7 +20,7 @@ def admitted(kv, token_ids, num_tokens=None):
     one = request(token_ids)
     assert kv.admit(one, num_tokens or len(one.token_ids), kv.find_prefix(one))
     one.num_computed_tokens = len(one.token_ids)
-    kv.publish(one)
+    kv.cache_blocks(one)
     return one
 
 
@@ -45,7 +45,11 @@ def test_admission_takes_all_blocks_or_none():
     assert (kv.pool.num_free, first.blocks) == (5, ())
     assert kv.admit(first, 9, ([],), 2) is True
     assert ids(first) == [[1, 2, 3]]
-    assert (first.num_covered_tokens, first.num_computed_tokens, first.publish_at) == (12, 0, 4)
+    assert (first.num_covered_tokens, first.num_computed_tokens, first.cache_blocks_at) == (
+        12,
+        0,
+        4,
+    )
     second = request(range(20, 28))
     assert kv.admit(second, 9, ([],)) is False
     assert kv.admit(second, 8, ([],)) is True
@@ -69,7 +73,11 @@ def test_a_hit_revives_free_blocks_and_shares_held_ones():
     assert kv.admit(third, 9, kv.find_prefix(third), 2) is False
     assert kv.admit(third, 9, kv.find_prefix(third), 1) is True
     assert [block.ref_count for block in prefix[0][:2]] == [2, 2]
-    assert (third.num_computed_tokens, third.num_published, third.num_covered_tokens) == (8, 8, 12)
+    assert (third.num_computed_tokens, third.num_offered_tokens, third.num_covered_tokens) == (
+        8,
+        8,
+        12,
+    )
     check_kv_cache(kv, [second, third])
 
 
@@ -91,7 +99,7 @@ def test_hits_are_counted_once_per_request():
     without.free(admitted(without, range(8)))
     assert without.find_prefix(request(range(8))) == ([],)
     one = admitted(without, range(8))
-    assert (one.num_cached_tokens, one.publish_at) == (0, NEVER)
+    assert (one.num_cached_tokens, one.cache_blocks_at) == (0, NEVER)
     assert (without.num_queried_tokens, without.num_hit_tokens) == (0, 0)
     assert without.pool.num_cached == 0
 
@@ -110,12 +118,12 @@ def test_growing_appends_to_every_table_or_to_none():
     one = request(range(3))
     assert kv.admit(one, 3, ([], []))
     assert (ids(one), one.num_covered_tokens) == ([[1], [2, 3]], 4)
-    assert kv.grow(one, 4, reserve=100) == ([], [])
+    assert kv.grow(one, 4, min_free_blocks=100) == ([], [])
     assert kv.grow(one, 5) == ([4], [5])
     assert (ids(one), one.num_covered_tokens) == ([[1, 4], [2, 3, 5]], 6)
-    assert kv.grow(one, 7, reserve=2) is None
+    assert kv.grow(one, 7, min_free_blocks=2) is None
     assert (ids(one), one.num_covered_tokens, kv.pool.num_free) == ([[1, 4], [2, 3, 5]], 6, 2)
-    assert kv.grow(one, 7, reserve=1) == ([], [6])
+    assert kv.grow(one, 7, min_free_blocks=1) == ([], [6])
     assert one.num_covered_tokens == 8
     assert kv.grow(one, 12) is None
     check_kv_cache(kv, [one])
@@ -125,25 +133,25 @@ def test_blocks_are_published_as_they_become_full():
     kv = manager(sizes=(4, 2))
     one = request(range(9))
     kv.admit(one, 9, ([], []))
-    assert one.publish_at == 2
+    assert one.cache_blocks_at == 2
     published = []
-    for computed, publish_at in ((1, 2), (2, 4), (3, 4), (4, 6), (7, 8), (9, 10)):
+    for computed, cache_blocks_at in ((1, 2), (2, 4), (3, 4), (4, 6), (7, 8), (9, 10)):
         one.num_computed_tokens = computed
-        published.append(len(kv.publish(one)))
-        assert one.publish_at == publish_at
+        published.append(len(kv.cache_blocks(one)))
+        assert one.cache_blocks_at == cache_blocks_at
     assert published == [0, 1, 0, 2, 1, 2]
     # A token that is computed and not known yet is of no full block.
     one.num_computed_tokens = 10
-    assert kv.publish(one) == []
+    assert kv.cache_blocks(one) == []
     one.token_ids.append(9)
-    assert len(kv.publish(one)) == 1
+    assert len(kv.cache_blocks(one)) == 1
     assert kv.pool.num_cached == 7
     twin = request(one.token_ids)
     kv.admit(twin, 2, ([], []))
     twin.num_computed_tokens = 2
     # The contents are there already: offered, and not published.
-    assert kv.publish(twin) == []
-    assert (twin.num_published, twin.publish_at) == (2, 4)
+    assert kv.cache_blocks(twin) == []
+    assert (twin.num_offered_tokens, twin.cache_blocks_at) == (2, 4)
 
 
 def test_freeing_keeps_blocks_in_prefix_cache():
@@ -151,7 +159,7 @@ def test_freeing_keeps_blocks_in_prefix_cache():
     one = admitted(kv, range(9))
     kv.free(one)
     assert (one.blocks, one.num_covered_tokens, one.num_computed_tokens) == ((), 0, 0)
-    assert one.publish_at == NEVER
+    assert one.cache_blocks_at == NEVER
     assert kv.pool.num_free == kv.pool.num_usable
     assert len(kv.find_prefix(request(range(9)))[0]) == 2
     check_kv_cache(kv, [one])

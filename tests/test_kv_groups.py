@@ -39,7 +39,7 @@ def test_a_hit_ends_where_a_block_of_every_group_ends(block_size, cached):
     rig = Rig(block_size=block_size, num_blocks=60)
     first = rig.add(range(25), max_tokens=1)
     rig.step()
-    assert first.finished
+    assert first.is_finished
     second = rig.add([*range(25), 50], max_tokens=5)
     rig.step()
     assert second.num_cached_tokens == cached
@@ -53,7 +53,7 @@ def test_hit_is_the_shortest_of_all_groups(group):
     rig.step()
     lost = first.blocks[group][3]
     rig.finish_all()
-    rig.scheduler.kv.pool.unpublish(lost)
+    rig.scheduler.kv.pool.uncache_block(lost)
     second = rig.add(range(25), max_tokens=5)
     rig.step()
     # The block began at token 6 of the first group, whose hit of 6 the second has not, or at

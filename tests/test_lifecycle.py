@@ -573,7 +573,8 @@ def test_one_of_several_watchers_declares_the_thread_hung():
     rig, engine, _stream, core = hung_engine()
     cause, verdicts, clock = EngineError("stuck"), [], core.clock
     others = [
-        threading.Thread(target=lambda: verdicts.append(core.fail_hung(0, cause))) for _ in range(4)
+        threading.Thread(target=lambda: verdicts.append(core.fail_if_hung(0, cause)))
+        for _ in range(4)
     ]
 
     def slow_clock():
@@ -585,7 +586,7 @@ def test_one_of_several_watchers_declares_the_thread_hung():
         return clock()
 
     core.clock = slow_clock
-    verdicts.append(core.fail_hung(0, cause))
+    verdicts.append(core.fail_if_hung(0, cause))
     for thread in others:
         thread.join(10)
     assert sorted(verdicts) == [False] * 4 + [True]
@@ -612,7 +613,7 @@ def test_thread_returning_after_hang_touches_nothing():
     )
     watcher = threading.get_ident()
     core.clock = lambda: slow_clock() if threading.get_ident() == watcher else clock()
-    assert core.fail_hung(0, EngineError("stuck"))
+    assert core.fail_if_hung(0, EngineError("stuck"))
     blocking_until(lambda: not engine_threads())
     assert delivered == []
     assert core.stats().num_steps == 2
@@ -636,7 +637,7 @@ def test_a_destructor_takes_no_lock():
     engine._start_blocking()
     core = core_of(engine)
     last = [engine]
-    threads = engine._input_processor.submitter._text_threads
+    threads = engine._input_processor.submitter._tokenizer_threads
     locks = [
         core._lock,
         core.admission._lock,

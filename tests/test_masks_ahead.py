@@ -101,7 +101,7 @@ class SlowRig(Rig):
     def until_ahead(self) -> None:
         """Until its next mask is being made on the thread."""
         while not self.core._mask_maker.num_pending:
-            assert not self.request.finished
+            assert not self.request.is_finished
             self.steps(1)
         until = time.monotonic() + 10
         while not self.matcher.num_elsewhere:
@@ -111,7 +111,7 @@ class SlowRig(Rig):
     def finish(self) -> list[int]:
         """Open the gate and take steps to the end; the tokens of the slow request."""
         self.matcher.gate.set()
-        while not self.request.finished:
+        while not self.request.is_finished:
             if self.grammar.next_mask is not None and self.core._mask_maker.num_pending:
                 self.grammar.next_mask.exception(10)
             self.steps(1)
@@ -242,7 +242,7 @@ def slow_at(seed: int, share: int, threads: set[str]) -> Any:
     names of the threads are added to ``threads``."""
     real, using = StructuredOutput.mask, set[int]()
 
-    def mask(self: StructuredOutput, request: Any) -> bytes | None:
+    def compute_mask(self: StructuredOutput, request: Any) -> bytes | None:
         assert id(self) not in using, "two threads use a matcher"
         using.add(id(self))
         threads.add(threading.current_thread().name)
@@ -255,7 +255,7 @@ def slow_at(seed: int, share: int, threads: set[str]) -> Any:
         finally:
             using.discard(id(self))
 
-    return mask
+    return compute_mask
 
 
 @functools.cache
@@ -280,7 +280,7 @@ def test_slow_masks_change_no_output(
     if fault is not None:
         rig.executor.faults[6 + fault] = StepOutOfMemoryError("full")
     threads: set[str] = set()
-    with mock.patch.object(StructuredOutput, "mask", slow_at(seed, share, threads)):
+    with mock.patch.object(StructuredOutput, "compute_mask", slow_at(seed, share, threads)):
         found = asyncio.run(texts_of(rig, 6))
     if share == 1 and num_blocks == 257 and fault is None:  # free rows beside the slow ones
         assert "asyncllm-masks_0" in threads

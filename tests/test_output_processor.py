@@ -10,7 +10,7 @@ from asyncllm.core.channel import Channel, StreamEnd
 from asyncllm.core.output_processor import (
     DetokenizerState,
     OutputProcessor,
-    make_partial,
+    make_partial_completion,
     make_usage,
 )
 from asyncllm.core.request import Request, RequestGroup, Status
@@ -82,13 +82,15 @@ class Rig:
             finish=self.finish,
             pause=lambda request: self.calls.append(("pause", request)),
             resume=lambda request: self.calls.append(("resume", request)),
-            requests=lambda: [m for group in self.groups for m in group.unfinished],
+            requests=lambda: [m for group in self.groups for m in group.unfinished_requests],
         )
-        admission = SimpleNamespace(leave=self.left.append, forget=self.forgotten.append)
+        admission = SimpleNamespace(
+            mark_member_ended=self.left.append, forget_group=self.forgotten.append
+        )
         self.processor = OutputProcessor(scheduler, admission, lambda: self.now)
 
     def finish(self, request, reason):
-        if not request.finished:
+        if not request.is_finished:
             request.status, request.finish_reason = Status.FINISHED, reason
 
     def group(self, size=1, *, name="g", max_unread=256, on_slow="coalesce", **params):
@@ -294,13 +296,13 @@ def test_slow_reader_pauses_and_resumes_group_once():
     assert group.channel.is_backpressured is True
     rig.deliver(first, 5)
     assert len(rig.calls) == 2
-    rig.processor.release(group)
+    rig.processor.resume_group(group)
     assert rig.calls[2:] == [("resume", first), ("resume", second)]
     assert group.channel.is_backpressured is False
-    rig.processor.release(group)
+    rig.processor.resume_group(group)
     assert len(rig.calls) == 4
     assert end_of(group) is None
-    rig.processor.release(RequestGroup("without a channel"))
+    rig.processor.resume_group(RequestGroup("without a channel"))
 
 
 def test_reader_that_catches_up_is_resumed():
@@ -365,7 +367,7 @@ def test_an_abort_ends_each_member_that_lives():
     ]
     assert end_of(group) == ("abort", None, "")
     assert [m.finish_reason for m in members] == ["length", "abort", "abort", "abort"]
-    assert (rig.left, rig.forgotten, last.finished) == (members[:3], [group], True)
+    assert (rig.left, rig.forgotten, last.is_finished) == (members[:3], [group], True)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -382,7 +384,7 @@ def test_an_error_ends_the_whole_group(own):
         assert type(final) is RequestError
         assert str(final) == "request 'name' failed: ZeroDivisionError('why')"
         assert final.__cause__ is error
-    assert all(member.finished for member in members)
+    assert all(member.is_finished for member in members)
     assert [member.finish_reason for member in members] == [None, None]
     assert (rig.counts, rig.forgotten) == ((0, 0, 1), [group])
     assert group.notifier.told == [(6.0, final)]
@@ -428,12 +430,12 @@ def test_usage_is_of_all_members_from_the_earliest_on():
 
 def test_partial_result_has_output_of_every_member():
     group = Rig().group(3)
-    assert make_partial(group, 20.0) is None
+    assert make_partial_completion(group, 20.0) is None
     first, second, third = group.members
     second.token_ids += [6, 7]
     third.token_ids += [8]
     third.output.decode = lambda token_ids: 1 / 0
-    partial = make_partial(group, 20.0)
+    partial = make_partial_completion(group, 20.0)
     assert (partial.request_id, partial.prompt_token_ids) == ("g", (1, 2))
     assert [(o.index, o.text, o.token_ids, o.finish_reason) for o in partial.outputs] == [
         (0, "", (), None),

@@ -127,7 +127,7 @@ def hit_at(rig: ModelRig, lengths: Iterable[int]) -> None:
         found = []
         for tail in ([20, 21, 22], [30, 31], [40]):
             found.append(rig.add(BASE[:length] + tail))
-            while not found[-1].finished:
+            while not found[-1].is_finished:
                 rig.step()
         rig.finish_all()
         assert found[2].num_cached_tokens == length

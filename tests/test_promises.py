@@ -46,13 +46,13 @@ async def every_stream_ends(fake):
 
 
 def a_stop_is_not_announced(patch):
-    close = OutputProcessor.close
+    end_group = OutputProcessor.end_group
 
-    def forget(self, request, error, last=None):
+    def forget(self, request, error, last_delta=None):
         if request.finish_reason != "stop":
-            close(self, request, error, last)
+            end_group(self, request, error, last_delta)
 
-    patch.setattr(OutputProcessor, "close", forget)
+    patch.setattr(OutputProcessor, "end_group", forget)
 
 
 # --- 2 ----------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def submission_waits_for_the_first_read(patch):
             core.send(core.on_add, self._group)
         return await read(self)
 
-    patch.setattr(Submitter, "_send", later)
+    patch.setattr(Submitter, "_send_when_grammar_ready", later)
     patch.setattr(TokenStream, "__anext__", first_submit)
 
 
@@ -107,7 +107,9 @@ def destructors_do_nothing(patch):
 
 
 def an_id_is_free_only_when_the_abort_is_drained(patch):
-    patch.setattr(Admission, "get_live", lambda self, request_id: self._live_groups.get(request_id))
+    patch.setattr(
+        Admission, "get_live_group", lambda self, request_id: self._live_groups.get(request_id)
+    )
     reserve = Admission.reserve
 
     def strict(self, request, num_tokens):
@@ -136,7 +138,7 @@ def no_reader_is_held_back(patch):
 
 
 def reading_does_not_release(patch):
-    patch.setattr(EngineCore, "on_drained", lambda self, request: None)
+    patch.setattr(EngineCore, "on_reader_caught_up", lambda self, request: None)
 
 
 # --- 5 ----------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def the_queue_takes_everything(patch):
 
 
 def places_are_never_given_back(patch):
-    patch.setattr(Admission, "leave_queue", lambda self, request: None)
+    patch.setattr(Admission, "remove_from_queue", lambda self, request: None)
 
 
 # --- 6 ----------------------------------------------------------------------------------

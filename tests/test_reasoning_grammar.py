@@ -31,7 +31,7 @@ class Follower:
         vocabulary = byte_vocabulary(*[b""] * 60)
         grammar = backend(vocabulary).compile(parse_structured_outputs({"choice": choices}))
         self.output = StructuredOutput(grammar.new_matcher())
-        state: dict[str, Any] = {"thinking": False, "may_begin": True, "only_at_start": True}
+        state: dict[str, Any] = {"is_thinking": False, "may_begin": True, "only_at_start": True}
         self.request: Any = SimpleNamespace(
             request_id="r",
             token_ids=[1],
@@ -43,7 +43,7 @@ class Follower:
         )
 
     def allowed(self) -> set[int]:
-        mask = self.output.mask(self.request)
+        mask = self.output.compute_mask(self.request)
         assert mask is not None
         return tokens_of(mask)
 
@@ -67,10 +67,10 @@ def test_a_delimiter_of_several_tokens_opens_thoughts(backend: Any) -> None:
         follower.take(before)
         assert follower.allowed() == {following}, "the grammar does not begin with it"
     follower.take(BEGIN[2])
-    assert follower.request.reasoning.thinking
+    assert follower.request.reasoning.is_thinking
     for token in (ord("a"), ord("z"), *END[:2], 5, *END[:2]):
         follower.take(token)
-        assert follower.output.mask(follower.request) == b""
+        assert follower.output.compute_mask(follower.request) == b""
     follower.take(END[2])
     assert follower.allowed() == {ord("a")}
     assert follower.take(ord("a")) is None
@@ -107,11 +107,11 @@ def test_thoughts_do_not_come_back_in_an_answer(backend: Any) -> None:
     follower = Follower(backend, "x<b", "x<bcd")
     follower.take(*b"x<b")
     follower.request.reasoning.push(300)
-    assert not follower.request.reasoning.thinking
-    often = ReasoningTracker(BEGIN, END, thinking=False, may_begin=True)
+    assert not follower.request.reasoning.is_thinking
+    often = ReasoningTracker(BEGIN, END, is_thinking=False, may_begin=True)
     for token in (5, *BEGIN):
         often.push(token)
-    assert often.thinking, "without a grammar they do"
+    assert often.is_thinking, "without a grammar they do"
 
 
 SCHEMA = {

@@ -31,7 +31,7 @@ def test_members_of_a_group_are_numbered():
     assert group.members == members
     assert [one.index for one in members] == [0, 1, 2]
     members[1].status = Status.FINISHED
-    assert group.unfinished == [members[0], members[2]]
+    assert group.unfinished_requests == [members[0], members[2]]
 
 
 def test_members_of_a_group_share_their_stop_tokens():

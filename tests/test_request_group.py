@@ -8,7 +8,7 @@ import pytest
 
 from asyncllm import EngineOverloadedError
 from asyncllm.core.batch import RowError
-from asyncllm.core.channel import StreamEnd, merge_pending
+from asyncllm.core.channel import StreamEnd, merge_unread_tokens
 from asyncllm.core.request import Request
 from asyncllm.outputs import Delta
 from tests.core_rig import Rig
@@ -16,7 +16,9 @@ from tests.core_rig import Rig
 
 def read(group):
     """Tokens and finish reasons by index, and the end."""
-    deltas = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
+    deltas = [
+        one if isinstance(one, Delta) else merge_unread_tokens(one) for one in group.channel.items
+    ]
     group.channel.items.clear()
     final = group.channel.stream_end
     if isinstance(final, StreamEnd) and final.last_delta is not None:
@@ -36,16 +38,16 @@ def test_one_end_after_the_last_member():
         rig.steps(1)
         assert group.channel.stream_end is None
         assert rig.core.stats().num_running == 3 - (step >= 2) - (step >= 4)
-        assert rig.core.admission.num_live == 3 - (step >= 2) - (step >= 4)
-        assert rig.core.admission.get_live("g") is group
+        assert rig.core.admission.num_live_requests == 3 - (step >= 2) - (step >= 4)
+        assert rig.core.admission.get_live_group("g") is group
     rig.steps(1)
     tokens, reasons, final = read(group)
     assert tokens == rig.reference(group)
     assert reasons == {0: "length", 2: "length"}
     assert (final.finish_reason, final.last_delta.index) == ("length", 1)
     assert (final.usage.prompt_tokens, final.usage.completion_tokens) == (4, 12)
-    assert rig.core.admission.get_live("g") is None
-    assert rig.core.admission.num_live == 0
+    assert rig.core.admission.get_live_group("g") is None
+    assert rig.core.admission.num_live_requests == 0
     assert rig.core.stats().num_finished == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
 
@@ -54,11 +56,15 @@ def test_deltas_of_two_members_do_not_merge():
     rig = Rig()
     group = rig.group(5, 5)
     rig.steps(3)
-    found = [one if isinstance(one, Delta) else merge_pending(one) for one in group.channel.items]
+    found = [
+        one if isinstance(one, Delta) else merge_unread_tokens(one) for one in group.channel.items
+    ]
     assert [delta.index for delta in found] == [0, 1, 0, 1, 0, 1]
     alone = rig.group(1, 9, name="alone")
     rig.steps(4)
-    found = [one if isinstance(one, Delta) else merge_pending(one) for one in alone.channel.items]
+    found = [
+        one if isinstance(one, Delta) else merge_unread_tokens(one) for one in alone.channel.items
+    ]
     assert [(d.index, len(d.token_ids)) for d in found] == [(0, 1), (1, 4)]
 
 
@@ -72,7 +78,7 @@ def test_an_abort_ends_all():
     assert tokens == {i: t[:3] for i, t in rig.reference(group).items()}
     assert reasons == {0: "abort", 1: "length"}
     assert (final.finish_reason, final.usage.completion_tokens) == ("abort", 8)
-    assert all(member.finished for member in rig.members["g"])
+    assert all(member.is_finished for member in rig.members["g"])
     assert rig.core.stats().num_aborted == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks
 
@@ -84,7 +90,7 @@ def test_an_abort_that_overtakes_the_arrival_ends_all():
     rig.core.step()
     assert group.channel.stream_end.finish_reason == "abort"
     assert rig.core.stats().num_steps == 0
-    assert rig.core.admission.num_live == 0
+    assert rig.core.admission.num_live_requests == 0
 
 
 def test_a_deadline_ends_all():
@@ -112,7 +118,7 @@ def test_a_member_that_fails_fails_the_group():
     expected = rig.reference(group)
     assert tokens == {0: expected[0][:3], 1: expected[1][:2]}
     assert "on purpose" in str(final)
-    assert rig.core.admission.num_live == 0
+    assert rig.core.admission.num_live_requests == 0
     rig.steps(1)
     assert rig.core.stats().num_failed == 1
     assert rig.core.stats().num_free_blocks == rig.core.stats().num_blocks

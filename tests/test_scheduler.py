@@ -84,7 +84,7 @@ def test_a_paused_request_loses_its_recurrent_state():
     second = rig.add(range(20, 25), max_tokens=2)
     assert rig.step() == {"r1": 5}
     rig.step()
-    assert second.finished
+    assert second.is_finished
     rig.scheduler.resume(first)
     assert rig.step() == {"r0": 8}
     rig.finish_all(first, second)
@@ -168,7 +168,7 @@ def test_policy_orders_admission(policy, expected):
     finished = []
     while rig.scheduler.has_work():
         rig.step()
-        finished += [i for i, r in enumerate(requests) if r.finished and i not in finished]
+        finished += [i for i, r in enumerate(requests) if r.is_finished and i not in finished]
     assert finished == expected
 
 
@@ -205,7 +205,7 @@ def test_request_that_outgrows_the_pool_alone_fails():
     request = rig.add(range(8), max_tokens=50)
     for _ in range(20):
         rig.step()
-    assert request.finished
+    assert request.is_finished
     ((failed, error),) = rig.scheduler.failed
     assert failed is request
     assert "needs 4 KV blocks for 13 tokens, the cache has 3" in str(error)
@@ -317,7 +317,7 @@ def test_shrunken_budget_recovers():
     assert rig.scheduler.budget.shrink([step]) == []
     assert rig.scheduler.budget.tokens == 10
     for _ in range(200):
-        rig.scheduler.budget.recover()
+        rig.scheduler.budget.record_success()
     assert rig.scheduler.budget.tokens == 32
 
 
@@ -354,7 +354,7 @@ def test_failed_request_publishes_no_prefix():
     failing = rig.add([*shared, 50], max_tokens=4)
     rig.executor.row_errors[failing.request_id] = ArithmeticError("NaN")
     rig.finish_all()
-    assert failing.finished
+    assert failing.is_finished
     assert failing.num_cached_tokens == size
     after = rig.add([*shared, 60], max_tokens=1)
     rig.finish_all(after)

@@ -75,7 +75,7 @@ def test_blocks_are_reserved_for_every_draft():
         assert len(request.blocks[0]) >= end + 3
         assert NULL_BLOCK_ID not in [block.block_id for block in request.blocks[0]]
         rig.collect()
-        if not request.finished:
+        if not request.is_finished:
             assert request.num_computed_tokens == len(request.token_ids) - 1
         check_scheduler(rig.scheduler)
     rig.expect(request)

@@ -71,7 +71,7 @@ def test_block_is_freed_once_wholly_before_window(block_size, window):
     held = ids(one)[0]
     for computed in range(1, 41):
         one.num_computed_tokens = computed
-        kv.publish(one)
+        kv.cache_blocks(one)
         free, freed = kv.pool.num_free, kv.free_out_of_window(one)
         gone = [i for i in range(len(held)) if (i + 1) * block_size <= computed - window + 1]
         assert ids(one)[0] == [0 if i in gone else block for i, block in enumerate(held)]
@@ -94,10 +94,10 @@ def test_hit_is_the_longest_usable_by_all_groups(seed):
     one = request(range(48))
     assert kv.admit(one, 48, tuple([] for _ in groups))
     one.num_computed_tokens = 48
-    kv.publish(one)
+    kv.cache_blocks(one)
     blocks = one.blocks
     for lost in rng.sample([b for table in blocks for b in table], k=rng.choice([0, 2, 5, 9])):
-        kv.pool.unpublish(lost)
+        kv.pool.uncache_block(lost)
 
     def serves(length: int) -> bool:
         """Every key that the query behind ``length`` tokens sees is in a cached block."""

@@ -127,7 +127,7 @@ def test_a_state_is_read_a_step_after_it_was_saved(depth):
     ((_, saved),) = first.batch.state_saves
     assert second.batch.counts == [1, 1, 1]
     assert second.batch.state_loads == [(one.req_index, saved) for one in requests[1:]]
-    assert first.published_snapshots == [rig.states.pool.blocks[saved]]
+    assert first.newly_cached_snapshots == [rig.states.pool.blocks[saved]]
     rig.collect()
     rig.finish_all(*requests)
 
@@ -167,7 +167,7 @@ def test_the_state_of_an_output_waits_for_its_last_token():
     # Eight tokens are in the state, the eighth of which is in flight in the step before.
     assert (first.num_computed_tokens, len(first.token_ids)) == (8, 8)
     assert rig.states.pool.num_cached == 1
-    rig.states.publish_saved()
+    rig.states.cache_saved_snapshots()
     assert rig.states.pool.num_cached == 2
 
 
@@ -202,7 +202,7 @@ def test_repeated_pauses_recompute_at_most_a_block():
     """As with a reader that takes one token at a time: not all of its output so far."""
     rig = StateRig(max_num_seqs=1, num_blocks=40)
     first, counts = rig.add(range(6), max_tokens=40), []
-    while not first.finished:
+    while not first.is_finished:
         had = len(first.token_ids)
         counts.append(sum(rig.step().values()))
         if len(first.token_ids) > had:
@@ -359,14 +359,14 @@ def _kept(monkeypatch) -> None:
 
 def _too_old(monkeypatch) -> None:
     """A state is of a block less than its hash says."""
-    publish = StateSnapshots._publish
+    cache_snapshot = StateSnapshots._cache_snapshot
 
     def older(self, save):
         if save.num_tokens + self._common_block_size <= len(save.request.token_ids):
             save.num_tokens += self._common_block_size
-        publish(self, save)
+        cache_snapshot(self, save)
 
-    monkeypatch.setattr(StateSnapshots, "_publish", older)
+    monkeypatch.setattr(StateSnapshots, "_cache_snapshot", older)
 
 
 def _same_step(monkeypatch) -> None:
@@ -376,7 +376,7 @@ def _same_step(monkeypatch) -> None:
     def at_once(self, request, published):
         found = save(self, request, published)
         if found is not None and request.num_computed_tokens <= len(request.token_ids):
-            self._publish(self._pending_snapshots[-1])
+            self._cache_snapshot(self._pending_snapshots[-1])
             self.pool.release((self._pending_snapshots.pop().block,))
             self._pending_keys.clear()
         return found
@@ -386,14 +386,14 @@ def _same_step(monkeypatch) -> None:
 
 def _any_epoch(monkeypatch) -> None:
     """It counts though its request has started over, and its step has failed."""
-    publish_saved = StateSnapshots.publish_saved
+    cache_saved_snapshots = StateSnapshots.cache_saved_snapshots
 
     def ignorant(self):
         for save in self._pending_snapshots:
             save.epoch = save.request.epoch
-        publish_saved(self)
+        cache_saved_snapshots(self)
 
-    monkeypatch.setattr(StateSnapshots, "publish_saved", ignorant)
+    monkeypatch.setattr(StateSnapshots, "cache_saved_snapshots", ignorant)
 
 
 def _early(monkeypatch) -> None:
@@ -412,11 +412,11 @@ def _early(monkeypatch) -> None:
 def _blocks_alone(monkeypatch) -> None:
     """A snapshot that was found already stays, though the step that wrote it has failed."""
 
-    def withdraw(self, published, snapshots):
-        for block in published:
-            self.pool.unpublish(block)
+    def uncache_blocks(self, blocks, snapshots):
+        for block in blocks:
+            self.pool.uncache_block(block)
 
-    monkeypatch.setattr("asyncllm.core.kv_cache.KVCacheManager.withdraw", withdraw)
+    monkeypatch.setattr("asyncllm.core.kv_cache.KVCacheManager.uncache_blocks", uncache_blocks)
 
 
 MISTAKES = [_neighbours, _kept, _too_old, _same_step, _any_epoch, _early]

@@ -471,7 +471,7 @@ async def test_aborted_stream_with_reused_id_ends_with_engine():
         for stream in (second, first):
             with pytest.raises(EngineDeadError):
                 await asyncio.wait_for(stream.result(), 5)
-        assert core.admission.num_live == 0
+        assert core.admission.num_live_requests == 0
         rig.tokenizer.gate.set()
 
 

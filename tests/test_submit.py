@@ -22,7 +22,7 @@ from tests.idle import until
 
 
 def in_line(engine):
-    return len(engine._thread.core.admission.waiting_line)
+    return len(engine._thread.core.admission.caller_queue)
 
 
 def nothing_left(engine):
@@ -32,7 +32,7 @@ def nothing_left(engine):
         and stats.num_free_blocks == stats.num_blocks
         and len(admission.queued_requests)
         == admission.num_queued_tokens
-        == len(admission.waiting_line)
+        == len(admission.caller_queue)
         == 0
     )
 

@@ -12,7 +12,7 @@ from asyncllm.core.token_rate import TokenRate
 def rate_of(*steps):
     rate = TokenRate()
     for num_tokens, seconds in steps:
-        rate.add(num_tokens, seconds)
+        rate.add_step(num_tokens, seconds)
     return rate.tokens_per_second
 
 

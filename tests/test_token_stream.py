@@ -56,8 +56,8 @@ class Rig:
             abort=self.abort,
             abandon=self.abandoned.append,
             send=lambda *command: self.sent.append(command),
-            on_drained="on_drained",
-            check_waiting=lambda: None,
+            on_reader_caught_up="on_reader_caught_up",
+            check_not_engine_thread=lambda: None,
         )
         self.loop = Loop()
         self.mailbox = LoopMailbox(self.loop)
@@ -77,11 +77,11 @@ class Rig:
     def end(self, reason="length", last=None, text="", stop_reason=None):
         if last is not None:
             self.request.token_ids += last.token_ids
-        self.channel.offer_end(StreamEnd(reason, stop_reason, USAGE, text, last))
+        self.channel.propose_end(StreamEnd(reason, stop_reason, USAGE, text, last))
         self.channel.end()
 
     def fail(self, error):
-        self.channel.offer_end(error)
+        self.channel.propose_end(error)
         self.channel.end()
 
     def read(self, *args):
@@ -200,7 +200,7 @@ def test_a_paused_request_goes_on_when_half_of_it_is_read(max_unread, resumes_at
         rig.read()
         assert rig.channel.num_unread == unread
         assert len(rig.sent) == max(0, resumes_at - unread + 1)
-    assert set(rig.sent) == {("on_drained", rig.group)}
+    assert set(rig.sent) == {("on_reader_caught_up", rig.group)}
 
 
 def test_a_request_that_is_not_paused_is_not_resumed():

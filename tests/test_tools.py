@@ -370,7 +370,7 @@ async def test_a_grammar_begins_where_the_prompt_leaves_thoughts(kwargs: Any, an
 
 
 def test_reasoning_ends_behind_a_begin_of_its_delimiter() -> None:
-    reasoning = ReasoningTracker((1,), (2, 3), thinking=True, may_begin=False)
+    reasoning = ReasoningTracker((1,), (2, 3), is_thinking=True, may_begin=False)
     assert [reasoning.push(token) for token in (2, 2, 3, 2)] == [True, True, True, False]
 
 

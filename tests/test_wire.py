@@ -112,7 +112,9 @@ def test_processors_are_forgotten_with_their_request():
     assert assignment.sampling.logits_processors == ()
     assert params.logits_processors == (force_seven,)
     in_process = rig.scheduler.in_process
-    assert in_process.with_processors(assignment).sampling.logits_processors == (force_seven,)
+    assert in_process.with_logits_processors(assignment).sampling.logits_processors == (
+        force_seven,
+    )
     rig.collect()
     rig.finish_all()
     assert in_process.processors == {}

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from asyncllm.errors import EngineClosedError
-from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, TextThreads, WorkerThread
+from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, TokenizerThreads, WorkerThread
 from asyncllm.testing import fake_engine
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from tests.idle import until
@@ -135,12 +135,12 @@ async def test_long_texts_rest_only_beside_running_requests():
 
 def test_a_short_text_waits_for_no_long_one_and_rests_behind_short_ones_alone():
     cooldown = Cooldown(lambda: True)
-    threads = TextThreads("w", cooldown)
+    threads = TokenizerThreads("w", cooldown)
     cooldown.extend(time.perf_counter() - 1e4)
     told = threading.Event()
     threads.submit(lambda most: told.set() or True, LONG_TEXT_CHARACTERS - 1)
     assert told.wait(10)
-    cooldown.of_short_jobs.extend(time.perf_counter() - 1e4)
+    cooldown.short_job_cooldown.extend(time.perf_counter() - 1e4)
     told.clear()
     threads.submit(lambda most: told.set() or True, 1)
     assert not told.wait(0.1)
@@ -149,7 +149,7 @@ def test_a_short_text_waits_for_no_long_one_and_rests_behind_short_ones_alone():
 
 @pytest.mark.parametrize("size", [1, LONG_TEXT_CHARACTERS - 1, LONG_TEXT_CHARACTERS])
 async def test_what_turns_out_to_be_long_moves_to_the_long_texts(size):
-    threads, calls = TextThreads("w", Cooldown(lambda: False)), []
+    threads, calls = TokenizerThreads("w", Cooldown(lambda: False)), []
 
     def job(most: int | None) -> bool:
         calls.append((threading.current_thread().name, most))

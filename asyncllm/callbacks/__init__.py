@@ -50,7 +50,7 @@ from asyncllm.callbacks.messages import (
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.outputs import Completion, Delta, FinishReason, Usage
 from asyncllm.runtime.event_loop import wait_for
-from asyncllm.runtime.handle import Handle
+from asyncllm.runtime.handle import UncopyableHandle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
@@ -133,7 +133,7 @@ def stream_with_callbacks(
     return CallbackStream(stream, refusal_error, run)
 
 
-class CallbackStream(Handle):
+class CallbackStream(UncopyableHandle):
     """Token stream that calls handlers as it is read; made by ``stream_with_callbacks``.
 
     It is read and aborted like a ``TokenStream``. The last call of a run is

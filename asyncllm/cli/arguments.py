@@ -95,15 +95,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of EngineConfig that the command line sets."""
-    return _options_set(arguments, _ENGINE_OPTIONS)
+    return _explicit_options(arguments, _ENGINE_OPTIONS)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of SamplingParams that the command line sets, except the seed."""
-    return _options_set(arguments, _SAMPLING_OPTIONS)
+    return _explicit_options(arguments, _SAMPLING_OPTIONS)
 
 
-def _options_set(arguments: argparse.Namespace, options: Sequence[_Option]) -> dict[str, Any]:
+def _explicit_options(arguments: argparse.Namespace, options: Sequence[_Option]) -> dict[str, Any]:
     values = {name: getattr(arguments, name, None) for name, *_ in options}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -21,11 +21,11 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import Usage
 
-_ABORTS_PER_ROW = 32
+_ABORTS_PER_CONCURRENCY = 32
 
 
 @dataclass
-class Row:
+class ConcurrencyResult:
     """Measurements at one concurrency; times in seconds."""
 
     concurrency: int
@@ -140,18 +140,18 @@ class Workload:
             next(self._prompts), max_tokens=min(8, self._output_len), ignore_eos=True
         )
 
-    async def measure(self, concurrency: int, rounds: int) -> Row:
+    async def measure(self, concurrency: int, rounds: int) -> ConcurrencyResult:
         """Measure ``concurrency`` readers, each with ``rounds`` requests in turn."""
-        row = Row(concurrency)
+        result = ConcurrencyResult(concurrency)
         started = time.perf_counter()
         async with LagMeter() as meter:
-            await asyncio.gather(*(self._run_requests(row, rounds) for _ in range(concurrency)))
-        row.duration = time.perf_counter() - started
-        row.loop_lag = meter.lags
-        await self._measure_aborts(row)
-        return row
+            await asyncio.gather(*(self._run_requests(result, rounds) for _ in range(concurrency)))
+        result.duration = time.perf_counter() - started
+        result.loop_lag = meter.lags
+        await self._measure_aborts(result)
+        return result
 
-    async def _run_requests(self, row: Row, rounds: int) -> None:
+    async def _run_requests(self, result: ConcurrencyResult, rounds: int) -> None:
         for _ in range(rounds):
             began = last = time.perf_counter()
             num_tokens = 0
@@ -161,30 +161,30 @@ class Workload:
             ):
                 now = time.perf_counter()
                 if num_tokens == 0 and delta.token_ids:
-                    row.ttft.append(now - began)
+                    result.ttft.append(now - began)
                 elif delta.token_ids:
                     # The tokens of a delta arrived together, so they count as one gap.
-                    row.between_tokens.append(now - last)
+                    result.between_tokens.append(now - last)
                 last, usage = now, delta.usage
                 num_tokens += len(delta.token_ids)
             assert usage is not None
-            row.num_requests += 1
-            row.num_tokens += num_tokens
+            result.num_requests += 1
+            result.num_tokens += num_tokens
 
-    async def _measure_aborts(self, row: Row) -> None:
+    async def _measure_aborts(self, result: ConcurrencyResult) -> None:
         """Measure the time from an abort until the stream's blocks are free, one stream at a time,
         while the other streams run."""
         streams = [
             self._engine.stream(next(self._prompts), ignore_eos=True)
-            for _ in range(row.concurrency)
+            for _ in range(result.concurrency)
         ]
         for stream in streams:
             await anext(stream)
-        for stream in streams[:_ABORTS_PER_ROW]:
+        for stream in streams[:_ABORTS_PER_CONCURRENCY]:
             began = time.perf_counter()
             stream.abort()
             if (await stream.result()).finish_reason == "abort":
-                row.cancel_to_free.append(time.perf_counter() - began)
+                result.cancel_to_free.append(time.perf_counter() - began)
         for stream in streams:
             stream.abort()
         for stream in streams:
@@ -222,7 +222,7 @@ def _explain_ops(report: ExecutionReport, attention_backend: str) -> str:
     return choice.reason
 
 
-_COLUMNS = (
+_TABLE_COLUMNS = (
     ("streams", "concurrency"),
     ("tok/s", "tokens_per_second"),
     ("first token p50", "ttft_p50"),
@@ -242,11 +242,12 @@ def _format_cell(name: str, value: Any) -> str:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    cells = [[_format_cell(name, row[name]) for _, name in _COLUMNS] for row in rows]
+    cells = [[_format_cell(name, row[name]) for _, name in _TABLE_COLUMNS] for row in rows]
     widths = [
-        max(len(title), *(len(line[i]) for line in cells)) for i, (title, _) in enumerate(_COLUMNS)
+        max(len(title), *(len(line[i]) for line in cells))
+        for i, (title, _) in enumerate(_TABLE_COLUMNS)
     ]
-    titles = [title for title, _ in _COLUMNS]
+    titles = [title for title, _ in _TABLE_COLUMNS]
     print()
     for line in (titles, ["─" * width for width in widths], *cells):
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))

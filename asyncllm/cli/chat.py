@@ -20,7 +20,7 @@ from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.prompt_line import read_message, without_echo
 from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
-from asyncllm.cli.text import format_rate, format_seconds, printable
+from asyncllm.cli.text import format_rate, format_seconds, strip_control_characters
 from asyncllm.cli.word_wrapper import WordWrapper
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineOverloadedError, RequestError
@@ -28,10 +28,10 @@ from asyncllm.outputs import Completion, Usage
 from asyncllm.stream import TokenStream
 from asyncllm.text.template_input import TemplateInput
 
-_MAX_WIDTH = 92
+_MAX_LINE_CHARACTERS = 92
 """Maximum number of characters in a line, so that long answers stay readable."""
 
-_PROMPT = "› "
+_INPUT_PROMPT = "› "
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,10 +59,10 @@ class Chat:
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._has_failed = False
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
-            "/help": ("what there is", self._help),
-            "/reset": ("forget what was said", self._reset),
+            "/help": ("what there is", self._print_help),
+            "/reset": ("forget what was said", self._reset_conversation),
             "/system": ("TEXT: a new system prompt; without TEXT none", self._set_system),
-            "/save": ("FILE: write the conversation as JSON", self._save),
+            "/save": ("FILE: write the conversation as JSON", self._save_conversation),
             "/stats": ("the engine's figures", self._print_stats),
             "/exit": ("leave; so does Ctrl-D", lambda _: None),
         }
@@ -74,7 +74,7 @@ class Chat:
         is_leaving = False
         while True:
             try:
-                message = read_message(_PROMPT if self._is_terminal else None)
+                message = read_message(_INPUT_PROMPT if self._is_terminal else None)
             except EOFError:
                 if self._is_terminal:
                     print()
@@ -189,14 +189,14 @@ class Chat:
 
     # --- commands ----------------------------------------------------------------------
 
-    def _help(self, _: str) -> None:
+    def _print_help(self, _: str) -> None:
         for name, (description, _run) in self._commands.items():
             self._print_note(f"{name:8} {description}")
         self._print_note(
             "A backslash at the end of a line goes on in the next; Ctrl-C stops an answer."
         )
 
-    def _reset(self, _: str) -> None:
+    def _reset_conversation(self, _: str) -> None:
         self._conversation.messages.clear()
         self._print_note("Forgotten.")
 
@@ -204,7 +204,7 @@ class Chat:
         self._conversation.system = text or None
         self._print_note("The system prompt is set." if text else "There is no system prompt now.")
 
-    def _save(self, name: str) -> None:
+    def _save_conversation(self, name: str) -> None:
         if not name:
             self._report_error("/save FILE: the name of the file is missing.")
             return
@@ -241,13 +241,13 @@ async def _print_answer(stream: TokenStream, wrapper: WordWrapper | None) -> Non
     """Print the answer, and on a terminal the reasoning before it."""
     is_reasoning = False
     async for delta in stream:
-        text = printable(delta.text)
+        text = strip_control_characters(delta.text)
         if wrapper is None:
             print(text, end="", flush=True)
             continue
         if delta.reasoning:
             is_reasoning = True
-            wrapper.write(printable(delta.reasoning))
+            wrapper.write(strip_control_characters(delta.reasoning))
         if is_reasoning and text:
             is_reasoning = False
             text = f"\n\n{text}"
@@ -255,8 +255,8 @@ async def _print_answer(stream: TokenStream, wrapper: WordWrapper | None) -> Non
 
 
 def _line_width() -> int:
-    """Line width in characters: that of the terminal, but at most _MAX_WIDTH."""
-    return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    """Line width in characters: that of the terminal, but at most _MAX_LINE_CHARACTERS."""
+    return min(shutil.get_terminal_size().columns, _MAX_LINE_CHARACTERS)
 
 
 def _format_timings(usage: Usage, reason: str | None) -> str:

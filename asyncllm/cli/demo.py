@@ -29,12 +29,12 @@ async def _main(arguments: argparse.Namespace) -> int:
         show = _print_when_done
         if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             from asyncllm.cli.demo_view import watch as show
-        demo = _submit(engine, arguments)
+        demo = _start_streams(engine, arguments)
         await show(demo)
     return 1 if any(stream.error for stream in demo.streams) else 0
 
 
-def _submit(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Demo:
+def _start_streams(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Demo:
     """Submit the demo's prompts to an engine."""
     seed = arguments.seed
     options = sampling_options(arguments)
@@ -64,7 +64,7 @@ async def _print_when_done(demo: Demo) -> None:
     unprinted = list(demo.streams)
 
     def refresh() -> None:
-        for stream in [stream for stream in unprinted if stream.done]:
+        for stream in [stream for stream in unprinted if stream.is_done]:
             unprinted.remove(stream)
             print(f"\n{_format_answer(stream)}", flush=True)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from asyncllm.cli.measure import percentile
 from asyncllm.cli.prompts import Prompt
 from asyncllm.cli.session import model_name
-from asyncllm.cli.text import format_rate, format_seconds, printable
+from asyncllm.cli.text import format_rate, format_seconds, strip_control_characters
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError
 from asyncllm.outputs import EngineStats, FinishReason
@@ -35,7 +35,7 @@ class DemoStream:
     error: str | None = None
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
     @property
@@ -55,7 +55,7 @@ class DemoStream:
                 self.last_token_at = time.perf_counter()
                 if self.first_token_at is None and delta.token_ids:
                     self.first_token_at = self.last_token_at
-                self.text += printable(delta.text)
+                self.text += strip_control_characters(delta.text)
                 self.num_tokens += len(delta.token_ids)
                 self.finish_reason = delta.finish_reason
         except AsyncLLMError as error:

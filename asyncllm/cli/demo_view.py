@@ -15,26 +15,26 @@ from rich.text import Text
 from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
 from asyncllm.cli.text import format_rate, format_seconds, one_line
 
-_SHORT_HEIGHT = 4
-_SHORT_WIDTH = 38
-_MIN_TALL_HEIGHT = 6
-_MAX_TALL_HEIGHT = 14
+_SHORT_PANEL_HEIGHT = 4
+_SHORT_PANEL_WIDTH = 38
+_MIN_TALL_PANEL_HEIGHT = 6
+_MAX_TALL_PANEL_HEIGHT = 14
 _MAX_TABLE_ROWS = 16
-_OTHER_COLUMNS_WIDTH = 60
+_WIDTH_OF_COLUMNS_BESIDE_TITLE = 60
 _CURSOR = "▌"
 
 
 async def watch(demo: Demo) -> None:
     """Show the streams while they run, then their whole answers and a table."""
     console = Console()
-    view = View(console, demo)
+    view = DemoView(console, demo)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         await follow_all(demo, lambda: live.update(view.live_frame(), refresh=True))
     for part in view.final_frame():
         console.print(part)
 
 
-class View:
+class DemoView:
     """Layout of the streams on one console."""
 
     def __init__(self, console: Console, demo: Demo) -> None:
@@ -42,26 +42,26 @@ class View:
         self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
         self._tall_streams = [stream for stream in demo.streams if stream.prompt.is_long][:columns]
-        self._short_columns = max(1, min(4, console.width // _SHORT_WIDTH))
-        tall_height = _MIN_TALL_HEIGHT if self._tall_streams else 0
-        rows = max(self._room_above_status() - tall_height, 0) // _SHORT_HEIGHT
+        self._short_columns = max(1, min(4, console.width // _SHORT_PANEL_WIDTH))
+        tall_height = _MIN_TALL_PANEL_HEIGHT if self._tall_streams else 0
+        rows = max(self._num_lines_above_status() - tall_height, 0) // _SHORT_PANEL_HEIGHT
         short_streams = [stream for stream in demo.streams if not stream.prompt.is_long]
         self._short_streams = short_streams[: rows * self._short_columns]
 
-    def _room_above_status(self) -> int:
+    def _num_lines_above_status(self) -> int:
         """Lines of the console between the header and the two lines of status."""
         return self._console.height - 4
 
     def live_frame(self) -> RenderableType:
         """Frame that fits the window, while streams run."""
         rows = math.ceil(len(self._short_streams) / self._short_columns)
-        room = self._room_above_status() - rows * _SHORT_HEIGHT
-        tall_height = min(max(room, 3), _MAX_TALL_HEIGHT)
-        panels = self._panels(tall_height, _SHORT_HEIGHT)
+        room = self._num_lines_above_status() - rows * _SHORT_PANEL_HEIGHT
+        tall_height = min(max(room, 3), _MAX_TALL_PANEL_HEIGHT)
+        panels = self._panels(tall_height, _SHORT_PANEL_HEIGHT)
         return Group(self._header(), *panels, self._status_marks(), self._status())
 
     def final_frame(self) -> list[RenderableType]:
-        """Whole answers and the table of figures."""
+        """Frame for the end: all answers in full, and the table of statistics."""
         parts = [self._header(), *self._panels(None, None)]
         if len(self._demo.streams) <= _MAX_TABLE_ROWS:
             parts.append(self._table())
@@ -107,7 +107,7 @@ class View:
 
     def _wrap_text(self, stream: DemoStream, width: int) -> list[Text]:
         text = stream.error or stream.text.strip()
-        if not stream.done and stream.first_token_at is not None:
+        if not stream.is_done and stream.first_token_at is not None:
             text += _CURSOR
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
@@ -156,7 +156,7 @@ class View:
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
-        title_width = min(self._console.width - _OTHER_COLUMNS_WIDTH, 44)
+        title_width = min(self._console.width - _WIDTH_OF_COLUMNS_BESIDE_TITLE, 44)
         table.add_column("stream", no_wrap=True)
         table.add_column("asked" if title_width > 8 else "", no_wrap=True, style="dim")
         for name in ("tokens", "first token", "then", "end"):
@@ -177,7 +177,7 @@ def _style_and_mark(stream: DemoStream) -> tuple[str, str]:
     """Colour and status mark of a stream."""
     if stream.error:
         return "red", "✗"
-    if stream.done:
+    if stream.is_done:
         return "green", "●"
     return ("bright_black", "·") if stream.first_token_at is None else ("cyan", "◐")
 

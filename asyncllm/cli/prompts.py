@@ -6,9 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-_FACTS = "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
-_NORA_FACT = "Nora is 34 years old and lives in Porto."
-_NAMES = "Mia Tom Lena Otto Ruby Max Ida Finn Alice Hugo Nina Theo".split()
+_QUESTION_FACTS = (
+    "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
+)
+_JSON_FACT = "Nora is 34 years old and lives in Porto."
+_PERSON_NAMES = "Mia Tom Lena Otto Ruby Max Ida Finn Alice Hugo Nina Theo".split()
 _TOYS = "boat kite lamp drum map clock train violin bell robot".split()
 
 
@@ -56,12 +58,12 @@ def _fixed_prompts() -> tuple[Prompt, ...]:
     return (
         Prompt("story", "Tell me a story about Mia and a boat.", is_long=True),
         Prompt("story", "Write a short story about Tom and a kite.", is_long=True),
-        Prompt("question", f"{_FACTS} Where is the key?", "Where is the key?"),
+        Prompt("question", f"{_QUESTION_FACTS} Where is the key?", "Where is the key?"),
         Prompt("sum", "What is 12 + 7?"),
         Prompt(
             "JSON",
-            f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_NORA_FACT}',
-            _NORA_FACT,
+            f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_JSON_FACT}',
+            _JSON_FACT,
         ),
         Prompt(
             "chat",
@@ -72,7 +74,7 @@ def _fixed_prompts() -> tuple[Prompt, ...]:
             ),
         ),
         Prompt("tool call", "What is the weather in Oslo?", tools=(_weather_tool(),)),
-        Prompt("question", f"{_FACTS} Who likes soup?", "Who likes soup?"),
+        Prompt("question", f"{_QUESTION_FACTS} Who likes soup?", "Who likes soup?"),
     )
 
 
@@ -87,7 +89,7 @@ def _weather_tool() -> dict[str, Any]:
 
 
 def _story_prompt(rng: random.Random) -> Prompt:
-    name, toy = rng.choice(_NAMES), rng.choice(_TOYS)
+    name, toy = rng.choice(_PERSON_NAMES), rng.choice(_TOYS)
     return Prompt("story", f"Tell me a story about {name} and a {toy}.", is_long=True)
 
 
@@ -97,13 +99,13 @@ def _sum_prompt(rng: random.Random) -> Prompt:
 
 
 def _colour_prompt(rng: random.Random) -> Prompt:
-    name, toy = rng.choice(_NAMES), rng.choice(_TOYS)
+    name, toy = rng.choice(_PERSON_NAMES), rng.choice(_TOYS)
     colour = rng.choice(("red", "blue", "green", "yellow"))
     question = f"What colour is the {toy}?"
     return Prompt("question", f"{name} has a {colour} {toy}. {question}", question)
 
 
 def _json_prompt(rng: random.Random) -> Prompt:
-    name, age = rng.choice(_NAMES), rng.randint(5, 90)
+    name, age = rng.choice(_PERSON_NAMES), rng.randint(5, 90)
     fact = f"{name} is {age} years old."
     return Prompt("JSON", f'Fill in this JSON: {{"name": "", "age": 0}}\n{fact}', fact)

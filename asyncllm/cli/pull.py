@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from asyncllm.cli.text import format_bytes, printable
+from asyncllm.cli.text import format_bytes, strip_control_characters
 
 _POLL_SECONDS = 0.1
 
@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Download the files of a model, and print their path."""
     download = _Download(arguments.model, arguments.revision)
     try:
-        path = download.follow()
+        path = download.wait_with_progress()
     except BaseException:
         download.cancel()
         raise
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Cancelled(Exception):
+class _DownloadCancelled(Exception):
     """Exception that ends a cancelled download."""
 
 
@@ -40,7 +40,7 @@ class _Download:
         self._thread = threading.Thread(target=self._download, daemon=True)
         self._thread.start()
 
-    def follow(self) -> Path:
+    def wait_with_progress(self) -> Path:
         """Show the progress until the download ends; returns the model's path."""
         if sys.stderr.isatty():
             self._show_bar()
@@ -68,12 +68,15 @@ class _Download:
 
     def _on_progress(self, done: int, total: int, stage: str = "download") -> None:
         if self._is_cancelled:
-            raise _Cancelled
+            raise _DownloadCancelled
         self.num_received = done
 
     def _on_size(self, size: int) -> None:
         self.num_bytes = size
-        print(f"{printable(self.model)}: {format_bytes(size)} to download", file=sys.stderr)
+        print(
+            f"{strip_control_characters(self.model)}: {format_bytes(size)} to download",
+            file=sys.stderr,
+        )
 
     def _show_bar(self) -> None:
         from rich.console import Console

@@ -37,7 +37,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     from asyncllm.serving.http_server import ConnectionLimits, HttpServer
     from asyncllm.serving.loopback import is_loopback
 
-    tokens = _read_tokens(arguments)
+    tokens = _read_access_tokens(arguments)
     drain = check.seconds("drain", arguments.drain)
     limits = ConnectionLimits(
         max_connections=arguments.max_connections, max_message_size=arguments.max_body_size
@@ -75,22 +75,22 @@ async def _main(arguments: argparse.Namespace) -> None:
         )
     async with open_engine(engine), server:
         with anyio.CancelScope() as until_signal:
-            _on_signal(until_signal.cancel)
+            _install_signal_handlers(until_signal.cancel)
             print(f"{app.model_names[0]}: {server.url}/v1", flush=True)
             # EngineDeadError ends the command, so that a supervisor restarts it.
             await engine.wait_closed()
         app.drain()
         with anyio.move_on_after(drain) as until_second_signal:
-            _on_signal(until_second_signal.cancel, server.close_at_once)
+            _install_signal_handlers(until_second_signal.cancel, server.close_at_once)
             await _wait_until_idle(engine)
 
 
-def _on_signal(*calls: Callable[[], None]) -> None:
-    """Handle SIGINT and SIGTERM by ``calls``, in place of earlier handlers. The handlers stay until
-    the loop is closed, so that a signal does not interrupt closing."""
+def _install_signal_handlers(*callbacks: Callable[[], None]) -> None:
+    """Install handlers of SIGINT and SIGTERM that call ``callbacks``, in place of earlier handlers.
+    The handlers stay until the loop is closed, so that a signal does not interrupt closing."""
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(
-            signal_number, lambda: [call() for call in calls]
+            signal_number, lambda: [callback() for callback in callbacks]
         )
 
 
@@ -104,7 +104,7 @@ async def _wait_until_idle(engine: AsyncLLMEngine) -> None:
             await anyio.sleep(_POLL_SECONDS)
 
 
-def _read_tokens(arguments: argparse.Namespace) -> list[str] | None:
+def _read_access_tokens(arguments: argparse.Namespace) -> list[str] | None:
     """Bearer tokens from a file and the command line. Prefer the file: other users of the machine
     can read command lines."""
     tokens: list[str] = list(arguments.token or ())

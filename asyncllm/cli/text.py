@@ -8,7 +8,7 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 """Unicode's category Cc, without the line feed."""
 
 
-def printable(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """Remove control characters, so that a model cannot move the cursor or recolour the screen.
     Line ends stay; tabs become spaces."""
     return _CONTROL_CHARACTERS.sub("", text.replace("\t", " "))

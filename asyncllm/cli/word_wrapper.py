@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TextIO
 
-_PARTS = re.compile(r"\n|[^\S\n]+|\S+")
+_WORD_OR_SPACE_PATTERN = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 class WordWrapper:
@@ -28,7 +28,7 @@ class WordWrapper:
         self._pending_word = ""
 
     def write(self, text: str) -> None:
-        for part in _PARTS.findall(text):
+        for part in _WORD_OR_SPACE_PATTERN.findall(text):
             if part == "\n":
                 self._write_word()
                 self._pending_space = ""

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from asyncllm import validation as check
+from asyncllm.core.caller_queue import CallerQueue
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.core.waiting_line import WaitingLine
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE_SECONDS = 5.0
@@ -40,9 +40,9 @@ class Admission:
         queued_requests: map from each queued request to its number of prompt tokens, an estimate
             until its text is tokenised.
         num_queued_tokens: sum of these numbers.
-        waiting_line: line of the calls that wait for a place in this queue.
-        waiting_lines: all lines whose calls may get a place in this queue, in the order in which
-            they are served: ``waiting_line``, and the EngineGroup's line. The tuple is replaced,
+        caller_queue: callers that wait until this queue has a place for them.
+        caller_queues: all CallerQueues whose callers may get a place in this queue, in the order in
+            which they are served: ``caller_queue``, and the EngineGroup's. The tuple is replaced,
             never changed.
     """
 
@@ -61,8 +61,8 @@ class Admission:
         self.queued_requests: dict[Request, int] = {}
         self.num_queued_tokens = 0
         self._queued_by_owner: dict[str | None, list[int]] = {}
-        self.waiting_line = WaitingLine()
-        self.waiting_lines: tuple[WaitingLine, ...] = (self.waiting_line,)
+        self.caller_queue = CallerQueue()
+        self.caller_queues: tuple[CallerQueue, ...] = (self.caller_queue,)
         self._closed_error: Callable[[], AsyncLLMError] | None = None
         self._drain_rate = 0.0
         self._drain_rate_at = clock()
@@ -70,17 +70,17 @@ class Admission:
         self.num_rejected = 0
 
     @property
-    def num_live(self) -> int:
+    def num_live_requests(self) -> int:
         """Number of requests that have not ended."""
         return self._num_members - len(self._ended_members)
 
-    def get_live(self, request_id: str) -> RequestGroup | None:
+    def get_live_group(self, request_id: str) -> RequestGroup | None:
         group = self._live_groups.get(request_id)
         return None if group is None or group.cancelled else group
 
     def check_id(self, request_id: str) -> None:
         """Raise InvalidRequestError if a live request has this id."""
-        if self.get_live(request_id) is not None:
+        if self.get_live_group(request_id) is not None:
             raise InvalidRequestError(
                 f"request_id={request_id!r}: a live request has this id; "
                 "expected one that is not in use",
@@ -88,14 +88,15 @@ class Admission:
             )
 
     def reserve(
-        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
     ) -> None:
         """Register a group: give each member a place in the queue and an arrival index.
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
-            num_waiting_lines: number of the ``waiting_lines`` that are served before the group; for
-                the first group of a line, the index of that line. None is all lines.
+            num_queues_ahead: number of ``caller_queues`` whose callers come before the group. For a
+                group that is first in a CallerQueue, it is the index of that CallerQueue. None: all
+                of them.
 
         Raises:
             EngineOverloadedError: if the queue is full.
@@ -104,27 +105,27 @@ class Admission:
             EngineError: after ``close(error)``, the result of ``error()``.
         """
         with self._lock:
-            shortage = self._admit(group, num_tokens, num_waiting_lines)
+            shortage = self._admit(group, num_tokens, num_queues_ahead)
             if shortage is not None:
-                self.num_rejected += num_waiting_lines is None
-                reason, num_to_leave = shortage
-                retry_after = self._retry_after(num_to_leave)
+                self.num_rejected += num_queues_ahead is None
+                reason, num_requests_ahead = shortage
+                retry_after = self._retry_after(num_requests_ahead)
                 message = f"{reason}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
 
     def retry_after(
-        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
     ) -> float:
         """Seconds after which ``reserve`` is likely to have room for a group; 0.0 if it has room
         now."""
         with self._lock:
-            shortage = self._find_shortage(group, num_tokens, num_waiting_lines)
+            shortage = self._find_shortage(group, num_tokens, num_queues_ahead)
             return 0.0 if shortage is None else self._retry_after(shortage[1])
 
     def reserve_or_wait(
         self, group: RequestGroup, num_tokens: int, is_gone: Callable[[], bool]
     ) -> Future[Any] | None:
-        """Reserve places for a group; if the queue is full, wait in line for them.
+        """Reserve places for a group; if the queue is full, wait for them in ``caller_queue``.
 
         Args:
             is_gone: function that tells whether the caller has stopped waiting; called on any
@@ -139,33 +140,33 @@ class Admission:
         Raises:
             InvalidRequestError, EngineError: as ``reserve``; the future fails with them too.
         """
-        with self.waiting_line.lock, self._lock:
+        with self.caller_queue.lock, self._lock:
             if self._admit(group, num_tokens) is None:
                 return None
-            return self.waiting_line.push(
-                group, partial(self._reserve_first_waiting, group, num_tokens), is_gone
+            return self.caller_queue.push(
+                group, partial(self._reserve_for_first_caller, group, num_tokens), is_gone
             )
 
-    def _reserve_first_waiting(self, group: RequestGroup, num_tokens: int) -> bool:
+    def _reserve_for_first_caller(self, group: RequestGroup, num_tokens: int) -> bool:
         """Register the first waiting group; False if the queue is full."""
         with self._lock:
             return self._admit(group, num_tokens, 0) is None
 
-    def _advance_waiting_lines(self) -> None:
-        for line in self.waiting_lines:
-            line.advance()
+    def _advance_caller_queues(self) -> None:
+        for queue in self.caller_queues:
+            queue.advance()
 
     def _find_shortage(
-        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
     ) -> tuple[str, int] | None:
         """Reason why a group cannot be queued now, as ``_check_room`` returns it. None if the
         group fits the queue, or its owner's share of the queue, and no call waits before the group.
 
         Args:
-            num_waiting_lines: as for ``reserve``.
+            num_queues_ahead: as for ``reserve``.
         """
-        lines = self.waiting_lines[:num_waiting_lines]
-        num_waiting = sum(map(len, lines))
+        queues_ahead = self.caller_queues[:num_queues_ahead]
+        num_waiting = sum(map(len, queues_ahead))
         if num_waiting:
             shortage = f"{num_waiting} wait for a place in the queue", num_waiting
         else:
@@ -173,11 +174,11 @@ class Admission:
         if shortage is None:
             return None
         owner = group.members[0].owner
-        waits = any(line.has_owner(owner) for line in lines)
+        waits = any(queue.has_owner(owner) for queue in queues_ahead)
         return None if not waits and self._fits_owner_share(group, num_tokens) else shortage
 
     def _admit(
-        self, group: RequestGroup, num_tokens: int, num_waiting_lines: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
     ) -> tuple[str, int] | None:
         """Register a group if the queue has room for it; returns the result of ``_find_shortage``.
 
@@ -194,12 +195,12 @@ class Admission:
         if count > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
             raise check.value_error("n", count, accepted)
-        shortage = self._find_shortage(group, num_tokens, num_waiting_lines)
+        shortage = self._find_shortage(group, num_tokens, num_queues_ahead)
         if shortage is not None:
             return shortage
         if earlier is not None:
             # An aborted group frees its id at once, but the engine thread will still call
-            # ``forget`` for it.
+            # ``forget_group`` for it.
             self._replaced_groups.add(earlier)
         self._live_groups[group.request_id] = group
         self._num_members += count
@@ -261,15 +262,15 @@ class Admission:
             return reason, max(1, round(requests * excess / max(tokens, 1)))
         return None
 
-    def _retry_after(self, num_to_leave: int) -> float:
+    def _retry_after(self, num_requests_ahead: int) -> float:
         if self._drain_rate == 0.0:
             return 1.0  # The drain rate was not measured yet.
         rate = self._drain_rate * 0.5 ** (
             (self._clock() - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS
         )
-        if rate * _MAX_RETRY_SECONDS <= num_to_leave:
+        if rate * _MAX_RETRY_SECONDS <= num_requests_ahead:
             return _MAX_RETRY_SECONDS
-        return max(num_to_leave / rate, 0.01)
+        return max(num_requests_ahead / rate, 0.01)
 
     def correct_estimate(self, group: RequestGroup, num_tokens: int) -> None:
         """Replace the estimate of a prompt's length once it is tokenised."""
@@ -278,9 +279,9 @@ class Admission:
                 if request in self.queued_requests:
                     self._count_queued(request.owner, 0, num_tokens - self.queued_requests[request])
                     self.queued_requests[request] = num_tokens
-        self._advance_waiting_lines()
+        self._advance_caller_queues()
 
-    def leave_queue(self, request: Request) -> None:
+    def remove_from_queue(self, request: Request) -> None:
         """Remove a request from the queue, because it was scheduled for the first time or has
         ended. Updates the rate at which the queue drains, an exponential average with a half-life
         of 5 s."""
@@ -293,18 +294,18 @@ class Admission:
             decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
             self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE_SECONDS
             self._drain_rate_at = now
-        self._advance_waiting_lines()
+        self._advance_caller_queues()
 
-    def leave(self, request: Request) -> None:
-        """Count a request as ended, although other members of its group go on."""
-        self.leave_queue(request)
+    def mark_member_ended(self, request: Request) -> None:
+        """Count a request as ended while other members of its group go on."""
+        self.remove_from_queue(request)
         with self._lock:
             self._ended_members.add(request)
 
-    def forget(self, group: RequestGroup) -> None:
+    def forget_group(self, group: RequestGroup) -> None:
         """Remove a group that has ended, and free its id unless a later group already uses it."""
         for request in group.members:
-            self.leave_queue(request)
+            self.remove_from_queue(request)
         with self._lock:
             if self._live_groups.get(group.request_id) is group:
                 del self._live_groups[group.request_id]
@@ -316,11 +317,11 @@ class Admission:
             self._ended_members.difference_update(group.members)
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
-        """Refuse new groups: from now on ``reserve`` raises ``error()``, and groups in line fail
+        """Refuse new groups: from now on ``reserve`` raises ``error()``, and waiting callers fail
         with it. Returns every group that has not ended, including aborted ones."""
         with self._lock:
             self._closed_error = error
             live = [*self._live_groups.values(), *self._replaced_groups]
-        self.waiting_line.fail(error)
-        self._advance_waiting_lines()  # Calls to an EngineGroup may have waited for this engine.
+        self.caller_queue.fail_all(error)
+        self._advance_caller_queues()  # Calls to an EngineGroup may have waited for this engine.
         return live

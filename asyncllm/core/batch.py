@@ -33,11 +33,11 @@ class RequestAssignment:
             and there are no ``logits_processors``.
         eos_token_ids: EOS token ids, which ``min_tokens`` suppresses together with
             ``stop_token_ids``; empty with ``ignore_eos``.
-        processors_key: key of the request's own logits processors in ``InProcess.processors``; -1
-            if it has none.
+        processors_key: key of the request's own logits processors in
+            ``InProcessObjects.processors``; -1 if it has none.
         token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
-        claiming_processors: indices into ``InProcess.logits_processors`` of the engine's processors
-            that apply to the request.
+        claiming_processors: indices into ``InProcessObjects.logits_processors`` of the engine's
+            processors that apply to the request.
     """
 
     req_index: int
@@ -81,7 +81,7 @@ class StepBatch:
     Attributes:
         step: number of the step, from 0.
         released_indices: slots given up since the last step.
-        assignments: requests that enter slots, to be applied after ``released``.
+        assignments: requests that enter slots, to be applied after ``released_indices``.
         new_blocks: ``(req_index, block ids per KV group)`` appended to tables of requests that
             had a slot.
         freed_entries: ``(req_index, KV group, first, end)``: table entries that become the null
@@ -166,7 +166,7 @@ class StepResult:
             ``PromptSpan``, in order; for every row that has a span and no error.
         errors: map from row to the error that ends only this row's request (a logits processor that
             raised, logits that are NaN or infinite). An executor in the engine's process leaves the
-            exceptions in ``InProcess.errors``.
+            exceptions in ``InProcessObjects.errors``.
     """
 
     step: int

@@ -80,7 +80,7 @@ class BlockPool:
         taken = []
         for _ in range(count):
             if not self._unhashed:
-                self.unpublish(next(iter(self._evictable)))
+                self.uncache_block(next(iter(self._evictable)))
             block = self._unhashed.pop()
             block.ref_count = 1
             taken.append(block)
@@ -106,17 +106,17 @@ class BlockPool:
                 else:
                     self._evictable[block] = None
 
-    def publish(self, block: Block, block_hash: bytes) -> bool:
+    def cache_block(self, block: Block, block_hash: bytes) -> bool:
         """Enter a held block into the prefix cache. Returns False if another block already has this
         hash: the other block stays cached, and this block is reused first once it is free."""
         if block.hash is not None:
-            raise ValueError(f"{block} is published already")
+            raise ValueError(f"{block} is cached already")
         if self._by_hash.setdefault(block_hash, block) is not block:
             return False
         block.hash = block_hash
         return True
 
-    def unpublish(self, block: Block) -> None:
+    def uncache_block(self, block: Block) -> None:
         """Remove a block from the prefix cache; if free, it is taken next."""
         if block.hash is None:
             return
@@ -131,5 +131,5 @@ class BlockPool:
         if self.num_free != self.num_usable:
             return False
         for block in list(self._by_hash.values()):
-            self.unpublish(block)
+            self.uncache_block(block)
         return True

@@ -12,20 +12,21 @@ cannot overtake the merge. A ``PendingDelta`` shares growing lists with its pred
 count of the item that the reader took. So a token costs O(1).
 
 **One end.** The engine thread ends channels, and so does a thread that declares it hung. The first
-end that is offered counts; an append to a list decides the order. Each thread that offers an end
+end that is proposed counts; an append to a list decides the order. Each thread that proposes an end
 then makes the first one readable, so that a stream ends even if the first thread is stuck in an
-observer. The end is in ``final``, beside the deque, where no late token can replace it. The reader
-looks at ``final`` before it looks at ``items``, so ``items`` then has everything that was written
-before the end. A token that a late engine thread writes after the end is dropped, or is read before
-the end if the reader has not reached it yet.
+observer. The end is in ``stream_end``, beside the deque, where no late token can replace it. The
+reader looks at ``stream_end`` before it looks at ``items``, so ``items`` then has everything that
+was written before the end. A token that a late engine thread writes after the end is dropped, or is
+read before the end if the reader has not reached it yet.
 
-**Two flags, no lost wake** (Dekker). A reader that finds nothing sets ``has_reader`` and looks
-again; the engine thread writes and then looks at ``has_reader``. Whichever looks last sees what the
-other one wrote. The engine thread clears the flag when it queues the channel for a wake, so a
-channel is queued once for each wake, plus once for its end. Meanwhile the reader may have begun
-another wait, whose flag is then cleared: the wake ends that wait, and a woken reader sets the flag
-anew before it looks. ``is_backpressured`` and ``num_read`` are such a pair too: the engine thread
-sets the flag and reads the count again; the reader increases the count and then reads the flag.
+**No lost wake** (Dekker's algorithm, with ``has_reader`` and ``items``). A reader that finds no
+item sets ``has_reader`` and looks at ``items`` again; the engine thread adds an item and then looks
+at ``has_reader``. Whichever thread looks last sees what the other one wrote. The engine thread
+clears the flag when it queues the channel for a wake, so a channel is queued once for each wake,
+plus once for its end. Meanwhile the reader may have begun another wait, whose flag is then cleared:
+the wake ends that wait, and a woken reader sets the flag anew before it looks. ``is_backpressured``
+and ``num_read`` are a second such pair: the engine thread sets the flag and reads the count again;
+the reader increases the count and then reads the flag.
 
 All of this needs the GIL: single operations on a deque, a list or an attribute are atomic and
 every thread sees them in one order. A free-threaded build (3.13t, 3.14t) promises atomic operations
@@ -72,9 +73,9 @@ request in its group, and either every token has log-probabilities or none has. 
 because one is made with every token, and a NamedTuple takes seven times as long."""
 
 
-def merge_pending(pending: PendingDelta) -> Delta:
+def merge_unread_tokens(pending_delta: PendingDelta) -> Delta:
     """Merge unread tokens into one Delta."""
-    size, texts, token_ids, logprobs, index = pending
+    size, texts, token_ids, logprobs, index = pending_delta
     return Delta(
         "".join(texts[:size]), tuple(token_ids[:size]), index, tuple(logprobs[:size]) or None
     )
@@ -140,12 +141,12 @@ class Channel:
             items.append(make_token_delta(token_id, text, logprobs, index))
         self.num_written += 1
 
-    def append(self, last: Delta) -> None:
+    def put_last_delta(self, delta: Delta) -> None:
         """Write the last delta of an output while other outputs of its group continue. Engine
         thread only."""
         if self.stream_end is None:
-            self.items.append(last)
-            self.num_written += len(last.token_ids)
+            self.items.append(delta)
+            self.num_written += len(delta.token_ids)
 
     def _merge(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int) -> bool:
         """Merge a token into the last unread item. Returns False if that item is full, belongs to
@@ -166,25 +167,25 @@ class Channel:
                 all_logprobs.append(logprobs)
             size += 1
             pending = (size, texts, token_ids, all_logprobs, index)
-            items[-1] = pending if size < self.max_merged else merge_pending(pending)
+            items[-1] = pending if size < self.max_merged else merge_unread_tokens(pending)
         except IndexError:
             return False
         return True
 
-    def offer_end(self, final: StreamEnd | BaseException) -> bool:
-        """Propose ``final`` as the channel's end. Any thread may call it. Returns True for the
-        first proposal, which is the one that ``end`` makes readable."""
-        offer = (final,)
-        self._proposed_ends.append(offer)
-        if self._proposed_ends[0] is not offer:
+    def propose_end(self, end: StreamEnd | BaseException) -> bool:
+        """Propose an end for the channel. Any thread may call it. Returns True for the first
+        proposal, which is the one that ``end`` makes readable."""
+        proposal = (end,)
+        self._proposed_ends.append(proposal)
+        if self._proposed_ends[0] is not proposal:
             return False
-        if isinstance(final, StreamEnd) and final.last_delta is not None:
+        if isinstance(end, StreamEnd) and end.last_delta is not None:
             self.num_written += 1
         return True
 
     def end(self) -> None:
-        """Make the first proposed end readable. Any thread may call it after ``offer_end``. No
-        token is written or read after the end."""
+        """Show the reader the end that was proposed first. Any thread may call it after
+        ``propose_end``. No token is written or read after the end."""
         (self.stream_end,) = self._proposed_ends[0]
 
 

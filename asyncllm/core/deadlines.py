@@ -38,24 +38,24 @@ class Deadlines:
         """The earliest deadline in seconds of the clock; infinity if no group has one."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def add(self, group: RequestGroup, num_live: int) -> None:
+    def add(self, group: RequestGroup, num_live_requests: int) -> None:
         """Add a group that has a deadline.
 
         Args:
-            num_live: requests of the engine that have not ended.
+            num_live_requests: requests of the engine that have not ended.
         """
         heap = self._heap
-        if len(heap) > 64 and len(heap) > 4 * num_live:
+        if len(heap) > 64 and len(heap) > 4 * num_live_requests:
             # Most groups in the heap have ended. Drop them now, because each keeps its prompts
             # alive.
-            heap[:] = [entry for entry in heap if entry[2].unfinished]
+            heap[:] = [entry for entry in heap if entry[2].unfinished_requests]
             heapq.heapify(heap)
         heapq.heappush(heap, (group.deadline, group.members[0].arrival_index, group))
 
     def expire(self, now: float) -> Iterator[RequestGroup]:
         """Remove the groups whose deadline has passed; yield the groups that have not ended."""
         heap = self._heap
-        while heap and (heap[0][0] <= now or not heap[0][2].unfinished):
+        while heap and (heap[0][0] <= now or not heap[0][2].unfinished_requests):
             group = heapq.heappop(heap)[2]
-            if group.unfinished:
+            if group.unfinished_requests:
                 yield group

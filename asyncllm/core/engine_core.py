@@ -20,7 +20,11 @@ from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.deadlines import DeadlineExceededError, Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.core.idle_calls import IdleCalls
-from asyncllm.core.output_processor import OutputProcessor, as_request_error, make_partial
+from asyncllm.core.output_processor import (
+    OutputProcessor,
+    as_request_error,
+    make_partial_completion,
+)
 from asyncllm.core.request import OutputGrammar, RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
@@ -60,8 +64,8 @@ class EngineCore:
 
     Attributes:
         fatal_error: the exception that killed the engine.
-        thread: the engine thread, on which ``check_waiting`` raises.
-        hung: whether the engine died because a call of the executor did not return in time.
+        thread: the engine thread, on which ``check_not_engine_thread`` raises.
+        is_hung: whether the engine died because a call of the executor did not return in time.
         close_reason: message of EngineClosedError; CLOSED_MESSAGE after the application's own
             ``aclose``.
         closed: whether the engine has closed; its loop then ends.
@@ -84,7 +88,7 @@ class EngineCore:
         self.thread: threading.Thread | None = None
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.fatal_error: BaseException | None = None
-        self.hung = False
+        self.is_hung = False
         self.close_reason = CLOSED_MESSAGE
         self._lock = threading.Lock()
         self._executor_call_began_at: float | None = None
@@ -112,10 +116,10 @@ class EngineCore:
     def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run ``run(*args)`` on the engine thread while no step is in flight. Any other thread may
         call it. The future gets the result, or ``shutdown_error`` if the loop ends first."""
-        self.check_waiting()
+        self.check_not_engine_thread()
         return self._idle_calls.submit(run, args)
 
-    def check_waiting(self) -> None:
+    def check_not_engine_thread(self) -> None:
         """Raise RuntimeError if the caller is the engine thread, which would wait for itself for
         ever."""
         if threading.current_thread() is self.thread:
@@ -157,7 +161,7 @@ class EngineCore:
             num_running, num_paused, num_free, num_queued_tokens = 0, 0, num_blocks, 0
         return EngineStats(
             num_running=num_running,
-            num_waiting=max(0, self.admission.num_live - num_running - num_paused),
+            num_waiting=max(0, self.admission.num_live_requests - num_running - num_paused),
             num_paused=num_paused,
             num_queued_tokens=num_queued_tokens,
             is_paused=self._is_suspended,
@@ -190,7 +194,7 @@ class EngineCore:
         message = f"the engine died: {explain(self.fatal_error)}"
         return with_cause(EngineDeadError(message), self.fatal_error)
 
-    def fail_hung(self, timeout: float, cause: Exception) -> bool:
+    def fail_if_hung(self, timeout: float, cause: Exception) -> bool:
         """Fail every request if one call of the executor has taken ``timeout`` seconds. Any thread
         may call it. Returns True for the one caller that declares the engine hung.
 
@@ -199,9 +203,9 @@ class EngineCore:
         """
         with self._lock:
             since = self._executor_call_began_at
-            if self.hung or since is None or self.clock() - since < timeout:
+            if self.is_hung or since is None or self.clock() - since < timeout:
                 return False
-            self.hung = True
+            self.is_hung = True
             if self.fatal_error is None:
                 self.fatal_error = cause
         self._fail_all()
@@ -230,14 +234,14 @@ class EngineCore:
                 self._call_executor(close_executor, self.executor)
 
     def _call_executor(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the executor, which may never return; see ``fail_hung``."""
+        """Call a method of the executor, which may never return; see ``fail_if_hung``."""
         self._executor_call_began_at = self.clock()
         try:
             return run(*args)
         finally:
             with self._lock:
                 self._executor_call_began_at = None
-                if self.hung:
+                if self.is_hung:
                     raise _DeclaredHungError
 
     def step(self) -> None:
@@ -250,7 +254,7 @@ class EngineCore:
             self._check_closing(self._closing_at)
         if self._idle_calls.due_calls and not self._in_flight:
             # An exception in a call ends the engine, as an exception in a step does.
-            self._idle_calls.run_due()
+            self._idle_calls.run_due_calls()
         launched = not self.closed and self._launch()
         self.output_processor.flush_wakeups()
         if self.closed:
@@ -293,7 +297,7 @@ class EngineCore:
         for request in step.admitted:
             if request.first_scheduled_at is None:
                 request.first_scheduled_at = now
-                self.admission.leave_queue(request)
+                self.admission.remove_from_queue(request)
         self._in_flight.append((step, now))
         try:
             self._call_executor(self.executor.launch, step.batch)
@@ -309,7 +313,7 @@ class EngineCore:
         if step is None or not step.has_grammar_mask or step.batch.step == self._sampled_step:
             return
         self._sampled_step = step.batch.step
-        masks, ends = self._mask_maker.make(step, self._last_step_time)
+        masks, ends = self._mask_maker.make_masks(step, self._last_step_time)
         for request, error in ends:
             if error is None:
                 self.output_processor.complete(request)
@@ -330,13 +334,13 @@ class EngineCore:
         self._last_step_time = now - launched_at
         # With two steps in flight, a step begins when the step before it ends.
         began_at = max(launched_at, self._last_collected_at)
-        self._token_rate.add(step.batch.num_tokens, now - began_at)
+        self._token_rate.add_step(step.batch.num_tokens, now - began_at)
         self._last_collected_at = now
         for event in self.scheduler.update(step, result):
             self.output_processor.deliver(event, now)
         if step.has_grammar_mask:
-            self._mask_maker.make_ahead(step)
-        self.scheduler.budget.recover()
+            self._mask_maker.make_masks_ahead(step)
+        self.scheduler.budget.record_success()
         self._send_masks()
 
     def _roll_back_and_shrink(self, error: StepOutOfMemoryError) -> None:
@@ -371,36 +375,36 @@ class EngineCore:
             self.on_abort(group)
             return
         if group.deadline < math.inf:
-            self._deadlines.add(group, self.admission.num_live)
+            self._deadlines.add(group, self.admission.num_live_requests)
         for request in group.members:
             self.scheduler.add(request)
 
-    def on_watch_deadline(self, group: RequestGroup) -> None:
+    def on_add_deadline(self, group: RequestGroup) -> None:
         """Watch the deadline of a group whose prompt is still being tokenised."""
         if any(member.status is Status.NEW for member in group.members):
-            self._deadlines.add(group, self.admission.num_live)
+            self._deadlines.add(group, self.admission.num_live_requests)
 
     def on_fail(self, group: RequestGroup, error: BaseException) -> None:
         """Fail a group whose prompt or grammar could not be prepared."""
         self.output_processor.fail(group, as_request_error(group, error))
 
     def on_abort(self, group: RequestGroup) -> None:
-        self.admission.waiting_line.withdraw(group)
+        self.admission.caller_queue.withdraw(group)
         self.output_processor.abort(group)
 
-    def on_drained(self, group: RequestGroup) -> None:
+    def on_reader_caught_up(self, group: RequestGroup) -> None:
         """Resume a group under backpressure whose stream has been read far enough."""
-        self.output_processor.release(group)
+        self.output_processor.resume_group(group)
 
-    def suspend(self, suspended: bool) -> None:
-        """Stop or resume scheduling; runs through ``call``. A closing engine is not stopped,
-        because it could not be resumed."""
-        self._is_suspended = suspended and self._closing_at is None
+    def set_suspended(self, is_suspended: bool) -> None:
+        """Stop or resume scheduling; other threads use ``call(core.set_suspended, …)``. A closing
+        engine is not stopped, because it could not be resumed."""
+        self._is_suspended = is_suspended and self._closing_at is None
 
     def on_close(self, drain: float | None) -> None:
         """End the loop after ``drain`` seconds (0: at once), or, for None, when all requests have
         finished. A suspended engine is resumed, so that its requests can finish. New requests are
-        already refused; the groups in line for a place fail now."""
+        already refused; the groups that wait for a place fail now."""
         self._is_suspended = False
         self.admission.close(self.shutdown_error)
         closing_at = math.inf if drain is None else self.clock() + drain
@@ -414,18 +418,18 @@ class EngineCore:
             return
         now = self.clock()
         for group in self._deadlines.expire(now):
-            status = group.unfinished[0].status
+            status = group.unfinished_requests[0].status
             where = status.name.lower() if status else "being tokenised"
             error = DeadlineExceededError(
                 f"request {group.request_id!r} passed its deadline while {where}, "
                 f"{now - group.arrived_at:.3f} s after it was submitted",
-                partial=make_partial(group, now),
+                partial=make_partial_completion(group, now),
             )
             self.output_processor.fail(group, error)
 
     def _check_closing(self, closing_at: float) -> None:
         now = self.clock()
-        live = self.admission.num_live
+        live = self.admission.num_live_requests
         only_paused = live > 0 and live == len(self.scheduler.paused)
         if not only_paused:
             self._only_paused_since = None
@@ -457,7 +461,7 @@ class EngineCore:
         self._idle_calls.close()
         for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
-                self.output_processor.close(request, self.shutdown_error())
+                self.output_processor.end_group(request, self.shutdown_error())
         self.output_processor.flush_all_wakeups()
 
 

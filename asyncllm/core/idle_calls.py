@@ -46,7 +46,7 @@ class IdleCalls:
         self._inbox.put(partial(self.due_calls.append, (future, run, args)))
         return future
 
-    def run_due(self) -> None:
+    def run_due_calls(self) -> None:
         """Run the due calls. Must run on the engine thread with no step in flight. An exception of
         a call is raised."""
         while self.due_calls:

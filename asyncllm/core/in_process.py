@@ -1,4 +1,4 @@
-"""InProcess: objects that the engine shares with an executor in its own process."""
+"""InProcessObjects: objects that the engine shares with an executor in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class InProcess:
+class InProcessObjects:
     """Objects of requests and steps that cannot be pickled: callables, and exceptions with their
     causes.
 
@@ -30,13 +30,13 @@ class InProcess:
     logits_processors: Sequence[LogitsProcessor] = ()
     errors: dict[int, dict[int, Exception]] = field(default_factory=dict)
 
-    def with_processors(self, assignment: RequestAssignment) -> RequestAssignment:
+    def with_logits_processors(self, assignment: RequestAssignment) -> RequestAssignment:
         """Copy an assignment, with its request's own logits processors added."""
         processors = self.processors.get(assignment.processors_key, ())
         if not processors:
             return assignment
         return replace(
-            assignment, sampling=_with_logits_processors(assignment.sampling, processors)
+            assignment, sampling=_replace_logits_processors(assignment.sampling, processors)
         )
 
 
@@ -45,14 +45,14 @@ def picklable_params(sampling: SamplingParams) -> SamplingParams:
     shared = sampling.logits_processors, sampling.logit_bias, sampling.extra_args
     if not any(shared) and sampling.structured_outputs is None:
         return sampling
-    params = _with_logits_processors(sampling, ())
+    params = _replace_logits_processors(sampling, ())
     object.__setattr__(params, "logit_bias", copy(sampling.logit_bias))
     object.__setattr__(params, "extra_args", deepcopy(sampling.extra_args))
     object.__setattr__(params, "structured_outputs", None)
     return params
 
 
-def _with_logits_processors(
+def _replace_logits_processors(
     sampling: SamplingParams, processors: Sequence[RequestLogitsProcessor]
 ) -> SamplingParams:
     # Copy the object directly: ``dataclasses.replace`` would validate every field again.

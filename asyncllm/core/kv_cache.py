@@ -31,8 +31,8 @@ class FullAttentionGroup:
         self.pool = pool
         self._hash_suffix = index.to_bytes(index > 0, "big")
 
-    def first_visible(self, num_computed: int) -> int:
-        """Index of the first block table entry that the query at position ``num_computed``
+    def first_visible_block(self, num_computed_tokens: int) -> int:
+        """Index of the first block table entry that the query at position ``num_computed_tokens``
         reads."""
         return 0
 
@@ -52,16 +52,18 @@ class FullAttentionGroup:
         """Truncate a prefix hit to at most ``num_tokens``, which is less than it covers."""
         return hit[: num_tokens // self.block_size]
 
-    def publish(self, request: Request, end: int, published_blocks: list[Block]) -> None:
-        """Publish the blocks that are full once ``end`` tokens are computed. Append to
-        ``published_blocks`` those that were not in the cache yet. With tokens in flight, a block
-        may have left the window before it is published."""
+    def cache_blocks(self, request: Request, end: int, newly_cached_blocks: list[Block]) -> None:
+        """Enter the blocks that are full once ``end`` tokens are computed into the prefix cache.
+        Append to ``newly_cached_blocks`` those that were not cached yet.
+
+        Blocks that have left a sliding window are skipped: while their last tokens were in flight
+        they had no hash, and they are freed now."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
-        first = request.num_published // self.block_size
+        first = request.num_offered_tokens // self.block_size
         for i in range(max(first, request.num_out_of_window[self.index]), end // self.block_size):
-            if self.pool.publish(blocks[i], hashes[i] + self._hash_suffix):
-                published_blocks.append(blocks[i])
+            if self.pool.cache_block(blocks[i], hashes[i] + self._hash_suffix):
+                newly_cached_blocks.append(blocks[i])
 
 
 class SlidingWindowGroup(FullAttentionGroup):
@@ -78,13 +80,13 @@ class SlidingWindowGroup(FullAttentionGroup):
         # ends with a full block.
         self._num_visible_blocks = -(-(self.window - 1) // self.block_size)
 
-    def first_visible(self, num_computed: int) -> int:
-        first_key = num_computed - self.window + 1
+    def first_visible_block(self, num_computed_tokens: int) -> int:
+        first_key = num_computed_tokens - self.window + 1
         return first_key // self.block_size if first_key > 0 else 0
 
-    def next_out_of_window(self, num_out_of_window: int) -> int:
-        """Number of computed tokens at which the next block leaves the window."""
-        return (num_out_of_window + 1) * self.block_size + self.window - 1
+    def num_tokens_at_next_free(self, num_freed_blocks: int) -> int:
+        """Number of computed tokens at which the next block leaves the window and is freed."""
+        return (num_freed_blocks + 1) * self.block_size + self.window - 1
 
     def find_prefix(self, prompt: HashedTokens, num_tokens: int) -> list[Block]:
         """Longest prefix within ``num_tokens`` whose last blocks, those that the next query sees,
@@ -121,7 +123,7 @@ class KVCacheManager:
         num_blocks: blocks in all, the null block included.
         specs: the KV groups.
         step_tokens: maximum number of tokens that a step computes of one sequence, drafts included.
-        enable_prefix_caching: publish full blocks and look prefixes up.
+        enable_prefix_caching: enter full blocks into the prefix cache, and look prefixes up.
         num_state_snapshots: number of snapshots that the executor keeps of a recurrent model's
             states; 0 for other models.
 
@@ -156,7 +158,7 @@ class KVCacheManager:
         self._step_tokens = step_tokens
         # Every block ends at a multiple of the greatest common divisor of all groups' block sizes.
         common_divisor = math.gcd(*(spec.block_size for spec in specs))
-        self._publish_interval = common_divisor if enable_prefix_caching else NEVER
+        self._caching_interval_tokens = common_divisor if enable_prefix_caching else NEVER
         self.watermark = max(1, self.pool.num_usable // 100)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -168,7 +170,7 @@ class KVCacheManager:
         return sum(group.spec.max_blocks(num_tokens, self._step_tokens) for group in self.groups)
 
     def _num_missing_blocks(
-        self, tables: Sequence[list[Block]], num_tokens: int, num_computed: int
+        self, tables: Sequence[list[Block]], num_tokens: int, num_computed_tokens: int
     ) -> list[int]:
         """Number of missing blocks per group, for tables that hold ``num_tokens``."""
         missing = []
@@ -176,8 +178,8 @@ class KVCacheManager:
             count = -(-num_tokens // group.block_size) - len(tables[group.index])
             missing.append(count if count > 0 else 0)
         for group in self._sliding_groups:
-            # A table has null blocks before the window, and then the blocks that are held at once.
-            max_entries = group.first_visible(num_computed) + group.max_held_blocks
+            # A table has null blocks before the window, then at most ``max_held_blocks`` others.
+            max_entries = group.first_visible_block(num_computed_tokens) + group.max_held_blocks
             count = max_entries - len(tables[group.index])
             if count < missing[group.index]:
                 missing[group.index] = count if count > 0 else 0
@@ -212,13 +214,15 @@ class KVCacheManager:
         for group in self.groups:
             hit.append(group.find_prefix(prompt, length))
             length = len(hit[-1]) * group.block_size
-        shared_length = length = self._shorten_to_common(prompt, hit, length)
+        shared_length = length = self._shorten_to_common_prefix(prompt, hit, length)
         if self.states is not None:
             while (end := self.states.find(prompt, length)) < length:
-                length = self._shorten_to_common(prompt, hit, end)
+                length = self._shorten_to_common_prefix(prompt, hit, end)
         return hit, shared_length
 
-    def _shorten_to_common(self, prompt: HashedTokens, hit: list[list[Block]], length: int) -> int:
+    def _shorten_to_common_prefix(
+        self, prompt: HashedTokens, hit: list[list[Block]], length: int
+    ) -> int:
         """Shorten the tables to the longest prefix within ``length`` tokens that all groups have
         cached; returns its length in tokens."""
         agreed = False
@@ -232,28 +236,34 @@ class KVCacheManager:
         return length
 
     def admit(
-        self, request: Request, num_tokens: int, prefix: tuple[list[Block], ...], reserve: int = 0
+        self,
+        request: Request,
+        num_tokens: int,
+        prefix: tuple[list[Block], ...],
+        min_free_blocks: int = 0,
     ) -> bool:
         """Assign the cached ``prefix``, and new blocks up to ``num_tokens``, to a request without
         blocks. The blocks for the whole prompt are taken at once, so that later chunks of it need
         not preempt others. (With a sliding window they may preempt: a block outside of the window
         is not freed if another request shares it.) Returns False, and takes no block, if fewer than
-        ``reserve`` blocks would be left."""
-        num_computed = len(prefix[0]) * self.groups[0].block_size
-        missing = self._num_missing_blocks(prefix, num_tokens, num_computed)
+        ``min_free_blocks`` blocks would be left."""
+        num_computed_tokens = len(prefix[0]) * self.groups[0].block_size
+        missing = self._num_missing_blocks(prefix, num_tokens, num_computed_tokens)
         num_taken = sum(missing)
         for blocks in prefix:
             for block in blocks:
                 num_taken += block.ref_count == 0
-        if num_taken + reserve > self.pool.num_free:
+        if num_taken + min_free_blocks > self.pool.num_free:
             return False
-        request.num_out_of_window = [group.first_visible(num_computed) for group in self.groups]
+        request.num_out_of_window = [
+            group.first_visible_block(num_computed_tokens) for group in self.groups
+        ]
         for blocks, first in zip(prefix, request.num_out_of_window, strict=True):
             for block in blocks[first:]:
                 self.pool.touch(block)
         request.blocks = prefix
-        request.num_computed_tokens = num_computed
-        self._set_published(request, num_computed)
+        request.num_computed_tokens = num_computed_tokens
+        self._set_num_offered_tokens(request, num_computed_tokens)
         if self.states is not None:
             self.states.admit(request)
         self._append_blocks(request, missing)
@@ -275,7 +285,7 @@ class KVCacheManager:
         freed: list[FreedEntries] = []
         for group in self._sliding_groups:
             first = request.num_out_of_window[group.index]
-            end = group.first_visible(request.num_computed_tokens)
+            end = group.first_visible_block(request.num_computed_tokens)
             if first < end:
                 blocks = request.blocks[group.index]
                 self.pool.release(blocks[first:end])
@@ -285,71 +295,74 @@ class KVCacheManager:
         return freed
 
     def grow(
-        self, request: Request, num_tokens: int, reserve: int = 0
+        self, request: Request, num_tokens: int, min_free_blocks: int = 0
     ) -> tuple[list[int], ...] | None:
         """Append blocks until the tables hold ``num_tokens``, or all known tokens if those are
         more. Call ``free_out_of_window`` first. Returns the new block ids per group; returns None,
-        and takes no block, if fewer than ``reserve`` blocks would be left."""
+        and takes no block, if fewer than ``min_free_blocks`` blocks would be left."""
         if num_tokens < len(request.token_ids):
             num_tokens = len(request.token_ids)
         missing = self._num_missing_blocks(request.blocks, num_tokens, request.num_computed_tokens)
         total = sum(missing)
-        if total and total + reserve > self.pool.num_free:
+        if total and total + min_free_blocks > self.pool.num_free:
             return None
         return block_ids(self._append_blocks(request, missing))
 
-    def _append_blocks(self, request: Request, counts: list[int]) -> list[list[Block]]:
+    def _append_blocks(self, request: Request, num_new_blocks: list[int]) -> list[list[Block]]:
         # End the row where the next state snapshot is due.
         new_blocks, num_covered_tokens = [], request.snapshot_at
         for group in self.groups:
             blocks = request.blocks[group.index]
-            count = counts[group.index]
+            count = num_new_blocks[group.index]
             blocks_of_group = self.pool.allocate(count) if count else []
             blocks += blocks_of_group
             new_blocks.append(blocks_of_group)
             if len(blocks) * group.block_size < num_covered_tokens:
                 num_covered_tokens = len(blocks) * group.block_size
         for group in self._sliding_groups:
-            next_out_of_window = group.next_out_of_window(request.num_out_of_window[group.index])
+            next_free_at = group.num_tokens_at_next_free(request.num_out_of_window[group.index])
             # Free a single block only when the tables grow anyway; otherwise the tables would
             # change twice as often.
-            if next_out_of_window + group.block_size <= num_covered_tokens:
-                num_covered_tokens = next_out_of_window
+            if next_free_at + group.block_size <= num_covered_tokens:
+                num_covered_tokens = next_free_at
         request.num_covered_tokens = num_covered_tokens
         return new_blocks
 
-    def publish(self, request: Request) -> list[Block]:
-        """Publish full blocks; returns those that were not in the cache yet. Their tokens are
-        known, and their KV is computed by launched steps or by the step being scheduled."""
+    def cache_blocks(self, request: Request) -> list[Block]:
+        """Enter full blocks into the prefix cache; returns those that were not cached yet. Their
+        tokens are known, and their KV is computed by launched steps or by the step being
+        scheduled."""
         end, num_known = request.num_computed_tokens, len(request.token_ids)
         if end > num_known:
             end = num_known
-        published_blocks: list[Block] = []
-        if end < request.publish_at:
-            return published_blocks
+        newly_cached_blocks: list[Block] = []
+        if end < request.cache_blocks_at:
+            return newly_cached_blocks
         for group in self.groups:
-            group.publish(request, end, published_blocks)
-        self._set_published(request, end)
-        return published_blocks
+            group.cache_blocks(request, end, newly_cached_blocks)
+        self._set_num_offered_tokens(request, end)
+        return newly_cached_blocks
 
-    def _set_published(self, request: Request, num_tokens: int) -> None:
-        request.num_published = num_tokens
-        request.publish_at = (num_tokens // self._publish_interval + 1) * self._publish_interval
+    def _set_num_offered_tokens(self, request: Request, num_tokens: int) -> None:
+        request.num_offered_tokens = num_tokens
+        request.cache_blocks_at = (
+            num_tokens // self._caching_interval_tokens + 1
+        ) * self._caching_interval_tokens
 
-    def withdraw(self, blocks: list[Block], snapshots: list[Block]) -> None:
-        """Unpublish the blocks and snapshots of a step that failed."""
+    def uncache_blocks(self, blocks: list[Block], snapshots: list[Block]) -> None:
+        """Remove from the prefix cache the blocks and snapshots of a step that failed."""
         for block in blocks:
-            self.pool.unpublish(block)
+            self.pool.uncache_block(block)
         for block in snapshots:
             assert self.states is not None
-            self.states.pool.unpublish(block)
+            self.states.pool.uncache_block(block)
 
-    def unpublish(self, request: Request) -> None:
+    def uncache_request(self, request: Request) -> None:
         """Remove from the prefix cache the blocks that a failed request computed. They may contain
         NaN, which spreads in attention even where it is masked: zero times NaN is NaN."""
         for group, blocks in zip(self.groups, request.blocks, strict=False):
             for block in blocks[request.num_cached_tokens // group.block_size :]:
-                self.pool.unpublish(block)
+                self.pool.uncache_block(block)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Does nothing and returns False while requests hold blocks. No
@@ -366,4 +379,4 @@ class KVCacheManager:
             self.pool.release(blocks[first:])
         request.blocks = ()
         request.num_covered_tokens = request.num_computed_tokens = 0
-        request.publish_at = NEVER
+        request.cache_blocks_at = NEVER

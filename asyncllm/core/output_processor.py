@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
     stopped: str | None
 
-    def push(self, token_id: int, *, search: bool = True) -> str: ...
+    def push(self, token_id: int, *, search_stop_strings: bool = True) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -48,8 +48,8 @@ class DetokenizerState:
 
 
 class OutputProcessor:
-    """Converts token events to deltas, and ends requests. Engine thread only, except ``close`` and
-    ``flush_all_wakeups``: a thread that declares the engine hung calls them too, perhaps at the
+    """Converts token events to deltas, and ends requests. Engine thread only, except ``end_group``
+    and ``flush_all_wakeups``: a thread that declares the engine hung calls them too, perhaps at the
     same time.
 
     Attributes:
@@ -90,10 +90,10 @@ class OutputProcessor:
             return
         if request.status is Status.FINISHED:
             last = make_token_delta(token_id, text, logprobs, request.index)
-            if not group.unfinished:
-                self.close(request, None, last)
+            if not group.unfinished_requests:
+                self.end_group(request, None, last)
                 return
-            self._end_member(request, channel, last)
+            self._end_output(request, channel, last)
         else:
             channel.put(token_id, text, logprobs, request.index)
         if channel.has_reader:
@@ -104,12 +104,12 @@ class OutputProcessor:
         if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
             self._apply_backpressure(group, channel)
 
-    def _end_member(self, request: Request, channel: Channel, last: Delta) -> None:
+    def _end_output(self, request: Request, channel: Channel, last_delta: Delta) -> None:
         """End a request while other members of its group continue; its last delta has the finish
         reason."""
         reason, stop_reason = request.finish_reason, request.stop_reason
-        channel.append(replace(last, finish_reason=reason, stop_reason=stop_reason))
-        self._admission.leave(request)
+        channel.put_last_delta(replace(last_delta, finish_reason=reason, stop_reason=stop_reason))
+        self._admission.mark_member_ended(request)
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
         """Detokenise a token; returns the new text. As in vLLM, a stop token's own text is left out
@@ -127,7 +127,7 @@ class OutputProcessor:
             if reasoning is None:
                 text = detokenizer.push(token_id)
             else:
-                text = detokenizer.push(token_id, search=not reasoning.push(token_id))
+                text = detokenizer.push(token_id, search_stop_strings=not reasoning.push(token_id))
         if detokenizer.stopped is not None:
             if request.status is not Status.FINISHED:
                 self._scheduler.finish(request, "stop")
@@ -148,10 +148,13 @@ class OutputProcessor:
             self._scheduler.pause(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
-            # The reader caught up before it could see the flag, so it does not release the group.
-            self.release(group)
+            # The reader caught up before it could see ``is_backpressured``, so it sends no
+            # ``on_reader_caught_up``.
+            self.resume_group(group)
 
-    def close(self, request: Request, error: Exception | None, last: Delta | None = None) -> None:
+    def end_group(
+        self, request: Request, error: Exception | None, last_delta: Delta | None = None
+    ) -> None:
         """End a group's channel. ``request`` is the group's last member, which the scheduler
         finished or which ends with the engine. If several threads call this method, the first one
         decides the end, counts it and notifies the observers. Every thread wakes the reader,
@@ -159,13 +162,13 @@ class OutputProcessor:
         group = request.group
         channel = group.channel
         if not channel.ended:
-            self._propose_end(request, error, last)
+            self._propose_channel_end(request, error, last_delta)
             channel.end()
-        # Queue the wake before ``forget``. So a thread that fails all live requests either finds
-        # this group still registered or wakes its reader.
+        # Queue the wake before ``forget_group``. So a thread that fails all live requests either
+        # finds this group still registered or wakes its reader.
         self._channels_to_wake.append(channel)
         group.cancelled = True
-        self._admission.forget(group)
+        self._admission.forget_group(group)
         for member in group.members:
             # Release the grammar, as the application may keep the stream or its error: grammars in
             # use take memory that other compilations need.
@@ -176,7 +179,9 @@ class OutputProcessor:
         # garbage collector.
         group.members = []
 
-    def _propose_end(self, request: Request, error: Exception | None, last: Delta | None) -> None:
+    def _propose_channel_end(
+        self, request: Request, error: Exception | None, last_delta: Delta | None
+    ) -> None:
         group, now = request.group, self._clock()
         members = group.members
         if not members:
@@ -184,8 +189,10 @@ class OutputProcessor:
         usage = make_usage(group, members, now)
         reason: FinishReason = request.finish_reason or "abort"
         text = _remaining_text(request) if reason == "abort" and error is None else ""
-        final = error or StreamEnd(reason, request.stop_reason, usage, text, last, request.index)
-        if not group.channel.offer_end(final):
+        end = error or StreamEnd(
+            reason, request.stop_reason, usage, text, last_delta, request.index
+        )
+        if not group.channel.propose_end(end):
             return
         if error is not None:
             self.num_failed += 1
@@ -199,8 +206,8 @@ class OutputProcessor:
             group.notifier.notify_finish(usage, error)
 
     def flush_wakeups(self) -> None:
-        """Wake the readers of new output, with one call per event loop. Abort the streams of a
-        closed loop."""
+        """Wake the readers of new output, with one call per event loop. Abort the streams
+        whose event loop has closed."""
         if self._mailboxes_with_unread:
             mailboxes, self._mailboxes_with_unread = self._mailboxes_with_unread, set()
             for mailbox in mailboxes:
@@ -222,14 +229,15 @@ class OutputProcessor:
                 self._abort_readers_of(mailbox)
 
     def _abort_readers_of(self, mailbox: Mailbox) -> None:
-        """Abort the streams of a closed loop, which have no reader any more."""
+        """Abort the streams that were read on ``mailbox``'s event loop, which has closed."""
         for request in list(self._scheduler.requests()):
             group = request.group
             if group.channel.mailbox is mailbox:
                 self.abort(group)
 
     def flush_all_wakeups(self) -> None:
-        """``flush_wakeups`` for a dead engine, without aborts for closed loops."""
+        """Wake all readers of a dead engine. Streams whose loop is closed are not aborted: they
+        have ended already."""
         for channel in self._channels_to_wake.copy():
             if channel.mailbox is not None:
                 channel.mailbox.notify((channel,))
@@ -237,14 +245,14 @@ class OutputProcessor:
     # --- ends of requests --------------------------------------------------------------
 
     def abort(self, group: RequestGroup) -> None:
-        unfinished = group.unfinished
+        unfinished = group.unfinished_requests
         for request in unfinished:
             self._scheduler.finish(request, "abort")
             if request is unfinished[-1]:
-                self.close(request, None)
+                self.end_group(request, None)
             else:
                 last = Delta(_remaining_text(request), (), index=request.index)
-                self._end_member(request, group.channel, last)
+                self._end_output(request, group.channel, last)
 
     def complete(self, request: Request) -> None:
         """End a request whose grammar is complete, without another token."""
@@ -255,10 +263,10 @@ class OutputProcessor:
             self.fail(request.group, as_request_error(request.group, error))
             return
         last = Delta(text, (), index=request.index)
-        if request.group.unfinished:
-            self._end_member(request, request.group.channel, last)
+        if request.group.unfinished_requests:
+            self._end_output(request, request.group.channel, last)
         else:
-            self.close(request, None, last)
+            self.end_group(request, None, last)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End the whole group with an exception, even if only one member failed."""
@@ -267,9 +275,9 @@ class OutputProcessor:
             replace_tracebacks(error)
             for request in group.members:
                 self._scheduler.finish(request, None)
-            self.close(group.members[-1], error)
+            self.end_group(group.members[-1], error)
 
-    def release(self, group: RequestGroup) -> None:
+    def resume_group(self, group: RequestGroup) -> None:
         """Resume a group under backpressure, once its stream has been read far enough."""
         channel = group.channel
         if channel.is_backpressured:
@@ -293,13 +301,13 @@ def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> U
     )
 
 
-def make_partial(group: RequestGroup, now: float) -> Completion | None:
+def make_partial_completion(group: RequestGroup, now: float) -> Completion | None:
     """Output of a group so far; None if it has no token."""
     members = group.members
     if not any(member.num_output_tokens for member in members):
         return None
     prompt = members[0].token_ids[: members[0].num_prompt_tokens]
-    outputs = tuple(map(_partial_output, members))
+    outputs = tuple(map(_make_partial_output, members))
     return Completion(
         group.request_id,
         tuple(prompt),
@@ -309,7 +317,7 @@ def make_partial(group: RequestGroup, now: float) -> Completion | None:
     )
 
 
-def _partial_output(request: Request) -> CompletionOutput:
+def _make_partial_output(request: Request) -> CompletionOutput:
     token_ids = request.output_token_ids
     try:
         text = request.output.decode(token_ids)

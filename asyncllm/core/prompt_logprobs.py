@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
 
-TOP_LOGPROBS_PER_TOKEN = 32
-"""Number of top log-probabilities whose Python objects take about as long to make as a token takes
-in the model's layers."""
+TOP_LOGPROBS_PER_BUDGET_TOKEN = 32
+"""Cost ratio: to make the Python objects of this many top log-probabilities takes about as long as
+to compute one token in the model's layers."""
 
 
-def token_cost(request: Request, vocab_size: int) -> int:
-    """Cost of a token of the request's next chunk, in tokens of the step's budget.
+def budget_per_token(request: Request, vocab_size: int) -> int:
+    """How many tokens of a step's budget each token of the request's next chunk takes.
 
     It is 1 for most requests. While prompt log-probabilities are missing it is 2, for the layers
     and the output head, and grows with the number of top log-probabilities. So a step with prompt
     log-probabilities takes as long as any other step."""
     if not request.lacks_prompt_logprobs:
         return 1
-    return 2 + _num_top(request, vocab_size) // TOP_LOGPROBS_PER_TOKEN
+    return 2 + _num_top_logprobs(request, vocab_size) // TOP_LOGPROBS_PER_BUDGET_TOKEN
 
 
-def _num_top(request: Request, vocab_size: int) -> int:
+def _num_top_logprobs(request: Request, vocab_size: int) -> int:
     count = request.sampling.prompt_logprobs
     assert count is not None
     return vocab_size if count < 0 else min(count, vocab_size)
@@ -51,12 +51,12 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
-            spans[row] = PromptSpan(first, end, _num_top(request, vocab_size))
+            spans[row] = PromptSpan(first, end, _num_top_logprobs(request, vocab_size))
     return spans
 
 
 def append_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Append a step's prompt log-probabilities to the requests whose epoch has not changed.
+    """Append a step's prompt log-probabilities to requests not restarted since its launch.
 
     A recurrent request that is paused while a step is in flight starts over, and may compute the
     positions of that step again. Each position is kept once."""
@@ -67,4 +67,4 @@ def append_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
             assert logprobs is not None
             logprobs.extend(values[len(logprobs) - step.batch.prompt_logprobs[row].first :])
             if not request.lacks_prompt_logprobs:
-                request.token_cost = 1
+                request.budget_per_token = 1

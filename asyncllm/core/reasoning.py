@@ -14,7 +14,7 @@ class ReasoningTracker:
 
     Attributes:
         begin, end: token ids that open and close reasoning.
-        thinking: whether reasoning is open; initially, whether the prompt has opened it.
+        is_thinking: whether reasoning is open; initially, whether the prompt has opened it.
         may_begin: whether the output may still begin with reasoning; initially, whether the prompt
             has neither opened nor closed reasoning.
         only_at_start: ignore ``begin`` after the answer has begun. Set if there is a grammar,
@@ -23,7 +23,7 @@ class ReasoningTracker:
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
-    thinking: bool
+    is_thinking: bool
     may_begin: bool
     only_at_start: bool = False
     _recent_tokens: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ReasoningTracker:
     def push(self, token_id: int) -> bool:
         """Process the next token; returns whether it belongs to the reasoning or its delimiters."""
         recent = self._recent_tokens
-        was_thinking = self.thinking
+        was_thinking = self.is_thinking
         if self.only_at_start and not was_thinking and token_id != self.next_begin_token():
             self.may_begin = False
             return False
@@ -48,8 +48,8 @@ class ReasoningTracker:
             del recent[0]
         marker = self.end if was_thinking else self.begin
         if tuple(recent[-len(marker) :]) == marker:
-            self.thinking = not was_thinking
+            self.is_thinking = not was_thinking
             recent.clear()
         if self.may_begin:
-            self.may_begin = not self.thinking and tuple(recent) == self.begin[: len(recent)]
-        return was_thinking or self.thinking
+            self.may_begin = not self.is_thinking and tuple(recent) == self.begin[: len(recent)]
+        return was_thinking or self.is_thinking

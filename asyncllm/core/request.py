@@ -48,10 +48,10 @@ class OutputGrammar(Protocol):
     implements it."""
 
     def advance(
-        self, request: Request, token_id: int, reason: FinishReason | None
+        self, request: Request, token_id: int, finish_reason: FinishReason | None
     ) -> FinishReason | None: ...
 
-    def mask(self, request: Request) -> bytes | None: ...
+    def compute_mask(self, request: Request) -> bytes | None: ...
 
     def release(self) -> None: ...
 
@@ -86,7 +86,7 @@ class RequestGroup:
     num_truncated_tokens: int = 0
     engine: int | None = None
 
-    def restart(self, now: float) -> None:
+    def restart_timeout(self, now: float) -> None:
         """Let the group's times and its timeout begin at ``now``, after a wait for a place in the
         queue. Call this before the group is sent to the engine thread."""
         self.deadline += now - self.arrived_at
@@ -95,8 +95,8 @@ class RequestGroup:
             member.arrived_at = now
 
     @property
-    def unfinished(self) -> list[Request]:
-        return [member for member in self.members if not member.finished]
+    def unfinished_requests(self) -> list[Request]:
+        return [member for member in self.members if not member.is_finished]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -116,8 +116,8 @@ class Request:
             while none of its tokens is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
-        token_cost: how many tokens of a step's budget each token of its next chunk takes; see
-            ``prompt_logprobs.token_cost``.
+        budget_per_token: how many tokens of a step's budget each token of its next chunk takes; see
+            ``prompt_logprobs.budget_per_token``.
         num_placeholders: number of sampled tokens of steps in flight, whose values are not known
             yet. Also 1 while the next grammar mask is made ahead, so that the request is not
             scheduled.
@@ -129,8 +129,8 @@ class Request:
         block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
         num_covered_tokens: number of tokens up to which the block tables need no change: every
             group has blocks for them, and at most one block is out of window.
-        num_published: leading tokens whose full blocks were offered to the pool.
-        publish_at: number of tokens at which the next block is full and can be offered.
+        num_offered_tokens: leading tokens whose full blocks were offered to the prefix cache.
+        cache_blocks_at: number of tokens at which the next block is full and can be offered.
         snapshot_at: number of tokens at which its recurrent state is saved; never reached without
             states. StateSnapshots owns this attribute and the next two.
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, even if there was
@@ -180,14 +180,14 @@ class Request:
     req_index: int = field(init=False, default=-1)
     epoch: int = field(init=False, default=0)
     num_computed_tokens: int = field(init=False, default=0)
-    token_cost: int = field(init=False, default=1)
+    budget_per_token: int = field(init=False, default=1)
     num_placeholders: int = field(init=False, default=0)
     blocks: tuple[list[Block], ...] = field(init=False, default=())
     num_out_of_window: list[int] = field(init=False, default_factory=list)
     block_hashes: dict[int, list[bytes]] = field(init=False, default_factory=dict)
     num_covered_tokens: int = field(init=False, default=0)
-    num_published: int = field(init=False, default=0)
-    publish_at: int = field(init=False, default=0)
+    num_offered_tokens: int = field(init=False, default=0)
+    cache_blocks_at: int = field(init=False, default=0)
     snapshot_at: int = field(init=False, default=NEVER)
     num_shared_tokens: int = field(init=False, default=0)
     newest_output_snapshot: tuple[Block, bytes] | None = field(init=False, default=None)
@@ -262,7 +262,7 @@ class Request:
         return None, *logprobs
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.status is Status.FINISHED
 
     def check_stop(self, token_id: int) -> FinishReason | None:

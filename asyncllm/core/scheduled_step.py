@@ -18,8 +18,8 @@ class ScheduledStep:
         requests, epochs: request of each row, and the request's epoch. A result counts only if the
             request still has that epoch.
         admitted: requests that got a slot with this step.
-        published_blocks, published_snapshots: KV blocks and states that entered the prefix cache
-            because of this step, and are withdrawn if it fails.
+        newly_cached_blocks, newly_cached_snapshots: KV blocks and states that entered the prefix
+            cache because of this step, and are removed from it if the step fails.
         has_grammar_mask: whether any sampling row has a grammar.
     """
 
@@ -27,8 +27,8 @@ class ScheduledStep:
     requests: list[Request] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
-    published_blocks: list[Block] = field(default_factory=list)
-    published_snapshots: list[Block] = field(default_factory=list)
+    newly_cached_blocks: list[Block] = field(default_factory=list)
+    newly_cached_snapshots: list[Block] = field(default_factory=list)
     has_grammar_mask: bool = False
 
     def order_decodes_first(self) -> None:

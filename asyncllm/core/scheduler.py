@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcess, picklable_params
+from asyncllm.core.in_process import InProcessObjects, picklable_params
 from asyncllm.core.kv_cache import FreedEntries, KVCacheManager, block_ids
-from asyncllm.core.prompt_logprobs import append_prompt_logprobs, prompt_spans, token_cost
+from asyncllm.core.prompt_logprobs import append_prompt_logprobs, budget_per_token, prompt_spans
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.structured_output import masked_rows
@@ -37,9 +37,9 @@ class Scheduler:
     Args:
         info: the executor's limits.
         policy: "fcfs", "priority" or "deadline".
-        enable_prefix_caching: find and publish shared prefixes, if the executor has no states or
+        enable_prefix_caching: cache and find shared prefixes, if the executor has no states or
             keeps snapshots of them.
-        in_process: the executor's InProcess, if it has one.
+        in_process: the executor's InProcessObjects, if it has one.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Scheduler:
         *,
         policy: str = "fcfs",
         enable_prefix_caching: bool = True,
-        in_process: InProcess | None = None,
+        in_process: InProcessObjects | None = None,
     ) -> None:
         self.info = info
         self.kv = KVCacheManager(
@@ -59,7 +59,7 @@ class Scheduler:
             and (not info.has_states or info.num_state_snapshots > 0),
             num_state_snapshots=info.num_state_snapshots,
         )
-        self.in_process = in_process or InProcess()
+        self.in_process = in_process or InProcessObjects()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.budget = TokenBudget(info.max_num_batched_tokens)
         self.waiting = WaitingQueue(policy)
@@ -69,7 +69,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
-        self._evictable_requests: dict[Request, None] = {}
+        self._idle_requests_with_blocks: dict[Request, None] = {}
         self._free_req_indices = list(range(info.max_num_seqs - 1, -1, -1))
         self._released_req_indices: list[int] = []
         self._latest_step: ScheduledStep | None = None
@@ -79,7 +79,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
-        request.token_cost = token_cost(request, self.info.vocab_size)
+        request.budget_per_token = budget_per_token(request, self.info.vocab_size)
         self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
@@ -88,7 +88,7 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         self._remove_from_schedule(request)
-        self._evictable_requests.pop(request, None)
+        self._idle_requests_with_blocks.pop(request, None)
         self.kv.free(request)
         request.epoch += 1
         request.num_placeholders = 0
@@ -109,7 +109,7 @@ class Scheduler:
         if self.info.has_states:
             self.kv.free(request)
         elif request.blocks:
-            self._evictable_requests[request] = None
+            self._idle_requests_with_blocks[request] = None
 
     def resume(self, request: Request) -> None:
         if request.status is Status.PAUSED:
@@ -144,7 +144,7 @@ class Scheduler:
         are put into ``failed``."""
         step = ScheduledStep(StepBatch(self._num_steps))
         if self.kv.states is not None:
-            self.kv.states.publish_saved()
+            self.kv.states.cache_saved_snapshots()
         scheduled: dict[Request, int] = {}
         grown_tables: dict[Request, tuple[tuple[list[int], ...], list[FreedEntries]]] = {}
         budget, preempted = self._schedule_running(scheduled, grown_tables)
@@ -166,7 +166,7 @@ class Scheduler:
         if batch.num_decodes < len(step.requests):
             batch.prompt_logprobs = prompt_spans(step, self.info.vocab_size)
         batch.released_indices, self._released_req_indices = self._released_req_indices, []
-        batch.assignments = [self._assignment(r) for r in step.admitted]
+        batch.assignments = [self._make_assignment(r) for r in step.admitted]
         self._num_steps += 1
         self._latest_step = step
         return step
@@ -190,8 +190,8 @@ class Scheduler:
             if request.num_placeholders and total >= request.run_ahead_end:
                 continue
             count = total - request.num_computed_tokens
-            if count * request.token_cost > budget:
-                count = max(1, budget // request.token_cost)
+            if count * request.budget_per_token > budget:
+                count = max(1, budget // request.budget_per_token)
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_covered_tokens:
                 end = min(end, self.info.max_model_len, request.snapshot_at)
@@ -199,13 +199,13 @@ class Scheduler:
                 freed = self.kv.free_out_of_window(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
-                    victim = self._evictable_victim() or max(self.running, key=lambda r: r.sort_key)
+                    victim = self._idle_victim() or max(self.running, key=lambda r: r.sort_key)
                     if victim is request and len(self.running) == 1:
                         self._fail_too_large(request, end)
                         break
                     preempted = True
                     self._preempt(victim)
-                    budget += scheduled.pop(victim, 0) * victim.token_cost
+                    budget += scheduled.pop(victim, 0) * victim.budget_per_token
                     if victim is request:
                         break
                     block_ids = self.kv.grow(request, end)
@@ -213,7 +213,7 @@ class Scheduler:
                     continue
                 grown_tables[request] = block_ids, freed
             scheduled[request] = count
-            budget -= count * request.token_cost
+            budget -= count * request.budget_per_token
         return budget, preempted
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
@@ -232,33 +232,35 @@ class Scheduler:
                 skipped.append(request)
                 continue
             if not self._admit(request):
-                if request.finished:
+                if request.is_finished:
                     continue
                 break
             step.admitted.append(request)
             if states is not None and request.num_computed_tokens:
                 step.batch.state_loads.append((request.req_index, states.load(request)))
             end = min(len(request.token_ids), request.snapshot_at)
-            max_count = max(1, budget // request.token_cost)
+            max_count = max(1, budget // request.budget_per_token)
             count = min(end - request.num_computed_tokens, max_count)
             self._add_row(request, count, step)
-            budget -= count * request.token_cost
+            budget -= count * request.budget_per_token
         for request in skipped:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        # Blocks of requests that do not run serve as the reserve, because they are evicted first.
-        has_victims = len(self._evictable_requests) > (request in self._evictable_requests)
-        reserve = self.kv.watermark if self.running and not has_victims else 0
-        while not self._take_blocks(request, reserve):
-            victim = self._evictable_victim(excluded=request)
+        # Blocks of requests that do not run serve as the reserve, because they are freed first.
+        has_victims = len(self._idle_requests_with_blocks) > (
+            request in self._idle_requests_with_blocks
+        )
+        min_free_blocks = self.kv.watermark if self.running and not has_victims else 0
+        while not self._take_blocks(request, min_free_blocks):
+            victim = self._idle_victim(excluded=request)
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
                 return False
             self._preempt(victim)
         self.waiting.admit(request)
-        self._evictable_requests.pop(request, None)
+        self._idle_requests_with_blocks.pop(request, None)
         request.status = Status.RUNNING
         request.req_index = self._free_req_indices.pop()
         self.running[request] = None
@@ -266,12 +268,12 @@ class Scheduler:
             self.num_prompt_tokens += request.num_prompt_tokens
         return True
 
-    def _take_blocks(self, request: Request, reserve: int) -> bool:
+    def _take_blocks(self, request: Request, min_free_blocks: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
         if request.blocks:
             self.kv.free_out_of_window(request)
-            return self.kv.grow(request, num_tokens, reserve) is not None
-        return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), reserve)
+            return self.kv.grow(request, num_tokens, min_free_blocks) is not None
+        return self.kv.admit(request, num_tokens, self.kv.find_prefix(request), min_free_blocks)
 
     def _num_reserved_tokens(self, request: Request) -> int:
         """Number of tokens that a request needs blocks for on admission, drafts included."""
@@ -297,15 +299,15 @@ class Scheduler:
                 batch.num_decodes += 1
             if request.structured_output is not None:
                 step.has_grammar_mask = True
-        if end >= request.publish_at:
-            step.published_blocks += self.kv.publish(request)
+        if end >= request.cache_blocks_at:
+            step.newly_cached_blocks += self.kv.cache_blocks(request)
             if end == request.snapshot_at:
                 assert self.kv.states is not None
-                snapshot = self.kv.states.save(request, step.published_snapshots)
+                snapshot = self.kv.states.save(request, step.newly_cached_snapshots)
                 if snapshot is not None:
                     batch.state_saves.append((request.req_index, snapshot))
 
-    def _assignment(self, request: Request) -> RequestAssignment:
+    def _make_assignment(self, request: Request) -> RequestAssignment:
         processors_key = -1
         if request.sampling.logits_processors:
             processors_key = request.arrival_index
@@ -348,7 +350,7 @@ class Scheduler:
                 continue
             if first == end:
                 if row in result.errors:
-                    self.kv.unpublish(request)
+                    self.kv.uncache_request(request)
                     self.finish(request, None)
                     error = exceptions.get(row)
                     if error is None:
@@ -361,9 +363,9 @@ class Scheduler:
                 token_id = token_ids[i]
                 request.token_ids.append(token_id)
                 self.num_generated_tokens += 1
-                if request.num_computed_tokens >= request.publish_at:
+                if request.num_computed_tokens >= request.cache_blocks_at:
                     assert self._latest_step is not None
-                    self._latest_step.published_blocks += self.kv.publish(request)
+                    self._latest_step.newly_cached_blocks += self.kv.cache_blocks(request)
                 reason = request.check_stop(token_id)
                 if request.structured_output is not None:
                     try:
@@ -383,11 +385,12 @@ class Scheduler:
                 request.num_computed_tokens += 1
 
     def rollback(self, steps: Iterable[ScheduledStep]) -> None:
-        """Undo ``steps``, which are all steps in flight: withdraw the blocks and states that they
-        published, and reset every request in them or in a slot for recomputation."""
+        """Undo ``steps``, which are all steps in flight: remove from the prefix cache the blocks
+        and states that they entered, and reset every request in them or in a slot for
+        recomputation."""
         steps = list(steps)
         for step in steps:
-            self.kv.withdraw(step.published_blocks, step.published_snapshots)
+            self.kv.uncache_blocks(step.newly_cached_blocks, step.newly_cached_snapshots)
         affected = dict.fromkeys(self.running)
         for step in steps:
             for request, epoch in zip(step.requests, step.epochs, strict=True):
@@ -398,10 +401,10 @@ class Scheduler:
 
     # --- preemption --------------------------------------------------------------------
 
-    def _evictable_victim(self, excluded: Request | None = None) -> Request | None:
-        """Best victim among requests that hold blocks without running, paused ones first; None if
-        there is none."""
-        candidates = [r for r in self._evictable_requests if r is not excluded]
+    def _idle_victim(self, excluded: Request | None = None) -> Request | None:
+        """Request to preempt, among those that hold blocks without running: paused ones first. None
+        if there is none."""
+        candidates = [r for r in self._idle_requests_with_blocks if r is not excluded]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
     def _preempt(self, request: Request) -> None:
@@ -415,7 +418,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._remove_from_schedule(request)
             self.add(request)
-        self._evictable_requests.pop(request, None)
+        self._idle_requests_with_blocks.pop(request, None)
         self.kv.free(request)
         request.num_placeholders = 0
         request.epoch += 1

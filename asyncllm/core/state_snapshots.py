@@ -10,7 +10,7 @@ from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.request import Request
 
-OUTPUT_INTERVAL = 256
+TOKENS_BETWEEN_OUTPUT_SNAPSHOTS = 256
 """Number of output tokens between two snapshots."""
 
 
@@ -20,14 +20,14 @@ class _PendingSnapshot:
 
     Attributes:
         num_tokens: length of the prefix.
-        published_snapshots: the step's list of snapshots to withdraw if it fails.
+        newly_cached_snapshots: the step's list of snapshots to remove from the cache if it fails.
     """
 
     block: Block
     request: Request
     epoch: int
     num_tokens: int
-    published_snapshots: list[Block]
+    newly_cached_snapshots: list[Block]
 
 
 class StateSnapshots:
@@ -58,7 +58,10 @@ class StateSnapshots:
     """
 
     def __init__(
-        self, num_snapshots: int, block_sizes: Sequence[int], interval: int = OUTPUT_INTERVAL
+        self,
+        num_snapshots: int,
+        block_sizes: Sequence[int],
+        interval: int = TOKENS_BETWEEN_OUTPUT_SNAPSHOTS,
     ) -> None:
         self.pool = BlockPool(num_snapshots + 1)
         self._block_size = block_sizes[0]
@@ -112,13 +115,13 @@ class StateSnapshots:
         self.pool.release((block,))
         return block.block_id
 
-    def save(self, request: Request, published_snapshots: list[Block]) -> int | None:
+    def save(self, request: Request, newly_cached_snapshots: list[Block]) -> int | None:
         """Snapshot to write for a request that reaches ``snapshot_at`` with the step being
         scheduled. None if the prefix has a snapshot already, or if half of the slots are being
         written: a burst of prompts would evict the prefix that they share.
 
         Args:
-            published_snapshots: list to which the block is appended once it is published.
+            newly_cached_snapshots: list to which the block is appended once it is cached.
         """
         num_tokens = request.num_computed_tokens
         request.snapshot_at = self._next_snapshot_at(request)
@@ -131,39 +134,39 @@ class StateSnapshots:
             self._pending_keys.add(key)
         (block,) = self.pool.allocate(1)
         self._pending_snapshots.append(
-            _PendingSnapshot(block, request, request.epoch, num_tokens, published_snapshots)
+            _PendingSnapshot(block, request, request.epoch, num_tokens, newly_cached_snapshots)
         )
         return block.block_id
 
-    def publish_saved(self) -> None:
-        """Publish the snapshots that earlier steps have saved. A snapshot whose last token is in
-        flight stays unpublished; one of an outdated epoch is dropped."""
+    def cache_saved_snapshots(self) -> None:
+        """Let requests find the snapshots that earlier steps have saved. A snapshot whose last
+        token is in flight stays pending; one of an outdated epoch is dropped."""
         if not self._pending_snapshots:
             return
         still_pending = []
-        for save in self._pending_snapshots:
-            request = save.request
-            if request.epoch == save.epoch:
-                if len(request.token_ids) < save.num_tokens:
-                    still_pending.append(save)
+        for snapshot in self._pending_snapshots:
+            request = snapshot.request
+            if request.epoch == snapshot.epoch:
+                if len(request.token_ids) < snapshot.num_tokens:
+                    still_pending.append(snapshot)
                     continue
-                self._publish(save)
-            self.pool.release((save.block,))
+                self._cache_snapshot(snapshot)
+            self.pool.release((snapshot.block,))
         self._pending_snapshots = still_pending
         self._pending_keys.clear()
 
-    def _publish(self, save: _PendingSnapshot) -> None:
-        request, key = save.request, self._snapshot_key(save.request, save.num_tokens)
-        if not self.pool.publish(save.block, key):
+    def _cache_snapshot(self, snapshot: _PendingSnapshot) -> None:
+        request, key = snapshot.request, self._snapshot_key(snapshot.request, snapshot.num_tokens)
+        if not self.pool.cache_block(snapshot.block, key):
             return
-        save.published_snapshots.append(save.block)
-        if save.num_tokens <= request.num_prompt_tokens:
+        snapshot.newly_cached_snapshots.append(snapshot.block)
+        if snapshot.num_tokens <= request.num_prompt_tokens:
             return
         if request.newest_output_snapshot is not None:
             block, old_key = request.newest_output_snapshot
             if block.hash == old_key:
-                self.pool.unpublish(block)
-        request.newest_output_snapshot = save.block, key
+                self.pool.uncache_block(block)
+        request.newest_output_snapshot = snapshot.block, key
 
     def _next_snapshot_at(self, request: Request) -> int:
         """Number of tokens at the request's next snapshot. Recomputed output gets a snapshot at its
@@ -180,8 +183,8 @@ class StateSnapshots:
 
     def reset(self) -> None:
         """Drop every snapshot; no step may be in flight."""
-        for save in self._pending_snapshots:
-            self.pool.release((save.block,))
+        for snapshot in self._pending_snapshots:
+            self.pool.release((snapshot.block,))
         self._pending_snapshots.clear()
         self._pending_keys.clear()
         self.pool.reset_prefix_cache()

@@ -55,11 +55,11 @@ class StructuredOutput:
     num_delimiter_tokens: int | None = field(init=False, default=0)
 
     def advance(
-        self, request: Request, token_id: int, reason: FinishReason | None
+        self, request: Request, token_id: int, finish_reason: FinishReason | None
     ) -> FinishReason | None:
-        """Accept the token just appended. Call this before ``request.reasoning.push``. ``reason``
-        is the finish reason so far. Returns the final finish reason: a complete output ends by
-        itself, without EOS. If accepting is slow, the thread that makes the next mask accepts the
+        """Accept the token just appended. Call this before ``request.reasoning.push``. Takes the
+        finish reason so far, and returns the final one: a complete output ends by itself, without
+        EOS. If accepting is slow, the thread that makes the next mask accepts the
         token, and a complete output ends with that mask.
 
         Raises:
@@ -67,50 +67,52 @@ class StructuredOutput:
         """
         began = self.clock()
         try:
-            return self._advance(request, token_id, reason)
+            return self._advance(request, token_id, finish_reason)
         finally:
             self.accept_time += self.clock() - began
 
     def _advance(
-        self, request: Request, token_id: int, reason: FinishReason | None
+        self, request: Request, token_id: int, finish_reason: FinishReason | None
     ) -> FinishReason | None:
         reasoning = request.reasoning
-        thinking = reasoning is not None and reasoning.thinking
-        if reason == "stop":  # The grammar gets a stop token only if it names that token.
-            if thinking or token_id not in self.special_tokens or self.matcher.may_end():
-                return reason
-            return self._accept_named_stop_token(request, token_id)
+        is_thinking = reasoning is not None and reasoning.is_thinking
+        if finish_reason == "stop":  # The grammar gets a stop token only if it names that token.
+            if is_thinking or token_id not in self.special_tokens or self.matcher.may_end():
+                return finish_reason
+            return self._accept_grammar_stop_token(request, token_id)
         if reasoning is not None:
-            if thinking:
-                return reason
+            if is_thinking:
+                return finish_reason
             if token_id == reasoning.next_begin_token():
-                self._follow_delimiter(reasoning, token_id)
-                return self._finish_reason_of_ended(reason) if self.num_delimiter_tokens else reason
+                self._track_reasoning_delimiter(reasoning, token_id)
+                if not self.num_delimiter_tokens:
+                    return finish_reason
+                return self._final_finish_reason(finish_reason)
         if self.num_delimiter_tokens is None:
             raise _grammar_violation_error(request, token_id)
-        if self.num_masks_ahead and reason is None:
+        if self.num_masks_ahead and finish_reason is None:
             self.pending_token = token_id
             return None
-        self._accept(request, token_id)
-        return self._finish_reason_of_ended(reason)
+        self._accept_token(request, token_id)
+        return self._final_finish_reason(finish_reason)
 
-    def _accept(self, request: Request, token_id: int) -> None:
+    def _accept_token(self, request: Request, token_id: int) -> None:
         if not self.matcher.accept(token_id):
             raise _grammar_violation_error(request, token_id)
 
-    def _accept_named_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
+    def _accept_grammar_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Accept a stop token where the grammar cannot end. The mask allowed it, so the grammar
         names it."""
-        self._accept(request, token_id)
+        self._accept_token(request, token_id)
         if self.matcher.may_end():
             return "stop"
         request.stop_reason = None
         return "length" if len(request.token_ids) >= request.max_total_tokens else None
 
-    def _finish_reason_of_ended(self, reason: FinishReason | None) -> FinishReason | None:
-        return "stop" if self.matcher.is_terminated() else reason
+    def _final_finish_reason(self, finish_reason: FinishReason | None) -> FinishReason | None:
+        return "stop" if self.matcher.is_terminated() else finish_reason
 
-    def _follow_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
+    def _track_reasoning_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
         matcher, num_followed = self.matcher, self.num_delimiter_tokens
         is_last = reasoning.is_last_begin_token()
         if not is_last:
@@ -123,7 +125,7 @@ class StructuredOutput:
             matcher.rollback(num_followed)
         self.num_delimiter_tokens = 0 if is_last else None
 
-    def mask(self, request: Request) -> bytes | None:
+    def compute_mask(self, request: Request) -> bytes | None:
         """Bitmask of the tokens that may come next. The mask is empty, which allows all tokens,
         during reasoning; None if the output is complete and no token can follow.
 
@@ -137,10 +139,10 @@ class StructuredOutput:
         matcher, reasoning, token_id = self.matcher, request.reasoning, self.pending_token
         if token_id is not None:
             self.pending_token = None
-            self._accept(request, token_id)
+            self._accept_token(request, token_id)
             if matcher.is_terminated():
                 return None
-        if reasoning is not None and reasoning.thinking:
+        if reasoning is not None and reasoning.is_thinking:
             return b""
         mask, may_end = matcher.bitmask(), matcher.may_end()
         if self.num_delimiter_tokens is None:
@@ -168,8 +170,8 @@ class StructuredOutput:
         )
 
     def release(self) -> None:
-        """Free the grammar's state once the request has ended, after the mask that another thread
-        is making. Any thread may call it."""
+        """Free the grammar's state once the request has ended. If another thread is making a mask,
+        the state is freed when that mask is done. Any thread may call this."""
         if self.next_mask is None or self.next_mask.cancel():
             self.matcher.release()
         else:
@@ -198,7 +200,8 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_MASKS_AHEAD = 16
-"""Number of masks after a slow one that are computed ahead of their steps, even quick ones."""
+"""After a slow mask, this many more masks are computed before their steps, even if they are
+quick."""
 
 _SLOW_MASK_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
@@ -221,7 +224,7 @@ class MaskMaker:
         self._worker: ThreadPoolExecutor | None = None
         self.num_pending = 0
 
-    def make(
+    def make_masks(
         self, step: ScheduledStep, step_time: float
     ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
         """Make the masks of a step, once all tokens before it are known. Also returns the requests
@@ -257,7 +260,7 @@ class MaskMaker:
             if seconds > limit * _SLOW_MASK_FRACTION:
                 slow.append((request, grammar))
             elif grammar.num_masks_ahead:
-                self._count_quick_mask(request, grammar)
+                self._count_down_masks_ahead(request, grammar)
             if mask is None:
                 ends.append((request, None))
             elif mask:
@@ -269,7 +272,7 @@ class MaskMaker:
                 request.run_ahead_end = 0
         return masks, ends
 
-    def make_ahead(self, step: ScheduledStep) -> None:
+    def make_masks_ahead(self, step: ScheduledStep) -> None:
         """Start to compute the next masks of a step's requests on a thread, where masks are slow.
         Call this once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
@@ -300,14 +303,14 @@ class MaskMaker:
 
     def _make_mask(self, grammar: StructuredOutput, request: Request) -> tuple[bytes | None, float]:
         began = grammar.clock()
-        return grammar.mask(request), grammar.clock() - began
+        return grammar.compute_mask(request), grammar.clock() - began
 
     def _on_mask_made(self, request: Request, epoch: int) -> None:
         self.num_pending -= 1
         if request.epoch == epoch:
             request.num_placeholders -= 1
 
-    def _count_quick_mask(self, request: Request, grammar: StructuredOutput) -> None:
+    def _count_down_masks_ahead(self, request: Request, grammar: StructuredOutput) -> None:
         grammar.num_masks_ahead -= 1
         if not grammar.num_masks_ahead and not request.needs_host:
             request.run_ahead_end = request.max_total_tokens

@@ -25,17 +25,17 @@ class TokenBudget:
         self.limit = self.tokens = limit
         self._steps_since_shrink = 0
 
-    def shrink(self, steps: Iterable[ScheduledStep]) -> list[Request]:
-        """Halve the budget after ``steps`` ran out of memory. If even the largest of them had a
-        single token, return its requests, which have to fail."""
-        largest = max(steps, key=lambda step: step.batch.num_tokens)
+    def shrink(self, failed_steps: Iterable[ScheduledStep]) -> list[Request]:
+        """Halve the budget after ``failed_steps`` ran out of memory. If even the largest of them
+        had a single token, return its requests, which have to fail."""
+        largest = max(failed_steps, key=lambda step: step.batch.num_tokens)
         self._steps_since_shrink = 0
         if largest.batch.num_tokens == 1:
             return largest.requests
         self.tokens = max(1, largest.batch.num_tokens // 2)
         return []
 
-    def recover(self) -> None:
+    def record_success(self) -> None:
         """Count a successful step, and raise the budget after enough successes."""
         if self.tokens < self.limit:
             self._steps_since_shrink += 1

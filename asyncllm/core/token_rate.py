@@ -11,8 +11,8 @@ class TokenRate:
     """Rate at which an engine computes tokens, in tokens a second.
 
     A step takes a fixed time besides the time of its tokens. So the rate is the slope of a
-    least-squares fit of the steps' tokens by their times, in which the weight of a step halves with
-    every 5 s that later steps have taken. If a step's time does not depend on its tokens, as on a
+    least-squares fit of token counts against step times. A step's weight halves for every 5 s of
+    later steps' time. If a step's time does not depend on its tokens, as on a
     memory-bound device, the slope is noise; so the rate is known only if its standard error is
     small.
     """
@@ -21,7 +21,7 @@ class TokenRate:
         self._count = self._tokens = self._seconds = 0.0
         self._token_squares = self._second_squares = self._products = 0.0
 
-    def add(self, num_tokens: int, seconds: float) -> None:
+    def add_step(self, num_tokens: int, seconds: float) -> None:
         """Add a finished step to the rate.
 
         Args:

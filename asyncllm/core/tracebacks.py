@@ -17,7 +17,7 @@ _MAX_LINES = 16
 def clear_frames(error: BaseException) -> None:
     """Clear the local variables in the tracebacks of ``error`` and its causes. Running frames keep
     their variables; file names and lines stay."""
-    for current in _chain(error):
+    for current in _exception_chain(error):
         traceback.clear_frames(_TRACEBACK.__get__(current))
 
 
@@ -29,19 +29,20 @@ def replace_tracebacks(error: BaseException) -> None:
     the step, the requests in it and the engine.
     """
     lines: list[str] = []
-    for current in _chain(error):
+    for current in _exception_chain(error):
         tb = _TRACEBACK.__get__(current)
         if tb is not None:
             summary = traceback.StackSummary.extract(traceback.walk_tb(tb), limit=-_MAX_LINES)
             lines += [f"{type(current).__name__} was raised in:\n", *summary.format()]
             _TRACEBACK.__set__(current, None)
     note = "".join(lines).rstrip()
-    with contextlib.suppress(Exception):  # A subclass may have notes of its own kind.
+    # A subclass may define ``__notes__`` as something other than a list of strings.
+    with contextlib.suppress(Exception):
         if note and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     """Iterate over an exception, its causes and contexts.
 
     The attributes are read by BaseException's own descriptors: a subclass may override them, and

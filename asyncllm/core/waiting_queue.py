@@ -27,7 +27,8 @@ class _Owner:
         heap: ``(sort key, serial, request)`` of waiting requests, and of some discarded ones; the
             first entry is a waiting request.
         num_running: number of requests that hold a slot.
-        last_turn: number of the owner's turn at its last admission; its next turn is no earlier.
+        last_turn: position in the round-robin order of owners that the last admission gave it; its
+            next position is no earlier.
         entry: its entry in the heap of owners; None while none of its requests waits.
     """
 
@@ -113,7 +114,7 @@ class WaitingQueue:
             self._drop_entry(request, self._owners[request.owner])
 
     def admit(self, request: Request) -> None:
-        """Remove a request that gets a slot; its owner goes to the end of the line."""
+        """Remove a request that gets a slot; its owner's next turn comes after the other owners."""
         owner = self._owners[request.owner]
         owner.num_running += 1
         self._serial += 1
@@ -151,7 +152,8 @@ class WaitingQueue:
                 del self._owners[owner.name]
             return
         if old is not None and len(self._owners) == 1:
-            return  # A sole owner needs no place; ``push`` requeues it when another arrives.
+            # A sole owner stays where it is in the heap; ``push`` requeues it when another arrives.
+            return
         heap = self._owner_heap
         sort_key = owner.heap[0][0]
         turn = owner.heap[0][2].arrival_index << _ARRIVAL_SHIFT

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcess
+from asyncllm.core.in_process import InProcessObjects
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
 from asyncllm.gpu.graph.replay import Replay
@@ -35,7 +35,7 @@ class StepRunner:
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
-        in_process: the executor's InProcess, which holds the logits processors.
+        in_process: the executor's InProcessObjects, which holds the logits processors.
         num_logprobs: log-probabilities per token for which a step has buffers.
         padded_tokens: largest number of tokens to which mixed steps are padded.
 
@@ -47,7 +47,7 @@ class StepRunner:
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: SyncStream,
-        in_process: InProcess, *, on_device: bool, num_logprobs: int, padded_tokens: int = 0,
+        in_process: InProcessObjects, *, on_device: bool, num_logprobs: int, padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.cache, self.info, self.stream = model, cache, info, stream
         self._in_process = in_process
@@ -156,7 +156,7 @@ class StepRunner:
         for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
-            update = sampler.assign(self._in_process.with_processors(assignment))
+            update = sampler.assign(self._in_process.with_logits_processors(assignment))
             if update is not None:
                 step.table_updates.append(update)
         if self.replay.finds_greedy_tokens:

@@ -38,7 +38,7 @@ class DelimiterTokens:
         before_call = tokenizer.delimiter_ids(syntax.reasoning_end_before_call)
         return cls(tokenizer.special_ids_where(syntax.delimiters_contain), begin, end, before_call)
 
-    def reasoning(
+    def make_reasoning_tracker(
         self, syntax: ChatSyntax, prompt_end: str, grammar: StructuredOutputs | None
     ) -> ReasoningTracker | None:
         """Initial reasoning state of an output, after its prompt.

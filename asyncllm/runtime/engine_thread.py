@@ -21,7 +21,12 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.runtime.event_loop import post_when_done, running_backend, running_loop
-from asyncllm.runtime.loading import LoadedModel, Loader, check_processors, make_grammar_compiler
+from asyncllm.runtime.loading import (
+    LoadedModel,
+    Loader,
+    check_logits_processors,
+    make_grammar_compiler,
+)
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.validation import explain
 
@@ -90,7 +95,7 @@ class EngineThread:
         self.loaded_model = self._loader(self._config, self._on_progress)
         executor = self.loaded_model.executor
         try:
-            check_processors(self._config, executor)
+            check_logits_processors(self._config, executor)
             config, clock = self._config, time.monotonic
             scheduler = Scheduler(
                 executor.info,
@@ -124,8 +129,8 @@ class EngineThread:
         )
 
     def _log_end(self) -> None:
-        # ``check_step`` has logged a step that hung.
-        if self.core.fatal_error is not None and not self.core.hung:
+        # ``check_for_hung_step`` has logged a step that hung.
+        if self.core.fatal_error is not None and not self.core.is_hung:
             logger.error("the engine died", exc_info=self.core.fatal_error)
         stats = self.core.stats()
         logger.info(
@@ -168,8 +173,8 @@ class EngineThread:
 
     def close(self, drain: float | None, reason: str = CLOSED_MESSAGE) -> None:
         """Refuse requests from now on, and end the loop after ``drain`` seconds. Takes no lock, so
-        that a destructor may call it at any time. ``error`` gives the ``reason`` of
-        the first call."""
+        that a destructor may call it at any time. Only the ``reason`` of the first call counts;
+        ``error`` reports it."""
         if not self.closing:
             self.closing, self.core.close_reason = True, reason
         self.core.send(self.core.on_close, drain)
@@ -178,7 +183,7 @@ class EngineThread:
     def error(self) -> EngineError | None:
         """Error for calls to an engine that has ended; None after the application's own
         ``aclose``."""
-        if not self.in_own_process():
+        if self.is_forked_child():
             return self.forked_error()
         if self.core.fatal_error is None and self.core.close_reason == CLOSED_MESSAGE:
             return None
@@ -187,21 +192,22 @@ class EngineThread:
     @property
     def thread_to_join(self) -> threading.Thread | None:
         """Thread to join once ``exited`` is done; None if the thread is stuck."""
-        return None if self.core.hung else self._thread
+        return None if self.core.is_hung else self._thread
 
     def wait_exited(self) -> None:
         """Wait for ``exited`` without an event loop, and meanwhile notice a step that hangs."""
         while not self.exited.done():
             with contextlib.suppress(TimeoutError):
                 self.exited.result(self.watch_interval)
-            self.check_step()
+            self.check_for_hung_step()
 
-    def in_own_process(self) -> bool:
-        return os.getpid() == self.pid
+    def is_forked_child(self) -> bool:
+        """Whether this process is a fork of the thread's process; it has no engine thread."""
+        return os.getpid() != self.pid
 
-    def check_process(self) -> None:
+    def check_not_forked(self) -> None:
         """Raise EngineClosedError in a forked child, which has no engine thread."""
-        if not self.in_own_process():
+        if self.is_forked_child():
             raise self.forked_error()
 
     def forked_error(self) -> EngineClosedError:
@@ -211,11 +217,11 @@ class EngineThread:
         )
 
     def _at_exit(self) -> None:
-        if self.in_own_process():
+        if not self.is_forked_child():
             self.close(0.0, "the interpreter is exiting")
             self._thread.join(_EXIT_JOIN_SECONDS)
 
-    # --- on the loop that started it ---------------------------------------------------
+    # --- on the event loop that started the thread -------------------------------------
 
     def supervise(self) -> None:
         """Start the background task on this loop. It ends with the thread, closes the engine when
@@ -241,7 +247,7 @@ class EngineThread:
     def close_after_loop_end(self) -> None:
         """Close an engine whose loop has ended. Takes no lock: it may run wherever a loop is
         closed."""
-        if self.in_own_process() and not self.exited.done():
+        if not self.is_forked_child() and not self.exited.done():
             self.close(
                 0.0,
                 "the event loop that the engine was started on has ended, or cancelled the "
@@ -267,14 +273,14 @@ class EngineThread:
         if task is not None and not task.done() and task.get_loop() is running_loop():
             await asyncio.wait({task})
 
-    def check_step(self) -> None:
+    def check_for_hung_step(self) -> None:
         """Declare the engine dead if the device has not answered for ``step_timeout``."""
         timeout = self.step_timeout
         error = EngineError(
             f"a step has taken longer than step_timeout={timeout:g} s; the stuck thread is "
             f"{self._thread.name!r} (ident {self._thread.ident})"
         )
-        if self.core.fail_hung(timeout, error):
+        if self.core.fail_if_hung(timeout, error):
             self._exit()
             logger.error("the engine died: %s", error)
 
@@ -288,7 +294,7 @@ async def _watch_thread(thread: EngineThread) -> None:
     try:
         while not thread.exited.done():
             await backend.wait_at_most(exited, thread.watch_interval)
-            thread.check_step()
+            thread.check_for_hung_step()
     finally:
         thread.close_after_loop_end()
 

@@ -50,8 +50,8 @@ class AsyncioBackend:
 
     def make_waiter(self) -> Any:
         """Make an awaitable that ``set_result`` ends on the loop's thread; None if the caller does
-        not run on this loop. Every wait makes this check, so it is cheap: it does not notice a
-        second asyncio loop in the same thread, for which asyncio itself raises."""
+        not run on this loop. Every wait checks the caller, so the check is cheap: it compares
+        threads. For a second asyncio loop in the same thread, asyncio itself raises."""
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()
@@ -167,7 +167,7 @@ async def wait_for(future: Future[Any]) -> Any:
         del future  # Break the cycle of exception, traceback and future.
 
 
-async def join(thread: threading.Thread, timeout: float) -> None:
+async def join_thread(thread: threading.Thread, timeout: float) -> None:
     """``thread.join(timeout)`` on the running loop. Polls, because no thread can announce its own
     end."""
     deadline = anyio.current_time() + timeout

@@ -1,12 +1,12 @@
-"""Handle: base of objects that own a running request or engine, and end it when they
-are dropped."""
+"""UncopyableHandle: base of objects that own a running request or engine, and end it when they are
+dropped."""
 
 from __future__ import annotations
 
 from typing import NoReturn, SupportsIndex
 
 
-class Handle:
+class UncopyableHandle:
     """Object that cannot be copied or pickled: dropping the copy would end the original's run."""
 
     __slots__ = ()

@@ -23,7 +23,7 @@ from asyncllm.errors import ContextLengthExceededError
 from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
-from asyncllm.runtime.prompt_encoder import Encode, PromptEncoder
+from asyncllm.runtime.prompt_encoder import EncodeFunction, PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
 from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
@@ -38,7 +38,7 @@ from asyncllm.tool_calls.tool_use import ToolUse
 _TokenRuleParams = tuple[Sequence[int] | None, Sequence[str]]
 """``(allowed_token_ids, bad_words)`` of a request."""
 
-_PROMPT_END_TOKENS = 32
+_NUM_PROMPT_END_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
 _MAX_TRUNCATED_CHARACTERS = 2**20
@@ -46,15 +46,16 @@ _MAX_TRUNCATED_CHARACTERS = 2**20
 which takes up to 180 bytes per character."""
 
 
-_MAX_QUICK_WORDS = 8
-_MAX_QUICK_CHARACTERS = 256
-_MAX_QUICK_TOKENS = 4096
+_MAX_INLINE_BAD_WORDS = 8
+_MAX_INLINE_CHARACTERS = 256
+_MAX_INLINE_TOKENS = 4096
 """Maximum numbers of ``bad_words``, of their characters and of ``allowed_token_ids`` that are
-prepared on the caller's thread, in a quarter of a millisecond. A worker thread prepares longer
-lists. A word takes 20 microseconds, so many requests with small lists would fill an event loop."""
+prepared inline, on the caller's thread, in a quarter of a millisecond. A worker thread prepares
+longer lists. A word takes 20 microseconds, so many requests with small lists would fill an event
+loop."""
 
-_WORD_CHARACTERS = 16
-"""Characters of a text that take as long as one of ``bad_words``, besides its own."""
+_CHARACTERS_PER_BAD_WORD = 16
+"""Fixed time that one of ``bad_words`` takes besides its characters, in characters of a text."""
 
 _MAX_CACHED_TOKEN_RULES = 16
 """Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""
@@ -83,49 +84,55 @@ class InputProcessor:
     def __post_init__(self) -> None:
         self._draw_seed = partial(random.Random(self.config.seed).getrandbits, 64)
 
-    def prompt(
+    def make_prompt_submission(
         self,
         prompt: str | Sequence[int],
         sampling_params: SamplingParams | None,
-        options: RequestOptions,
-        sampling: dict[str, Any],
+        request_options: RequestOptions,
+        sampling_overrides: dict[str, Any],
     ) -> Submission:
         """Make a Submission from a text or token ids."""
         text = check.plain_text(prompt)
         if prompt is None or text == "":
             raise check.value_error("prompt", prompt, "text or token ids, not empty")
         call: CallArguments = ("text_completion", prompt)
-        request = self._make_group(sampling_params, sampling, options)
+        request = self._make_group(sampling_params, sampling_overrides, request_options)
         if text is None:
-            token_ids, num_cut = self.prompts.check_ids(prompt, self._max_prompt_tokens(request))
+            token_ids, num_cut = self.prompts.check_token_ids(
+                prompt, self._max_prompt_tokens(request)
+            )
             request.group.num_truncated_tokens = num_cut
-            return self._submission(request, call, lambda _: token_ids, 0)
-        min_tokens = 0
+            return self._submission_of(request, call, lambda _: token_ids, 0)
+        min_num_tokens = 0
         if len(text) > SHORT_TEXT_CHARACTERS:
-            min_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
-            self._check_length(request, len(text), min_tokens)
+            min_num_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
+            self._check_length(request, len(text), min_num_tokens)
         encode = partial(self.prompts.encode_text, text, True)
-        return self._submission(request, call, encode, len(text), min_tokens=min_tokens)
+        return self._submission_of(request, call, encode, len(text), min_num_tokens=min_num_tokens)
 
-    def conversation(
+    def make_chat_submission(
         self,
         messages: Sequence[dict[str, Any]],
         sampling_params: SamplingParams | None,
-        options: RequestOptions,
-        chat: ChatOptions,
-        sampling: dict[str, Any],
+        request_options: RequestOptions,
+        chat_options: ChatOptions,
+        sampling_overrides: dict[str, Any],
     ) -> Submission:
         """Make a Submission from a conversation."""
-        tool_use = ToolUse.parse(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-        sampling = with_response_format(sampling, sampling_params, chat.response_format)
-        syntax, calls_may_follow_text = self.prompts.chat_syntax(tool_use, chat), True
-        template_input = self.prompts.template_input(messages, tool_use, chat)
+        tool_use = ToolUse.parse(
+            chat_options.tools, chat_options.tool_choice, chat_options.parallel_tool_calls
+        )
+        sampling_overrides = with_response_format(
+            sampling_overrides, sampling_params, chat_options.response_format
+        )
+        syntax, calls_may_follow_text = self.prompts.find_chat_syntax(tool_use, chat_options), True
+        template_input = self.prompts.make_template_input(messages, tool_use, chat_options)
         if tool_use is not None:
             assert syntax is not None
-            sampling, calls_may_follow_text = with_tool_grammar(
-                sampling, sampling_params, tool_use, syntax
+            sampling_overrides, calls_may_follow_text = with_tool_grammar(
+                sampling_overrides, sampling_params, tool_use, syntax
             )
-        request = self._make_group(sampling_params, sampling, options)
+        request = self._make_group(sampling_params, sampling_overrides, request_options)
         has_grammar = request.sampling.structured_outputs is not None
         if not request.sampling.detokenize and (syntax is not None or has_grammar):
             accepted = (
@@ -145,46 +152,47 @@ class InputProcessor:
         is_truncated = self._max_prompt_tokens(request) is not None
         max_tokens = None if is_truncated else request.max_model_len - 1
         self._check_length(request, template_input.num_characters, 0)
-        split = chat.split_special_tokens
+        split = chat_options.split_special_tokens
         encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
-        return self._submission(request, call, encode, template_input.num_characters, parser)
+        return self._submission_of(request, call, encode, template_input.num_characters, parser)
 
-    def prompt_or_conversation(
+    def make_submission(
         self, prompt: Any, sampling_params: SamplingParams | None, options: dict[str, Any]
     ) -> Submission:
-        """Make a Submission for ``AsyncLLMEngine.submit``: by ``conversation`` for messages, else
-        by ``prompt``."""
-        request, first = pop_fields(RequestOptions, options), None
+        """Make a Submission from a conversation, or from a text or token ids."""
+        request_options, first = pop_fields(RequestOptions, options), None
         with suppress(Exception):  # Methods of the caller's object may raise.
             first = prompt[0]
         if isinstance(first, Mapping):
-            chat = pop_fields(ChatOptions, options)
-            return self.conversation(prompt, sampling_params, request, chat, options)
-        return self.prompt(prompt, sampling_params, request, options)
+            chat_options = pop_fields(ChatOptions, options)
+            return self.make_chat_submission(
+                prompt, sampling_params, request_options, chat_options, options
+            )
+        return self.make_prompt_submission(prompt, sampling_params, request_options, options)
 
     def check_options(self, sampling_params: Any, options: dict[str, Any]) -> None:
-        """Check options that are the same for many calls of ``prompt_or_conversation``."""
+        """Check options that are the same for many calls of ``make_submission``."""
         options = dict(options)
-        request = pop_fields(RequestOptions, options)
+        request_options = pop_fields(RequestOptions, options)
         pop_fields(ChatOptions, options)
-        resolved, _ = self._resolve_params(sampling_params, options, request)
+        resolved, _ = self._resolve_params(sampling_params, options, request_options)
         self._make_token_rules(resolved)
 
-    def _submission(
+    def _submission_of(
         self,
         request: Request,
         call: CallArguments,
-        encode: Encode,
+        encode: EncodeFunction,
         num_characters: int,
         parser: MessageParser | None = None,
-        min_tokens: int = 0,
+        min_num_tokens: int = 0,
     ) -> Submission:
         """Make a submission. If its prompt and token rules are quick to prepare, the prompt is set
         at once; else a worker thread sets it.
 
         Args:
-            num_characters, min_tokens: number of characters that ``encode`` tokenises, and of
-                tokens that they have at least.
+            num_characters: number of characters that ``encode`` tokenises.
+            min_num_tokens: lower bound on the number of tokens of these characters.
         """
         token_ids = encode(SHORT_TEXT_CHARACTERS)
         has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
@@ -203,10 +211,10 @@ class InputProcessor:
             self._set_prompt(request, made, parser)
             return True
 
-        estimate = max(num_characters // 4, min_tokens) if token_ids is None else len(token_ids)
+        estimate = max(num_characters // 4, min_num_tokens) if token_ids is None else len(token_ids)
         estimate = min(estimate, self._max_prompt_tokens(request) or request.max_model_len)
         words = request.sampling.bad_words
-        num_characters += sum(map(len, words)) + _WORD_CHARACTERS * len(words)
+        num_characters += sum(map(len, words)) + _CHARACTERS_PER_BAD_WORD * len(words)
         return Submission(request, call, estimate, parser, make_prompt, num_characters)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
@@ -215,12 +223,16 @@ class InputProcessor:
         num_kept = request.sampling.truncate_prompt_tokens
         return request.max_model_len - 1 if num_kept == -1 else num_kept
 
-    def _check_length(self, request: Request, num_characters: int, min_tokens: int) -> None:
-        """Refuse a text by its length alone; it has ``min_tokens`` tokens or more. A prompt that
-        will be truncated only has to be short enough to be tokenised."""
+    def _check_length(self, request: Request, num_characters: int, min_num_tokens: int) -> None:
+        """Refuse a text by its length alone. A prompt that will be truncated only has to be short
+        enough to be tokenised.
+
+        Args:
+            min_num_tokens: lower bound on the number of the text's tokens.
+        """
         if self._max_prompt_tokens(request) is None:
-            if min_tokens >= request.max_model_len:
-                raise self.prompts.too_long_error(min_tokens, "at least ")
+            if min_num_tokens >= request.max_model_len:
+                raise self.prompts.too_long_error(min_num_tokens, "at least ")
         elif num_characters > _MAX_TRUNCATED_CHARACTERS:
             raise ContextLengthExceededError(
                 f"prompt: has {num_characters} characters, expected at most "
@@ -230,19 +242,19 @@ class InputProcessor:
     def _resolve_params(
         self,
         sampling_params: SamplingParams | None,
-        sampling: dict[str, Any],
-        options: RequestOptions,
+        sampling_overrides: dict[str, Any],
+        request_options: RequestOptions,
     ) -> tuple[SamplingParams, tuple[int, ...]]:
         """Check the parameters. Returns them resolved, and the indices of the engine's logits
         processors that apply."""
-        if options.priority and self.config.scheduling_policy == "fcfs":
+        if request_options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
-            raise check.value_error("priority", options.priority, accepted)
+            raise check.value_error("priority", request_options.priority, accepted)
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise check.value_error("sampling_params", sampling_params, "SamplingParams or None")
         info, model = self.loaded_model.executor.info, self.loaded_model.model_config
         resolved = (sampling_params or self._neutral_params).resolve(
-            sampling, model.generation_defaults or {}, self._draw_seed, info.vocab_size
+            sampling_overrides, model.generation_defaults or {}, self._draw_seed, info.vocab_size
         )
         resolved.check_limits(info.vocab_size, self.config.max_logprobs, model.eos_token_ids)
         num_kept, max_kept = resolved.truncate_prompt_tokens, info.max_model_len - 1
@@ -265,16 +277,16 @@ class InputProcessor:
                 raise check.value_error("structured_outputs", resolved.structured_outputs, accepted)
         return resolved, claiming_processors
 
-    def _quick_token_rules(self, sampling: SamplingParams) -> TokenRules | None:
+    def _inline_token_rules(self, sampling: SamplingParams) -> TokenRules | None:
         """Token rules that are cached or quick to make. None if ``_make_token_rules`` would take
         long, or if there are no rules."""
         allowed, words = lists = _token_rule_params(sampling)
         if allowed is None and not words:
             return None
         if (
-            len(words) <= _MAX_QUICK_WORDS
-            and sum(map(len, words)) <= _MAX_QUICK_CHARACTERS
-            and len(allowed or ()) <= _MAX_QUICK_TOKENS
+            len(words) <= _MAX_INLINE_BAD_WORDS
+            and sum(map(len, words)) <= _MAX_INLINE_CHARACTERS
+            and len(allowed or ()) <= _MAX_INLINE_TOKENS
         ):
             return self._make_token_rules(sampling)
         with self._cache_lock:
@@ -290,7 +302,7 @@ class InputProcessor:
         vocab_size = self.loaded_model.executor.info.vocab_size
         word_token_ids = bad_words_token_ids(words, self.loaded_model.tokenizer, vocab_size)
         rules = TokenRules.create(allowed, word_token_ids, vocab_size)
-        if len(words) > _MAX_QUICK_WORDS // 2 and len(allowed or ()) <= _MAX_QUICK_TOKENS:
+        if len(words) > _MAX_INLINE_BAD_WORDS // 2 and len(allowed or ()) <= _MAX_INLINE_TOKENS:
             with self._cache_lock:
                 self._cached_token_rules[lists] = rules
                 if len(self._cached_token_rules) > _MAX_CACHED_TOKEN_RULES:
@@ -308,19 +320,21 @@ class InputProcessor:
     def _make_group(
         self,
         sampling_params: SamplingParams | None,
-        sampling: dict[str, Any],
-        options: RequestOptions,
+        sampling_overrides: dict[str, Any],
+        request_options: RequestOptions,
     ) -> Request:
         """Make the group with its channel and members; returns the first member. All arguments but
         the prompt are already checked."""
-        resolved, claiming_processors = self._resolve_params(sampling_params, sampling, options)
+        resolved, claiming_processors = self._resolve_params(
+            sampling_params, sampling_overrides, request_options
+        )
         model, info = self.loaded_model.model_config, self.loaded_model.executor.info
         now = self.submitter.core.clock()
         group = RequestGroup(
-            uuid.uuid4().hex if options.request_id is None else options.request_id,
-            Channel(max_unread=options.max_unread, on_slow=options.on_slow),
+            uuid.uuid4().hex if request_options.request_id is None else request_options.request_id,
+            Channel(max_unread=request_options.max_unread, on_slow=request_options.on_slow),
             arrived_at=now,
-            deadline=math.inf if options.timeout is None else now + options.timeout,
+            deadline=math.inf if request_options.timeout is None else now + request_options.timeout,
         )
         skip = resolved.skip_special_tokens
         decode = partial(self.loaded_model.tokenizer.decode, skip_special_tokens=skip)
@@ -331,15 +345,15 @@ class InputProcessor:
                 group,
                 resolved.of_output(index) if index else resolved,
                 max_model_len=info.max_model_len,
-                priority=options.priority,
-                owner=options.owner,
+                priority=request_options.priority,
+                owner=request_options.owner,
                 eos_token_ids=model.eos_token_ids,
-                cache_salt=options.cache_salt,
+                cache_salt=request_options.cache_salt,
                 claiming_processors=claiming_processors,
                 output=DetokenizerState(decode),
                 first_member=group.members[0] if index else None,
             )
-        self._set_token_rules(group.members, self._quick_token_rules(resolved))
+        self._set_token_rules(group.members, self._inline_token_rules(resolved))
         return group.members[0]
 
     def _set_prompt(
@@ -363,13 +377,13 @@ class InputProcessor:
         if request.sampling.stop:
             detokenizer_options["stop"] = StopStrings(request.sampling.stop)
         if parser is not None:
-            delimiters = self._delimiters(parser.syntax)
+            delimiters = self._find_delimiter_tokens(parser.syntax)
             detokenizer_options["visible"] = delimiters.special_ids
-            end = tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+            end = tokenizer.decode(token_ids[-_NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.syntax.answer_begins_in(end)
             for member in request.group.members:
                 grammar = member.sampling.structured_outputs
-                member.reasoning = delimiters.reasoning(parser.syntax, end, grammar)
+                member.reasoning = delimiters.make_reasoning_tracker(parser.syntax, end, grammar)
         for member in request.group.members:
             sampling = member.sampling
             member.output.detokenizer = (
@@ -379,7 +393,7 @@ class InputProcessor:
             )
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
-    def _delimiters(self, syntax: ChatSyntax) -> DelimiterTokens:
+    def _find_delimiter_tokens(self, syntax: ChatSyntax) -> DelimiterTokens:
         """Delimiters of a response format as tokens; cached, because every conversation needs
         them."""
         delimiters = self._delimiter_tokens.get(syntax)

@@ -57,7 +57,7 @@ def make_grammar_compiler(config: EngineConfig, loaded_model: LoadedModel) -> Gr
     return GrammarCompiler(backends, config.grammar_timeout)
 
 
-def check_processors(config: EngineConfig, executor: Executor) -> None:
+def check_logits_processors(config: EngineConfig, executor: Executor) -> None:
     """Raise InvalidRequestError for logits processors that the executor cannot run, because it is
     in another process or has no model."""
     in_process = getattr(executor, "in_process", None)
@@ -100,22 +100,22 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         overrides=config.hf_overrides,
         use_generation_defaults=config.generation_config == "auto",
     )
-    text = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
+    tokenizer_load = TokenizerLoad(partial(_read_tokenizer, tokenizer_path, config))
 
-    def report(done: int, total: int, stage: LoadStage = "weights") -> None:
-        text.begin()
+    def report_progress(done: int, total: int, stage: LoadStage = "weights") -> None:
+        tokenizer_load.begin()
         progress(done, total, stage)
 
     if not _can_read_in_parallel(tokenizer_path, model_config):
-        text.result()
+        tokenizer_load.result()
     try:
-        executor = build_model_runner(config, model_config, report)
+        executor = build_model_runner(config, model_config, report_progress)
     except BaseException:
         # Raise an error of the tokenizer first, as if it had been read before the weights.
-        text.result()
+        tokenizer_load.result()
         raise
     try:
-        tokenizer, syntaxes = text.result()
+        tokenizer, syntaxes = tokenizer_load.result()
     except BaseException:
         close_executor(executor)
         raise
@@ -129,7 +129,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSy
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(config.chat_template)
-    # Compile the template now: the first chat would block its event loop meanwhile.
+    # Compile the template now, so that the first chat does not block its event loop for it.
     tokenizer.chat_template.compile()
     syntaxes = ChatSyntaxes.of_tokenizer(tokenizer, config)
     syntaxes.prepare()

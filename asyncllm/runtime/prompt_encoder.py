@@ -13,12 +13,12 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ContextLengthExceededError
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.request_options import TemplateOptions
-from asyncllm.runtime.worker_thread import Cooldown, TextThreads
+from asyncllm.runtime.worker_thread import Cooldown, TokenizerThreads
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.tool_use import ToolUse
 
-Encode = Callable[[int | None], list[int] | None]
+EncodeFunction = Callable[[int | None], list[int] | None]
 """Thread-safe function that makes the token ids of a prompt. Its argument is the maximum number of
 characters, or None for no maximum; with a maximum it returns None for a prompt that is longer, or
 slow to render."""
@@ -29,17 +29,17 @@ class PromptEncoder:
     """Converts prompts to token ids for one running engine.
 
     Attributes:
-        text_threads: worker threads for inputs of ``tokenize`` and ``detokenize``; prompts of
-            requests have another.
+        tokenizer_threads: worker threads for ``tokenize`` and ``detokenize``. Prompts of requests
+            are tokenised on the Submitter's threads.
     """
 
     loaded_model: LoadedModel
     config: EngineConfig
     cooldown: InitVar[Cooldown]
-    text_threads: TextThreads = field(init=False)
+    tokenizer_threads: TokenizerThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self.text_threads = TextThreads("asyncllm-tokenize", cooldown)
+        self.tokenizer_threads = TokenizerThreads("asyncllm-tokenize", cooldown)
 
     def prepare_tokenize(
         self,
@@ -49,7 +49,7 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         max_tokens: int | None = None,
         **template: Any,
-    ) -> tuple[int, Encode]:
+    ) -> tuple[int, EncodeFunction]:
         """Check the arguments of ``AsyncLLMEngine.tokenize``; returns the number of characters and
         a function that tokenises them.
 
@@ -67,8 +67,8 @@ class PromptEncoder:
                 accepted = "None or False with messages, whose special tokens the template writes"
                 raise check.value_error("add_special_tokens", special, accepted)
             tool_use = ToolUse.parse(options.tools, "auto", True)
-            self.chat_syntax(tool_use, options)
-            chat = self.template_input(prompt, tool_use, options, generation)
+            self.find_chat_syntax(tool_use, options)
+            chat = self.make_template_input(prompt, tool_use, options, generation)
             encode = partial(self.encode_chat, chat, max_tokens, options.split_special_tokens)
             return chat.num_characters, encode
         chat_only = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
@@ -98,15 +98,22 @@ class PromptEncoder:
         return self.loaded_model.tokenizer.encode(text, add_special_tokens)
 
     def encode_chat(
-        self, chat: TemplateInput, max_tokens: int | None, split: bool, max_characters: int | None
+        self,
+        chat: TemplateInput,
+        max_tokens: int | None,
+        split_special_tokens: bool,
+        max_characters: int | None,
     ) -> list[int] | None:
         if max_characters is not None and chat.num_characters > max_characters:
             return None
         return self.loaded_model.tokenizer.encode_chat(
-            chat, max_tokens, split_special_tokens=split, at_once=max_characters is not None
+            chat,
+            max_tokens,
+            split_special_tokens=split_special_tokens,
+            at_once=max_characters is not None,
         )
 
-    def template_input(
+    def make_template_input(
         self,
         messages: Any,
         tool_use: ToolUse | None,
@@ -130,10 +137,12 @@ class PromptEncoder:
                 raise check.value_error("chat_template_kwargs", kwargs, accepted)
             variables[name] = value
         return TemplateInput(
-            messages, variables, arguments_as_text=self._syntaxes.expects_text_arguments
+            messages, variables, arguments_as_text=self._chat_syntaxes.expects_text_arguments
         )
 
-    def chat_syntax(self, tool_use: ToolUse | None, options: TemplateOptions) -> ChatSyntax | None:
+    def find_chat_syntax(
+        self, tool_use: ToolUse | None, options: TemplateOptions
+    ) -> ChatSyntax | None:
         """Format of the answer to a conversation.
 
         Raises:
@@ -142,21 +151,23 @@ class PromptEncoder:
         template = self.loaded_model.tokenizer.chat_template
         if tool_use is not None and not template.reads("tools", options.chat_template):
             raise check.argument_error("tools", "the chat template takes none")
-        return self._syntaxes.syntax_for(tool_use is not None)
+        return self._chat_syntaxes.syntax_for(tool_use is not None)
 
     @cached_property
-    def _syntaxes(self) -> ChatSyntaxes:
+    def _chat_syntaxes(self) -> ChatSyntaxes:
         syntaxes = self.loaded_model.chat_syntaxes
         return syntaxes or ChatSyntaxes.of_tokenizer(self.loaded_model.tokenizer, self.config)
 
-    def check_ids(self, prompt: Any, num_kept: int | None) -> tuple[list[int], int]:
+    def check_token_ids(self, prompt: Any, max_kept_tokens: int | None) -> tuple[list[int], int]:
         """Check a prompt of token ids.
 
         Args:
-            num_kept: maximum number of token ids to keep; None refuses a prompt that is too long.
+            max_kept_tokens: maximum number of token ids to keep; None refuses a prompt that is too
+                long.
 
         Returns:
-            The last ``num_kept`` token ids, and the number of those cut off, which are not read.
+            The last ``max_kept_tokens`` token ids, and the number of those cut off, which are not
+            read.
         """
         info = self.loaded_model.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
@@ -168,18 +179,18 @@ class PromptEncoder:
         max_tokens, length, num_cut = info.max_model_len, 0, 0
         with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
             length = len(prompt)
-        if num_kept is None:
+        if max_kept_tokens is None:
             if length >= max_tokens:
                 raise self.too_long_error(length)
         else:
             max_tokens = max(check.MAX_ITEMS, max_tokens)
-            if num_kept < length <= max_tokens:
-                with suppress(Exception):  # A set has no end that could be kept.
-                    prompt, num_cut = prompt[-num_kept:], length - num_kept
+            if max_kept_tokens < length <= max_tokens:
+                with suppress(Exception):  # A set has no order, so it cannot be sliced.
+                    prompt, num_cut = prompt[-max_kept_tokens:], length - max_kept_tokens
         ids = check.token_ids("prompt", prompt, info.vocab_size, max_tokens)
-        if num_kept is not None and len(ids) > num_kept:
-            num_cut += len(ids) - num_kept
-            ids = ids[-num_kept:]
+        if max_kept_tokens is not None and len(ids) > max_kept_tokens:
+            num_cut += len(ids) - max_kept_tokens
+            ids = ids[-max_kept_tokens:]
         return list(ids), num_cut
 
     def too_long_error(self, num_tokens: int, qualifier: str = "") -> ContextLengthExceededError:

@@ -70,13 +70,13 @@ class ChatOptions(TemplateOptions):
     response_format: Any = None
 
 
-def pop_fields(kind: type[T], options: dict[str, Any]) -> T:
+def pop_fields(options_class: type[T], options: dict[str, Any]) -> T:
     """Move the fields of a dataclass out of ``options`` into a new instance."""
-    names: Any = [option.name for option in fields(kind)]  # pyright: ignore[reportArgumentType]
-    return kind(**{name: options.pop(name) for name in names if name in options})
+    names: Any = [option.name for option in fields(options_class)]  # pyright: ignore[reportArgumentType]
+    return options_class(**{name: options.pop(name) for name in names if name in options})
 
 
-def request_ids(value: Any) -> list[str]:
+def normalized_request_ids(value: Any) -> list[str]:
     """Normalise one request id or several to plain strings.
 
     Raises:

@@ -19,7 +19,7 @@ from asyncllm.errors import RequestError
 from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.runtime.mailbox import MailboxRegistry
-from asyncllm.runtime.worker_thread import Cooldown, TextThreads
+from asyncllm.runtime.worker_thread import Cooldown, TokenizerThreads
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar
@@ -124,10 +124,10 @@ class Submitter:
     mailboxes: MailboxRegistry
     observers: Observers
     cooldown: InitVar[Cooldown]
-    _text_threads: TextThreads = field(init=False)
+    _tokenizer_threads: TokenizerThreads = field(init=False)
 
     def __post_init__(self, cooldown: Cooldown) -> None:
-        self._text_threads = TextThreads("asyncllm-text", cooldown)
+        self._tokenizer_threads = TokenizerThreads("asyncllm-text", cooldown)
 
     def enqueue(self, submission: Submission) -> TokenStream:
         """Queue a request, and return its stream. It goes to the engine thread once its prompt and
@@ -136,19 +136,21 @@ class Submitter:
         Raises:
             EngineOverloadedError: if the queue is full.
         """
-        stream = self.reserve(submission)
+        stream = self.reserve_place(submission)
         self.start(submission)
         return stream
 
-    def reserve(self, submission: Submission, num_waiting_lines: int | None = None) -> TokenStream:
+    def reserve_place(
+        self, submission: Submission, num_queues_ahead: int | None = None
+    ) -> TokenStream:
         """First half of ``enqueue``: give a request its place in the queue, and make its stream.
 
         Args:
-            num_waiting_lines: as for ``Admission.reserve``.
+            num_queues_ahead: as for ``Admission.reserve``.
         """
         self._make_notifier(submission)
         group = submission.request.group
-        self.core.admission.reserve(group, submission.num_tokens, num_waiting_lines)
+        self.core.admission.reserve(group, submission.num_tokens, num_queues_ahead)
         return self._make_stream(submission)
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
@@ -160,23 +162,23 @@ class Submitter:
         stream = self._make_stream(submission)
         if reserved is not None:
             try:
-                core.check_waiting()
+                core.check_not_engine_thread()
                 await wait_for(reserved)
             except BaseException:
                 core.abandon(group)
                 raise
-            group.restart(core.clock())
+            group.restart_timeout(core.clock())
         self.start(submission)
         return stream
 
     def pending_prompt_futures(self) -> list[Future[None]]:
         """Futures that are done once the long prompts submitted so far are tokenised."""
-        return self._text_threads.barrier()
+        return self._tokenizer_threads.pending_job_futures()
 
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
-        return self.grammar_compiler.close() + self._text_threads.close()
+        return self.grammar_compiler.close() + self._tokenizer_threads.close()
 
     def _make_notifier(self, submission: Submission) -> None:
         request, observers = submission.request, (*submission.observers, *self.observers.registered)
@@ -198,20 +200,20 @@ class Submitter:
             submission.notifier.notify_submit(RequestInfo(*submission.call))
         core, request, make_prompt = self.core, submission.request, submission.make_prompt
         if make_prompt is None:
-            self._send(request)
+            self._send_when_grammar_ready(request)
             return
         group = request.group
         if group.deadline < math.inf:
-            core.send(core.on_watch_deadline, group)
+            core.send(core.on_add_deadline, group)
 
-        def make_and_send(max_characters: int | None) -> bool:
+        def make_prompt_and_send(max_characters: int | None) -> bool:
             if group.cancelled:
                 return True
             try:
                 if not make_prompt(request, max_characters):
                     return False
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
-                self._send(request)
+                self._send_when_grammar_ready(request)
             except BaseException as error:
                 # A Rust panic in the tokenizer is a BaseException.
                 if not issubclass(type(error), Exception):
@@ -220,11 +222,11 @@ class Submitter:
             return True
 
         try:
-            self._text_threads.submit(make_and_send, submission.num_characters)
+            self._tokenizer_threads.submit(make_prompt_and_send, submission.num_characters)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 
-    def _send(self, request: Request) -> None:
+    def _send_when_grammar_ready(self, request: Request) -> None:
         """Send the group to the engine thread once its grammar is compiled, without delaying other
         requests."""
         core, group, spec = self.core, request.group, request.sampling.structured_outputs
@@ -236,7 +238,7 @@ class Submitter:
             self._send_with_grammar(group, grammar, None)
             return
         if group.deadline < math.inf:
-            core.send(core.on_watch_deadline, group)
+            core.send(core.on_add_deadline, group)
         try:
             done = partial(self._send_with_grammar, group)
             self.grammar_compiler.submit(spec, done, lambda: not group.cancelled)
@@ -251,8 +253,8 @@ class Submitter:
             core.send(core.on_fail, group, error)
             return
         try:
-            # The engine thread gives them to the members: the group may end at any time, and a
-            # grammar that a member gets afterwards would never be released.
+            # The engine thread gives the grammars to the members: the group may end at any time,
+            # and a grammar that a member gets afterwards would never be released.
             grammars = [
                 StructuredOutput(grammar.new_matcher(), grammar.special_tokens)
                 for _ in group.members

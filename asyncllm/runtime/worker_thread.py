@@ -1,4 +1,7 @@
-"""WorkerThread: runs jobs that are too long for an event loop, one at a time; TextThreads: two."""
+"""WorkerThread: runs jobs that are too long for an event loop, one at a time.
+
+TokenizerThreads: a WorkerThread for short texts and one for long texts.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,14 @@ class Cooldown:
         self._ends_at = 0.0
 
     @cached_property
-    def of_short_jobs(self) -> Cooldown:
+    def short_job_cooldown(self) -> Cooldown:
         """Cooldown of jobs of a few milliseconds, which must not wait for longer jobs."""
         return Cooldown(self._is_needed)
 
-    def wait(self, closed: threading.Event) -> None:
-        """Wait until the cooldown ends or is not needed, or ``closed`` is set."""
+    def wait(self, close_event: threading.Event) -> None:
+        """Wait until the cooldown ends or is not needed, or ``close_event`` is set."""
         while (left := self._ends_at - time.perf_counter()) > 0 and self._is_needed():
-            if closed.wait(min(left, POLL_SECONDS)):
+            if close_event.wait(min(left, POLL_SECONDS)):
                 return
 
     def extend(self, began_at: float) -> None:
@@ -78,7 +81,7 @@ class WorkerThread:
         self._job_numbers = itertools.count()
         self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._close_event = threading.Event()
 
     def submit(self, job: Callable[[], T], size: int = 0) -> Future[T]:
         """Queue a job. Any thread may call this method.
@@ -122,7 +125,7 @@ class WorkerThread:
 
     def close(self) -> threading.Thread | None:
         """Drop jobs that have not begun; returns the thread if one is running."""
-        self._closed.set()
+        self._close_event.set()
         with self._lock:
             dropped, self._jobs = self._jobs, []
             thread = self._thread
@@ -138,7 +141,7 @@ class WorkerThread:
         """Run a job; returns False if there is none. The objects that the job refers to are then
         freed."""
         if self._cooldown is not None:
-            self._cooldown.wait(self._closed)
+            self._cooldown.wait(self._close_event)
         with self._lock:
             if not self._jobs:
                 self._thread = None
@@ -160,7 +163,7 @@ class WorkerThread:
         return True
 
 
-class TextThreads:
+class TokenizerThreads:
     """Two worker threads for texts: a short one never waits for a long one.
 
     Attributes:
@@ -170,14 +173,14 @@ class TextThreads:
 
     def __init__(self, name: str, cooldown: Cooldown) -> None:
         self.long_thread = WorkerThread(name, cooldown)
-        self._short_thread = WorkerThread(f"{name}-short", cooldown.of_short_jobs)
+        self._short_thread = WorkerThread(f"{name}-short", cooldown.short_job_cooldown)
 
     def submit(self, job: Callable[[int | None], bool], num_characters: int) -> None:
         """Queue a job in order of arrival; raises as ``WorkerThread.submit``.
 
         Args:
-            job: function of the maximum number of characters, or None; returns False if there are
-                more, and is then called again on the long texts' thread.
+            job: function, called with the maximum number of characters, or None for no maximum. It
+                returns False if its text is longer; then the thread of long texts calls it again.
         """
 
         def try_job() -> None:
@@ -190,8 +193,8 @@ class TextThreads:
             self.long_thread.submit(partial(job, None))
 
     async def call(self, job: Callable[[int | None], T | None], num_characters: int) -> T | None:
-        """Run a job, the shortest first, and return its result; otherwise as ``submit``. A result
-        of None means that there are more characters."""
+        """Run a job, the shortest first, and return its result; otherwise as ``submit``. A job
+        returns None if its text is longer than the maximum."""
         result = None
         if num_characters < LONG_TEXT_CHARACTERS:
             result = await self._short_thread.call(
@@ -201,7 +204,7 @@ class TextThreads:
             result = await self.long_thread.call(partial(job, None), num_characters)
         return result
 
-    def barrier(self) -> list[Future[None]]:
+    def pending_job_futures(self) -> list[Future[None]]:
         """Futures that are done once the jobs submitted so far are done."""
         return [thread.submit(lambda: None) for thread in (self.long_thread, self._short_thread)]
 

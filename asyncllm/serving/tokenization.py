@@ -60,7 +60,7 @@ async def answer_long_text(
         make_answer(serving, body, SHORT_TEXT_CHARACTERS) if len(body) < LONG_JSON_BYTES else None
     )
     if answer is None:
-        texts = serving.engine._require_input_processor().prompts.text_threads
+        texts = serving.engine._require_input_processor().prompts.tokenizer_threads
         answer = await texts.call(partial(make_answer, serving, body), len(body))
     assert answer is not None
     await exchange.respond(200, answer)

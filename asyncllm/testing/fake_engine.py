@@ -94,7 +94,7 @@ class ScriptedExecutor(FakeExecutor):
                 "answers", answer, _ACCEPTED_ANSWERS, self.info.max_model_len
             )
             return [token for piece in pieces for token in self._piece_tokens(piece)]
-        except Exception as error:  # The test's own function raised it.
+        except Exception as error:  # ``answers`` is the test's own function, and may raise.
             return [error]
         except BaseException as error:
             # A BaseException that is not an Exception would end the engine instead of the request.

@@ -13,7 +13,7 @@ from typing import cast
 from asyncllm.core.batch import GrammarMask, PromptSpan, RowError, StepBatch, StepResult
 from asyncllm.core.block_pool import NULL_BLOCK_ID
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcess
+from asyncllm.core.in_process import InProcessObjects
 from asyncllm.outputs import Logprob, TokenLogprobs
 
 _UINT64_MASK = (1 << 64) - 1
@@ -27,7 +27,7 @@ def hash_pair(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
-class _Digests:
+class _TokenDigests:
     """Digests of a sequence's tokens in one KV group; they replace keys and values.
 
     Without a window, a digest is computed from the token and the digest before it. With a window,
@@ -111,7 +111,7 @@ class FakeExecutor:
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
         self.info = info
-        self.in_process = InProcess()
+        self.in_process = InProcessObjects()
         self.step_time = step_time
         self.sleep: Callable[[float], None] = time.sleep
         self.record = record
@@ -131,7 +131,7 @@ class FakeExecutor:
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """Compute the ``count`` tokens that follow ``prompt``, without a KV cache."""
-        digests = self._digests()
+        digests = self._make_digests()
         states = list(range(len(digests)))
         for token_id in prompt:
             states = [group_digests.append(token_id) for group_digests in digests]
@@ -148,17 +148,17 @@ class FakeExecutor:
         Args:
             count: number of most likely tokens to add at each position.
         """
-        digests = self._digests()[: len(self.info.kv_groups)]
+        digests = self._make_digests()[: len(self.info.kv_groups)]
         entries = []
         for position in range(1, len(prompt)):
             states = [group_digests.append(prompt[position - 1]) for group_digests in digests]
             entries.append(self._logprobs(states, prompt[position], count))
         return entries
 
-    def _digests(self) -> list[_Digests]:
-        """Make an empty ``_Digests`` per KV group, and one for the recurrent state if any."""
+    def _make_digests(self) -> list[_TokenDigests]:
+        """Make an empty ``_TokenDigests`` per KV group, and one for the recurrent state if any."""
         windows = [spec.window for spec in self.info.kv_groups] + [None] * self.info.has_states
-        return [_Digests(index, window) for index, window in enumerate(windows)]
+        return [_TokenDigests(index, window) for index, window in enumerate(windows)]
 
     def _logprobs(self, states: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
         likeliest, size = self._next_token(states), self.info.vocab_size
@@ -277,7 +277,7 @@ class FakeExecutor:
                 req_index, start = batch.req_indices[current], batch.starts[current]
                 read = [
                     self._kv_index(group, req_index, at)
-                    for at in self._read_positions(group, start)
+                    for at in self._attended_positions(group, start)
                 ]
                 before = [writer[at] for at in read if at in writer]
                 if before := [row for row in before if row not in states]:
@@ -307,7 +307,7 @@ class FakeExecutor:
 
     def _write_digests(self, group: int, req_index: int, start: int, tokens: Sequence[int]) -> int:
         """Write the digests of ``tokens`` from position ``start`` on; returns the last digest."""
-        seen = self._read_positions(group, start)
+        seen = self._attended_positions(group, start)
         states = [self._kv_digests[self._kv_index(group, req_index, position)] for position in seen]
         if None in states:
             raise RuntimeError(
@@ -315,14 +315,14 @@ class FakeExecutor:
                 "wrote"
             )
         window = self.info.kv_groups[group].window
-        digests = _Digests(group, window, start, cast("list[int]", states))
+        digests = _TokenDigests(group, window, start, cast("list[int]", states))
         state = group
         for position, token_id in enumerate(tokens, start):
             state = digests.append(token_id)
             self._kv_digests[self._kv_index(group, req_index, position)] = state
         return state
 
-    def _read_positions(self, group: int, position: int) -> range:
+    def _attended_positions(self, group: int, position: int) -> range:
         """Earlier positions whose digests are read to compute the one at ``position``."""
         window = self.info.kv_groups[group].window
         return range(max(0, position - (1 if window is None else window - 1)), position)

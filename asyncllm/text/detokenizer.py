@@ -52,18 +52,18 @@ class StopMatcher:
         self._held = ""
         self.stopped: str | None = None
 
-    def push(self, text: str, *, search: bool = True) -> str:
+    def push(self, text: str, *, search_stop_strings: bool = True) -> str:
         """Take the next piece and return the text that can be released.
 
         Args:
-            search: False to ignore a stop string that ends in this piece.
+            search_stop_strings: False to ignore a stop string that ends in this piece.
         """
         if not self._held and self._first_characters.isdisjoint(text):
             return text  # Usually no stop string begins in this piece.
         if not text:
             return ""
         buffer = self._held + text
-        if search:
+        if search_stop_strings:
             start = self._find_stop(buffer)
             if self.stopped is not None:
                 self._held = ""
@@ -130,11 +130,11 @@ class Detokenizer:
         self._min_tokens_left = min_tokens
         self.stopped: str | None = None
 
-    def push(self, token_id: int, *, search: bool = True) -> str:
+    def push(self, token_id: int, *, search_stop_strings: bool = True) -> str:
         """Take the next token and return the text that can be released now.
 
         Args:
-            search: False for a token that no stop string may overlap.
+            search_stop_strings: False for a token that no stop string may overlap.
 
         Raises:
             Exception: any error of the decoder, which must end this output alone.
@@ -146,12 +146,12 @@ class Detokenizer:
             return text
         if self.stopped is not None:
             raise RuntimeError(f"the output ended with the stop string {self.stopped!r}")
-        if not search:
+        if not search_stop_strings:
             self._min_tokens_left -= 1
             return matcher.finish() + text
         if self._min_tokens_left > 0:
             self._min_tokens_left -= 1
-            return matcher.push(text, search=False)
+            return matcher.push(text, search_stop_strings=False)
         text = matcher.push(text)
         self.stopped = matcher.stopped
         return text
@@ -170,7 +170,7 @@ class NoText:
 
     stopped: str | None = None
 
-    def push(self, token_id: int, *, search: bool = True) -> str:
+    def push(self, token_id: int, *, search_stop_strings: bool = True) -> str:
         return ""
 
     def finish(self) -> str:

@@ -193,8 +193,8 @@ async def settle(engine: AsyncLLMEngine, ledger: Ledger) -> None:
     else:
         ledger.complain(f"not all blocks are free: {stats}")
     await asyncio.wrap_future(core.call(check_scheduler, core.scheduler))
-    if core.admission.num_live or len(core.admission.queued_requests):
-        ledger.complain(f"{core.admission.num_live} requests are still accounted for")
+    if core.admission.num_live_requests or len(core.admission.queued_requests):
+        ledger.complain(f"{core.admission.num_live_requests} requests are still accounted for")
 
 
 async def fatal(seed: int) -> list[str]:

@@ -19,7 +19,12 @@ from asyncllm.core.channel import Channel, OnSlow
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.llm import LLMStream
 from asyncllm.runtime.mailbox import MailboxRegistry, ThreadMailbox
-from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields, request_ids
+from asyncllm.runtime.request_options import (
+    ChatOptions,
+    RequestOptions,
+    normalized_request_ids,
+    pop_fields,
+)
 from asyncllm_ray.counters import Counters
 from asyncllm_ray.prompts import prompt_hashes
 from asyncllm_ray.remote import DeltaCollector, Link, ReceivedText, RemoteRequest
@@ -119,7 +124,7 @@ class Client:
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests of this client; unknown ids are ignored."""
-        for one in request_ids(request_id):
+        for one in normalized_request_ids(request_id):
             stream = self._streams.get(one)
             if stream is not None:
                 stream.abort()

@@ -30,7 +30,7 @@ from asyncllm import (
 )
 from asyncllm.core.channel import StreamEnd
 from asyncllm.core.deadlines import DeadlineExceededError
-from asyncllm.core.output_processor import make_partial, make_usage
+from asyncllm.core.output_processor import make_partial_completion, make_usage
 from asyncllm.core.request import RequestGroup
 from asyncllm.validation import explain
 from asyncllm_ray.counters import Counters
@@ -201,7 +201,7 @@ class RemoteRequest:
     def __post_init__(self) -> None:
         self.channel = self.group.channel
         self._step = max(1, self.call.window // 2)
-        self.channel.is_backpressured = True  # Makes each read call ``on_drained``.
+        self.channel.is_backpressured = True  # Makes each read call ``on_reader_caught_up``.
 
     @property
     def num_read(self) -> int:
@@ -209,7 +209,7 @@ class RemoteRequest:
 
     # --- methods for TokenStreams ------------------------------------------------------
 
-    def check_waiting(self) -> None:
+    def check_not_engine_thread(self) -> None:
         """Refuse the link's own thread, which would wait for itself for ever."""
         if threading.current_thread() is self.link.thread:
             raise RuntimeError("the client's own thread cannot wait for a stream")
@@ -217,7 +217,7 @@ class RemoteRequest:
     def send(self, run: Callable[..., None], *args: Any) -> None:
         run(*args)
 
-    def on_drained(self, _: RequestGroup) -> None:
+    def on_reader_caught_up(self, _: RequestGroup) -> None:
         """Give the replica credit, if the reader has read enough since the last time."""
         channel = self.channel
         if channel.num_read - self._num_told >= self._step:
@@ -278,7 +278,7 @@ class RemoteRequest:
         return DeadlineExceededError(
             f"request {self.group.request_id!r} passed its deadline while {where}, "
             f"{now - self.group.arrived_at:.3f} s after it was submitted",
-            partial=make_partial(self.group, now),
+            partial=make_partial_completion(self.group, now),
         )
 
     def _abort_late_reader(self, num_written: int) -> None:
@@ -339,7 +339,7 @@ class RemoteRequest:
         else:
             end = error or EngineClosedError("the client's thread was stopped")
         self.group.cancelled = True
-        if channel.offer_end(end):
+        if channel.propose_end(end):
             channel.end()
         self._wake()
 

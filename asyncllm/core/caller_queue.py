@@ -1,4 +1,4 @@
-"""WaitingLine: calls that wait because a queue is full."""
+"""CallerQueue: callers that wait because the queue of requests is full."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Waiter:
     place_future: Future[Any] = field(default_factory=Future)
 
 
-class WaitingLine:
-    """Line of the groups that wait for a place in the queue of one engine, or of any engine of an
+class CallerQueue:
+    """Queue of groups that wait for a place in the queue of one engine, or of any engine of an
     EngineGroup. Owners take turns.
 
     Attributes:
@@ -63,7 +63,7 @@ class WaitingLine:
 
         Returns:
             Future of the result of ``try_reserve``, or of the AsyncLLMError that it raises. If the
-            group leaves the line without a place, its ``members`` are emptied.
+            group leaves this queue without a place, its ``members`` are emptied.
         """
         waiter = self._waiters[group] = _Waiter(try_reserve, is_gone)
         self._num_waited += 1
@@ -108,7 +108,7 @@ class WaitingLine:
             else:
                 waiter.place_future.set_exception(error)
 
-    def fail(self, error: Callable[[], AsyncLLMError]) -> None:
+    def fail_all(self, error: Callable[[], AsyncLLMError]) -> None:
         """Fail all waiting groups."""
         with self.lock:
             waiters, self._waiters = self._waiters, {}
