@@ -102,7 +102,7 @@ def step_of(runner: ModelRunner, kind: Kind, number: int) -> StepBatch:
 
 def step_times(runner: ModelRunner, clock: Clock, kind: Kind, count: int) -> dict[str, float]:
     """Median seconds by op, and of the step as one program."""
-    state: Any = runner._open_runner()
+    state: Any = runner._require_runner()
     recorded, times, whole = state.replay, [], []
     eager = Replay(state.model, state.cache, state.memory)
     for number in range(2 * count + 2):
@@ -143,7 +143,7 @@ def products_per_second(ops: Any, dtype: torch.dtype) -> float:
 
 def floors(runner: ModelRunner, kind: Kind) -> dict[str, tuple[float, float]]:
     """Bytes and multiplications by op, of those that have many."""
-    state: Any = runner._open_runner()
+    state: Any = runner._require_runner()
     model, ops, size = state.model.model, state.model.ops, runner.dtype.itemsize
     head = model.vocab_size * model.hidden_size * size
     linear, tokens = ops.linear_bytes - head, kind.rows * kind.tokens
@@ -174,7 +174,7 @@ def main() -> None:
         num_blocks=256,
     )  # fmt: skip
     runner = build_model_runner(config, model)
-    state: Any = runner._open_runner()
+    state: Any = runner._require_runner()
     ops = state.model.ops
     conditions = {"model": path.name, "dtype": str(runner.dtype), "threads": str(arguments.threads)}
     report = Report("a step on a CPU, op by op", conditions)

@@ -70,7 +70,7 @@ def step_times(
     runner: ModelRunner, replays: tuple[Replay, Replay], clock: Clock, rows: int, count: int
 ) -> dict[bool, list[dict]]:
     """The parts of ``count`` decode steps of either kind, by whether they are recorded."""
-    state = runner._open_runner()
+    state = runner._require_runner()
     recorded, eager = replays
     found: dict[bool, list[dict]] = {True: [], False: []}
     runner.launch(prompts(rows, runner.info.block_size, 2 * count + 10))
@@ -112,7 +112,7 @@ def main() -> None:
     runner = build_model_runner(config, ModelConfig.from_directory(path))
     conditions = {"model": path.name, "dtype": str(runner.dtype), "threads": str(arguments.threads)}
     report = Report("the parts of a decode step on a CPU", conditions)
-    state, clock = runner._open_runner(), Clock()
+    state, clock = runner._require_runner(), Clock()
     library: Any = vars(state.model.ops)["context"].functions
     clock.watch(library, "run", "native")
     replays = state.replay, Replay(state.model, state.cache, state.memory)

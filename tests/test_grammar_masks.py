@@ -12,7 +12,7 @@ from asyncllm.core.batch import GrammarMask
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.grammar_masks import mask_logits, num_words
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
@@ -90,7 +90,7 @@ def test_masks_on_the_static_step(decoder, kinds):
     assert graphs is not None
     captured = {record.key for record in graphs.capture_stats}
     assert GraphKey(8, GraphPart.FORWARD) in captured
-    assert GraphKey(8, GraphPart.SAMPLE, Stages.MASKS) in captured
+    assert GraphKey(8, GraphPart.SAMPLE, SamplingStages.MASKS) in captured
     for trace in capturer.traces:
         assert not {op for op in trace.ops if op.startswith(("aten._local_scalar", "aten.nonzero"))}
 

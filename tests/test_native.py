@@ -30,7 +30,7 @@ from asyncllm.gpu.threads import available_cpus
 from asyncllm.native.build import (
     FLAGS,
     ISA_FLAGS,
-    LIBRARY,
+    LIBRARY_PATH,
     SOURCES,
     BuildError,
     build,
@@ -398,7 +398,7 @@ def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str])
 @pytest.mark.slow
 def test_a_few_rounds_of_the_fuzz(tmp_path):
     """On the library that is there, so that the fuzz keeps up with its interface."""
-    link(tmp_path / "fuzz", LIBRARY, compiler(), ["-O0"])
+    link(tmp_path / "fuzz", LIBRARY_PATH, compiler(), ["-O0"])
     for isa in ISAS:
         run_fuzz(tmp_path / "fuzz", 100, 3, isa)
 

@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.profile import recorded_bytes
+from asyncllm.gpu.profile import recorded_activation_bytes
 from asyncllm.native.context import Context
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver, outputs_of, state_of
@@ -326,7 +326,7 @@ def test_activations_are_counted_before_the_cache(monkeypatch):
     assert 1 < taken / (4096 * (128 + 32) * 4) < 2
     groups = kv_plan(state.model.model).kv_groups(state.model.attention, runner.info.block_size)
     limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
-    assert recorded_bytes(state.model, groups, **limits) == taken
+    assert recorded_activation_bytes(state.model, groups, **limits) == taken
     per_block = state.cache.tensor.nbytes // runner.info.num_blocks
     assert runner.info.num_blocks == (available - taken) // 4 // per_block
 

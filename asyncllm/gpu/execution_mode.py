@@ -14,7 +14,7 @@ from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import (
     GraphCapturer,
     default_batch_sizes,
-    default_token_sizes,
+    default_token_counts,
 )
 from asyncllm.gpu.graph.streams import CudaStream, SyncStream
 from asyncllm.gpu.ops.logits import processing_bytes
@@ -22,8 +22,8 @@ from asyncllm.validation import invalid
 
 GRAPH_BYTES = 8 * 2**20
 """Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of a
-step's halves and of skewed batches reuse the activations in the same pool; the driver's memory for
-their nodes is not reserved."""
+step's halves and of balanced attention share the activations of the same pool; the driver's memory
+for their nodes is not reserved."""
 
 STEP_TIMEOUT = 60.0
 """Default timeout of a step on a GPU, in seconds: no step compiles a kernel, and the largest takes
@@ -64,7 +64,9 @@ def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionM
     )
 
 
-def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) -> tuple[int, ...]:
+def graph_batch_sizes(
+    config: EngineConfig, mode: ExecutionMode, max_num_seqs: int
+) -> tuple[int, ...]:
     """Batch sizes of decode steps that get a CUDA graph.
 
     Raises:
@@ -85,13 +87,13 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     return default_batch_sizes(max_num_seqs) if sizes is None else sizes
 
 
-def token_graph_sizes(
+def graph_token_counts(
     config: EngineConfig, mode: ExecutionMode, max_tokens: int
 ) -> tuple[int, ...]:
     """Token counts, at most ``max_tokens``, of mixed steps that get CUDA graphs."""
     if mode.make_capturer is None or config.cuda_graphs != "auto":
         return ()
-    return default_token_sizes(max_tokens)
+    return default_token_counts(max_tokens)
 
 
 def graph_reserve(

@@ -11,7 +11,7 @@ from asyncllm.core.batch import GrammarMask, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
 from asyncllm.gpu.batch.host_buffer import HostBuffer, TableChange
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.batch.step_buffer import StepSizes
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.models.language_model import StepOutput
@@ -43,7 +43,7 @@ class LaunchedStep:
         num_logits: number of sampled rows whose logits are computed. They come first; every other
             row takes the token of its largest logit.
         epochs: ``[S]``, epoch of each request index.
-        row_stages: ``[S]``, sampling Stages of each sampled row.
+        row_stages: ``[S]``, SamplingStages of each sampled row.
         row_logprobs: ``[S]``, number of log-probabilities of each sampled row, -1 for none; empty
             unless ``stages`` has LOGPROBS.
         stages: union of the sampling stages of all rows that are drawn on the device.
@@ -63,7 +63,7 @@ class LaunchedStep:
         inputs: the model's inputs; None if the device derives them.
         output: the model's output; None until the forward pass is queued.
         prompt_hidden: hidden states ``[E, H]`` at the positions of prompt log-probabilities.
-        prompt_tokens: by row, the prompt tokens of its PromptSpan.
+        prompt_logprob_tokens: by row, the prompt tokens of its PromptSpan.
         host_rows: rows whose sampling needs the host.
         event: end of the step's work; None until all of it is queued.
         error: error of the step's work, which ``collect`` raises.
@@ -86,7 +86,7 @@ class LaunchedStep:
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
         self.num_logits = len(self.rows)
         self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
-        self.stages = Stages.NONE
+        self.stages = SamplingStages.NONE
         self.bucket: int | None = None
         self.balanced = False
         self.table_updates: list[TableUpdate] = []
@@ -97,15 +97,16 @@ class LaunchedStep:
         self.inputs: StepInputs | None = None
         self.output: StepOutput | None = None
         self.prompt_hidden: Tensor | None = None
-        self.prompt_tokens: dict[int, np.ndarray] = {}
+        self.prompt_logprob_tokens: dict[int, np.ndarray] = {}
         self.host_rows: HostRows | None = None
         self.event: Event | None = None
         self.error: Exception | None = None
         self.failures: dict[int, Exception] = {}
 
     @property
-    def needs_only_draw(self) -> bool:
-        """Whether the step draws from unprocessed logits, without host rows or prompt logprobs."""
+    def needs_only_plain_sampling(self) -> bool:
+        """Whether tokens are sampled from unprocessed logits, on the device alone, and the step has
+        no prompt log-probabilities."""
         apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
         return not apart and self.host_rows is None
 
@@ -113,15 +114,15 @@ class LaunchedStep:
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
 
-    def order_sampled_rows(self, needed: np.ndarray) -> None:
+    def put_logits_rows_first(self, needs_logits: np.ndarray) -> None:
         """Orders the sampled rows so that those whose logits are needed come first.
 
         Args:
-            needed: ``[S]`` bool, whether a row's logits are needed.
+            needs_logits: ``[S]`` bool, whether a row's logits are needed.
         """
-        self.num_logits = int(np.count_nonzero(needed))
-        if self.num_logits not in (0, len(needed)):
-            order = np.argsort(~needed, kind="stable")
+        self.num_logits = int(np.count_nonzero(needs_logits))
+        if self.num_logits not in (0, len(needs_logits)):
+            order = np.argsort(~needs_logits, kind="stable")
             self.rows, self.req_indices = self.rows[order], self.req_indices[order]
             self.positions = self.positions[order]
 
@@ -143,7 +144,7 @@ class LaunchedStep:
             return {}
         return dict(zip(self.sampled_indices_of(self.masks.rows), self.masks.masks, strict=True))
 
-    def drawn_output(self) -> SampleOutput:
+    def read_sample_output(self) -> SampleOutput:
         """Reads tokens, errors and log-probabilities from the buffer.
 
         For rows that are sampled on the host, the buffer has no valid values.
@@ -156,13 +157,16 @@ class LaunchedStep:
         if failed.any():
             masked = self.masks_by_sampled_index()
             for place in np.flatnonzero(failed).tolist():
-                restricted = self.row_stages[place] & Stages.TOKEN_RULES.value or place in masked
+                restricted = (
+                    self.row_stages[place] & SamplingStages.TOKEN_CONSTRAINTS.value
+                    or place in masked
+                )
                 none_left = tokens[place] == NO_TOKEN_LEFT and restricted
                 output.errors[place] = ValueError(
                     NO_TOKEN_MESSAGE if none_left else NOT_FINITE_MESSAGE
                 )
                 tokens[place] = -1
-        if self.stages & Stages.LOGPROBS:
+        if self.stages & SamplingStages.LOGPROBS:
             asked = self.row_logprobs >= 0
             if self.host_rows is not None:
                 asked[self.host_rows.places] = False
@@ -173,7 +177,7 @@ class LaunchedStep:
             output.logprobs = dict(zip(asked.tolist(), found, strict=True))
         return output
 
-    def memory_error(self, error: Exception) -> StepOutOfMemoryError:
+    def as_out_of_memory_error(self, error: Exception) -> StepOutOfMemoryError:
         """Makes the error that reports to the core that this step ran out of memory."""
         told = StepOutOfMemoryError(
             f"step {self.batch.step}, {self.batch.num_tokens} tokens: {explain(error)}"

@@ -23,7 +23,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
-from asyncllm.gpu.graph.captures import CAPTURES
+from asyncllm.gpu.graph.captures import CAPTURE_GUARD
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
@@ -32,9 +32,9 @@ logger = get_logger(__name__)
 SEGMENT_BYTES = 2 * 2**20
 """Granularity in which torch takes large allocations from the device."""
 
-RELEASE_SECONDS = 5.0
-"""Timeout in seconds of each of the two waits of ``release``: for the lock that the process's
-engines share, and for the device to finish."""
+RELEASE_TIMEOUT_SECONDS = 5.0
+"""Timeout in seconds of each of the two waits of ``release_cached_memory``: for the lock that the
+process's engines share, and for the device to finish."""
 
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
@@ -51,16 +51,16 @@ NVIDIA's libraries."""
 class MemoryProbe:
     """torch's view of an NVIDIA GPU's memory; tests replace it with a simulated device."""
 
-    def info(self, device: torch.device) -> tuple[int, int]:
+    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
         """Free and total bytes of the device."""
         return torch.cuda.mem_get_info(device)
 
-    def has_pools(self) -> bool:
-        """Whether ``pool`` works with the allocator that the process has chosen."""
+    def has_private_pools(self) -> bool:
+        """Whether ``private_pool`` works with the allocator that the process has chosen."""
         return torch.cuda.get_allocator_backend() == "native"
 
     @contextmanager
-    def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
+    def private_pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
         """Context in which the calling thread allocates from a private memory pool.
 
         Yields a function that returns the bytes that the pool has taken from the device; the pool
@@ -74,7 +74,7 @@ class MemoryProbe:
         """
         # A stand-in for a MemPool suffices, because ``use_mem_pool`` reads only its ``id``.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
-        with CAPTURES.capture_lock(), torch.cuda.use_mem_pool(handle, device):
+        with CAPTURE_GUARD.capture_lock(), torch.cuda.use_mem_pool(handle, device):
             yield partial(pool_bytes, handle.id, device)
 
     def synchronize(self, device: torch.device, timeout: float) -> bool:
@@ -101,11 +101,11 @@ class MemoryProbe:
         Raises:
             TimeoutError: another engine's capture takes longer than ``timeout``.
         """
-        with CAPTURES.capture_lock(timeout):
+        with CAPTURE_GUARD.capture_lock(timeout):
             torch.cuda.empty_cache()
 
 
-GPU_MEMORY = MemoryProbe()
+GPU_MEMORY_PROBE = MemoryProbe()
 
 
 def pool_bytes(pool: tuple[int, int], device: torch.device) -> int:
@@ -137,7 +137,7 @@ class CacheBudget:
     free: int
 
     @property
-    def allowed(self) -> int:
+    def allowed_bytes(self) -> int:
         """Bytes that the engine may use, if they are free."""
         return int(self.utilization * self.total)
 
@@ -149,15 +149,15 @@ class CacheBudget:
         if that was less. Memory that other processes or the driver have taken since the start is
         subtracted.
         """
-        share = min(self.allowed, self.free_at_start) - self.graph_reserve
+        share = min(self.allowed_bytes, self.free_at_start) - self.graph_reserve
         left = min(share - self.weights, self.free - self.graph_reserve) - self.peak
         return left // SEGMENT_BYTES * SEGMENT_BYTES
 
     def __str__(self) -> str:
         return (
             f"of {self.total} bytes on the GPU, {self.free_at_start} were free at start and "
-            f"gpu_memory_utilization={self.utilization:g} allows {self.allowed}; weights take "
-            f"{self.weights}, the largest step {self.peak}, CUDA graphs "
+            f"gpu_memory_utilization={self.utilization:g} allows {self.allowed_bytes}; weights "
+            f"take {self.weights}, the largest step {self.peak}, CUDA graphs "
             f"{self.graph_reserve}, and {self.free} are free now"
         )
 
@@ -185,7 +185,8 @@ def cuda_cache_bytes(
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_step_fraction``.
+        graph_reserve: bytes to keep for CUDA graphs, without the activations of captured mixed
+            steps.
         captured_step_fraction: number of tokens of the largest captured mixed step, whose
             activations the graphs keep, divided by that of the largest step.
         min_bytes: bytes of the smallest usable cache.
@@ -195,15 +196,15 @@ def cuda_cache_bytes(
         EngineError: the step does not fit beside the weights, or the process uses an allocator
             without pools, in which a step cannot be measured.
     """
-    if not GPU_MEMORY.has_pools():
+    if not GPU_MEMORY_PROBE.has_private_pools():
         raise EngineError(
             "what a step takes can be measured only in torch's native allocator, and the process "
             "has another: set kv_cache_memory or num_blocks"
         )
-    GPU_MEMORY.empty_cache(device)
-    peak, failure = _measure_peak(profile_run, device)
-    GPU_MEMORY.empty_cache(device)
-    free, total = GPU_MEMORY.info(device)
+    GPU_MEMORY_PROBE.empty_cache(device)
+    peak, failure = _measure_peak_bytes(profile_run, device)
+    GPU_MEMORY_PROBE.empty_cache(device)
+    free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
     budget = CacheBudget(
         total=total,
         free_at_start=free_at_start,
@@ -219,7 +220,7 @@ def cuda_cache_bytes(
             f"the largest step does not fit beside the weights ({budget}): {smaller_step}"
         ) from failure
     if budget.available < min_bytes:
-        is_limited = budget.allowed < free_at_start
+        is_limited = budget.allowed_bytes < free_at_start
         remedy = "raise gpu_memory_utilization" if is_limited else "free memory on the GPU"
         raise KVCacheTooSmallError(
             f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
@@ -229,9 +230,11 @@ def cuda_cache_bytes(
     return budget.available
 
 
-def _measure_peak(run: Callable[[], None], device: torch.device) -> tuple[int, Exception | None]:
+def _measure_peak_bytes(
+    run: Callable[[], None], device: torch.device
+) -> tuple[int, Exception | None]:
     """Returns the peak bytes of ``run``, and its error if it ran out of memory."""
-    with GPU_MEMORY.pool(device) as reserved:
+    with GPU_MEMORY_PROBE.private_pool(device) as reserved:
         try:
             run()
         except Exception as error:
@@ -242,7 +245,7 @@ def _measure_peak(run: Callable[[], None], device: torch.device) -> tuple[int, E
         return reserved(), None
 
 
-def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int) -> int:
+def check_weights_fit(config: EngineConfig, device: torch.device, weights_bytes: int) -> int:
     """Checks that the weights will fit, before gigabytes of them are read.
 
     torch's cache is emptied first, because the application's freed tensors leave blocks there.
@@ -254,8 +257,8 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
     Raises:
         EngineError: the weights will not fit.
     """
-    GPU_MEMORY.empty_cache(device)
-    free, total = GPU_MEMORY.info(device)
+    GPU_MEMORY_PROBE.empty_cache(device)
+    free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
     share = int(config.gpu_memory_utilization * total) if measured else total
     if weights_bytes <= min(share, free):
@@ -273,7 +276,11 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
 
 def free_memory(device: torch.device) -> tuple[int, int]:
     """Free bytes of a device, and its total bytes (0 for a CPU)."""
-    return GPU_MEMORY.info(device) if device.type == "cuda" else (available_memory(), 0)
+    return (
+        GPU_MEMORY_PROBE.free_and_total_bytes(device)
+        if device.type == "cuda"
+        else (available_memory(), 0)
+    )
 
 
 def available_memory() -> int:
@@ -311,7 +318,7 @@ def _cgroup_available(fallback_bytes: int) -> int:
         return fallback_bytes
 
 
-def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:
+def check_states_fit(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:
     """Checks that recurrent states fit beside the weights.
 
     Raises:
@@ -328,7 +335,7 @@ def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> No
         )
 
 
-def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> None:
+def check_cache_fits(config: EngineConfig, device: torch.device, num_bytes: int) -> None:
     """Checks that a KV cache of configured size fits the device.
 
     Raises:
@@ -336,7 +343,7 @@ def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> N
     """
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
-    free, total = GPU_MEMORY.info(device)
+    free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
     if num_bytes > free:
         knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
         value = getattr(config, knob)
@@ -346,11 +353,12 @@ def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> N
         )
 
 
-def release(device: torch.device) -> bool:
+def release_cached_memory(device: torch.device) -> bool:
     """Returns the memory of freed tensors to the device.
 
     Call it last, on the thread and stream that ran the steps. It never raises, and waits for at
-    most twice ``RELEASE_SECONDS``. If the device has failed or hangs, it only logs a warning.
+    most twice ``RELEASE_TIMEOUT_SECONDS``. If the device has failed or hangs, it only logs a
+    warning.
 
     It empties torch's whole cache, the application's cached blocks included, which torch allocates
     again when they are needed. A private pool for the engine would spare the application's blocks,
@@ -365,14 +373,14 @@ def release(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
-        if GPU_MEMORY.synchronize(device, RELEASE_SECONDS):
-            GPU_MEMORY.empty_cache(device, RELEASE_SECONDS)
+        if GPU_MEMORY_PROBE.synchronize(device, RELEASE_TIMEOUT_SECONDS):
+            GPU_MEMORY_PROBE.empty_cache(device, RELEASE_TIMEOUT_SECONDS)
             return True
         logger.warning(
             "%s was still busy after %g s: the engine's memory stays in torch's cache until "
             "torch.cuda.empty_cache()",
             device,
-            RELEASE_SECONDS,
+            RELEASE_TIMEOUT_SECONDS,
         )
     except Exception as error:
         logger.warning("the memory of %s could not be given back: %s", device, error)

@@ -12,9 +12,14 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import LogitsTables, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import (
+    LogitsTables,
+    SamplingRows,
+    SamplingStages,
+    TopLogprobs,
+)
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION, StepBuffer, StepLimits
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -98,8 +103,8 @@ class StepMemory:
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
     def upload(self, step: LaunchedStep) -> None:
-        """Queues the copy of a step to the device, and the step's changes of the batch state
-        there."""
+        """Queues the copy of a step's inputs to the device, and the updates of the batch state on
+        the device."""
         for update in step.table_updates:
             update.write(self.tables)
         if not self.on_device:
@@ -115,14 +120,14 @@ class StepMemory:
             if not step.is_decode:
                 self.derive_decode_inputs(no_rows)
 
-    def prepare_sampling(self, stages: Stages, host: HostBuffer) -> None:
+    def prepare_sampling(self, stages: SamplingStages, host: HostBuffer) -> None:
         """Queues the copy of the step's grammar masks, and allocates its log-probabilities."""
-        if stages & Stages.LOGPROBS and self.logprobs is None:
+        if stages & SamplingStages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
             own = self.buffer
             on_host = isinstance(own, HostBuffer)
             self.logprobs = own.logprobs if on_host else TopLogprobs(*sizes, self.device)
-        if stages & Stages.MASKS:
+        if stages & SamplingStages.MASKS:
             if not self.on_device:
                 self.masks = host.masks
                 return
@@ -131,11 +136,11 @@ class StepMemory:
                 self.masks = GrammarMasks(*sizes, self.device)
             self.masks.copy_from(host.masks)
 
-    def return_tokens(self, step: LaunchedStep) -> None:
+    def copy_outputs_to_host(self, step: LaunchedStep) -> None:
         """Queues the copy of the step's tokens and log-probabilities to its host buffer."""
         host, count = step.buffer, len(step.rows)
         host.tokens[:count].copy_(self.sampled_tokens[:count], non_blocking=True)
-        if step.stages & Stages.LOGPROBS:
+        if step.stages & SamplingStages.LOGPROBS:
             assert self.logprobs is not None
             host.logprobs.copy_from(self.logprobs, count)
 
@@ -143,7 +148,7 @@ class StepMemory:
         """Computes positions, lengths and KV slots on the host, and returns the step's inputs."""
         assert step.sizes is not None
         sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
-        host.derive_sections(self._batch, sizes, decodes)
+        host.compute_derived_inputs(self._batch, sizes, decodes)
         return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
 
     def insert_sampled_tokens(self, inputs: StepInputs) -> None:
@@ -175,7 +180,7 @@ class StepMemory:
                 replace(
                     own, table_changes=(tensors[f"changed_{group}"], tensors[f"new_blocks_{group}"])
                 )
-                for group, own in enumerate(self._group_inputs(num_rows))
+                for group, own in enumerate(self._kv_group_inputs(num_rows))
             ],
             max_num_seqs=self.info.max_num_seqs,
             max_len=self.info.max_model_len,
@@ -193,11 +198,11 @@ class StepMemory:
             self.decode_inputs(0),
             token_ids=tensors["token_ids"][tokens],
             positions=tensors["positions"][tokens],
-            groups=self._group_inputs(num_tokens),
+            groups=self._kv_group_inputs(num_tokens),
         )
 
-    def _group_inputs(self, num_tokens: int) -> list[GroupInputs]:
-        return self.buffer.groups(self._batch, self.block_tables, num_tokens)
+    def _kv_group_inputs(self, num_tokens: int) -> list[KVGroupInputs]:
+        return self.buffer.kv_group_inputs(self._batch, self.block_tables, num_tokens)
 
     def derive_decode_inputs(self, inputs: StepInputs) -> None:
         """Queues the op that fills the tensors of ``decode_inputs`` for the latest step."""

@@ -12,14 +12,14 @@ from torch import Tensor
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages, TopLogprobs
 from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.host_rows import HostRows
-from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_tokens
+from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_logprob_tokens
 from asyncllm.gpu.sample.sample_output import SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_memory import StepMemory
@@ -77,21 +77,21 @@ class StepRunner:
 
     # --- a step --------------------------------------------------------------------------
 
-    def begin(self, step: LaunchedStep, *, ahead: bool) -> None:
+    def begin(self, step: LaunchedStep, *, runs_ahead: bool) -> None:
         """Applies the step's changes and begins its work.
 
         If the step awaits masks, its work stops at the logits; ``sample`` then queues the rest.
 
         Args:
-            ahead: whether the step begins before ``collect`` waits for it.
+            runs_ahead: whether the step begins before ``collect`` waits for it.
         """
         self._apply_changes(step)
         if not len(step.batch):
             step.is_drawn = True
             return
         if step.batch.prompt_logprobs:
-            step.prompt_tokens = prompt_tokens(step.batch, self.inputs)
-        if ahead and self.stream.submit(step):
+            step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.inputs)
+        if runs_ahead and self.stream.submit(step):
             return
         step.buffer = next(self._buffers)
         self.memory.write(step)
@@ -110,7 +110,7 @@ class StepRunner:
         if step.masks is not None:
             errors = step.buffer.masks.set_masks(step.masks_by_sampled_index())
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
-            step.stages |= Stages.MASKS
+            step.stages |= SamplingStages.MASKS
         self.stream.run(partial(self._sample_rows, step))
         step.event, step.is_drawn = self.stream.record(), True
 
@@ -122,14 +122,14 @@ class StepRunner:
                 self._keep_hidden_states(step)
             self._prepare_sampling(step)
             self.sample(step)
-        output = step.drawn_output()
+        output = step.read_sample_output()
         if step.host_rows is not None or step.prompt_hidden is not None:
             with self.stream.side_context():
                 if step.host_rows is not None:
                     output.merge(step.host_rows.places, step.host_rows.sample())
                 if step.prompt_hidden is not None:
                     output.prompt_logprobs, errors = gather_prompt_logprobs(
-                        step.batch.prompt_logprobs, step.prompt_tokens, step.prompt_hidden,
+                        step.batch.prompt_logprobs, step.prompt_logprob_tokens, step.prompt_hidden,
                         self.model,
                     )  # fmt: skip
                     step.failures = errors | step.failures
@@ -150,7 +150,7 @@ class StepRunner:
     def _apply_changes(self, step: LaunchedStep) -> None:
         """Applies the step's changes to the batch and to the sampling parameters."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
-        self.inputs.apply(batch)
+        self.inputs.apply_step_changes(batch)
         if self._zeroes_blocks and (batch.assignments or batch.new_blocks):
             step.blocks_to_zero = self.inputs.unfilled_blocks(batch)
         for req_index in batch.released_indices:
@@ -160,10 +160,10 @@ class StepRunner:
             if update is not None:
                 step.table_updates.append(update)
         if self.replay.finds_greedy_tokens:
-            needed = state.needs_logits[step.req_indices]
+            needs_logits = state.needs_logits[step.req_indices]
             if batch.masked_rows:
-                needed[step.sampled_indices_of(batch.masked_rows)] = True
-            step.order_sampled_rows(needed)
+                needs_logits[step.sampled_indices_of(batch.masked_rows)] = True
+            step.put_logits_rows_first(needs_logits)
         step.epochs = self.inputs.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
@@ -182,8 +182,8 @@ class StepRunner:
             at = step.req_indices[places], step.positions[places]
             step.host_rows = HostRows(self.sampler, places, *at)
         if step.row_stages.any():
-            step.stages |= Stages(int(np.bitwise_or.reduce(step.row_stages)))
-        if step.stages & Stages.LOGPROBS:
+            step.stages |= SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
+        if step.stages & SamplingStages.LOGPROBS:
             step.row_logprobs = self.sampler.state.logprobs[step.req_indices]
         if step.stages and not self.memory.on_device:
             self.memory.write_previous_tokens(step, self.memory.buffer)
@@ -194,11 +194,11 @@ class StepRunner:
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
         if states is not None and loads:
-            states.load(loads)
+            states.load_snapshots(loads)
         self.memory.upload(step)
         step.output = self.replay.forward(step)
         if states is not None and saves:
-            states.save(saves)
+            states.save_snapshots(saves)
         if step.batch.prompt_logprobs:
             self._keep_hidden_states(step)
 
@@ -224,24 +224,24 @@ class StepRunner:
             num_apart = len(step.host_rows.places)
         if num_apart < count and not self.replay.sample(step):
             if step.stages and not memory.on_device:
-                self._draw_by_stages(step, logits)
+                self._sample_by_stages(step, logits)
             else:
-                self.draw(logits, step.stages)
+                self.sample_logits(logits, step.stages)
         if count < len(step.rows):
             memory.sampled_tokens.numpy()[count : len(step.rows)] = largest.numpy()
         if step.buffer is not memory.buffer:
-            memory.return_tokens(step)
+            memory.copy_outputs_to_host(step)
 
-    def draw(self, logits: Tensor, stages: Stages) -> None:
-        """Draws one token per row of ``logits``, which belong to the latest step's first sampled
+    def sample_logits(self, logits: Tensor, stages: SamplingStages) -> None:
+        """Samples one token per row of ``logits``, which belong to the latest step's first sampled
         rows."""
         memory, count = self.memory, len(logits)
-        top = memory.logprobs if stages & Stages.LOGPROBS else None
+        top = memory.logprobs if stages & SamplingStages.LOGPROBS else None
         tokens, rows = memory.sampled_tokens[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
-    def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Draws rows with and without sampling stages separately, which is faster on a CPU."""
+    def _sample_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
+        """Samples rows with and without sampling stages separately, which is faster on a CPU."""
         memory, count = self.memory, step.num_logits
         staged = step.row_stages[:count] != 0
         if step.masks is not None:
@@ -250,7 +250,7 @@ class StepRunner:
             staged[step.host_rows.places] = False
         some = np.flatnonzero(staged)
         if len(some) in (0, count):
-            self.draw(logits, step.stages)
+            self.sample_logits(logits, step.stages)
             return
         index, rows, tokens = (
             torch.from_numpy(some),
@@ -258,12 +258,12 @@ class StepRunner:
             memory.sampled_tokens,
         )
         own, found, top = rows.select(index), tokens[index], None
-        if step.stages & Stages.LOGPROBS:
+        if step.stages & SamplingStages.LOGPROBS:
             top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)
         self.sampler.sample(logits[index], own, memory.scalars, step.stages, found, top)
         rows.req_indices.index_fill_(0, index, -1)
         if bool((rows.req_indices >= 0).any()):
-            self.draw(logits, Stages.NONE)
+            self.sample_logits(logits, SamplingStages.NONE)
         tokens[index] = found
         if top is not None and memory.logprobs is not None:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids

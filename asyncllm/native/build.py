@@ -25,7 +25,7 @@ LIBRARY_NAMES = {
     "win32": "asyncllm_ops.dll",
 }
 """File names of the library, by system as ``sys.platform`` names it."""
-LIBRARY = Path(__file__).parent / LIBRARY_NAMES.get(sys.platform, LIBRARY_NAMES["linux"])
+LIBRARY_PATH = Path(__file__).parent / LIBRARY_NAMES.get(sys.platform, LIBRARY_NAMES["linux"])
 
 BASELINE_UNITS = (
     "library weights sequences memory routing experts recurrent sampler logits program pool queue "
@@ -58,7 +58,8 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "aarch64": {"neon": []},
 }
 """Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
-_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # Windows' and macOS' names.
+_ARCHITECTURE_BY_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}
+"""Architecture by ``platform.machine()``, where Windows or macOS has another name for it."""
 
 
 def fingerprint() -> str:
@@ -84,7 +85,7 @@ def find_compiler() -> list[str]:
 
 
 def build(
-    output: Path = LIBRARY,
+    output: Path = LIBRARY_PATH,
     *,
     compiler: Sequence[str] | None = None,
     linker: Sequence[str] | None = None,
@@ -113,7 +114,9 @@ def build(
     if system not in LIBRARY_NAMES:
         raise BuildError(f"native ops are for {', '.join(LIBRARY_NAMES)}, and this is {system}")
     command = list(compiler or find_compiler())
-    units = ISA_FLAGS.get(_MACHINES.get(name := machine or platform.machine(), name), {})
+    units = ISA_FLAGS.get(
+        _ARCHITECTURE_BY_MACHINE.get(name := machine or platform.machine(), name), {}
+    )
     chosen = units if only is None else [name for name in units if name in only]
     sets = [name for name in chosen if _compiler_accepts(command, units[name])]
     defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
@@ -164,7 +167,7 @@ def main() -> None:
         sets = build()
     except BuildError as error:
         sys.exit(str(error))
-    sys.stdout.write(f"{LIBRARY}: {', '.join(sets)}\n")
+    sys.stdout.write(f"{LIBRARY_PATH}: {', '.join(sets)}\n")
 
 
 if __name__ == "__main__":

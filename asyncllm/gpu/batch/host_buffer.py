@@ -10,7 +10,7 @@ import torch
 
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
-from asyncllm.gpu.batch.sampling_table import SCALARS
+from asyncllm.gpu.batch.sampling_table import SCALAR_PARAMS
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits
 from asyncllm.gpu.sample.sampling_state import SamplingState
 
@@ -80,5 +80,5 @@ class HostBuffer(StepBuffer):
         if state.version == self._scalars_version:
             return
         self._scalars_version = state.version
-        for name in SCALARS:
+        for name in SCALAR_PARAMS:
             self.arrays[name][:] = state.sections.arrays[name]

@@ -50,7 +50,7 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def apply(self, batch: StepBatch) -> None:
+    def apply_step_changes(self, batch: StepBatch) -> None:
         """Applies a step's changes: releases, freed blocks, assignments, then new blocks."""
         for req_index in batch.released_indices:
             self.epochs[req_index] += 1

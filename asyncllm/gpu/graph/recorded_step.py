@@ -9,14 +9,14 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffer import StepBuffer
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import NO_TOKENS, LanguageModel, StepOutput
 from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.recorder import FAKE_ROWS, Recorder, Size, Unrecordable
-from asyncllm.native.interface import ARGS
+from asyncllm.native.interface import OP_ARG_STRUCTS
 
 
 class RecordedStep(Replay):
@@ -32,10 +32,10 @@ class RecordedStep(Replay):
 
     Attributes:
         num_bytes: bytes of the activations.
-        program: the native program, set by ``load``.
-        logits, hidden: outputs, with room for the largest step; set by ``load``.
-        greedy: ``[max_rows]`` int64, tokens with the largest logit, set by ``load``; None if the
-            model's head does not find them.
+        program: the native program, set by ``make_program``.
+        logits, hidden: outputs, with room for the largest step; set by ``make_program``.
+        greedy: ``[max_rows]`` int64, tokens with the largest logit, set by ``make_program``; None if
+            the model's head does not find them.
 
     Raises:
         Unrecordable: a part of the model has no native op.
@@ -69,7 +69,7 @@ class RecordedStep(Replay):
                 recorder.keep_result(found.tokens.view(-1, 1))
         self.num_bytes = recorder.place_activations(self._capacity)[1]
 
-    def load(self) -> None:
+    def make_program(self) -> None:
         """Allocates the activations, and makes the program.
 
         Raises:
@@ -112,7 +112,7 @@ def record_step(
 def _record_inputs(
     recorder: Recorder, batch: InputBatch, buffer: StepBuffer, model: LanguageModel
 ) -> StepInputs:
-    """Records the ops that derive the inputs of a step from its given sections.
+    """Records the ops that compute a step's inputs from the sections that the host writes.
 
     Returns:
         The inputs: fake tensors that stand for sections of ``buffer``.
@@ -127,7 +127,7 @@ def _record_inputs(
         name: recorder.add_input(arrays[name], Size.TOKENS) for name in ("token_ids", "positions")
     }
     lines, width = batch.token_ids.shape
-    args = ARGS["tokens"](
+    args = OP_ARG_STRUCTS["tokens"](
         **rows,
         table=batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
         query_start=host.query_start_loc.ctypes.data, seq_lens=host.seq_lens.ctypes.data,
@@ -137,13 +137,13 @@ def _record_inputs(
     for group, table in enumerate(batch.tables):
         slots = recorder.add_input(arrays[f"slots_{group}"], Size.TOKENS)
         lines, width = table.table.shape
-        args = ARGS["slots"](
+        args = OP_ARG_STRUCTS["slots"](
             **rows, table=table.table.ctypes.data, table_lines=lines, table_width=width,
             block_size=table.block_size,
         )  # fmt: skip
         recorder.add_op("slots", Size.TOKENS, args, {"slots": slots}, [table.table])
         blocks = torch.from_numpy(table.table)
-        groups.append(GroupInputs(slots, blocks, table.table, table.block_size))
+        groups.append(KVGroupInputs(slots, blocks, table.table, table.block_size))
     tensors = buffer.tensors
     return StepInputs(
         num_decodes=0,

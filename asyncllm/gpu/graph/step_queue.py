@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.graph.streams import SyncStream
@@ -18,7 +18,7 @@ from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.native_sampling import sample_args
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_memory import StepMemory
-from asyncllm.native.context import raise_status
+from asyncllm.native.context import raise_for_status
 from asyncllm.native.interface import STRUCTS
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -40,7 +40,7 @@ class _Job(HostBuffer):
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
-        rows = DrawRows(indices, positions, memory.last_sampled_tokens)
+        rows = RowsToSample(indices, positions, memory.last_sampled_tokens)
         # If the output head has no argmax op, all rows are drawn by the sampler, and nothing reads
         # the greedy tokens.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
@@ -130,16 +130,19 @@ class StepQueue(SyncStream):
         self._memory.upload(step)
         self._memory.write(step)
         state, stages = self._sampler.state, step.row_stages
-        asks = (stages & ~Stages.LOGPROBS.value).any()
+        asks = (stages & ~SamplingStages.LOGPROBS.value).any()
         asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
         step.is_drawn = not asks and not len(state.rows_needing_host(step.req_indices))
         if step.is_drawn and stages.any():
-            step.stages, step.row_logprobs = Stages.LOGPROBS, state.logprobs[step.req_indices]
+            step.stages, step.row_logprobs = (
+                SamplingStages.LOGPROBS,
+                state.logprobs[step.req_indices],
+            )
         job.set_sizes(step)
         context = self.recorded_step.program.context
         status = context.functions.submit(context.handle, job.args)
         if status:
-            raise_status("submit", status)
+            raise_for_status("submit", status)
         self._last_job = job
         return True
 
@@ -155,7 +158,7 @@ class StepQueue(SyncStream):
         context = recorded_step.program.context
         status = context.functions.wait(context.handle, job.args)
         if status:
-            raise_status(
+            raise_for_status(
                 recorded_step.program.describe_failure(status, job.args.failed, job.args.sizes),
                 status,
             )

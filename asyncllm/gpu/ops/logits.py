@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import mask_logits, unpack_bits
-from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import SamplingRows, SamplingStages, TopLogprobs
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 CHUNK_ELEMENTS = 1 << 22
@@ -24,7 +24,7 @@ _BYTES_PER_BIAS = 64
 """Maximum temporary bytes per entry of a row's ``logit_bias``."""
 
 
-def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
+def process_logits(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -> Tensor:
     """Applies grammar masks, rules and penalties, as ``stages`` selects, to a copy of the logits.
 
     The order is vLLM's: grammar masks, ``logit_bias``, ``allowed_token_ids`` and ``bad_words``,
@@ -40,7 +40,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
         ``[S, vocab_size]`` float32; undefined in rows whose request index is -1.
     """
     processed = logits.to(torch.float32, copy=True)
-    if stages & Stages.PENALTIES:
+    if stages & SamplingStages.PENALTIES:
         _count_last_tokens(rows.table_rows(), rows)
     for part in _row_chunks(*processed.shape):
         _process_chunk(processed[part], rows.select(part), stages)
@@ -63,16 +63,16 @@ def _row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _process_chunk(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
+def _process_chunk(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -> None:
     """Applies the stages to the logits of a chunk of rows, in place."""
     table_rows = rows.table_rows()
-    if stages & Stages.MASKS:
+    if stages & SamplingStages.MASKS:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None
         mask_logits(logits, rows.mask_slots, rows.mask_words)
-    if stages & Stages.TOKEN_RULES:
+    if stages & SamplingStages.TOKEN_CONSTRAINTS:
         _apply_rules(logits, table_rows, rows)
-    if stages & Stages.PENALTIES:
+    if stages & SamplingStages.PENALTIES:
         _apply_penalties(logits, table_rows, rows)
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import (
-    LOGITS_STAGES,
-    DrawRows,
+    LOGITS_PROCESSING_STAGES,
+    RowsToSample,
     SamplingRows,
-    Stages,
+    SamplingStages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
+from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
-from asyncllm.gpu.sample.host_rules import ClaimedRequest, apply_processors, mask_bad_words
+from asyncllm.gpu.sample.host_rules import RequestWithProcessors, apply_processors, mask_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
@@ -59,14 +59,18 @@ class HostRows:
         self._draw_scalars: dict[str, Tensor] = {}
 
     def copy_inputs(
-        self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        scalars: Mapping[str, Tensor],
+        stages: SamplingStages,
     ) -> Tensor:
         """Queues the copies of the sampling inputs; reads nothing on the host.
 
         Args:
             logits: ``[S, vocab_size]``, of all sampled rows of the step.
             rows: sampling inputs of all sampled rows of the step.
-            scalars: the scalars of DRAW_SCALARS, by request index.
+            scalars: the scalars of SAMPLE_OP_PARAMS, by request index.
             stages: sampling stages of the whole step.
 
         Returns:
@@ -76,10 +80,12 @@ class HostRows:
         own = rows.select(index)
         # One table row for each sampled row, and one more for padding.
         table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
-        self._draw_scalars = {name: scalars[name][table_rows] for name in DRAW_SCALARS}
+        self._draw_scalars = {name: scalars[name][table_rows] for name in SAMPLE_OP_PARAMS}
         self._logits, self._positions = logits[index], own.positions
-        needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
-        needed &= LOGITS_STAGES
+        needed = SamplingStages(int(np.bitwise_or.reduce(self._stages))) | (
+            stages & SamplingStages.MASKS
+        )
+        needed &= LOGITS_PROCESSING_STAGES
         self._processed_logits = self._sampler.ops.process_logits(self._logits, own, needed)
         return index
 
@@ -90,8 +96,8 @@ class HostRows:
         table_rows = torch.arange(len(self.places), device=self._positions.device)
         last = table_rows.new_zeros(len(table_rows) + 1)
         tokens = torch.empty_like(table_rows)
-        draw_rows = DrawRows(table_rows, self._positions, last)
-        self._sampler.ops.sample(self._processed_logits, self._draw_scalars, draw_rows, tokens)
+        rows_to_sample = RowsToSample(table_rows, self._positions, last)
+        self._sampler.ops.sample(self._processed_logits, self._draw_scalars, rows_to_sample, tokens)
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
         self._add_errors(output)
         output.token_ids[list(errors)] = -1
@@ -100,11 +106,11 @@ class HostRows:
 
     def _apply_processors(self, errors: dict[int, Exception]) -> None:
         """Applies bad words and logits processors in place; adds failed rows to ``errors``."""
-        processed, requests = self._processed_logits, dict[int, ClaimedRequest]()
+        processed, requests = self._processed_logits, dict[int, RequestWithProcessors]()
         for row, rules in self._rules_by_row.items():
             output = self._outputs_by_row[row]
             mask_bad_words(processed[row], rules, output)
-            if (request := rules.claimed_request) is not None:
+            if (request := rules.request_with_processors) is not None:
                 request.output += output[len(request.output) :].tolist()
                 requests[row] = request
         if requests:

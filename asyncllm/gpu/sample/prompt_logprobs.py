@@ -22,10 +22,10 @@ SLICE_ELEMENTS = 1 << 24
 tokens would be 5 GB with a vocabulary of 152k."""
 
 
-def prompt_tokens(batch: StepBatch, inputs: InputBatch) -> dict[int, np.ndarray]:
+def prompt_logprob_tokens(batch: StepBatch, input_batch: InputBatch) -> dict[int, np.ndarray]:
     """Copies, for each row, the token after each position of the row's PromptSpan."""
     return {
-        row: inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
+        row: input_batch.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
         for row, span in batch.prompt_logprobs.items()
     }
 
@@ -39,7 +39,7 @@ def gather_prompt_logprobs(
     """Computes the log-probabilities of ``spans``; returns them and errors of spans, by row.
 
     Args:
-        tokens: result of ``prompt_tokens``.
+        tokens: result of ``prompt_logprob_tokens``.
         hidden: hidden states ``[E, H]`` at the positions of the spans, in their order.
     """
     logprobs: dict[int, list[TokenLogprobs]] = {}

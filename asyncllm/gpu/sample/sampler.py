@@ -8,7 +8,12 @@ from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_PROCESSING_STAGES,
+    SamplingRows,
+    SamplingStages,
+    TopLogprobs,
+)
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.batched_processors import BatchedProcessors
@@ -57,9 +62,9 @@ class Sampler:
         try:
             update = self.state.assign(assignment)
             if assignment.claiming_processors:
-                self.state.host_rules_of(req_index).claimed_request = self.batched.add_request(
-                    assignment
-                )
+                self.state.get_or_add_host_rules(
+                    req_index
+                ).request_with_processors = self.batched.add_request(assignment)
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -70,8 +75,8 @@ class Sampler:
 
     def release(self, req_index: int) -> None:
         rules = self.state.host_rules.get(req_index)
-        if rules is not None and rules.claimed_request is not None:
-            self.batched.remove_request(rules.claimed_request)
+        if rules is not None and rules.request_with_processors is not None:
+            self.batched.remove_request(rules.request_with_processors)
         self.state.release(req_index)
         self.failures.pop(req_index, None)
 
@@ -80,7 +85,7 @@ class Sampler:
         logits: Tensor,
         rows: SamplingRows,
         scalars: Mapping[str, Tensor],
-        stages: Stages,
+        stages: SamplingStages,
         tokens: Tensor,
         top: TopLogprobs | None = None,
     ) -> None:
@@ -91,15 +96,15 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            scalars: the scalars of DRAW_SCALARS, by request index.
+            scalars: the scalars of SAMPLE_OP_PARAMS, by request index.
             stages: union of the stages that the rows need.
             tokens: ``[S]`` int64, written: see ``TorchOps.sample``.
             top: log-probabilities of the model's unprocessed logits; written with LOGPROBS.
         """
         processed = logits
-        if stages & LOGITS_STAGES:
+        if stages & LOGITS_PROCESSING_STAGES:
             processed = self.ops.process_logits(logits, rows, stages)
-        self.ops.sample(processed, scalars, rows.draw_rows(), tokens)
-        if stages & Stages.LOGPROBS:
+        self.ops.sample(processed, scalars, rows.rows_to_sample(), tokens)
+        if stages & SamplingStages.LOGPROBS:
             assert top is not None
             self.ops.top_logprobs(logits, tokens, top)
