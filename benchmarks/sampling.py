@@ -121,7 +121,7 @@ def sampling_time(
     for row in rows:
         rules = TokenRules.create(params.allowed_token_ids, (), VOCAB)
         assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
-        runner.inputs.apply_step_changes(StepBatch(0, assignments=[assignment]))
+        runner.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
         update = runner.sampler.assign(assignment)
         if update is not None:
             update.write(runner.memory.tables)

@@ -88,7 +88,7 @@ class Bench:
         self.runner = StepRunner(
             self.model, cache, info, SyncStream(), InProcess(), on_device=False, num_logprobs=64
         )
-        self.inputs, self.sampler = self.runner.inputs, self.runner.sampler
+        self.input_batch, self.sampler = self.runner.input_batch, self.runner.sampler
         self.length = dict.fromkeys(range(req_indices), 0)
         self._steps = 0
 
@@ -119,7 +119,7 @@ class Bench:
         self.length[req_index] = len(tokens)
 
     def assign(self, assignment: RequestAssignment) -> None:
-        self.inputs.apply_step_changes(StepBatch(0, assignments=[assignment]))
+        self.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
         update = self.sampler.assign(assignment)
         if update is not None:
             update.write(self.runner.memory.tables)
@@ -160,5 +160,5 @@ class Bench:
 
     def append(self, req_indices: list[int], tokens: list[int]) -> None:
         for req_index, token in zip(req_indices, tokens, strict=True):
-            self.inputs.token_ids[req_index, self.length[req_index]] = token
+            self.input_batch.token_ids[req_index, self.length[req_index]] = token
             self.length[req_index] += 1

@@ -340,7 +340,7 @@ def steps_of(runner: ModelRunner) -> StepRunner:
 
 
 def replay_of(runner: ModelRunner) -> GraphReplay:
-    replay = steps_of(runner).replay
+    replay = steps_of(runner).forward_pass
     assert isinstance(replay, GraphReplay)
     return replay
 
@@ -354,7 +354,7 @@ def queue_mixed_step(
     step = LaunchedStep(batch)
     step.buffer, step.stages = memory.host_buffers[0], stages
     memory.write(step)
-    steps.replay.prepare(step)
+    steps.forward_pass.prepare(step)
     step.inputs = memory.derive_inputs(step)
     steps._run_forward(step)
     assert step.output is not None

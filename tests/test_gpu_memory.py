@@ -558,7 +558,7 @@ def test_runner_drops_tensors_before_releasing_memory(monkeypatch):
     driver.run([driver.add([1, 2, 3], 3)])
     runner.launch(StepBatch(99))
     state = state_of(runner)
-    held = [weakref.ref(x) for x in (state.cache.tensor, state.model.embedding, state.inputs)]
+    held = [weakref.ref(x) for x in (state.cache.tensor, state.model.embedding, state.input_batch)]
     alive = []
 
     def release_cached_memory(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from asyncllm.gpu.calibration import (
     calibrate_token_budget,
     min_run_ahead_tokens,
 )
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.ops.registry import NativeChoice
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, state_of
@@ -217,7 +217,7 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
 
     is_memory = "shape" not in str(error)
     with monkeypatch.context() as patch:
-        patch.setattr(Replay, "forward", fail)
+        patch.setattr(ForwardPass, "forward", fail)
         with pytest.raises(StepOutOfMemoryError if is_memory else RuntimeError) as caught:
             runner.collect()
     assert isinstance(caught.value, StepOutOfMemoryError) == is_memory

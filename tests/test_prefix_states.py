@@ -194,7 +194,7 @@ def _saved_before_the_step(monkeypatch) -> None:
 
     def early(self, step):
         if step.batch.state_saves:
-            self.cache.states.save(step.batch.state_saves)
+            self.cache.states.save_snapshots(step.batch.state_saves)
         step.batch.state_saves = []
         forward(self, step)
 
@@ -208,7 +208,7 @@ def _saved_behind_the_next(monkeypatch) -> None:
         saves, step.batch.state_saves = step.batch.state_saves, []
         forward(self, step)
         if former:
-            self.cache.states.save(former.pop())
+            self.cache.states.save_snapshots(former.pop())
         if saves:
             former.append(saves)
 
@@ -237,7 +237,7 @@ def test_states_are_copied_between_slots_and_snapshots():
     assert cache.num_bytes == 6 * (6 * 4 + 4 * 2 + 5 * 4)
     for tensor in cache.tensors:
         tensor.copy_(torch.arange(6).view(6, *[1] * (tensor.dim() - 1)).expand_as(tensor))
-    cache.save([(2, 1), (0, 2)])
+    cache.save_snapshots([(2, 1), (0, 2)])
     cache.load_snapshots([(1, 2)])
     for tensor in cache.tensors:
         assert tensor.flatten(1)[:, -1].tolist() == [0, 0, 2, 3, 2, 0]
@@ -263,7 +263,7 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
     def forward(step):
         found.append("run")
 
-    state.replay.forward = forward
+    state.forward_pass.forward = forward
     for name in ("load_snapshots", "save_snapshots"):
         note = partial(lambda name, self, pairs: found.append((name, pairs)), name)
         monkeypatch.setattr(StateCache, name, lambda self, pairs, note=note: note(self, pairs))

@@ -10,7 +10,7 @@ from asyncllm import LLM, EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.decoder_loading import resolve_weight_conversion
+from asyncllm.gpu.decoder_loading import resolve_conversion
 from asyncllm.gpu.ops import quantise
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
@@ -175,10 +175,10 @@ def test_where_there_are_no_such_layers_it_is_refused(name):
     config, none = EngineConfig(quantization=name), EngineConfig()
     for device, words in (("cuda:0", "device cuda:0"), ("cpu", "op set 'torch'")):
         with pytest.raises(InvalidRequestError, match=words) as caught:
-            resolve_weight_conversion(config, PLAIN, torch.device(device), TorchOps())
+            resolve_conversion(config, PLAIN, torch.device(device), TorchOps())
         assert caught.value.param == "quantization"
         assert "expected None, or a CPU with native ops" in str(caught.value)
-        assert resolve_weight_conversion(none, PLAIN, torch.device(device), TorchOps()) is None
+        assert resolve_conversion(none, PLAIN, torch.device(device), TorchOps()) is None
     with (
         pytest.raises(InvalidRequestError, match=f"quantization='{name}'"),
         LLM(device="cpu", attention_backend="torch", quantization=name),

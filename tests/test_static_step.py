@@ -262,7 +262,7 @@ def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
         assert outputs(runner, asked, depth=max(depth, 1), chunk=chunk) == expected
     # With the same blocks the second layer would overwrite the first one's.
     same = make_runner(llama, capturer=None, **settings)
-    steps_of(same).replay.model = llama
+    steps_of(same).forward_pass.model = llama
     assert outputs(same, asked, depth=1) != expected
 
 
@@ -766,7 +766,7 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
     store_tokens = StepRunner.store_tokens
 
     def forgetful(self: StepRunner, step: Any, sampled: np.ndarray) -> None:
-        step.epochs = self.inputs.epochs[step.req_indices]
+        step.epochs = self.input_batch.epochs[step.req_indices]
         store_tokens(self, step, sampled)
 
     monkeypatch.setattr(StepRunner, "store_tokens", forgetful)

@@ -185,7 +185,8 @@ def calibrate_token_budget(
 
     Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of
     ``target_seconds``. Shorter steps predict a full step badly: most of their time goes into
-    reading the weights, which takes no longer in a larger step. A step of one token, not timed, warms up.
+    reading the weights, which takes no longer in a larger step. A step of one token, not timed,
+    warms up.
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.

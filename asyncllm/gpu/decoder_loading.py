@@ -76,7 +76,7 @@ def load_decoder(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights_fit(config, device, model_bytes(model, dtype))
-    convert = resolve_weight_conversion(config, model, device, ops)
+    convert = resolve_conversion(config, model, device, ops)
     context = getattr(ops, "context", None)
     store = open_store(config, model, context, dtype, progress, next_to_model=next_to_model)
     if isinstance(model, ModelConfig):
@@ -148,13 +148,13 @@ def _make_attention(
     return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 
-def resolve_weight_conversion(
+def resolve_conversion(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
     device: torch.device,
     ops: TorchOps,
 ) -> Conversion | None:
-    """Finds the conversion that quantises linear weights as ``config.quantization`` says, if any.
+    """Conversion of linear weights that ``config.quantization`` names; None without quantisation.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

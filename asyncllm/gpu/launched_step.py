@@ -55,7 +55,7 @@ class LaunchedStep:
         table_updates: updates of LogitsTables rows, to write before the step runs.
         overflow_changes: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
-        started: whether the step's changes have been applied to the batch, and its work has begun.
+        has_begun: whether the step's changes are applied to the batch, and its work has begun.
         is_drawn: whether the host has no more work to do for drawing the tokens, so that later
             steps may begin.
         buffer, sizes: host buffer of the step's sections, and the sections' sizes; set when the
@@ -92,7 +92,7 @@ class LaunchedStep:
         self.table_updates: list[TableUpdate] = []
         self.overflow_changes: list[TableChange] = []
         self.masks: GrammarMask | None = None
-        self.started = self.is_drawn = False
+        self.has_begun = self.is_drawn = False
         self.sizes: StepSizes | None = None
         self.inputs: StepInputs | None = None
         self.output: StepOutput | None = None
@@ -157,11 +157,9 @@ class LaunchedStep:
         if failed.any():
             masked = self.masks_by_sampled_index()
             for place in np.flatnonzero(failed).tolist():
-                restricted = (
-                    self.row_stages[place] & SamplingStages.TOKEN_CONSTRAINTS.value
-                    or place in masked
-                )
-                none_left = tokens[place] == NO_TOKEN_LEFT and restricted
+                has_constraints = self.row_stages[place] & SamplingStages.TOKEN_CONSTRAINTS.value
+                is_restricted = has_constraints or place in masked
+                none_left = tokens[place] == NO_TOKEN_LEFT and is_restricted
                 output.errors[place] = ValueError(
                     NO_TOKEN_MESSAGE if none_left else NOT_FINITE_MESSAGE
                 )

@@ -142,7 +142,7 @@ class CacheBudget:
         return int(self.utilization * self.total)
 
     @property
-    def available(self) -> int:
+    def available_bytes(self) -> int:
         """Bytes for the KV cache; negative if weights, step and graphs alone exceed the share.
 
         The share is ``gpu_memory_utilization`` of the GPU's memory, or what was free at the start
@@ -219,15 +219,15 @@ def cuda_cache_bytes(
         raise EngineError(
             f"the largest step does not fit beside the weights ({budget}): {smaller_step}"
         ) from failure
-    if budget.available < min_bytes:
+    if budget.available_bytes < min_bytes:
         is_limited = budget.allowed_bytes < free_at_start
         remedy = "raise gpu_memory_utilization" if is_limited else "free memory on the GPU"
         raise KVCacheTooSmallError(
-            f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
+            f"{max(budget.available_bytes, 0)} bytes are left for the KV cache, the smallest needs "
             f"{min_bytes} ({budget}): {remedy}, or {smaller_step}"
         )
-    logger.info("%d bytes for the KV cache: %s", budget.available, budget)
-    return budget.available
+    logger.info("%d bytes for the KV cache: %s", budget.available_bytes, budget)
+    return budget.available_bytes
 
 
 def _measure_peak_bytes(
@@ -276,11 +276,9 @@ def check_weights_fit(config: EngineConfig, device: torch.device, weights_bytes:
 
 def free_memory(device: torch.device) -> tuple[int, int]:
     """Free bytes of a device, and its total bytes (0 for a CPU)."""
-    return (
-        GPU_MEMORY_PROBE.free_and_total_bytes(device)
-        if device.type == "cuda"
-        else (available_memory(), 0)
-    )
+    if device.type != "cuda":
+        return available_memory(), 0
+    return GPU_MEMORY_PROBE.free_and_total_bytes(device)
 
 
 def available_memory() -> int:

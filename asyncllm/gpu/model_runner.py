@@ -102,8 +102,10 @@ class ModelRunner:
         self._num_threads = num_threads
         self._thread: int | None = None
         if graphs is not None:
-            runner.replay = GraphReplay(model, cache, runner.memory, graphs, runner.sample_logits)
-        self.execution = runner.replay.description
+            runner.forward_pass = GraphReplay(
+                model, cache, runner.memory, graphs, runner.sample_logits
+            )
+        self.execution = runner.forward_pass.description
         if graphs is None:
             with self._explain_memory_error():
                 self._record_forward()
@@ -112,13 +114,13 @@ class ModelRunner:
         """Records the forward pass for replay, if every op can be recorded."""
         runner = self._require_runner()
         memory = runner.memory
-        found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
+        found = record_step(runner.model, runner.cache, runner.input_batch, memory.buffer)
         if isinstance(found, str):
-            self.execution = f"{runner.replay.description}: {found}"
+            self.execution = f"{runner.forward_pass.description}: {found}"
             return
         found.make_program()
-        runner.replay, self.execution = found, found.description
-        runner.stream = self._stream = StepQueue(found, memory, runner.inputs, runner.sampler)
+        runner.forward_pass, self.execution = found, found.description
+        runner.stream = self._stream = StepQueue(found, memory, runner.input_batch, runner.sampler)
 
     @contextlib.contextmanager
     def _explain_memory_error(self) -> Iterator[None]:
@@ -134,7 +136,7 @@ class ModelRunner:
     @property
     def graphs(self) -> StepGraphs | None:
         """CUDA graphs of decode steps; None if there are none, and after ``close``."""
-        replay = None if self._runner is None else self._runner.replay
+        replay = None if self._runner is None else self._runner.forward_pass
         return replay.graphs if isinstance(replay, GraphReplay) else None
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
@@ -144,9 +146,9 @@ class ModelRunner:
             progress: called with (steps run, steps in all).
         """
         runner = self._require_runner()
-        if isinstance(runner.replay, GraphReplay):
+        if isinstance(runner.forward_pass, GraphReplay):
             with exclusive_compilation(), self._synchronize_after():
-                warm_up(runner, runner.replay, progress)
+                warm_up(runner, runner.forward_pass, progress)
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Captures a graph for every batch size and token count, before the first step.
@@ -154,7 +156,7 @@ class ModelRunner:
         Args:
             progress: called with (graphs captured, graphs in all).
         """
-        replay = self._require_runner().replay
+        replay = self._require_runner().forward_pass
         if isinstance(replay, GraphReplay):
             with self._synchronize_after():
                 replay.capture_all(progress)
@@ -216,7 +218,7 @@ class ModelRunner:
                 f"masks of rows {masks.rows} came; expected some of {step.batch.masked_rows}"
             )
         step.masks = masks
-        if step.started and self._stream.is_async:
+        if step.has_begun and self._stream.is_async:
             with self._keep_errors(step):
                 runner.sample(step)
             self._begin_steps()
@@ -259,8 +261,8 @@ class ModelRunner:
         if not self._stream.is_async:
             self._stream.synchronize()
         self._launched_steps.clear()
-        if isinstance(self._runner.replay, GraphReplay):
-            self._runner.replay.close()
+        if isinstance(self._runner.forward_pass, GraphReplay):
+            self._runner.forward_pass.close()
         # Drop the model first: only the memory of tensors that nothing refers to is released.
         self._runner = None
         if not self._stream.is_async:
@@ -296,10 +298,10 @@ class ModelRunner:
         """
         runner = self._require_runner()
         for number, step in enumerate(self._launched_steps):
-            if not step.started:
+            if not step.has_begun:
                 if not self._stream.can_begin_early(step, islice(self._launched_steps, number)):
                     return
-                step.started = True
+                step.has_begun = True
                 with self._keep_errors(step):
                     runner.begin(step, runs_ahead=True)
             if not step.is_drawn:
@@ -320,7 +322,7 @@ class ModelRunner:
         Runs the step first if it has not begun.
         """
         runner = self._require_runner()
-        if not step.started:
+        if not step.has_begun:
             runner.begin(step, runs_ahead=False)
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):

@@ -13,7 +13,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcess
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages, TopLogprobs
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -31,7 +31,7 @@ class StepRunner:
     A step goes through three stages. Its changes are applied to the persistent batch and its inputs
     written to a buffer. Then its copy, forward pass and sampling are queued on the stream. Finally
     the host waits for its tokens. Devices differ in the stream, the memory that steps share, and
-    the replay of the forward pass.
+    the ForwardPass.
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
@@ -41,7 +41,7 @@ class StepRunner:
 
     Attributes:
         stream: stream on which work is queued; a StepQueue once the forward pass is recorded.
-        replay: runs the forward pass, op by op or as it was captured or recorded.
+        forward_pass: runs the forward pass, op by op or as it was captured or recorded.
         memory: the memory that steps share.
     """
 
@@ -52,28 +52,28 @@ class StepRunner:
         self.model, self.cache, self.info, self.stream = model, cache, info, stream
         self._in_process = in_process
         self.device = model.embedding.device
-        self.inputs = InputBatch(
+        self.input_batch = InputBatch(
             info.max_num_seqs, info.max_model_len, info.kv_groups, tracks_tables=on_device
         )
         self.sampler = Sampler(
-            info.max_num_seqs, info.vocab_size, self.inputs, model.ops, num_logprobs,
+            info.max_num_seqs, info.vocab_size, self.input_batch, model.ops, num_logprobs,
             in_process.logits_processors,
         )  # fmt: skip
         self._on_device, self._padded_tokens = on_device, padded_tokens
         self._zeroes_blocks = any(each.needs_zeroed_blocks for each in model.attention.values())
         self.memory: StepMemory
-        self.replay: Replay
+        self.forward_pass: ForwardPass
         self.resize(info)
 
     def resize(self, info: ExecutorInfo) -> None:
         """Reallocates the steps' memory for the limits of ``info``, before the first step."""
         self.info = info
         self.memory = StepMemory(
-            info, self.inputs, self.sampler.state, self.model.ops, self.device,
+            info, self.input_batch, self.sampler.state, self.model.ops, self.device,
             on_device=self._on_device, padded_tokens=self._padded_tokens,
         )  # fmt: skip
         self._buffers = cycle(self.memory.host_buffers)
-        self.replay = Replay(self.model, self.cache, self.memory)
+        self.forward_pass = ForwardPass(self.model, self.cache, self.memory)
 
     # --- a step --------------------------------------------------------------------------
 
@@ -90,17 +90,17 @@ class StepRunner:
             step.is_drawn = True
             return
         if step.batch.prompt_logprobs:
-            step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.inputs)
+            step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.input_batch)
         if runs_ahead and self.stream.submit(step):
             return
         step.buffer = next(self._buffers)
         self.memory.write(step)
-        if not self.replay.prepare(step):
+        if not self.forward_pass.prepare(step):
             step.inputs = self.memory.derive_inputs(step)
         self._prepare_sampling(step)
         if self.memory.on_device:
             # Mark the new positions: until the step is collected, only the device has their tokens.
-            self.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
+            self.input_batch.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
         self.stream.run(partial(self._run_forward, step))
         if not step.awaits_masks:
             self.sample(step)
@@ -141,30 +141,30 @@ class StepRunner:
         A failed row's token becomes 0, so that the embedding's index is valid; results computed
         from it are void.
         """
-        same = self.inputs.epochs[step.req_indices] == step.epochs
+        same = self.input_batch.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]
-        self.inputs.token_ids[at] = np.maximum(tokens[same], 0)
+        self.input_batch.token_ids[at] = np.maximum(tokens[same], 0)
 
     # --- parts of a step -----------------------------------------------------------------
 
     def _apply_changes(self, step: LaunchedStep) -> None:
         """Applies the step's changes to the batch and to the sampling parameters."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
-        self.inputs.apply_step_changes(batch)
+        self.input_batch.apply_step_changes(batch)
         if self._zeroes_blocks and (batch.assignments or batch.new_blocks):
-            step.blocks_to_zero = self.inputs.unfilled_blocks(batch)
+            step.blocks_to_zero = self.input_batch.unfilled_blocks(batch)
         for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
             update = sampler.assign(self._in_process.with_processors(assignment))
             if update is not None:
                 step.table_updates.append(update)
-        if self.replay.finds_greedy_tokens:
+        if self.forward_pass.finds_greedy_tokens:
             needs_logits = state.needs_logits[step.req_indices]
             if batch.masked_rows:
                 needs_logits[step.sampled_indices_of(batch.masked_rows)] = True
             step.put_logits_rows_first(needs_logits)
-        step.epochs = self.inputs.epochs[step.req_indices]
+        step.epochs = self.input_batch.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
             # Copy the failures to the step: when it is collected, its request indices may belong to
@@ -196,7 +196,7 @@ class StepRunner:
         if states is not None and loads:
             states.load_snapshots(loads)
         self.memory.upload(step)
-        step.output = self.replay.forward(step)
+        step.output = self.forward_pass.forward(step)
         if states is not None and saves:
             states.save_snapshots(saves)
         if step.batch.prompt_logprobs:
@@ -222,7 +222,7 @@ class StepRunner:
             index = step.host_rows.copy_inputs(logits, rows, memory.scalars, step.stages)
             rows.req_indices.index_fill_(0, index, -1)
             num_apart = len(step.host_rows.places)
-        if num_apart < count and not self.replay.sample(step):
+        if num_apart < count and not self.forward_pass.sample(step):
             if step.stages and not memory.on_device:
                 self._sample_by_stages(step, logits)
             else:

@@ -98,8 +98,8 @@ class StepBuffer(BufferSections):
     token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
     before the sampled one, -1 if only the device has it. The other sections of StepInputs are
     *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has the
-    tokens of the previous step. CUDA graphs and native programs hold the addresses of the device's buffer;
-    on a CPU without run-ahead the host writes directly into that buffer.
+    tokens of the previous step. CUDA graphs and native programs hold the addresses of the device's
+    buffer; on a CPU without run-ahead the host writes directly into that buffer.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart, StepGraphs
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.piecewise_graphs import PiecewiseGraphs
-from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.decoder import Decoder
@@ -44,7 +44,7 @@ class GraphPlan:
     token_counts: Sequence[int] = ()
 
 
-class GraphReplay(Replay):
+class GraphReplay(ForwardPass):
     """Runs steps from CUDA graphs.
 
     A decode step is one graph. It is two graphs if logits are processed before the draw, or if the
@@ -133,10 +133,8 @@ class GraphReplay(Replay):
                 return super().forward(step)
             self.memory.insert_sampled_tokens(inputs)
             return self.piecewise.forward(inputs, step.bucket)
-        count, part = (
-            len(step.rows),
-            GraphPart.STEP if step.needs_only_plain_sampling else GraphPart.FORWARD,
-        )
+        count = len(step.rows)
+        part = GraphPart.STEP if step.needs_only_plain_sampling else GraphPart.FORWARD
         # The static logits are allocated when a step first needs them, and never inside a capture.
         logits = (
             self._static_logits() if part is GraphPart.FORWARD else self.memory.sampled_tokens[:0]

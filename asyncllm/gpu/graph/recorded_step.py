@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffer import StepBuffer
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import NO_TOKENS, LanguageModel, StepOutput
@@ -19,7 +19,7 @@ from asyncllm.gpu.ops.recorder import FAKE_ROWS, Recorder, Size, Unrecordable
 from asyncllm.native.interface import OP_ARG_STRUCTS
 
 
-class RecordedStep(Replay):
+class RecordedStep(ForwardPass):
     """Runs the forward pass of decode and mixed steps of any size as one native program.
 
     Not thread-safe: the output of a run is valid until the next run.
@@ -34,8 +34,8 @@ class RecordedStep(Replay):
         num_bytes: bytes of the activations.
         program: the native program, set by ``make_program``.
         logits, hidden: outputs, with room for the largest step; set by ``make_program``.
-        greedy: ``[max_rows]`` int64, tokens with the largest logit, set by ``make_program``; None if
-            the model's head does not find them.
+        greedy: ``[max_rows]`` int64, tokens with the largest logit; None if the model's head does
+            not find them. Set by ``make_program``.
 
     Raises:
         Unrecordable: a part of the model has no native op.

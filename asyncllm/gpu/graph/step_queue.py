@@ -134,10 +134,8 @@ class StepQueue(SyncStream):
         asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
         step.is_drawn = not asks and not len(state.rows_needing_host(step.req_indices))
         if step.is_drawn and stages.any():
-            step.stages, step.row_logprobs = (
-                SamplingStages.LOGPROBS,
-                state.logprobs[step.req_indices],
-            )
+            step.stages = SamplingStages.LOGPROBS
+            step.row_logprobs = state.logprobs[step.req_indices]
         job.set_sizes(step)
         context = self.recorded_step.program.context
         status = context.functions.submit(context.handle, job.args)

@@ -138,9 +138,8 @@ class PackedFolder:
         disk = os.statvfs(self.path)
         min_free = int(disk.f_blocks * disk.f_frsize * MIN_FREE_DISK_SHARE)
         if disk.f_bavail * disk.f_frsize < num_bytes + min_free:
-            raise OSError(
-                f"{num_bytes} bytes would leave less than {MIN_FREE_DISK_SHARE:.0%} of the disk free"
-            )
+            share = f"{MIN_FREE_DISK_SHARE:.0%}"
+            raise OSError(f"{num_bytes} bytes would leave less than {share} of the disk free")
 
     def mark_used(self, name: str) -> None:
         """Update a file's time of last use, by which files are evicted."""

@@ -51,7 +51,7 @@ class HostRows:
             if index in state.host_rules
         }
         self._outputs_by_row = {
-            row: sampler.inputs.output_token_ids(indices[row], last_positions[row]).copy()
+            row: sampler.input_batch.output_token_ids(indices[row], last_positions[row]).copy()
             for row in self._rules_by_row
         }
         self._num_batch_updates = sampler.batched.num_batch_updates

@@ -37,12 +37,12 @@ class Sampler:
         self,
         max_num_seqs: int,
         vocab_size: int,
-        inputs: InputBatch,
+        input_batch: InputBatch,
         ops: TorchOps,
         num_logprobs: int = 20,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        self.inputs, self.ops = inputs, ops
+        self.input_batch, self.ops = input_batch, ops
         self.batched = BatchedProcessors(processors)
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
