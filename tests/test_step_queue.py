@@ -78,7 +78,7 @@ def watch(runner: ModelRunner) -> list[bool]:
 
     def watched(step: LaunchedStep):
         submitted = submit(step)
-        found.append(step.is_drawn)
+        found.append(step.is_sampling_queued)
         return submitted
 
     queue.submit = watched

@@ -46,7 +46,7 @@ class LaunchedStep:
         row_stages: ``[S]``, SamplingStages of each sampled row.
         row_logprobs: ``[S]``, number of log-probabilities of each sampled row, -1 for none; empty
             unless ``stages`` has LOGPROBS.
-        stages: union of the sampling stages of all rows that are drawn on the device.
+        stages: union of the sampling stages of all rows that are sampled on the device.
         bucket: size of the CUDA graph, padding included: rows of a decode step, tokens of a mixed
             step; None without a graph.
         balanced: whether attention splits the keys in proportion to the rows' lengths, because
@@ -56,8 +56,8 @@ class LaunchedStep:
         overflow_changes: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
         has_begun: whether the step's changes are applied to the batch, and its work has begun.
-        is_drawn: whether the host has no more work to do for drawing the tokens, so that later
-            steps may begin.
+        is_sampling_queued: whether all sampling on the device is queued, so that later steps may
+            begin.
         buffer, sizes: host buffer of the step's sections, and the sections' sizes; set when the
             step begins.
         inputs: the model's inputs; None if the device derives them.
@@ -92,7 +92,7 @@ class LaunchedStep:
         self.table_updates: list[TableUpdate] = []
         self.overflow_changes: list[TableChange] = []
         self.masks: GrammarMask | None = None
-        self.has_begun = self.is_drawn = False
+        self.has_begun = self.is_sampling_queued = False
         self.sizes: StepSizes | None = None
         self.inputs: StepInputs | None = None
         self.output: StepOutput | None = None
@@ -127,7 +127,7 @@ class LaunchedStep:
             self.positions = self.positions[order]
 
     def awaits_tokens_of(self, step: LaunchedStep) -> bool:
-        """Whether this step continues a row whose token the host draws in ``step``."""
+        """Whether this step continues a row whose token the host samples in ``step``."""
         if step.host_rows is None:
             return False
         later = set(self.batch.req_indices).difference(self.batch.released_indices)

@@ -43,7 +43,7 @@ class ModelRunner:
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
     With a pipeline depth of 2, recorded steps run ahead on a thread of the native library. Such a
     step runs to its end, or only up to its logits if rows await masks or their logits are processed
-    before the draw. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
+    before sampling. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
     the masks are made.
 
     **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the
@@ -293,7 +293,7 @@ class ModelRunner:
     def _begin_steps(self) -> None:
         """Begins launched steps, in order, as far as the stream can run them now.
 
-        Steps behind a failed one, or one whose tokens the host draws, have to wait. ``collect``
+        Steps behind a failed one, or one whose tokens the host samples, have to wait. ``collect``
         raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
         runner = self._require_runner()
@@ -304,7 +304,7 @@ class ModelRunner:
                 step.has_begun = True
                 with self._keep_errors(step):
                     runner.begin(step, runs_ahead=True)
-            if not step.is_drawn:
+            if not step.is_sampling_queued:
                 return
 
     @contextlib.contextmanager

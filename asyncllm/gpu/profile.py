@@ -105,5 +105,5 @@ def _sample_all_rows(decoder: LanguageModel, logits: torch.Tensor) -> None:
     scalars["temperature"].fill_(1.0)
     scalars["top_k"].fill_(64)
     scalars["top_p"].fill_(0.9)
-    drawn = RowsToSample(rows, rows, rows.new_empty(count + 1))
-    decoder.ops.sample(logits, scalars, drawn, torch.empty_like(rows))
+    rows_to_sample = RowsToSample(rows, rows, rows.new_empty(count + 1))
+    decoder.ops.sample(logits, scalars, rows_to_sample, torch.empty_like(rows))

@@ -87,7 +87,7 @@ class StepRunner:
         """
         self._apply_changes(step)
         if not len(step.batch):
-            step.is_drawn = True
+            step.is_sampling_queued = True
             return
         if step.batch.prompt_logprobs:
             step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.input_batch)
@@ -112,12 +112,12 @@ class StepRunner:
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
             step.stages |= SamplingStages.MASKS
         self.stream.run(partial(self._sample_rows, step))
-        step.event, step.is_drawn = self.stream.record(), True
+        step.event, step.is_sampling_queued = self.stream.record(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
-        """Waits for a step, and draws on the host the tokens of rows that need it."""
+        """Waits for a step, and samples on the host the rows that need it."""
         self.stream.wait(step)
-        if not step.is_drawn:
+        if not step.is_sampling_queued:
             if step.batch.prompt_logprobs:
                 self._keep_hidden_states(step)
             self._prepare_sampling(step)
@@ -210,7 +210,7 @@ class StepRunner:
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
     def _sample_rows(self, step: LaunchedStep) -> None:
-        """Draws the step's tokens into its buffer; for rows sampled on the host it only copies
+        """Samples the step's tokens into its buffer; for rows sampled on the host it only copies
         their inputs."""
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output

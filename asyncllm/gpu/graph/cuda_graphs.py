@@ -21,7 +21,7 @@ CAPTURE_RETRY_BASE = 3
 class GraphPart(enum.Enum):
     """The part of a step that a graph holds.
 
-    STEP is a whole decode step. If logits are processed before the draw, or the step waits for
+    STEP is a whole decode step. If logits are processed before sampling, or the step waits for
     masks, FORWARD and SAMPLE are the two halves of a decode step. BODY is all layers but the last
     of a mixed step.
     """

@@ -47,7 +47,7 @@ class GraphPlan:
 class GraphReplay(ForwardPass):
     """Runs steps from CUDA graphs.
 
-    A decode step is one graph. It is two graphs if logits are processed before the draw, or if the
+    A decode step is one graph. It is two graphs if logits are processed before sampling, or if the
     step waits for masks. A mixed step, which has a prefill, runs in PiecewiseGraphs, or op by op on
     the same memory.
 

@@ -41,7 +41,7 @@ class _Job(HostBuffer):
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
         rows = RowsToSample(indices, positions, memory.last_sampled_tokens)
-        # If the output head has no argmax op, all rows are drawn by the sampler, and nothing reads
+        # If the output head has no argmax op, the sampler samples all rows, and nothing reads
         # the greedy tokens.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
         lines, width = batch.token_ids.shape
@@ -61,8 +61,8 @@ class _Job(HostBuffer):
         args.sizes[:] = sizes
         begin = self.tensors["wanted"].data_ptr() - self.memory.data_ptr()
         args.bytes = begin + self.tensors["wanted"].itemsize * sizes.wanted
-        args.num_tokens = sizes.logits + sizes.greedy if step.is_drawn else 0
-        args.draw.rows = sizes.logits if step.is_drawn else 0
+        args.num_tokens = sizes.logits + sizes.greedy if step.is_sampling_queued else 0
+        args.draw.rows = sizes.logits if step.is_sampling_queued else 0
         asked = np.flatnonzero(step.row_logprobs >= 0)
         args.top_rows = asked[-1] + 1 if len(asked) else 0
         if args.top_rows:
@@ -118,7 +118,7 @@ class StepQueue(SyncStream):
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
 
-        If the step's tokens can be drawn from unprocessed logits, the step runs to its end, with
+        If the step's tokens can be sampled from unprocessed logits, the step runs to its end, with
         its tokens' log-probabilities, else up to its logits. No step may be submitted behind a step
         that ends with its logits until that step has been sampled.
 
@@ -132,8 +132,8 @@ class StepQueue(SyncStream):
         state, stages = self._sampler.state, step.row_stages
         asks = (stages & ~SamplingStages.LOGPROBS.value).any()
         asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
-        step.is_drawn = not asks and not len(state.rows_needing_host(step.req_indices))
-        if step.is_drawn and stages.any():
+        step.is_sampling_queued = not asks and not len(state.rows_needing_host(step.req_indices))
+        if step.is_sampling_queued and stages.any():
             step.stages = SamplingStages.LOGPROBS
             step.row_logprobs = state.logprobs[step.req_indices]
         job.set_sizes(step)

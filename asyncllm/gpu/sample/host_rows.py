@@ -29,7 +29,7 @@ class HostRows:
 
     ``copy_inputs`` queues copies of the inputs of sampling behind the forward pass, because the
     next step may run before ``sample``, with other requests at these indices. ``sample`` applies
-    ``bad_words`` and the logits processors, and draws; call it after the step's end.
+    ``bad_words`` and the logits processors, and samples; call it after the step's end.
 
     Args:
         places: ``[K]``, indices of the rows within the step's sampled rows.
@@ -56,7 +56,7 @@ class HostRows:
         }
         self._num_batch_updates = sampler.batched.num_batch_updates
         self._logits = self._processed_logits = self._positions = torch.empty(0)
-        self._draw_scalars: dict[str, Tensor] = {}
+        self._sample_op_params: dict[str, Tensor] = {}
 
     def copy_inputs(
         self,
@@ -80,7 +80,7 @@ class HostRows:
         own = rows.select(index)
         # One table row for each sampled row, and one more for padding.
         table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
-        self._draw_scalars = {name: scalars[name][table_rows] for name in SAMPLE_OP_PARAMS}
+        self._sample_op_params = {name: scalars[name][table_rows] for name in SAMPLE_OP_PARAMS}
         self._logits, self._positions = logits[index], own.positions
         needed = SamplingStages(int(np.bitwise_or.reduce(self._stages))) | (
             stages & SamplingStages.MASKS
@@ -90,14 +90,16 @@ class HostRows:
         return index
 
     def sample(self) -> SampleOutput:
-        """Draws a token for each row, in the order of ``places``."""
+        """Samples a token for each row, in the order of ``places``."""
         errors: dict[int, Exception] = {}
         self._apply_processors(errors)
         table_rows = torch.arange(len(self.places), device=self._positions.device)
         last = table_rows.new_zeros(len(table_rows) + 1)
         tokens = torch.empty_like(table_rows)
         rows_to_sample = RowsToSample(table_rows, self._positions, last)
-        self._sampler.ops.sample(self._processed_logits, self._draw_scalars, rows_to_sample, tokens)
+        self._sampler.ops.sample(
+            self._processed_logits, self._sample_op_params, rows_to_sample, tokens
+        )
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
         self._add_errors(output)
         output.token_ids[list(errors)] = -1

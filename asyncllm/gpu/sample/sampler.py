@@ -1,4 +1,4 @@
-"""Sampler: draws tokens from logits by the sampling parameters of each request."""
+"""Sampler: samples tokens from logits by the sampling parameters of each request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from asyncllm.logits_processor import LogitsProcessor
 
 
 class Sampler:
-    """Holds the sampling parameters of all request indices, and draws tokens by them.
+    """Holds the sampling parameters of all request indices, and samples tokens by them.
 
     Args:
         num_logprobs: log-probabilities per token that a step's buffers hold.
         processors: the engine's processors.
 
     Attributes:
-        ops: the op set, which processes logits and draws tokens.
+        ops: the op set, which processes logits and samples tokens.
         failures: by request index, the error that prevents sampling the request.
     """
 
@@ -62,9 +62,8 @@ class Sampler:
         try:
             update = self.state.assign(assignment)
             if assignment.claiming_processors:
-                self.state.get_or_add_host_rules(
-                    req_index
-                ).request_with_processors = self.batched.add_request(assignment)
+                host_rules = self.state.get_or_add_host_rules(req_index)
+                host_rules.request_with_processors = self.batched.add_request(assignment)
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -89,7 +88,7 @@ class Sampler:
         tokens: Tensor,
         top: TopLogprobs | None = None,
     ) -> None:
-        """Draws a token for each row, by its request index and position.
+        """Samples a token for each row, by its request index and position.
 
         A step may call it several times, each for some of its rows. A request has at most one row
         per call.

@@ -116,8 +116,8 @@ class SamplingState:
             self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
         has_host = req_index in self.host_rules or req_index in self.host_logprobs
-        is_drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
-        self.needs_logits[req_index] = bool(update.stages) or has_host or is_drawn
+        is_random = scalars["temperature"][req_index] >= MIN_TEMPERATURE
+        self.needs_logits[req_index] = bool(update.stages) or has_host or is_random
         return (
             update
             if update.stages & (SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES)
