@@ -50,7 +50,7 @@ def make_rows() -> SamplingRows:
     """Every row with a mask, rules and penalties of its own."""
     random = torch.Generator().manual_seed(1)
     tables = LogitsTables(ROWS, VOCAB, CPU)
-    tables.make(LOGITS_PROCESSING_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     for table in (tables.allowed, tables.in_prompt):
         table.random_(generator=random)
     tables.bias_ids.random_(0, VOCAB, generator=random)
@@ -71,7 +71,7 @@ def make_rows() -> SamplingRows:
         positions=lines[:-1] % 20,
         host_token_ids=lines[:-1] - 3,
         last_sampled_tokens=lines,
-        rules=dict(zip(LOGITS_PROCESSING_PARAMS, values, strict=True)),
+        params=dict(zip(LOGITS_PROCESSING_PARAMS, values, strict=True)),
         tables=tables,
         mask_slots=lines[:-1] % 5 - 1,
         mask_words=torch.randint(0, 2**31, (4, num_words(VOCAB)), generator=random).int(),
@@ -122,7 +122,7 @@ def test_chunks_change_nothing(monkeypatch, stages, elements):
 def test_memory_beside_the_largest_step():
     """For all stages at once: what a graph of the sampling holds, and a mixed step beside it."""
     tables = LogitsTables(ROWS, VOCAB, CPU)
-    tables.make(LOGITS_PROCESSING_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     made = [value for value in vars(tables).values() if isinstance(value, Tensor)]
     num_bytes = sum(value.nbytes for value in made)
     assert LogitsTables.num_bytes(ROWS, VOCAB) == num_bytes

@@ -339,7 +339,7 @@ def test_processed_logits(ops, dtype):
     vocab_size, token = 70, 5
     logits = (torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(6)) * 3).to(dtype)
     tables = LogitsTables(3, vocab_size, CPU)
-    tables.make(LOGITS_PROCESSING_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     tables.bias_ids[1, :2], tables.bias_values[1, :2] = torch.tensor([9, 8]), 2.5
     tables.allowed[1, 0], tables.in_prompt[1, 0] = 0x1F00, 1 << 9 | 1 << 10
     tables.stop_ids[1, 0] = 12

@@ -480,7 +480,7 @@ def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> N
     assert step.masks is None
     vocab = llama.model.vocab_size
     step.masks, out = GrammarMasks(8, vocab, CPU), TopLogprobs(8, 20, CPU)
-    step.tables.make(LOGITS_PROCESSING_STAGES)
+    step.tables.allocate(LOGITS_PROCESSING_STAGES)
     logits, rows = torch.zeros(3, vocab), step.sampling_rows(3)
     with torch.inference_mode(), TorchCalls() as called:
         llama.ops.process_logits(logits, rows, LOGITS_PROCESSING_STAGES)

@@ -14,7 +14,7 @@ from asyncllm.logger import get_logger
 
 logger = get_logger(__name__)
 
-MAX_GROUPS = 16
+MAX_KV_GROUPS = 16
 """Maximum number of KV groups: each step prepares KV slots and plans attention for every group."""
 
 
@@ -104,7 +104,7 @@ def _group_size(counts: Sequence[int]) -> int:
     """Number of layers per group, given the number of layers of each kind."""
     fewest, most = min(counts), max(counts)
     size = most if most < 1.25 * fewest else fewest
-    while sum(-(-count // size) for count in counts) > max(MAX_GROUPS, len(counts)):
+    while sum(-(-count // size) for count in counts) > max(MAX_KV_GROUPS, len(counts)):
         size += 1
     return size
 

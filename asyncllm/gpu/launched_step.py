@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncllm.core.batch import GrammarMask, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
-from asyncllm.gpu.batch.host_buffer import HostBuffer, TableChange
+from asyncllm.gpu.batch.host_buffer import BlockTableChange, HostBuffer
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.batch.step_buffer import StepSizes
 from asyncllm.gpu.batch.step_inputs import StepInputs
@@ -19,7 +19,7 @@ from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
-from asyncllm.gpu.sample.sampling_state import TableUpdate
+from asyncllm.gpu.sample.sampling_state import LogitsTableUpdate
 from asyncllm.validation import explain
 
 
@@ -52,8 +52,8 @@ class LaunchedStep:
         balanced: whether attention splits the keys in proportion to the rows' lengths, because
             these differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
-        table_updates: updates of LogitsTables rows, to write before the step runs.
-        overflow_changes: block table changes that do not fit into the buffer.
+        logits_table_updates: updates of LogitsTables rows, to write before the step runs.
+        overflow_block_table_changes: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
         has_begun: whether the step's changes are applied to the batch, and its work has begun.
         is_sampling_queued: whether all sampling on the device is queued, so that later steps may
@@ -89,8 +89,8 @@ class LaunchedStep:
         self.stages = SamplingStages.NONE
         self.bucket: int | None = None
         self.balanced = False
-        self.table_updates: list[TableUpdate] = []
-        self.overflow_changes: list[TableChange] = []
+        self.logits_table_updates: list[LogitsTableUpdate] = []
+        self.overflow_block_table_changes: list[BlockTableChange] = []
         self.masks: GrammarMask | None = None
         self.has_begun = self.is_sampling_queued = False
         self.sizes: StepSizes | None = None

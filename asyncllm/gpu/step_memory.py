@@ -95,7 +95,7 @@ class StepMemory:
         self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
         table_changes = [table.pop_changes() for table in self._batch.tables]
-        step.overflow_changes = host.set_table_changes(table_changes)
+        step.overflow_block_table_changes = host.set_block_table_changes(table_changes)
 
     def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
         """Writes the token before each sampled token; -1 if only the device has it so far."""
@@ -105,15 +105,15 @@ class StepMemory:
     def upload(self, step: LaunchedStep) -> None:
         """Queues the copy of a step's inputs to the device, and the updates of the batch state on
         the device."""
-        for update in step.table_updates:
+        for update in step.logits_table_updates:
             update.write(self.tables)
         if not self.on_device:
             return
         tokens_end = next(reversed(self.buffer.tensors))
         self.buffer.copy_from(step.buffer, LAST_DECODE_SECTION if step.is_decode else tokens_end)
-        if step.overflow_changes or not step.is_decode:
+        if step.overflow_block_table_changes or not step.is_decode:
             no_rows = self.decode_inputs(0)
-            for group, *arrays in step.overflow_changes:
+            for group, *arrays in step.overflow_block_table_changes:
                 indices, values = (copy_to_device(array, self.device) for array in arrays)
                 changed = replace(no_rows.groups[group], table_changes=(indices, values))
                 self._ops.decode_inputs(no_rows, changed)
@@ -217,7 +217,7 @@ class StepMemory:
             positions=tensors[LAST_DECODE_SECTION][rows],
             host_token_ids=tensors["previous_tokens"][rows],
             last_sampled_tokens=self.last_sampled_tokens,
-            rules=self.scalars,
+            params=self.scalars,
             tables=self.tables,
             mask_slots=None if masks is None else masks.slots[rows],
             mask_words=None if masks is None else masks.words,

@@ -158,7 +158,7 @@ class StepRunner:
         for assignment in batch.assignments:
             update = sampler.assign(self._in_process.with_processors(assignment))
             if update is not None:
-                step.table_updates.append(update)
+                step.logits_table_updates.append(update)
         if self.forward_pass.finds_greedy_tokens:
             needs_logits = state.needs_logits[step.req_indices]
             if batch.masked_rows:

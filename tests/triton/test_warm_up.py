@@ -53,7 +53,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 def run_everything(runner: ModelRunner) -> None:
     """Every bucket, batch sizes that have none, both halves, and mixed steps of all kinds."""
     replay, memory, info = replay_of(runner), steps_of(runner).memory, runner.info
-    memory.tables.make(SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES)
+    memory.tables.allocate(SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES)
     stages = (
         SamplingStages.NONE,
         SamplingStages.TOKEN_CONSTRAINTS,

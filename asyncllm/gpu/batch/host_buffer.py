@@ -16,7 +16,7 @@ from asyncllm.gpu.sample.sampling_state import SamplingState
 
 CPU = torch.device("cpu")
 
-TableChange = tuple[int, np.ndarray, np.ndarray]
+BlockTableChange = tuple[int, np.ndarray, np.ndarray]
 """KV group, indices into its flat block table, and their new values."""
 
 
@@ -54,15 +54,15 @@ class HostBuffer(StepBuffer):
         """The step's log-probabilities, allocated on first use."""
         return TopLogprobs(self.limits.rows, self._num_logprobs, CPU, pinned=self._pinned)
 
-    def set_table_changes(
+    def set_block_table_changes(
         self, changes: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> list[TableChange]:
+    ) -> list[BlockTableChange]:
         """Writes the changes of each group's block table.
 
         Returns:
             The groups' changes that do not fit into the buffer.
         """
-        overflow: list[TableChange] = []
+        overflow: list[BlockTableChange] = []
         for group, (indices, values) in enumerate(changes):
             changed = self.arrays[f"changed_{group}"]
             new_blocks = self.arrays[f"new_blocks_{group}"]

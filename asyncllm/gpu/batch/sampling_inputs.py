@@ -35,7 +35,7 @@ class LogitsTables:
     """Tables of rules and penalties, with a row per request index.
 
     Tables are allocated when a request first needs them, and then keep their addresses. A row is
-    stale unless the scalars of LOGITS_PROCESSING_PARAMS refer to it.
+    stale unless LOGITS_PROCESSING_PARAMS refer to it.
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token that may be sampled.
@@ -52,7 +52,7 @@ class LogitsTables:
         self.counts = self.in_prompt = self._zeros(0)
         self.bias_values = self._zeros(0, torch.float32)
 
-    def make(self, stages: SamplingStages) -> None:
+    def allocate(self, stages: SamplingStages) -> None:
         """Allocates the tables that ``stages`` need and that do not exist yet."""
         words = num_words(self.vocab_size)
         if stages & ~self.allocated_stages & SamplingStages.TOKEN_CONSTRAINTS:
@@ -98,7 +98,7 @@ class SamplingRows:
         host_token_ids: ``[S]`` int64, token at ``positions``; -1 if only ``last_sampled_tokens``
             has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        rules: tensors of LOGITS_PROCESSING_PARAMS by name, ``[N + 1]`` each.
+        params: tensors of LOGITS_PROCESSING_PARAMS by name, ``[N + 1]`` each.
         tables: LogitsTables of rules and penalties, by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """
@@ -107,7 +107,7 @@ class SamplingRows:
     positions: Tensor
     host_token_ids: Tensor
     last_sampled_tokens: Tensor
-    rules: Mapping[str, Tensor]
+    params: Mapping[str, Tensor]
     tables: LogitsTables
     mask_slots: Tensor | None = None
     mask_words: Tensor | None = None

@@ -71,7 +71,7 @@ def _run_sampling_stages(runner: StepRunner) -> None:
     memory = runner.memory
     logits = torch.zeros((1, vocab), dtype=model.embedding.dtype, device=device)
     masks, tables = GrammarMasks(1, vocab, device), LogitsTables(1, vocab, device)
-    tables.make(LOGITS_PROCESSING_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     rows = replace(
         memory.sampling_rows(1),
         last_sampled_tokens=memory.last_sampled_tokens[:2],

@@ -62,8 +62,8 @@ def sample_args(
     return STRUCTS["SampleArgs"](
         **_row_args(logits, rows, lines),
         **{
-            name: checked_address(name, sampling[name], scalar.dtype, lines)
-            for name, scalar in SAMPLE_OP_PARAMS.items()
+            name: checked_address(name, sampling[name], param.dtype, lines)
+            for name, param in SAMPLE_OP_PARAMS.items()
         },
         out=checked_address("out", out, torch.int64, len(logits)),
     )
@@ -112,7 +112,7 @@ def process_logits(
     logits = contiguous_logits(logits)
     count, vocab_size = logits.shape
     out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-    num_scalars = min(len(rows.last_sampled_tokens), len(rows.rules["restricted"]))
+    num_scalars = min(len(rows.last_sampled_tokens), len(rows.params["restricted"]))
     args = STRUCTS["LogitsArgs"](
         **_row_args(logits, rows, min(num_scalars, rows.tables.table_rows)),
         out=out.data_ptr(),
@@ -157,7 +157,7 @@ def _set_penalties(args: Any, rows: SamplingRows) -> None:
 def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
     for name in names:
         dtype = LOGITS_PROCESSING_PARAMS[name].dtype
-        setattr(args, name, checked_address(name, rows.rules[name], dtype, args.lines))
+        setattr(args, name, checked_address(name, rows.params[name], dtype, args.lines))
 
 
 def _set_tables(

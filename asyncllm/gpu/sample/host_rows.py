@@ -54,7 +54,7 @@ class HostRows:
             row: sampler.input_batch.output_token_ids(indices[row], last_positions[row]).copy()
             for row in self._rules_by_row
         }
-        self._num_batch_updates = sampler.batched.num_batch_updates
+        self._num_batch_updates = sampler.batched_processors.num_batch_updates
         self._logits = self._processed_logits = self._positions = torch.empty(0)
         self._sample_op_params: dict[str, Tensor] = {}
 
@@ -116,7 +116,9 @@ class HostRows:
                 request.output += output[len(request.output) :].tolist()
                 requests[row] = request
         if requests:
-            self._sampler.batched.apply(processed, requests, self._num_batch_updates, errors)
+            self._sampler.batched_processors.apply(
+                processed, requests, self._num_batch_updates, errors
+            )
         for row, rules in self._rules_by_row.items():
             if rules.processors and row not in errors:
                 try:

@@ -17,7 +17,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.batched_processors import BatchedProcessors
-from asyncllm.gpu.sample.sampling_state import SamplingState, TableUpdate
+from asyncllm.gpu.sample.sampling_state import LogitsTableUpdate, SamplingState
 from asyncllm.logits_processor import LogitsProcessor
 
 
@@ -43,11 +43,11 @@ class Sampler:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.input_batch, self.ops = input_batch, ops
-        self.batched = BatchedProcessors(processors)
+        self.batched_processors = BatchedProcessors(processors)
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
 
-    def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
+    def assign(self, assignment: RequestAssignment) -> LogitsTableUpdate | None:
         """Stores a request's sampling parameters. Its tokens have to be in the input batch already.
 
         An error fails this request alone and goes to ``failures``. Its index then gets neutral
@@ -63,7 +63,7 @@ class Sampler:
             update = self.state.assign(assignment)
             if assignment.claiming_processors:
                 host_rules = self.state.get_or_add_host_rules(req_index)
-                host_rules.request_with_processors = self.batched.add_request(assignment)
+                host_rules.request_with_processors = self.batched_processors.add_request(assignment)
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -75,7 +75,7 @@ class Sampler:
     def release(self, req_index: int) -> None:
         rules = self.state.host_rules.get(req_index)
         if rules is not None and rules.request_with_processors is not None:
-            self.batched.remove_request(rules.request_with_processors)
+            self.batched_processors.remove_request(rules.request_with_processors)
         self.state.release(req_index)
         self.failures.pop(req_index, None)
 

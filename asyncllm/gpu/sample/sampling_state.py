@@ -27,7 +27,7 @@ NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class TableUpdate:
+class LogitsTableUpdate:
     """New contents of a request index's rows of LogitsTables.
 
     Attributes:
@@ -43,7 +43,7 @@ class TableUpdate:
 
     def write(self, tables: LogitsTables) -> None:
         """Queues the writes to the tables."""
-        tables.make(self.stages)
+        tables.allocate(self.stages)
         row, device = self.req_index, tables.device
         for name, values in self.rows.items():
             getattr(tables, name)[row, : len(values)] = copy_to_device(values, device)
@@ -85,7 +85,7 @@ class SamplingState:
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
-    def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
+    def assign(self, assignment: RequestAssignment) -> LogitsTableUpdate | None:
         """Sets the parameters of a request.
 
         Raises an error for a value that does not fit its array; the caller then has to release the
@@ -105,7 +105,7 @@ class SamplingState:
         # Limit top_k to the range of its dtype: no vocabulary is larger than _MAX_TOP_K.
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
-        update = TableUpdate(req_index)
+        update = LogitsTableUpdate(req_index)
         if params.logprobs is not None:
             self._assign_logprobs(update, params.logprobs)
         restricted = params.allowed_token_ids is not None or assignment.token_rules is not None
@@ -124,7 +124,7 @@ class SamplingState:
             else None
         )
 
-    def _assign_logprobs(self, update: TableUpdate, count: int) -> None:
+    def _assign_logprobs(self, update: LogitsTableUpdate, count: int) -> None:
         if 0 <= count <= self.num_logprobs:
             self.logprobs[update.req_index] = count
             update.stages |= SamplingStages.LOGPROBS
@@ -132,7 +132,7 @@ class SamplingState:
             max_count = self.vocab_size if count < 0 else int(np.int64(count))
             self.host_logprobs[update.req_index] = max_count
 
-    def _assign_rules(self, update: TableUpdate, assignment: RequestAssignment) -> None:
+    def _assign_rules(self, update: LogitsTableUpdate, assignment: RequestAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         if params.logit_bias:
             update.rows["bias_ids"] = ids = self._checked_token_ids(
@@ -163,7 +163,7 @@ class SamplingState:
         if rules is not None or params.logits_processors:
             self.host_rules[req_index] = HostSamplingRules(rules, tuple(params.logits_processors))
 
-    def _assign_penalties(self, update: TableUpdate, assignment: RequestAssignment) -> None:
+    def _assign_penalties(self, update: LogitsTableUpdate, assignment: RequestAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
         prompt = assignment.num_prompt_tokens
         ids, counts = np.unique(tokens[prompt:], return_counts=True)
