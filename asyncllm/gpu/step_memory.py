@@ -45,11 +45,11 @@ class StepMemory:
     """
 
     def __init__(
-        self, info: ExecutorInfo, batch: InputBatch, state: SamplingState, ops: TorchOps,
+        self, info: ExecutorInfo, input_batch: InputBatch, state: SamplingState, ops: TorchOps,
         device: torch.device, *, on_device: bool, padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.info, self.device, self.on_device = info, device, on_device
-        self._batch, self._ops, self._state = batch, ops, state
+        self._input_batch, self._ops, self._state = input_batch, ops, state
         limits = StepLimits.of(info, on_device=on_device, padded_tokens=padded_tokens)
         rows = info.max_num_seqs
         self.last_sampled_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -59,12 +59,12 @@ class StepMemory:
         self.scalars: Mapping[str, Tensor]
         self.buffer: StepBuffer
         if not on_device:
-            self.block_tables = [torch.from_numpy(table.table) for table in batch.tables]
+            self.block_tables = [torch.from_numpy(table.table) for table in input_batch.tables]
             own = self.buffer = HostBuffer(limits, info.vocab_size, state.num_logprobs)
             self.scalars, self.sampled_tokens = state.sections.tensors, own.tokens
             self.host_buffers = [own]
             return
-        widths = [table.table.shape[1] for table in batch.tables]
+        widths = [table.table.shape[1] for table in input_batch.tables]
         self.block_tables = [
             torch.zeros((rows + 1, width), dtype=torch.int32, device=device) for width in widths
         ]
@@ -94,12 +94,12 @@ class StepMemory:
             return
         self.write_previous_tokens(step, host)
         host.set_scalars(self._state)
-        table_changes = [table.pop_changes() for table in self._batch.tables]
+        table_changes = [table.pop_changes() for table in self._input_batch.tables]
         step.overflow_block_table_changes = host.set_block_table_changes(table_changes)
 
     def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
         """Writes the token before each sampled token; -1 if only the device has it so far."""
-        tokens = self._batch.token_ids[step.req_indices, step.positions - 1]
+        tokens = self._input_batch.token_ids[step.req_indices, step.positions - 1]
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
     def upload(self, step: LaunchedStep) -> None:
@@ -148,8 +148,8 @@ class StepMemory:
         """Computes positions, lengths and KV slots on the host, and returns the step's inputs."""
         assert step.sizes is not None
         sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
-        host.compute_derived_inputs(self._batch, sizes, decodes)
-        return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
+        host.compute_derived_inputs(self._input_batch, sizes, decodes)
+        return self.buffer.step_inputs(self._input_batch, sizes, decodes, self.block_tables, host)
 
     def insert_sampled_tokens(self, inputs: StepInputs) -> None:
         """Queues the op that fills in decode rows' input tokens that only the device knows."""
@@ -202,7 +202,7 @@ class StepMemory:
         )
 
     def _kv_group_inputs(self, num_tokens: int) -> list[KVGroupInputs]:
-        return self.buffer.kv_group_inputs(self._batch, self.block_tables, num_tokens)
+        return self.buffer.kv_group_inputs(self._input_batch, self.block_tables, num_tokens)
 
     def derive_decode_inputs(self, inputs: StepInputs) -> None:
         """Queues the op that fills the tensors of ``decode_inputs`` for the latest step."""

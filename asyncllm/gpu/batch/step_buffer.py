@@ -165,7 +165,7 @@ class StepBuffer(BufferSections):
                 # Padding is token 0 at position 0, whose KV goes to the null block.
                 arrays[name][tokens:padded] = 0
 
-    def rows(self, count: int) -> RowArrays:
+    def row_arrays(self, count: int) -> RowArrays:
         """The first ``count`` rows as arrays on the host."""
         arrays = self.arrays
         return RowArrays(
@@ -176,7 +176,7 @@ class StepBuffer(BufferSections):
         )
 
     def kv_group_inputs(
-        self, batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
+        self, input_batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
     ) -> list[KVGroupInputs]:
         """Inputs of each KV group for the first ``num_tokens`` tokens, with its block table on the
         device."""
@@ -184,11 +184,11 @@ class StepBuffer(BufferSections):
             KVGroupInputs(
                 self.tensors[f"slots_{group}"][:num_tokens], on_device, own.table, own.block_size
             )
-            for group, (own, on_device) in enumerate(zip(batch.tables, tables, strict=True))
+            for group, (own, on_device) in enumerate(zip(input_batch.tables, tables, strict=True))
         ]
 
-    def inputs(
-        self, batch: InputBatch, sizes: StepSizes, num_decodes: int,
+    def step_inputs(
+        self, input_batch: InputBatch, sizes: StepSizes, num_decodes: int,
         tables: Sequence[Tensor], host: StepBuffer,
     ) -> StepInputs:  # fmt: skip
         """The inputs of the step in this buffer.
@@ -198,7 +198,7 @@ class StepBuffer(BufferSections):
             host: buffer with the same step's sections on the host.
         """
         rows, tokens, wanted, num_logits, num_greedy = sizes
-        tensors, host_rows = self.tensors, host.rows(rows)
+        tensors, host_rows = self.tensors, host.row_arrays(rows)
         # If all rows are decodes, and not reordered, the hidden states of every token are returned,
         # so no indices are needed.
         returns_all = num_decodes == rows and 0 in (num_logits, num_greedy)
@@ -210,7 +210,7 @@ class StepBuffer(BufferSections):
             seq_lens=tensors["seq_lens"][:rows],
             query_start_loc=tensors["query_start_loc"][: rows + 1],
             prefill_start_loc=tensors["prefill_start_loc"][: rows - num_decodes + 1],
-            groups=self.kv_group_inputs(batch, tables, tokens),
+            groups=self.kv_group_inputs(input_batch, tables, tokens),
             max_num_seqs=self.limits.rows,
             max_len=int(host_rows.seq_lens.max()),
             num_logits=num_logits,
@@ -236,7 +236,7 @@ def make_dummy_batch(
     )
 
 
-def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> StepInputs:
+def step_inputs(batch: StepBatch, input_batch: InputBatch, device: torch.device) -> StepInputs:
     """Makes a step's inputs on ``device`` without a runner.
 
     They lie in a new buffer, with copies of the persistent batch's block tables. Logits are
@@ -244,15 +244,15 @@ def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> S
     """
     rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
     req_indices = np.array(batch.req_indices, dtype=np.int64)
-    limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(inputs.tables))
+    limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(input_batch.tables))
     host = StepBuffer(limits, torch.device("cpu"))
     sizes = host.write(batch, req_indices, starts, rows, len(rows))
-    host.compute_derived_inputs(inputs, sizes, batch.num_decodes)
+    host.compute_derived_inputs(input_batch, sizes, batch.num_decodes)
     buffer = host if device.type == "cpu" else StepBuffer(limits, device)
     if buffer is not host:
         buffer.copy_from(host, next(reversed(buffer.tensors)))
-    tables = [torch.from_numpy(table.table).to(device) for table in inputs.tables]
-    return buffer.inputs(inputs, sizes, batch.num_decodes, tables, host)
+    tables = [torch.from_numpy(table.table).to(device) for table in input_batch.tables]
+    return buffer.step_inputs(input_batch, sizes, batch.num_decodes, tables, host)
 
 
 def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:

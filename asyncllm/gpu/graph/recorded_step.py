@@ -26,7 +26,7 @@ class RecordedStep(ForwardPass):
 
     Args:
         recorder: recorder of the model's op set.
-        batch: the persistent batch, whose tables the program reads in place.
+        input_batch: the persistent batch, whose tables the program reads in place.
         buffer: the step's inputs: the program reads the host sections and computes the derived
             ones.
 
@@ -51,7 +51,7 @@ class RecordedStep(ForwardPass):
         recorder: Recorder,
         model: LanguageModel,
         cache: KVCache,
-        batch: InputBatch,
+        input_batch: InputBatch,
         buffer: StepBuffer,
     ) -> None:
         for attention in model.attention.values():
@@ -61,7 +61,7 @@ class RecordedStep(ForwardPass):
         self._recorder = recorder
         self._capacity = (rows, tokens, tokens, rows, rows)
         with torch.no_grad(), recorder:
-            found = model.forward(_record_inputs(recorder, batch, buffer, model), cache)
+            found = model.forward(_record_inputs(recorder, input_batch, buffer, model), cache)
             recorder.keep_result(found.hidden)
             recorder.keep_result(found.logits)
             self.finds_greedy_tokens = model.argmax is not None
@@ -97,27 +97,27 @@ class RecordedStep(ForwardPass):
 
 
 def record_step(
-    model: LanguageModel, cache: KVCache, batch: InputBatch, buffer: StepBuffer
+    model: LanguageModel, cache: KVCache, input_batch: InputBatch, buffer: StepBuffer
 ) -> RecordedStep | str:
     """Records a model's forward pass; if that fails, returns the reason instead."""
     recorder = model.ops.recorder()
     if recorder is None:
         return f"the op set {model.ops.name!r} has no programs"
     try:
-        return RecordedStep(recorder, model, cache, batch, buffer)
+        return RecordedStep(recorder, model, cache, input_batch, buffer)
     except Unrecordable as reason:
         return str(reason)
 
 
 def _record_inputs(
-    recorder: Recorder, batch: InputBatch, buffer: StepBuffer, model: LanguageModel
+    recorder: Recorder, input_batch: InputBatch, buffer: StepBuffer, model: LanguageModel
 ) -> StepInputs:
     """Records the ops that compute a step's inputs from the sections that the host writes.
 
     Returns:
         The inputs: fake tensors that stand for sections of ``buffer``.
     """
-    arrays, host = buffer.arrays, buffer.rows(buffer.limits.rows)
+    arrays, host = buffer.arrays, buffer.row_arrays(buffer.limits.rows)
     rows = {
         "lines": host.req_indices.ctypes.data,
         "starts": host.starts.ctypes.data,
@@ -126,15 +126,15 @@ def _record_inputs(
     made = {
         name: recorder.add_input(arrays[name], Size.TOKENS) for name in ("token_ids", "positions")
     }
-    lines, width = batch.token_ids.shape
+    lines, width = input_batch.token_ids.shape
     args = OP_ARG_STRUCTS["tokens"](
         **rows,
-        table=batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
+        table=input_batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
         query_start=host.query_start_loc.ctypes.data, seq_lens=host.seq_lens.ctypes.data,
     )  # fmt: skip
-    recorder.add_op("tokens", Size.TOKENS, args, made, [buffer, batch.token_ids])
+    recorder.add_op("tokens", Size.TOKENS, args, made, [buffer, input_batch.token_ids])
     groups = []
-    for group, table in enumerate(batch.tables):
+    for group, table in enumerate(input_batch.tables):
         slots = recorder.add_input(arrays[f"slots_{group}"], Size.TOKENS)
         lines, width = table.table.shape
         args = OP_ARG_STRUCTS["slots"](
@@ -155,7 +155,7 @@ def _record_inputs(
         prefill_start_loc=tensors["prefill_start_loc"],
         groups=groups,
         max_num_seqs=buffer.limits.rows,
-        max_len=batch.token_ids.shape[1],
+        max_len=input_batch.token_ids.shape[1],
         num_logits=FAKE_ROWS[Size.SAMPLED],
         num_greedy=FAKE_ROWS[Size.GREEDY] if model.argmax is not None else 0,
         wanted=recorder.add_input(arrays["wanted"], Size.WANTED),

@@ -34,7 +34,11 @@ class _Job(HostBuffer):
     """
 
     def __init__(
-        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, num_logprobs: int
+        self,
+        recorded_step: RecordedStep,
+        memory: StepMemory,
+        input_batch: InputBatch,
+        num_logprobs: int,
     ) -> None:
         own = memory.buffer
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
@@ -44,14 +48,14 @@ class _Job(HostBuffer):
         # If the output head has no argmax op, the sampler samples all rows, and nothing reads
         # the greedy tokens.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
-        lines, width = batch.token_ids.shape
+        lines, width = input_batch.token_ids.shape
         self.args = STRUCTS["Job"](
             program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
             draw=sample_args(recorded_step.logits, memory.scalars, rows, tokens),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
             lines=indices.data_ptr(), positions=positions.data_ptr(),
-            table=batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
+            table=input_batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
         )  # fmt: skip
 
     def set_sizes(self, step: LaunchedStep) -> None:
@@ -85,14 +89,21 @@ class StepQueue(SyncStream):
     """
 
     def __init__(
-        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, sampler: Sampler
+        self,
+        recorded_step: RecordedStep,
+        memory: StepMemory,
+        input_batch: InputBatch,
+        sampler: Sampler,
     ) -> None:
         self.recorded_step = recorded_step
         self.min_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
         self._jobs = cycle(
-            [_Job(recorded_step, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
+            [
+                _Job(recorded_step, memory, input_batch, num_logprobs)
+                for _ in range(MAX_STEPS_IN_FLIGHT)
+            ]
         )
         self._last_job: _Job | None = None
 
