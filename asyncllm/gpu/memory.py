@@ -119,27 +119,27 @@ class CacheBudget:
     """Division of a GPU's memory, in bytes.
 
     Attributes:
-        total: memory of the device.
+        total_bytes: memory of the device.
         free_at_start: free memory before the engine took any.
-        utilization: fraction of ``total`` that the engine may use.
-        weights: memory of the model's weights.
-        peak: memory of the largest step, beside weights and cache.
+        gpu_memory_utilization: fraction of ``total_bytes`` that the engine may use.
+        weights_bytes: memory of the model's weights.
+        peak_bytes: memory of the largest step, beside weights and cache.
         graph_reserve: memory to keep for CUDA graphs.
-        free: free memory at present, with the weights on the device and no step running.
+        free_bytes: free memory at present, with the weights on the device and no step running.
     """
 
-    total: int
+    total_bytes: int
     free_at_start: int
-    utilization: float
-    weights: int
-    peak: int
+    gpu_memory_utilization: float
+    weights_bytes: int
+    peak_bytes: int
     graph_reserve: int
-    free: int
+    free_bytes: int
 
     @property
     def allowed_bytes(self) -> int:
         """Bytes that the engine may use, if they are free."""
-        return int(self.utilization * self.total)
+        return int(self.gpu_memory_utilization * self.total_bytes)
 
     @property
     def available_bytes(self) -> int:
@@ -150,15 +150,16 @@ class CacheBudget:
         subtracted.
         """
         share = min(self.allowed_bytes, self.free_at_start) - self.graph_reserve
-        left = min(share - self.weights, self.free - self.graph_reserve) - self.peak
+        left = min(share - self.weights_bytes, self.free_bytes - self.graph_reserve)
+        left -= self.peak_bytes
         return left // SEGMENT_BYTES * SEGMENT_BYTES
 
     def __str__(self) -> str:
         return (
-            f"of {self.total} bytes on the GPU, {self.free_at_start} were free at start and "
-            f"gpu_memory_utilization={self.utilization:g} allows {self.allowed_bytes}; weights "
-            f"take {self.weights}, the largest step {self.peak}, CUDA graphs "
-            f"{self.graph_reserve}, and {self.free} are free now"
+            f"of {self.total_bytes} bytes on the GPU, {self.free_at_start} were free at start and "
+            f"gpu_memory_utilization={self.gpu_memory_utilization:g} allows {self.allowed_bytes}; "
+            f"weights take {self.weights_bytes}, the largest step {self.peak_bytes}, CUDA graphs "
+            f"{self.graph_reserve}, and {self.free_bytes} are free now"
         )
 
 
@@ -206,13 +207,13 @@ def cuda_cache_bytes(
     GPU_MEMORY_PROBE.empty_cache(device)
     free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
     budget = CacheBudget(
-        total=total,
+        total_bytes=total,
         free_at_start=free_at_start,
-        utilization=config.gpu_memory_utilization,
-        weights=weights_bytes,
-        peak=peak,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        weights_bytes=weights_bytes,
+        peak_bytes=peak,
         graph_reserve=graph_reserve + math.ceil(captured_step_fraction * peak),
-        free=free,
+        free_bytes=free,
     )
     smaller_step = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
     if failure is not None:

@@ -26,7 +26,7 @@ PROMPT_TOKENS = 2
 
 
 def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:
-    """Runs steps that launch every kernel in every form.
+    """Runs steps that launch every kernel with every kind of arguments.
 
     Triton compiles a kernel at its first launch with a new kind of arguments, which takes seconds
     that running requests would wait. The steps are:
