@@ -353,7 +353,7 @@ def queue_mixed_step(
     batch.num_tokens = sum(batch.counts)
     step = LaunchedStep(batch)
     step.buffer, step.stages = memory.host_buffers[0], stages
-    memory.write(step)
+    memory.write_host_buffer(step)
     steps.forward_pass.prepare(step)
     step.inputs = memory.derive_inputs(step)
     steps._run_forward(step)

@@ -11,7 +11,7 @@ import torch
 from asyncllm.core.batch import GrammarMask
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.grammar_masks import mask_logits, num_words
+from asyncllm.gpu.batch.grammar_masks import mask_logits, num_mask_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart
 from asyncllm.gpu.model_runner import ModelRunner
@@ -178,7 +178,7 @@ def test_the_fake_draws_allowed_tokens():
 def test_words_and_bits():
     allowed = [0, 31, 32, 95, 96]
     mask = packed(allowed, 97)
-    assert num_words(97) * 4 == len(mask)
+    assert num_mask_words(97) * 4 == len(mask)
     assert allowed_tokens(mask, 97) == allowed
     words = torch.from_numpy(np.frombuffer(mask, np.int32).copy()).unsqueeze(0)
     logits = torch.randn(2, 97)

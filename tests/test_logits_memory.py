@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words
 from asyncllm.gpu.batch.sampling_inputs import (
     LOGITS_PROCESSING_STAGES,
     LogitsTables,
@@ -19,7 +19,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     TopLogprobs,
 )
 from asyncllm.gpu.batch.sampling_table import LOGITS_PROCESSING_PARAMS
-from asyncllm.gpu.execution_mode import GRAPH_BYTES, graph_reserve
+from asyncllm.gpu.execution_mode import ESTIMATED_GRAPH_BYTES, graph_reserve
 from asyncllm.gpu.ops import logits as logits_ops
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
@@ -74,7 +74,7 @@ def make_rows() -> SamplingRows:
         params=dict(zip(LOGITS_PROCESSING_PARAMS, values, strict=True)),
         tables=tables,
         mask_slots=lines[:-1] % 5 - 1,
-        mask_words=torch.randint(0, 2**31, (4, num_words(VOCAB)), generator=random).int(),
+        mask_words=torch.randint(0, 2**31, (4, num_mask_words(VOCAB)), generator=random).int(),
     )
 
 
@@ -126,7 +126,10 @@ def test_memory_beside_the_largest_step():
     made = [value for value in vars(tables).values() if isinstance(value, Tensor)]
     num_bytes = sum(value.nbytes for value in made)
     assert LogitsTables.num_bytes(ROWS, VOCAB) == num_bytes
-    masks = 4 * ROWS * num_words(VOCAB)
+    masks = 4 * ROWS * num_mask_words(VOCAB)
     sampling = 2 * logits_ops.processing_bytes(ROWS, VOCAB) + num_bytes + masks
     assert graph_reserve((), ROWS, VOCAB, 2) == sampling + 2 * ROWS * VOCAB
-    assert graph_reserve((1, 2), ROWS, VOCAB, 4) == sampling + 4 * ROWS * VOCAB + 2 * GRAPH_BYTES
+    assert (
+        graph_reserve((1, 2), ROWS, VOCAB, 4)
+        == sampling + 4 * ROWS * VOCAB + 2 * ESTIMATED_GRAPH_BYTES
+    )

@@ -175,7 +175,7 @@ def test_an_index_beyond_its_table_is_an_error(changed, value, op, model):
     with pytest.raises(RuntimeError, match=rf"step, op \d+, {op}: a slot, block or position"):
         step = LaunchedStep(batch)
         step.buffer = state.memory.buffer
-        state.memory.write(step)
+        state.memory.write_host_buffer(step)
         program_of(runner).forward(step)
     assert torch.equal(state.cache.tensor, before)
 

@@ -534,7 +534,7 @@ def test_host_buffers_see_every_sampling_parameter_change() -> None:
         state.assign(RequestAssignment(number % 2, "r", [1], 1, ([1],), params))
         for _ in range(uses):
             buffer = next(buffers)
-            buffer.set_scalars(state)
+            buffer.set_scalar_params(state)
             found = {name: buffer.arrays[name].tolist() for name in SCALAR_PARAMS}
             assert found == {name: state.sections.arrays[name].tolist() for name in SCALAR_PARAMS}
             assert found["temperature"][number % 2] == 0.5 + number
@@ -717,7 +717,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "blocks of the last tenant": (
         BlockTable, "pop_changes", lambda self: tuple(each[1:] for each in CHANGES(self)),
     ),
-    "same seeds": (HostBuffer, "set_scalars", lambda self, state: None),
+    "same seeds": (HostBuffer, "set_scalar_params", lambda self, state: None),
 }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class StepMemory:
 
     # --- copies of a step to the device and back ---------------------------------------
 
-    def write(self, step: LaunchedStep) -> None:
+    def write_host_buffer(self, step: LaunchedStep) -> None:
         """Writes a step to its host buffer, once its changes have been applied to the batch."""
         host = step.buffer
         step.sizes = host.write(
@@ -93,7 +93,7 @@ class StepMemory:
         if not self.on_device:
             return
         self.write_previous_tokens(step, host)
-        host.set_scalars(self._state)
+        host.set_scalar_params(self._state)
         table_changes = [table.pop_changes() for table in self._input_batch.tables]
         step.overflow_block_table_changes = host.set_block_table_changes(table_changes)
 

@@ -94,7 +94,7 @@ class StepRunner:
         if runs_ahead and self.stream.submit(step):
             return
         step.buffer = next(self._buffers)
-        self.memory.write(step)
+        self.memory.write_host_buffer(step)
         if not self.forward_pass.prepare(step):
             step.inputs = self.memory.derive_inputs(step)
         self._prepare_sampling(step)

@@ -90,7 +90,7 @@ def load_weights(
                 target = bundle
             elif short_lived is not None and short_lived.can_be_transient(parameter):
                 whole = short_lived.mapped_view(parameter)
-                target = short_lived.buffer(parameter) if whole is None else whole
+                target = short_lived.buffer_view(parameter) if whole is None else whole
             else:
                 target = _allocate_parameter(parameter, dtype, device)
             row = 0
@@ -143,7 +143,7 @@ class _TransientWeights:
         fits = found.shape == parameter.shape and found.dtype == self._dtype
         return found if fits and found.data_ptr() % found.itemsize == 0 else None
 
-    def buffer(self, parameter: Parameter) -> Tensor:
+    def buffer_view(self, parameter: Parameter) -> Tensor:
         return self._buffer[: math.prod(parameter.shape)].view(parameter.shape)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "src"
+SOURCE_DIRECTORY = Path(__file__).parent / "src"
 LIBRARY_NAMES = {
     "linux": "libasyncllm_ops.so",
     "darwin": "libasyncllm_ops.dylib",
@@ -33,7 +33,7 @@ BASELINE_UNITS = (
 ).split()
 """Translation units whose code every processor of the architecture can run."""
 
-FLAGS = (
+COMPILER_FLAGS = (
     "-std=c++17 -O2 -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
     "-fno-exceptions -fno-rtti -fvisibility=hidden -Wall -Wextra"
 ).split()
@@ -66,7 +66,7 @@ def fingerprint() -> str:
     """Digest of the sources. A compiled library contains the digest of the sources from which it
     was built."""
     digest = hashlib.sha256()
-    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+    for source in sorted([*SOURCE_DIRECTORY.glob("*.h"), *SOURCE_DIRECTORY.glob("*.cpp")]):
         digest.update(f"{source.name}\0".encode() + source.read_bytes())
     return digest.hexdigest()[:32]
 
@@ -129,8 +129,8 @@ def build(
         def compile_unit(item: tuple[str, Sequence[str]]) -> str:
             name, unit_flags = item
             target = f"{folder}/{name}.o"
-            source = str(SOURCES / f"{name}.cpp")
-            every_flag = [*FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *flags]
+            source = str(SOURCE_DIRECTORY / f"{name}.cpp")
+            every_flag = [*COMPILER_FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *flags]
             _run_compiler([*command, *every_flag, "-c", source, "-o", target])
             return target
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from asyncllm.native.interface import STRUCTS
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
-_STATUS_TEXTS = {
+_STATUS_MESSAGES = {
     1: "shapes, strides or an alignment that no kernel takes",
     2: "out of memory for scratch space",
     3: "it is closed, or this is a forked child of the process that made it",
@@ -139,5 +139,5 @@ class PackedWeights:
 def raise_for_status(op: str, status: int) -> NoReturn:
     """Raises MemoryError or RuntimeError for a status of the library other than 0."""
     if status == 2:
-        raise MemoryError(f"native {op}: {_STATUS_TEXTS[status]}")
-    raise RuntimeError(f"native {op}: {_STATUS_TEXTS[status]}")
+        raise MemoryError(f"native {op}: {_STATUS_MESSAGES[status]}")
+    raise RuntimeError(f"native {op}: {_STATUS_MESSAGES[status]}")

@@ -13,7 +13,7 @@ NO_MASK = -1
 _WORD_BITS = 32
 
 
-def num_words(vocab_size: int) -> int:
+def num_mask_words(vocab_size: int) -> int:
     """Number of 32-bit words of a mask."""
     return -(-vocab_size // _WORD_BITS)
 
@@ -31,7 +31,7 @@ class GrammarMasks:
     def __init__(
         self, max_num_seqs: int, vocab_size: int, device: torch.device, *, pinned: bool = False
     ) -> None:
-        shape = (max_num_seqs, num_words(vocab_size))
+        shape = (max_num_seqs, num_mask_words(vocab_size))
         self.slots = torch.full(
             (max_num_seqs,), NO_MASK, dtype=torch.int64, device=device, pin_memory=pinned
         )

@@ -74,7 +74,7 @@ class HostBuffer(StepBuffer):
             new_blocks[:count], new_blocks[count:] = values[:count], 0
         return overflow
 
-    def set_scalars(self, state: SamplingState) -> None:
+    def set_scalar_params(self, state: SamplingState) -> None:
         """Writes the sampling scalars of all request indices, unless the buffer has their latest
         values."""
         if state.version == self._scalars_version:

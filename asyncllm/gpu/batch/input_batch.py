@@ -55,7 +55,7 @@ class InputBatch:
         for req_index in batch.released_indices:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.freed_entries:
-            self.tables[group].set_null(req_index, first, end)
+            self.tables[group].set_null_blocks(req_index, first, end)
         for assignment in batch.assignments:
             req_index = assignment.req_index
             tokens = np.asarray(assignment.token_ids, dtype=np.int32)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words
 from asyncllm.sampling_params import MAX_BIAS, MAX_STOP_IDS
 
 
@@ -54,7 +54,7 @@ class LogitsTables:
 
     def allocate(self, stages: SamplingStages) -> None:
         """Allocates the tables that ``stages`` need and that do not exist yet."""
-        words = num_words(self.vocab_size)
+        words = num_mask_words(self.vocab_size)
         if stages & ~self.allocated_stages & SamplingStages.TOKEN_CONSTRAINTS:
             self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
             self.bias_ids = self._zeros(MAX_BIAS)
@@ -66,7 +66,7 @@ class LogitsTables:
     @staticmethod
     def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
         """Bytes of all tables."""
-        line = 2 * num_words(vocab_size) + vocab_size + 2 * MAX_BIAS + MAX_STOP_IDS
+        line = 2 * num_mask_words(vocab_size) + vocab_size + 2 * MAX_BIAS + MAX_STOP_IDS
         return 4 * (max_num_seqs + 1) * line
 
     def _zeros(self, width: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -139,7 +139,7 @@ class StepQueue(SyncStream):
         """
         job = step.buffer = next(self._jobs)
         self._memory.upload(step)
-        self._memory.write(step)
+        self._memory.write_host_buffer(step)
         state, stages = self._sampler.state, step.row_stages
         asks = (stages & ~SamplingStages.LOGPROBS.value).any()
         asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words
 from asyncllm.gpu.batch.sampling_inputs import (
     LogitsTables,
     RowsToSample,
@@ -117,7 +117,7 @@ def process_logits(
         **_row_args(logits, rows, min(num_scalars, rows.tables.table_rows)),
         out=out.data_ptr(),
         host_token_ids=checked_address("host_token_ids", rows.host_token_ids, torch.int64, count),
-        words=num_words(vocab_size),
+        words=num_mask_words(vocab_size),
     )
     if stages & SamplingStages.MASKS:
         _set_masks(args, rows)

@@ -134,7 +134,12 @@ class _ProcessorBatch:
         update = None
         if removed or entered:
             added = [
-                (i, claimed.assignment.sampling, _prompt(claimed.assignment), claimed.output)
+                (
+                    i,
+                    claimed.assignment.sampling,
+                    _prompt_token_ids(claimed.assignment),
+                    claimed.output,
+                )
                 for i, claimed in entered.items()
             ]
             update = BatchUpdate(len(self._requests), removed, added)
@@ -148,7 +153,7 @@ class _ProcessorBatch:
             self._requests = {}
 
 
-def _prompt(assignment: RequestAssignment) -> list[int]:
+def _prompt_token_ids(assignment: RequestAssignment) -> list[int]:
     return list(assignment.token_ids[: assignment.num_prompt_tokens])
 
 

@@ -17,7 +17,7 @@ from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.outputs import TokenLogprobs
 
-SLICE_ELEMENTS = 1 << 24
+MAX_SLICE_LOGITS = 1 << 24
 """Maximum number of logits in memory at a time, 64 MiB in float32: the logits of a chunk of 8192
 tokens would be 5 GB with a vocabulary of 152k."""
 
@@ -60,7 +60,7 @@ def _row_logprobs(
     hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
     """Computes the log-probabilities of one row in slices; None if logits are not finite."""
-    size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)
+    size = max(1, MAX_SLICE_LOGITS // decoder.model.vocab_size)
     logprobs: list[TokenLogprobs] = []
     for begin in range(0, len(tokens), size):
         slice_tokens = tokens[begin : begin + size].astype(np.int64)

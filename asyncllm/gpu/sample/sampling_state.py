@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncllm.core.batch import RequestAssignment
-from asyncllm.gpu.batch.grammar_masks import num_words, view_mask_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words, view_mask_words
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables, SamplingStages
 from asyncllm.gpu.batch.sampling_table import SCALAR_PARAMS, scalar_param_sections
 from asyncllm.gpu.batch.sections import BufferSections
@@ -151,7 +151,7 @@ class SamplingState:
         if rules is not None and rules.allowed_mask is not None:
             # Copy the words: torch warns about read-only memory.
             update.rows["allowed"] = view_mask_words(
-                rules.allowed_mask, num_words(self.vocab_size)
+                rules.allowed_mask, num_mask_words(self.vocab_size)
             ).copy()
             scalars["restricted"][req_index] = 1
         elif params.allowed_token_ids is not None:
@@ -184,7 +184,7 @@ class SamplingState:
 
     def _pack_token_bits(self, token_ids: Any) -> np.ndarray:
         """Packs token ids into ``[W]`` int32, a bit per token."""
-        bits = np.zeros(num_words(self.vocab_size) * 32, dtype=np.uint8)
+        bits = np.zeros(num_mask_words(self.vocab_size) * 32, dtype=np.uint8)
         bits[np.asarray(token_ids, dtype=np.int64)] = 1
         return np.packbits(bits, bitorder="little").view("<i4")
 
