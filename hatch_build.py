@@ -39,7 +39,7 @@ class NativeOpsHook(BuildHookInterface):
             self.app.display_warning(f"asyncllm is built without native ops: {error}")
             return
         self.app.display_info(f"native ops: {', '.join(found)}")
-        build_data["artifacts"].append(f"asyncllm/native/{build.LIBRARY.name}")
+        build_data["artifacts"].append(f"asyncllm/native/{build.LIBRARY_PATH.name}")
         self._tag(build_data, sysconfig.get_platform().replace("-", "_").replace(".", "_"))
 
     def _tag(self, build_data: dict[str, Any], platform: str) -> None:

@@ -25,7 +25,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_report import memory_bandwidth
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.native.interface import OP_KINDS
 from asyncllm.sampling_params import SamplingParams
@@ -102,11 +102,11 @@ def step_of(runner: ModelRunner, kind: Kind, number: int) -> StepBatch:
 
 def step_times(runner: ModelRunner, clock: Clock, kind: Kind, count: int) -> dict[str, float]:
     """Median seconds by op, and of the step as one program."""
-    state: Any = runner._open_runner()
-    recorded, times, whole = state.replay, [], []
-    eager = Replay(state.model, state.cache, state.memory)
+    state: Any = runner._require_runner()
+    recorded, times, whole = state.forward_pass, [], []
+    eager = ForwardPass(state.model, state.cache, state.memory)
     for number in range(2 * count + 2):
-        state.replay = eager if number % 2 else recorded
+        state.forward_pass = eager if number % 2 else recorded
         runner.launch(step_of(runner, kind, number))
         began = time.perf_counter()
         with clock.watching() as seconds:
@@ -117,7 +117,7 @@ def step_times(runner: ModelRunner, clock: Clock, kind: Kind, count: int) -> dic
             times.append(seconds)
         else:
             whole.append(time.perf_counter() - began)
-    state.replay = recorded
+    state.forward_pass = recorded
     runner.launch(StepBatch(2 * count + 2, released_indices=list(range(kind.rows))))
     runner.collect()
     found = {name: statistics.median(each[name] for each in times) for name in OPS}
@@ -143,7 +143,7 @@ def products_per_second(ops: Any, dtype: torch.dtype) -> float:
 
 def floors(runner: ModelRunner, kind: Kind) -> dict[str, tuple[float, float]]:
     """Bytes and multiplications by op, of those that have many."""
-    state: Any = runner._open_runner()
+    state: Any = runner._require_runner()
     model, ops, size = state.model.model, state.model.ops, runner.dtype.itemsize
     head = model.vocab_size * model.hidden_size * size
     linear, tokens = ops.linear_bytes - head, kind.rows * kind.tokens
@@ -174,7 +174,7 @@ def main() -> None:
         num_blocks=256,
     )  # fmt: skip
     runner = build_model_runner(config, model)
-    state: Any = runner._open_runner()
+    state: Any = runner._require_runner()
     ops = state.model.ops
     conditions = {"model": path.name, "dtype": str(runner.dtype), "threads": str(arguments.threads)}
     report = Report("a step on a CPU, op by op", conditions)

@@ -19,7 +19,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import prefill_step
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, cpu_time_of, options
@@ -67,17 +67,21 @@ def prompts(rows: int, block_size: int, steps: int) -> StepBatch:
 
 
 def step_times(
-    runner: ModelRunner, replays: tuple[Replay, Replay], clock: Clock, rows: int, count: int
+    runner: ModelRunner,
+    replays: tuple[ForwardPass, ForwardPass],
+    clock: Clock,
+    rows: int,
+    count: int,
 ) -> dict[bool, list[dict]]:
     """The parts of ``count`` decode steps of either kind, by whether they are recorded."""
-    state = runner._open_runner()
+    state = runner._require_runner()
     recorded, eager = replays
     found: dict[bool, list[dict]] = {True: [], False: []}
     runner.launch(prompts(rows, runner.info.block_size, 2 * count + 10))
     runner.collect()
     indices, ones = list(range(rows)), [1] * rows
     for step in range(2 * count + 10):
-        state.replay = recorded if step % 2 else eager
+        state.forward_pass = recorded if step % 2 else eager
         starts = [PROMPT + step] * rows
         batch = StepBatch(
             step + 1, indices, starts, ones, [True] * rows, num_decodes=rows, num_tokens=rows
@@ -91,7 +95,7 @@ def step_times(
         values = native, forward - native, sampling, total - forward - sampling
         if step >= 10:
             found[bool(step % 2)].append(dict(zip(PARTS, (*values, total), strict=True)))
-    state.replay = recorded
+    state.forward_pass = recorded
     runner.launch(StepBatch(2 * count + 11, released_indices=indices))
     runner.collect()
     return found
@@ -112,10 +116,10 @@ def main() -> None:
     runner = build_model_runner(config, ModelConfig.from_directory(path))
     conditions = {"model": path.name, "dtype": str(runner.dtype), "threads": str(arguments.threads)}
     report = Report("the parts of a decode step on a CPU", conditions)
-    state, clock = runner._open_runner(), Clock()
+    state, clock = runner._require_runner(), Clock()
     library: Any = vars(state.model.ops)["context"].functions
     clock.watch(library, "run", "native")
-    replays = state.replay, Replay(state.model, state.cache, state.memory)
+    replays = state.forward_pass, ForwardPass(state.model, state.cache, state.memory)
     for replay in replays:
         clock.watch(replay, "forward", "forward")
     clock.watch(state, "_sample_rows", "sampling")

@@ -96,7 +96,7 @@ def teacher_forced_logits(
     model = model or ModelConfig.from_directory(resolve_model(None))
     config = EngineConfig(device="cpu", num_threads=2, num_blocks=64, max_num_seqs=1, **settings)
     runner = build_model_runner(config, model)
-    state = runner._open_runner()
+    state = runner._require_runner()
     batch = InputBatch(1, runner.info.max_model_len, runner.info.kv_groups)
     logits = []
     with torch.inference_mode():

@@ -89,7 +89,7 @@ def make_runner() -> ModelRunner:
     cache = KVCache(groups, NUM_BLOCKS, dtype, cpu)
     graphs = GraphPlan(GraphCapturer(), ())
     runner = ModelRunner(decoder, cache, info, stream=NullStream(), graphs=graphs)
-    for buffer in runner._open_runner().memory.host_buffers:
+    for buffer in runner._require_runner().memory.host_buffers:
         buffer.tokens.fill_(TOKEN)
     return runner
 

@@ -121,7 +121,7 @@ def sampling_time(
     for row in rows:
         rules = TokenRules.create(params.allowed_token_ids, (), VOCAB)
         assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
-        runner.inputs.apply(StepBatch(0, assignments=[assignment]))
+        runner.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
         update = runner.sampler.assign(assignment)
         if update is not None:
             update.write(runner.memory.tables)
@@ -133,7 +133,7 @@ def sampling_time(
         launched = LaunchedStep(batch)
         if masked:
             launched.masks = GrammarMask(0, rows, [b"\x7f" * (VOCAB // 8)] * ROWS)
-        runner.begin(launched, ahead=False)
+        runner.begin(launched, runs_ahead=False)
         runner.finish(launched)
 
     with torch.inference_mode():

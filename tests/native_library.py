@@ -14,7 +14,7 @@ import pytest
 
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.native.build import ISA_FLAGS, SOURCES, BuildError, build, find_compiler
+from asyncllm.native.build import ISA_FLAGS, SOURCE_DIRECTORY, BuildError, build, find_compiler
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 from tests.slow import slow_but
@@ -124,7 +124,13 @@ def compiler() -> list[str]:
 
 def link(program: Path, library: Path, command: list[str], flags: list[str]) -> None:
     """Build the fuzz against a library."""
-    linking = [*map(str, FUZZ), str(library), f"-Wl,-rpath,{library.parent}", "-I", str(SOURCES)]
+    linking = [
+        *map(str, FUZZ),
+        str(library),
+        f"-Wl,-rpath,{library.parent}",
+        "-I",
+        str(SOURCE_DIRECTORY),
+    ]
     subprocess.run([*command, "-std=c++17", *flags, *linking, "-o", str(program)], check=True)
 
 

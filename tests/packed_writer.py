@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from asyncllm.gpu.packed.packed_file import PackedFile, write_packed_file
-from asyncllm.gpu.packed.packed_folder import SUFFIX, PackedFolder
+from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library
 
@@ -35,7 +35,7 @@ def write(folder: PackedFolder) -> None:
         with folder.lock(None):
             folder.make_room(SIZE)
             folder.write(
-                f"{number}{SUFFIX}",
+                f"{number}{PACKED_FILE_SUFFIX}",
                 lambda opened, number=number, tensors=tensors: write_packed_file(
                     opened, context, {"number": number}, {}, tensors
                 ),
@@ -45,7 +45,7 @@ def write(folder: PackedFolder) -> None:
 
 def check(path: Path, context: Context) -> tuple[int, int]:
     """Every packed file has to be whole. Returns the numbers of files and of dead writers' ones."""
-    files = sorted(path.glob(f"*{SUFFIX}"))
+    files = sorted(path.glob(f"*{PACKED_FILE_SUFFIX}"))
     for each in files:
         file = PackedFile(each, {os.geteuid()})
         file.verify(context)
@@ -54,7 +54,7 @@ def check(path: Path, context: Context) -> tuple[int, int]:
         assert (entry[0], file.key) == ("only", {"number": int(each.stem)})
         assert tensor.min() == tensor.max() == int(each.stem)
     left = {each.name for each in path.iterdir()} - {each.name for each in files}
-    assert all(name.endswith(f"{SUFFIX}-tmp") for name in left), left
+    assert all(name.endswith(f"{PACKED_FILE_SUFFIX}-tmp") for name in left), left
     return len(files), len(left)
 
 

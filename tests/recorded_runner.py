@@ -8,8 +8,8 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.recorded_step import RecordedStep
-from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
@@ -67,7 +67,7 @@ def make_runner(
 
 
 def program_of(runner: ModelRunner) -> RecordedStep:
-    replay = state_of(runner).replay
+    replay = state_of(runner).forward_pass
     assert isinstance(replay, RecordedStep), runner.execution
     return replay
 
@@ -75,6 +75,6 @@ def program_of(runner: ModelRunner) -> RecordedStep:
 def op_by_op(runner: ModelRunner) -> ModelRunner:
     """The same runner, whose ops are called one by one."""
     state = state_of(runner)
-    state.replay = Replay(state.model, state.cache, state.memory)
+    state.forward_pass = ForwardPass(state.model, state.cache, state.memory)
     state.stream = runner._stream = SyncStream()
     return runner

@@ -13,7 +13,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcessObjects
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.token_rules import TokenRules
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -64,7 +64,7 @@ class WatchedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def sample(self, logits: Tensor, scalars: Any, rows: DrawRows, out: Tensor) -> None:
+    def sample(self, logits: Tensor, scalars: Any, rows: RowsToSample, out: Tensor) -> None:
         req_indices = rows.req_indices
         lines = len(scalars["temperature"])
         # Rows of the host have lines of their own, one for each and one for padding.
@@ -94,7 +94,7 @@ class Bench:
             on_device=False,
             num_logprobs=64,
         )
-        self.inputs, self.sampler = self.runner.inputs, self.runner.sampler
+        self.input_batch, self.sampler = self.runner.input_batch, self.runner.sampler
         self.length = dict.fromkeys(range(req_indices), 0)
         self._steps = 0
 
@@ -125,7 +125,7 @@ class Bench:
         self.length[req_index] = len(tokens)
 
     def assign(self, assignment: RequestAssignment) -> None:
-        self.inputs.apply(StepBatch(0, assignments=[assignment]))
+        self.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
         update = self.sampler.assign(assignment)
         if update is not None:
             update.write(self.runner.memory.tables)
@@ -153,7 +153,7 @@ class Bench:
         needing = self.sampler.state.rows_needing_host(step.req_indices)
         self.ops.host_rows = step.req_indices[needing].tolist()
         with torch.no_grad():
-            self.runner.begin(step, ahead=False)
+            self.runner.begin(step, runs_ahead=False)
             return self.runner.finish(step)
 
     def process(
@@ -166,5 +166,5 @@ class Bench:
 
     def append(self, req_indices: list[int], tokens: list[int]) -> None:
         for req_index, token in zip(req_indices, tokens, strict=True):
-            self.inputs.token_ids[req_index, self.length[req_index]] = token
+            self.input_batch.token_ids[req_index, self.length[req_index]] = token
             self.length[req_index] += 1

@@ -17,7 +17,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, default_batch_sizes
 from asyncllm.gpu.graph.graph_replay import GraphPlan, GraphReplay
@@ -197,13 +197,13 @@ class TraceRecorder:
 
         return replay
 
-    def cut(self, work: Callable[[], None]) -> None:
+    def break_graph(self, run_eagerly: Callable[[], None]) -> None:
         if self._pieces is None:
-            work()
+            run_eagerly()
             return
         self._end()
-        self._pieces.append(work)
-        work()
+        self._pieces.append(run_eagerly)
+        run_eagerly()
         self._begin(self._first)
 
     def _begin(self, first: int) -> None:
@@ -217,7 +217,7 @@ class TraceRecorder:
         assert self._pieces is not None
         self._pieces.append(self._trace.replay)
 
-    def memory(self) -> int:
+    def pool_bytes(self) -> int:
         return 0
 
 
@@ -260,7 +260,7 @@ def make_runner(
     capturer: GraphCapturer | None,
     stream: LateStream | None = None,
     sizes: tuple[int, ...] | None = None,
-    token_sizes: tuple[int, ...] = (),
+    token_counts: tuple[int, ...] = (),
     max_num_seqs: int = 8,
     num_blocks: int = 64,
     block_size: int = 4,
@@ -297,7 +297,7 @@ def make_runner(
     graphs = None
     if capturer is not None:
         sizes = default_batch_sizes(max_num_seqs) if sizes is None else sizes
-        graphs = GraphPlan(capturer, sizes, token_sizes)
+        graphs = GraphPlan(capturer, sizes, token_counts)
     runner = ModelRunner(
         decoder,
         cache,
@@ -340,20 +340,22 @@ def steps_of(runner: ModelRunner) -> StepRunner:
 
 
 def replay_of(runner: ModelRunner) -> GraphReplay:
-    replay = steps_of(runner).replay
+    replay = steps_of(runner).forward_pass
     assert isinstance(replay, GraphReplay)
     return replay
 
 
-def queue_mixed_step(runner: ModelRunner, batch: StepBatch, stages: Stages = Stages.NONE) -> None:
+def queue_mixed_step(
+    runner: ModelRunner, batch: StepBatch, stages: SamplingStages = SamplingStages.NONE
+) -> None:
     """Queues the forward pass and the draw of a mixed step, on padding's blocks."""
     steps, memory = steps_of(runner), steps_of(runner).memory
     batch.num_tokens = sum(batch.counts)
     step = LaunchedStep(batch)
     step.buffer, step.stages = memory.host_buffers[0], stages
-    memory.write(step)
-    steps.replay.prepare(step)
+    memory.write_host_buffer(step)
+    steps.forward_pass.prepare(step)
     step.inputs = memory.derive_inputs(step)
     steps._run_forward(step)
     assert step.output is not None
-    steps.draw(step.output.logits, stages)
+    steps.sample_logits(step.output.logits, stages)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
-from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
+from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, RowArrays, StepInputs
 
 
 def planned(
@@ -44,7 +44,9 @@ def planned(
         seq_lens=there(lengths),
         query_start_loc=there(ends),
         prefill_start_loc=there((ends[decodes:] - decodes).astype(np.int32)),
-        groups=[GroupInputs(nothing if slots is None else slots, there(table), table, block_size)],
+        groups=[
+            KVGroupInputs(nothing if slots is None else slots, there(table), table, block_size)
+        ],
         max_num_seqs=len(table),
         max_len=int(lengths.max()),
         num_logits=len(tokens) if wanted is None else len(wanted),
@@ -61,11 +63,12 @@ def captured(
 
     Args:
         table: by request index, with the dummy line.
-        fields: others of StepInputs, and of its GroupInputs; what is derived is zeros unless given.
+        fields: others of StepInputs, and of its KVGroupInputs; what is derived is zeros unless
+            given.
     """
     count = len(req_indices)
     nothing = torch.zeros(count, dtype=torch.int64, device=req_indices.device)
-    group = GroupInputs(
+    group = KVGroupInputs(
         fields.pop("slot_mapping", nothing.clone()), table, np.zeros((0, 0), np.int32), block_size,
         fields.pop("table_changes", (nothing[:0], nothing[:0].int())),
     )  # fmt: skip
@@ -88,5 +91,5 @@ def captured(
 
 
 def draw_scalars(*columns: Tensor) -> dict[str, Tensor]:
-    """The scalars of DRAW_SCALARS, in its order."""
-    return dict(zip(DRAW_SCALARS, columns, strict=True))
+    """The scalars of SAMPLE_OP_PARAMS, in its order."""
+    return dict(zip(SAMPLE_OP_PARAMS, columns, strict=True))

@@ -16,7 +16,7 @@ from asyncllm.gpu import calibration, execution_mode
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_mode import (
     execution_mode_for,
-    graph_sizes,
+    graph_batch_sizes,
 )
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart
 from asyncllm.gpu.graph.streams import SyncStream
@@ -178,5 +178,5 @@ def test_mode_of_a_gpu(monkeypatch):
 def test_capture_sizes_that_are_refused(fields, says):
     config = EngineConfig(**fields)
     with pytest.raises(InvalidRequestError, match=says) as caught:
-        graph_sizes(config, AheadOnCPU().mode(config), 8)
+        graph_batch_sizes(config, AheadOnCPU().mode(config), 8)
     assert caught.value.param == "cudagraph_capture_sizes"

@@ -200,7 +200,7 @@ def test_a_step_that_samples_nothing_ends_with_the_last_write(load_case):
     if BACKEND != "native":
         pytest.skip("no C++ compiler to build the native ops with")
     state = state_of(load_case("Gemma4-shared").runner())
-    program = state.replay.program
+    program = state.forward_pass.program
     written = program.names[: program.args.num_writing_ops]
     assert written[-1] == "rope_and_cache"
     assert written.count("rope_and_cache") == 4

@@ -126,7 +126,7 @@ def test_layout_version_matches_packed_bytes(isa):
     for scheme in SCHEMES:
         packed = pack_new_weights(own, block_weights(scheme, 70, 512, seed=9))
         digest.update(ctypes.string_at(packed.address, packed.num_bytes))
-    assert {own.layout: digest.hexdigest()}.items() <= LAYOUTS.items()
+    assert {own.weights_layout: digest.hexdigest()}.items() <= LAYOUTS.items()
 
 
 @needs_native

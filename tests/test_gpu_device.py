@@ -7,7 +7,7 @@ import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.memory import MemoryProbe, cuda_cache_bytes, release
+from asyncllm.gpu.memory import MemoryProbe, cuda_cache_bytes, release_cached_memory
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.gpu_turns import alone_on_the_gpu  # noqa: F401 - a fixture, by its name
@@ -27,17 +27,17 @@ def test_pool_counts_its_memory():
     # Loads the kernel, which takes memory of CUDA's own.
     torch.ones(1, device=GPU)
     probe.empty_cache(GPU)
-    before = probe.info(GPU)[0]
-    with probe.pool(GPU) as reserved:
+    before = probe.free_and_total_bytes(GPU)[0]
+    with probe.private_pool(GPU) as reserved:
         assert reserved() == 0
         tensor = torch.ones(64 * MIB, dtype=torch.uint8, device=GPU)
         assert reserved() == 64 * MIB
         del tensor
         assert reserved() == 64 * MIB
-    assert probe.info(GPU)[0] == before - 64 * MIB
+    assert probe.free_and_total_bytes(GPU)[0] == before - 64 * MIB
     assert probe.synchronize(GPU, 5.0)
     probe.empty_cache(GPU)
-    assert probe.info(GPU)[0] == before
+    assert probe.free_and_total_bytes(GPU)[0] == before
 
 
 def test_measuring_leaves_the_hosts_peak_statistics():
@@ -47,7 +47,7 @@ def test_measuring_leaves_the_hosts_peak_statistics():
     assert held >= 256 * MIB
     probe = MemoryProbe()
     probe.empty_cache(GPU)
-    free, total = probe.info(GPU)
+    free, total = probe.free_and_total_bytes(GPU)
     found = cuda_cache_bytes(
         EngineConfig(),
         GPU,
@@ -71,4 +71,4 @@ def test_weights_arrive_as_they_do_on_a_cpu(tmp_path, dtype):
         assert found[name].device == GPU
         assert torch.equal(found[name].cpu(), tensor), name
     del found
-    release(GPU)
+    release_cached_memory(GPU)

@@ -30,18 +30,18 @@ from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.memory import (
     SEGMENT_BYTES,
     MemoryProbe,
-    check_cache,
-    check_weights,
+    check_cache_fits,
+    check_weights_fit,
     cuda_cache_bytes,
     is_out_of_memory,
-    release,
+    release_cached_memory,
 )
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.profile import largest_rows, profile_run
+from asyncllm.gpu.profile import largest_steps, profile_run
 from asyncllm.gpu.state_cache import StateCache, StateSpec
 from asyncllm.gpu.weights import dummy_weights
 from tests.ahead_on_cpu import AheadOnCPU
@@ -86,16 +86,16 @@ class SimulatedGPU:
     def free(self) -> int:
         return self.total - self.others - self.engine - self.cached - self.pooled
 
-    def info(self, device: torch.device) -> tuple[int, int]:
+    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
         assert device == GPU
         self._answer("info")
         return self.free, self.total
 
-    def has_pools(self) -> bool:
+    def has_private_pools(self) -> bool:
         return self.native
 
     @contextmanager
-    def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
+    def private_pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
         assert device == GPU
         self._answer("pool")
         before = self.pooled
@@ -125,7 +125,7 @@ class SimulatedGPU:
 
 
 def on_gpu(gpu: SimulatedGPU, call: Callable[..., Any], *args: Any) -> Any:
-    with mock.patch.object(memory, "GPU_MEMORY", gpu):
+    with mock.patch.object(memory, "GPU_MEMORY_PROBE", gpu):
         return call(*args)
 
 
@@ -133,8 +133,8 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
     """As a start does: look, load, measure."""
     config = config or EngineConfig()
     settings = {"graph_reserve": 0, "captured_step_fraction": 0.0, "min_bytes": 1} | kw
-    with mock.patch.object(memory, "GPU_MEMORY", gpu):
-        free_at_start = check_weights(config, GPU, weights)
+    with mock.patch.object(memory, "GPU_MEMORY_PROBE", gpu):
+        free_at_start = check_weights_fit(config, GPU, weights)
         gpu.engine += weights
         gpu.others += gpu.taken
         return cuda_cache_bytes(
@@ -285,23 +285,23 @@ def test_an_allocator_without_pools_wants_the_size_said():
 def test_oversized_weights_are_refused_unread():
     gpu = SimulatedGPU(total=20 * GIB, others=10 * GIB)
     with pytest.raises(EngineError) as caught:
-        on_gpu(gpu, check_weights, EngineConfig(), GPU, 11 * GIB)
+        on_gpu(gpu, check_weights_fit, EngineConfig(), GPU, 11 * GIB)
     message = str(caught.value)
     for word in (str(11 * GIB), str(20 * GIB), f"{10 * GIB} are free", "free memory"):
         assert word in message
     low = EngineConfig(gpu_memory_utilization=0.25)
     with pytest.raises(EngineError, match=r"gpu_memory_utilization=0\.25 allows.*raise it"):
-        on_gpu(gpu, check_weights, low, GPU, 6 * GIB)
-    assert on_gpu(gpu, check_weights, low, GPU, 5 * GIB) == 10 * GIB
+        on_gpu(gpu, check_weights_fit, low, GPU, 6 * GIB)
+    assert on_gpu(gpu, check_weights_fit, low, GPU, 5 * GIB) == 10 * GIB
 
 
 @pytest.mark.parametrize("fields", [{"num_blocks": 100}, {"kv_cache_memory": "1GiB"}])
 def test_memory_share_does_not_limit_weights_with_explicit_cache(fields):
     config = EngineConfig(gpu_memory_utilization=0.1, **fields)
     gpu = SimulatedGPU(total=20 * GIB)
-    assert on_gpu(gpu, check_weights, config, GPU, 19 * GIB) == 20 * GIB
+    assert on_gpu(gpu, check_weights_fit, config, GPU, 19 * GIB) == 20 * GIB
     with pytest.raises(EngineError, match="are free"):
-        on_gpu(gpu, check_weights, config, GPU, 21 * GIB)
+        on_gpu(gpu, check_weights_fit, config, GPU, 21 * GIB)
 
 
 def test_oversized_configured_cache_names_its_setting():
@@ -311,12 +311,12 @@ def test_oversized_configured_cache_names_its_setting():
         ({"kv_cache_memory": "5GiB"}, f"kv_cache_memory={5 * GIB}"),
     ):
         config = EngineConfig(**fields)
-        on_gpu(gpu, check_cache, config, GPU, 4 * GIB)
+        on_gpu(gpu, check_cache_fits, config, GPU, 4 * GIB)
         with pytest.raises(KVCacheTooSmallError) as caught:
-            on_gpu(gpu, check_cache, config, GPU, 4 * GIB + 1)
+            on_gpu(gpu, check_cache_fits, config, GPU, 4 * GIB + 1)
         for word in (knob, f"lower {knob.split('=')[0]}", str(20 * GIB), f"{4 * GIB} are free"):
             assert word in str(caught.value)
-    on_gpu(gpu, check_cache, EngineConfig(), GPU, 100 * GIB)
+    on_gpu(gpu, check_cache_fits, EngineConfig(), GPU, 100 * GIB)
 
 
 @pytest.mark.parametrize("layers", [((0, 1),), ((0,), (1,))], ids=["one group", "two groups"])
@@ -374,7 +374,7 @@ def chosen(decoder: Decoder, states: StateCache | None = None, **fields) -> KVCa
     ],
 )
 def test_the_largest_steps(limits, expected):
-    found = [(decodes, counts.tolist()) for decodes, counts in largest_rows(*limits)]
+    found = [(decodes, counts.tolist()) for decodes, counts in largest_steps(*limits)]
     assert found == [(decodes, [1] * decodes + rest) for decodes, rest in expected]
     for _, counts in found:
         assert sum(counts) <= limits[0]
@@ -544,7 +544,7 @@ LAUNCH = RuntimeError("CUDA error: unspecified launch failure")
 )
 def test_release_waits_and_then_empties(device, state, log, warning, caplog):
     gpu = SimulatedGPU(cached=GIB, **state)
-    assert on_gpu(gpu, release, device) == (not warning)
+    assert on_gpu(gpu, release_cached_memory, device) == (not warning)
     assert gpu.log == log
     assert (gpu.free == gpu.total) == ("empty_cache" in log)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * bool(warning)
@@ -558,14 +558,14 @@ def test_runner_drops_tensors_before_releasing_memory(monkeypatch):
     driver.run([driver.add([1, 2, 3], 3)])
     runner.launch(StepBatch(99))
     state = state_of(runner)
-    held = [weakref.ref(x) for x in (state.cache.tensor, state.model.embedding, state.inputs)]
+    held = [weakref.ref(x) for x in (state.cache.tensor, state.model.embedding, state.input_batch)]
     alive = []
 
-    def release(device: torch.device) -> bool:
+    def release_cached_memory(device: torch.device) -> bool:
         alive.append((device, [x() for x in held]))
         return True
 
-    monkeypatch.setattr(model_runner, "release", release)
+    monkeypatch.setattr(model_runner, "release_cached_memory", release_cached_memory)
     del state
     gc.collect()
     gc.disable()
@@ -607,7 +607,7 @@ def test_an_exception_of_a_step_does_not_keep_the_model(monkeypatch, failure):
 
 @pytest.mark.parametrize(
     ("module", "stage"),
-    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "recorded_bytes")],
+    [(build, "KVCache"), (cache_sizing, "size_cache"), (cache_sizing, "recorded_activation_bytes")],
 )
 def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
     """While its exception is kept, as the engine keeps it."""
@@ -625,11 +625,11 @@ def test_a_failed_start_gives_everything_back(monkeypatch, module, stage):
     monkeypatch.setattr(decoder_loading, "build_decoder", make_decoder)
     monkeypatch.setattr(module, stage, fail)
 
-    def release(device: torch.device) -> bool:
+    def release_cached_memory(device: torch.device) -> bool:
         released.append((device, decoders[0]()))
         return True
 
-    monkeypatch.setattr(build, "release", release)
+    monkeypatch.setattr(build, "release_cached_memory", release_cached_memory)
     with pytest.raises(KVCacheTooSmallError) as caught:
         build_model_runner(EngineConfig(load_format="dummy", device="cpu"), MODEL)
     assert released == [(CPU, None)]
@@ -654,7 +654,7 @@ def test_the_pool_is_torchs_own_and_counts_its_segments_alone(monkeypatch):
     ]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", {(0, 7): segments}.get)
-    with MemoryProbe().pool(torch.device("cuda", 1)) as reserved:
+    with MemoryProbe().private_pool(torch.device("cuda", 1)) as reserved:
         assert reserved() == 22
         assert calls == [("_cuda_beginAllocateCurrentThreadToPool", 1, (0, 7))]
     assert calls[1:] == [
@@ -726,7 +726,7 @@ def capturing(captures: Captures) -> Iterator[threading.Event]:
 
 
 def use_pool() -> None:
-    with MemoryProbe().pool(GPU):
+    with MemoryProbe().private_pool(GPU):
         pass
 
 
@@ -751,20 +751,20 @@ def test_memory_waits_for_another_engines_capture(torch_state: Captures, work) -
 
 
 def test_a_cache_is_not_emptied_beside_an_open_pool(torch_state: Captures) -> None:
-    with MemoryProbe().pool(GPU), pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
+    with MemoryProbe().private_pool(GPU), pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
         MemoryProbe().empty_cache(GPU, 0.05)
     MemoryProbe().empty_cache(GPU, 0.05)
 
 
 def test_release_does_not_wait_for_hung_capture(torch_state: Captures, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.05)
+    monkeypatch.setattr(memory, "RELEASE_TIMEOUT_SECONDS", 0.05)
     with capturing(torch_state):
-        release(GPU)
+        release_cached_memory(GPU)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "another engine captured" in record.getMessage()
     caplog.clear()
-    release(GPU)
+    release_cached_memory(GPU)
     assert not caplog.records
 
 

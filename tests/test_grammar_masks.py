@@ -11,8 +11,8 @@ import torch
 from asyncllm.core.batch import GrammarMask
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.grammar_masks import mask_logits, num_words
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.grammar_masks import mask_logits, num_mask_words
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
@@ -90,7 +90,7 @@ def test_masks_on_the_static_step(decoder, kinds):
     assert graphs is not None
     captured = {record.key for record in graphs.capture_stats}
     assert GraphKey(8, GraphPart.FORWARD) in captured
-    assert GraphKey(8, GraphPart.SAMPLE, Stages.MASKS) in captured
+    assert GraphKey(8, GraphPart.SAMPLE, SamplingStages.MASKS) in captured
     for trace in capturer.traces:
         assert not {op for op in trace.ops if op.startswith(("aten._local_scalar", "aten.nonzero"))}
 
@@ -178,7 +178,7 @@ def test_the_fake_draws_allowed_tokens():
 def test_words_and_bits():
     allowed = [0, 31, 32, 95, 96]
     mask = packed(allowed, 97)
-    assert num_words(97) * 4 == len(mask)
+    assert num_mask_words(97) * 4 == len(mask)
     assert allowed_tokens(mask, 97) == allowed
     words = torch.from_numpy(np.frombuffer(mask, np.int32).copy()).unsqueeze(0)
     logits = torch.randn(2, 97)

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.graph import streams as graph_streams
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart, StepGraphs
-from asyncllm.gpu.graph.streams import CudaStream, StreamPool
+from asyncllm.gpu.graph.streams import CudaStream, CudaStreamPool
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from tests.ahead_on_cpu import PROMPTS, AheadOnCPU
@@ -135,26 +135,28 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
     runs: list[GraphKey] = []
 
     def run(key: GraphKey) -> None:
-        if key.stages is Stages.TOKEN_RULES:
+        if key.stages is SamplingStages.TOKEN_CONSTRAINTS:
             look_up()
         runs.append(key)
 
     graphs = StepGraphs(run, CudaGraphCapturer(DEVICE), (1, 4))
     graphs.run(GraphKey(1))
     graphs.run(GraphKey(1, GraphPart.FORWARD))
-    graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES))
-    graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES))
+    graphs.run(GraphKey(1, GraphPart.SAMPLE, SamplingStages.PENALTIES))
+    graphs.run(GraphKey(1, GraphPart.SAMPLE, SamplingStages.PENALTIES))
     assert [record.key for record in graphs.capture_stats] == [
         GraphKey(4),
         GraphKey(4, GraphPart.FORWARD),
-        GraphKey(4, GraphPart.SAMPLE, Stages.PENALTIES),
-        GraphKey(1, GraphPart.SAMPLE, Stages.PENALTIES),
+        GraphKey(4, GraphPart.SAMPLE, SamplingStages.PENALTIES),
+        GraphKey(1, GraphPart.SAMPLE, SamplingStages.PENALTIES),
     ]
     captures.fails = EMBEDDING
     runs.clear()
     for _ in range(2):
-        graphs.run(GraphKey(1, GraphPart.SAMPLE, Stages.TOKEN_RULES))
-    assert runs == [GraphKey(rows, GraphPart.SAMPLE, Stages.TOKEN_RULES) for rows in (4, 1)]
+        graphs.run(GraphKey(1, GraphPart.SAMPLE, SamplingStages.TOKEN_CONSTRAINTS))
+    assert runs == [
+        GraphKey(rows, GraphPart.SAMPLE, SamplingStages.TOKEN_CONSTRAINTS) for rows in (4, 1)
+    ]
 
 
 @pytest.mark.parametrize("fails", ["capture_begin", EMBEDDING, "capture_end", "instantiate"])
@@ -261,7 +263,7 @@ def streams(monkeypatch) -> list[Any]:
 
     monkeypatch.setattr(torch.cuda, "Stream", MadeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(graph_streams, "STREAMS", StreamPool())
+    monkeypatch.setattr(graph_streams, "CUDA_STREAM_POOL", CudaStreamPool())
     return made
 
 

@@ -88,7 +88,7 @@ def test_prepare_matches_a_plain_loop(data):
         rows.append((req_index, start, count, start + count == length))
         entering.append(assignment(req_index, tokens[req_index], held[req_index], length))
     batch = make_batch(rows, assignments=entering)
-    inputs.apply(batch)
+    inputs.apply_step_changes(batch)
     step = prepare(inputs, batch)
     ids, positions, mapping, last = [], [], [], []
     for req_index, start, count, samples in zip(
@@ -124,11 +124,11 @@ def test_released_slots_start_anew_and_blocks_are_appended():
     inputs = make_inputs(2, 64, 4)
     first = make_batch([(1, 0, 6, True)], assignments=[assignment(1, [5] * 6, [9, 8], 6)])
     # The second block is filled to half: what an earlier owner left there has to go.
-    inputs.apply(first)
+    inputs.apply_step_changes(first)
     assert inputs.unfilled_blocks(first).tolist() == [8]
     inputs.token_ids[1, 6] = 77
     grown = make_batch([(1, 6, 3, True)], new_blocks=[(1, ([3],))])
-    inputs.apply(grown)
+    inputs.apply_step_changes(grown)
     assert inputs.unfilled_blocks(grown).tolist() == [3]
     assert inputs.tables[0].table[1, :3].tolist() == [9, 8, 3]
     assert prepare(inputs, make_batch([(1, 6, 1, True)])).token_ids.tolist() == [77]
@@ -139,7 +139,7 @@ def test_released_slots_start_anew_and_blocks_are_appended():
         assignments=[assignment(1, [6] * 11, [2, 4, 7], 11)],
     )
     # Two blocks come from the prefix cache and belong to others as well.
-    inputs.apply(again)
+    inputs.apply_step_changes(again)
     assert inputs.unfilled_blocks(again).tolist() == [7]
     assert inputs.tables[0].table[1, :3].tolist() == [2, 4, 7]
     assert inputs.tables[0].num_blocks.tolist() == [0, 3]
@@ -197,7 +197,7 @@ def test_paged_attention_matches_the_plain_one(data):
         rows.append((req_index, length - count, count, True))
         entering.append(assignment(req_index, [0] * length, blocks, length))
     batch = make_batch(rows, assignments=entering)
-    inputs.apply(batch)
+    inputs.apply_step_changes(batch)
     step = prepare(inputs, batch)
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
     cache = torch.randn(shape, generator=generator)
@@ -237,7 +237,7 @@ def test_a_plan_is_uploaded_without_waiting_for_the_device(monkeypatch):
         for req_index, start, count, _ in rows
     ]
     batch = make_batch(rows, assignments=entering)
-    inputs.apply(batch)
+    inputs.apply_step_changes(batch)
     step = prepare(inputs, batch)
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
     groups = attention.plan(step, None, 0)

@@ -14,7 +14,7 @@ from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.cache_sizing import blocks_per_seq, size_cache
 from asyncllm.gpu.kv_cache import KVCache, KVGroup, block_bytes
-from asyncllm.gpu.kv_groups import MAX_GROUPS, KVPlan, LayerCache, LayerGroup, group_layers
+from asyncllm.gpu.kv_groups import MAX_KV_GROUPS, KVPlan, LayerCache, LayerGroup, group_layers
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import AttentionShape, BlockLayout, block_layout
@@ -55,7 +55,7 @@ def test_groups_have_as_many_layers_as_the_rarest_kind(near, full, groups):
 
 def test_number_of_groups_is_bounded():
     assert sizes({FULL: 1, NEAR: 15}) == [(None, 1)] + [(512, 1)] * 15
-    assert len(sizes({FULL: 1, NEAR: 15})) == MAX_GROUPS
+    assert len(sizes({FULL: 1, NEAR: 15})) == MAX_KV_GROUPS
     assert sizes({FULL: 1, NEAR: 47}) == [(None, 1)] + [(512, 4)] * 11 + [(512, 3)]
 
 

@@ -10,22 +10,27 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words
 from asyncllm.gpu.batch.sampling_inputs import (
-    LOGITS_STAGES,
+    LOGITS_PROCESSING_STAGES,
     LogitsTables,
     SamplingRows,
-    Stages,
+    SamplingStages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.sampling_table import LOGITS_STAGE_SCALARS
-from asyncllm.gpu.execution_mode import GRAPH_BYTES, graph_reserve
+from asyncllm.gpu.batch.sampling_table import LOGITS_PROCESSING_PARAMS
+from asyncllm.gpu.execution_mode import ESTIMATED_GRAPH_BYTES, graph_reserve
 from asyncllm.gpu.ops import logits as logits_ops
 from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 48, 8192
-STAGES = [Stages.PENALTIES, Stages.TOKEN_RULES, Stages.MASKS, LOGITS_STAGES]
+STAGES = [
+    SamplingStages.PENALTIES,
+    SamplingStages.TOKEN_CONSTRAINTS,
+    SamplingStages.MASKS,
+    LOGITS_PROCESSING_STAGES,
+]
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -45,7 +50,7 @@ def make_rows() -> SamplingRows:
     """Every row with a mask, rules and penalties of its own."""
     random = torch.Generator().manual_seed(1)
     tables = LogitsTables(ROWS, VOCAB, CPU)
-    tables.make(LOGITS_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     for table in (tables.allowed, tables.in_prompt):
         table.random_(generator=random)
     tables.bias_ids.random_(0, VOCAB, generator=random)
@@ -67,10 +72,10 @@ def make_rows() -> SamplingRows:
         positions=lines[:-1] % 20,
         host_token_ids=lines[:-1] - 3,
         last_sampled_tokens=lines,
-        rules=dict(zip(LOGITS_STAGE_SCALARS, values, strict=True)),
+        params=dict(zip(LOGITS_PROCESSING_PARAMS, values, strict=True)),
         tables=tables,
         mask_slots=lines[:-1] % 5 - 1,
-        mask_words=torch.randint(0, 2**31, (4, num_words(VOCAB)), generator=random).int(),
+        mask_words=torch.randint(0, 2**31, (4, num_mask_words(VOCAB)), generator=random).int(),
     )
 
 
@@ -118,11 +123,14 @@ def test_chunks_change_nothing(monkeypatch, stages, elements):
 def test_memory_beside_the_largest_step():
     """For all stages at once: what a graph of the sampling holds, and a mixed step beside it."""
     tables = LogitsTables(ROWS, VOCAB, CPU)
-    tables.make(LOGITS_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     made = [value for value in vars(tables).values() if isinstance(value, Tensor)]
     num_bytes = sum(value.nbytes for value in made)
     assert LogitsTables.num_bytes(ROWS, VOCAB) == num_bytes
-    masks = 4 * ROWS * num_words(VOCAB)
+    masks = 4 * ROWS * num_mask_words(VOCAB)
     sampling = 2 * logits_ops.processing_bytes(ROWS, VOCAB) + num_bytes + masks
     assert graph_reserve((), ROWS, VOCAB, 2) == sampling + 2 * ROWS * VOCAB
-    assert graph_reserve((1, 2), ROWS, VOCAB, 4) == sampling + 4 * ROWS * VOCAB + 2 * GRAPH_BYTES
+    assert (
+        graph_reserve((1, 2), ROWS, VOCAB, 4)
+        == sampling + 4 * ROWS * VOCAB + 2 * ESTIMATED_GRAPH_BYTES
+    )

@@ -215,7 +215,7 @@ def assigned(
 
 def test_state_follows_the_batch_and_outputs_grow():
     processor, bench = force(), Bench(100)
-    bench.sampler.batched = BatchedProcessors([processor])
+    bench.sampler.batched_processors = BatchedProcessors([processor])
 
     def enter(
         req_index: int, output: list[int], claiming_processors: tuple[int, ...] = (0,)
@@ -272,7 +272,7 @@ def test_the_result_of_apply_is_checked(made, says):
             return made(logits)
 
     bench = Bench(100)
-    bench.sampler.batched = BatchedProcessors([Odd(CONFIG, CPU, False)])
+    bench.sampler.batched_processors = BatchedProcessors([Odd(CONFIG, CPU, False)])
     for req_index, claimed in enumerate([(), (0,), (0,), ()]):
         assignment = assigned(req_index, [], claimed)
         bench.assign(assignment)

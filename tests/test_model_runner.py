@@ -16,8 +16,12 @@ from asyncllm.core.executor import Executor, StepOutOfMemoryError
 from asyncllm.errors import KVCacheTooSmallError
 from asyncllm.gpu import cache_sizing, devices
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.calibration import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.calibration import (
+    GPU_STEP_TARGET_SECONDS,
+    calibrate_token_budget,
+    min_run_ahead_tokens,
+)
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.ops.registry import NativeChoice
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, state_of
@@ -213,7 +217,7 @@ def test_out_of_memory_voids_the_step_and_no_more(monkeypatch, error):
 
     is_memory = "shape" not in str(error)
     with monkeypatch.context() as patch:
-        patch.setattr(Replay, "forward", fail)
+        patch.setattr(ForwardPass, "forward", fail)
         with pytest.raises(StepOutOfMemoryError if is_memory else RuntimeError) as caught:
             runner.collect()
     assert isinstance(caught.value, StepOutOfMemoryError) == is_memory
@@ -270,12 +274,12 @@ def test_gpu_token_budget_takes_50_ms():
         first.add(count)
         return 1e-3 + 23e-6 * count + slow
 
-    options = {"target": GPU_TARGET_SECONDS, "repeats": 2}
-    assert calibrate_token_budget(time_step, highest=8192, **options) == 2112
+    options = {"target_seconds": GPU_STEP_TARGET_SECONDS, "repeats": 2}
+    assert calibrate_token_budget(time_step, max_budget=8192, **options) == 2112
     timed = 8, 32, 64, 128, 256, 512, 1024, 2048
     assert sizes == [1, *(size for size in timed for _ in range(2))]
-    assert calibrate_token_budget(time_step, highest=300, **options) == 300
-    assert calibrate_token_budget(lambda count: 1e-6 * count, highest=8192, **options) == 8192
+    assert calibrate_token_budget(time_step, max_budget=300, **options) == 300
+    assert calibrate_token_budget(lambda count: 1e-6 * count, max_budget=8192, **options) == 8192
 
 
 @pytest.mark.parametrize(("backend", "quantization", "threads"), [
@@ -321,10 +325,10 @@ def test_slow_model_is_timed_with_few_tokens(fixed, per_token, sizes):
 
 def test_step_timed_for_budget_is_reused_for_depth():
     times = iter([0.004, 0.004, 0.004])
-    assert min_tokens_ahead(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
+    assert min_run_ahead_tokens(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
     assert next(times, None) is None
-    assert min_tokens_ahead(lambda _: pytest.fail("not to be run"), 64, {8: 0.011}) is None
-    assert min_tokens_ahead(lambda count: 0.02 * count, 4, {8: 0.001}) is None
+    assert min_run_ahead_tokens(lambda _: pytest.fail("not to be run"), 64, {8: 0.011}) is None
+    assert min_run_ahead_tokens(lambda count: 0.02 * count, 4, {8: 0.001}) is None
 
 
 @pytest.mark.parametrize(
@@ -346,7 +350,7 @@ def test_depth_is_two_where_full_step_takes_ten_milliseconds(seconds, found, cal
         sizes.append(count)
         return next(times)
 
-    assert min_tokens_ahead(time_step, 64, {}) == found
+    assert min_run_ahead_tokens(time_step, 64, {}) == found
     assert sizes == calls
 
 

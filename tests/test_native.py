@@ -28,10 +28,10 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import quantise_int4, quantise_int8
 from asyncllm.gpu.threads import available_cpus
 from asyncllm.native.build import (
-    FLAGS,
+    COMPILER_FLAGS,
     ISA_FLAGS,
-    LIBRARY,
-    SOURCES,
+    LIBRARY_PATH,
+    SOURCE_DIRECTORY,
     BuildError,
     build,
     find_compiler,
@@ -373,9 +373,16 @@ def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
     if os.uname().machine != "x86_64":
         pytest.skip("a unit of x86_64")
     name, target = "avx2", tmp_path / "unit.o"
-    flags = [flag for flag in FLAGS if flag != "-O2"] + ["-O0", *ISA_FLAGS["x86_64"][name]]
+    flags = [flag for flag in COMPILER_FLAGS if flag != "-O2"] + ["-O0", *ISA_FLAGS["x86_64"][name]]
     subprocess.run(
-        [*compiler(), *flags, "-c", str(SOURCES / f"kernels_{name}.cpp"), "-o", str(target)],
+        [
+            *compiler(),
+            *flags,
+            "-c",
+            str(SOURCE_DIRECTORY / f"kernels_{name}.cpp"),
+            "-o",
+            str(target),
+        ],
         check=True,
     )
     listed = subprocess.run(
@@ -398,7 +405,7 @@ def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str])
 @pytest.mark.slow
 def test_a_few_rounds_of_the_fuzz(tmp_path):
     """On the library that is there, so that the fuzz keeps up with its interface."""
-    link(tmp_path / "fuzz", LIBRARY, compiler(), ["-O0"])
+    link(tmp_path / "fuzz", LIBRARY_PATH, compiler(), ["-O0"])
     for isa in ISAS:
         run_fuzz(tmp_path / "fuzz", 100, 3, isa)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages, TopLogprobs
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -40,7 +40,7 @@ def parameters(rows: int, seed: int) -> Scalars:
 def draw(ops: NativeOps, logits: torch.Tensor, sampling: Scalars, lines: torch.Tensor):
     out = torch.empty_like(lines)
     last = torch.zeros(len(sampling["states"]), dtype=torch.int64)
-    ops.sample(logits, sampling, DrawRows(lines, lines * 3, last), out)
+    ops.sample(logits, sampling, RowsToSample(lines, lines * 3, last), out)
     assert torch.equal(last[lines], out.clamp(min=0))
     return out
 
@@ -196,7 +196,7 @@ def test_unprocessable_rows_are_refused():
     bench.sample(torch.zeros(1, 40), [0])
     ops, rows = NativeOps(context(1)), bench.runner.memory.sampling_rows(1)
     logits = torch.zeros(1, 40)
-    stages = Stages.TOKEN_RULES | Stages.PENALTIES
+    stages = SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES
     tables = rows.tables
     tables.bias_ids[0, 0] = 40
     with pytest.raises(RuntimeError, match="process_logits: a slot, block or position"):
@@ -209,7 +209,7 @@ def test_unprocessable_rows_are_refused():
         ops.process_logits(torch.zeros(1, 30), rows, stages)
     masks = {"mask_slots": torch.tensor([1]), "mask_words": torch.zeros(1, 2, dtype=torch.int32)}
     with pytest.raises(RuntimeError, match="beyond its table"):
-        ops.process_logits(logits, replace(rows, **masks), Stages.MASKS)
+        ops.process_logits(logits, replace(rows, **masks), SamplingStages.MASKS)
     out = TopLogprobs(1, 41, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="top_logprobs: shapes"):
         ops.top_logprobs(logits, torch.tensor([1]), out)
@@ -234,9 +234,9 @@ def test_unsampleable_logits_are_refused():
         with pytest.raises(ValueError, match=words):
             draw(ops, given, sampling | changes, lines)
     with pytest.raises(ValueError, match="req_indices"):
-        ops.sample(logits, sampling, DrawRows(lines[:3], lines, lines.clone()), lines.clone())
+        ops.sample(logits, sampling, RowsToSample(lines[:3], lines, lines.clone()), lines.clone())
     with pytest.raises(RuntimeError, match="beyond its table"):
-        ops.sample(logits, sampling, DrawRows(lines + 1, lines, lines.clone()), lines.clone())
+        ops.sample(logits, sampling, RowsToSample(lines + 1, lines, lines.clone()), lines.clone())
 
 
 def test_greedy_host_row_gets_its_logits():

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.sampling_inputs import (
-    LOGITS_STAGES,
-    DrawRows,
+    LOGITS_PROCESSING_STAGES,
     LogitsTables,
+    RowsToSample,
     SamplingRows,
-    Stages,
+    SamplingStages,
 )
-from asyncllm.gpu.batch.sampling_table import LOGITS_STAGE_SCALARS
+from asyncllm.gpu.batch.sampling_table import LOGITS_PROCESSING_PARAMS
 from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import onednn_ops
@@ -316,7 +316,7 @@ def test_the_winner_of_the_race(ops, dtype):
     columns = lines * 7, temperature, top_k, torch.ones(rows), torch.zeros(rows)
     sampling = draw_scalars(*(F.pad(column, (0, 1)) for column in columns))
     found, last = torch.full((rows,), -9), torch.zeros(rows + 1, dtype=torch.int64)
-    ops.sample(logits, sampling, DrawRows(lines, lines * 2, last), found)
+    ops.sample(logits, sampling, RowsToSample(lines, lines * 2, last), found)
     keys = gumbel_keys(lines * 7, lines * 2 + 1)
     scaled = logits.double() / temperature.clamp(min=1e-9).double().unsqueeze(1)
     order = scaled.sort(dim=-1, descending=True, stable=True).indices
@@ -339,7 +339,7 @@ def test_processed_logits(ops, dtype):
     vocab_size, token = 70, 5
     logits = (torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(6)) * 3).to(dtype)
     tables = LogitsTables(3, vocab_size, CPU)
-    tables.make(LOGITS_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     tables.bias_ids[1, :2], tables.bias_values[1, :2] = torch.tensor([9, 8]), 2.5
     tables.allowed[1, 0], tables.in_prompt[1, 0] = 0x1F00, 1 << 9 | 1 << 10
     tables.stop_ids[1, 0] = 12
@@ -350,10 +350,12 @@ def test_processed_logits(ops, dtype):
         *(line.int() * count for count in (1, 2, 1)), line * 9, line * 4, lines + 1.5, lines + 0.25,
         lines + 0.5,
     )  # fmt: skip
-    rules = dict(zip(LOGITS_STAGE_SCALARS, values, strict=True))
+    rules = dict(zip(LOGITS_PROCESSING_PARAMS, values, strict=True))
     order = torch.tensor([1, -1, 2])
     rows = SamplingRows(order, order * 0 + 6, order * 0 - 1, torch.full((4,), token), rules, tables)
-    found = ops.process_logits(logits, rows, Stages.TOKEN_RULES | Stages.PENALTIES)
+    found = ops.process_logits(
+        logits, rows, SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES
+    )
     assert found.dtype == torch.float32
     expected = torch.full((vocab_size,), -torch.inf, dtype=torch.float64)
     expected[8:12] = logits[0, 8:12].double()

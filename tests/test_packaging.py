@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm.native.build import ISA_FLAGS, LIBRARY, BuildError
+from asyncllm.native.build import ISA_FLAGS, LIBRARY_PATH, BuildError
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +47,9 @@ def hooks(monkeypatch) -> dict[str, Any]:
 def test_wheel_holds_native_ops_where_compiled(hooks, monkeypatch) -> None:
     """Without a compiler it is a wheel for any platform."""
     said: list[str] = []
-    module = SimpleNamespace(BuildError=BuildError, LIBRARY=LIBRARY, build=lambda: ["baseline"])
+    module = SimpleNamespace(
+        BuildError=BuildError, LIBRARY_PATH=LIBRARY_PATH, build=lambda: ["baseline"]
+    )
     hook = hooks["NativeOpsHook"]
     monkeypatch.setitem(hook.initialize.__globals__, "_load", lambda path: module)
 
@@ -59,7 +61,7 @@ def test_wheel_holds_native_ops_where_compiled(hooks, monkeypatch) -> None:
         return data
 
     data = run()
-    assert data["artifacts"] == [str(LIBRARY.relative_to(ROOT))]
+    assert data["artifacts"] == [str(LIBRARY_PATH.relative_to(ROOT))]
     assert not data["pure_python"]
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert data["tag"] == f"py3-none-{platform}"
@@ -70,7 +72,7 @@ def test_wheel_holds_native_ops_where_compiled(hooks, monkeypatch) -> None:
     module.build = fails
     assert run() == {"artifacts": [], "pure_python": True}
     assert said == ["asyncllm is built without native ops: no C++ compiler"]
-    assert hooks["_load"](LIBRARY.parent / "build.py").ISA_FLAGS == ISA_FLAGS
+    assert hooks["_load"](LIBRARY_PATH.parent / "build.py").ISA_FLAGS == ISA_FLAGS
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "custom" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
 

@@ -39,10 +39,10 @@ from asyncllm.gpu.packed.packed_file import (
     ALIGNMENT,
     PackedFile,
     PackedFileError,
-    PanelRecorder,
+    RecordingPanelSource,
     write_packed_file,
 )
-from asyncllm.gpu.packed.packed_folder import SUFFIX, PackedFolder
+from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
 from asyncllm.gpu.packed.packed_store import PackedStore, cache_folder
 from asyncllm.native.context import Context, PackedWeights
 from tests.checkpoints import copy_tokenizer, make_checkpoint
@@ -103,7 +103,7 @@ def start(path: Path, config: EngineConfig) -> tuple[list[Any], str]:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"))
+    return sorted(folder.glob(f"*{PACKED_FILE_SUFFIX}"))
 
 
 def only_file(folder: Path) -> Path:
@@ -145,7 +145,10 @@ def forms(own: Context) -> dict[str, LinearWeights]:
 
 
 def write(
-    path: Path, own: Context, tensors: list[tuple[str, Tensor | PanelRecorder]], key: Any = "key"
+    path: Path,
+    own: Context,
+    tensors: list[tuple[str, Tensor | RecordingPanelSource]],
+    key: Any = "key",
 ) -> Path:
     with path.open("w+b") as file:
         path.chmod(0o600)
@@ -159,7 +162,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     own = context(2, isa)
     found, recorded = {}, []
     for name, weights in forms(own).items():
-        recorder = PanelRecorder()
+        recorder = RecordingPanelSource()
         found[name] = recorder.pack(own, weights)
         recorded.append((name, recorder))
     norm = torch.arange(11, dtype=torch.bfloat16)
@@ -167,7 +170,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     recorded[2:2] = [("norm", norm), ("table", table)]
     file = PackedFile(write(tmp_path / "file", own, recorded), ME)
     file.verify(own)
-    assert (file.key, file.content) == ("key", {"model": 7})
+    assert (file.key, file.checkpoint_checksums) == ("key", {"model": 7})
     read: dict[str, Any] = dict(file.weights())
     assert list(read) == [name for name, _ in recorded]
     assert torch.equal(read["norm"], norm)
@@ -206,12 +209,12 @@ def test_layout_version_matches_packed_bytes(isa):
     for weights in forms(own).values():
         packed = pack_new_weights(own, weights)
         digest.update(bytes_at(packed.address, packed.num_bytes))
-    assert {own.layout: digest.hexdigest()}.items() <= LAYOUTS.items()
+    assert {own.weights_layout: digest.hexdigest()}.items() <= LAYOUTS.items()
 
 
 def test_weights_outlive_the_name_of_their_file(tmp_path):
     """The mapping belongs to what reads it: neither unlinking nor the file object's end matter."""
-    own, recorder = context(), PanelRecorder()
+    own, recorder = context(), RecordingPanelSource()
     weights = LinearWeights(torch.randn(64, 64))
     fresh = recorder.pack(own, weights)
     path = write(tmp_path / "file", own, [("w", recorder), ("norm", torch.ones(3))])
@@ -357,8 +360,8 @@ def test_an_engine_that_ends_leaves_no_part_of_a_file(plain, folder, monkeypatch
     )
     runner.close()
     stores = []
-    write_later = PackedStore.write_later
-    monkeypatch.setattr(PackedStore, "write_later", lambda self, sidecars: stores.append(self))
+    write_in_background = PackedStore.write_in_background
+    monkeypatch.setattr(PackedStore, "write_in_background", lambda self, sidecars: stores.append(self))
     runner = build_model_runner(
         settings(folder, packed_cache="auto"), ModelConfig.from_directory(plain)
     )
@@ -435,7 +438,7 @@ def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatc
     add(quantization="int8")
     add(quantization="int4")
     with monkeypatch.context() as patch:
-        patch.setattr(Context, "layout", property(lambda self: f"{self.isa}-2"))
+        patch.setattr(Context, "weights_layout", property(lambda self: f"{self.isa}-2"))
         add()
     for name in ("VERSION", "FORMAT_VERSION"):
         with monkeypatch.context() as patch:
@@ -497,13 +500,13 @@ def test_the_hubs_own_hash_is_an_identity(model, tmp_path):
 
 
 def test_checkpoint_replaced_while_read_is_not_written(model, folder, monkeypatch):
-    original = PackedStore._record
+    original = PackedStore._record_weights
 
     def replaced(self: PackedStore, weights: Any) -> Any:
         yield from original(self, weights)
         os.utime(model / "model.safetensors", ns=(7, 7))
 
-    monkeypatch.setattr(PackedStore, "_record", replaced)
+    monkeypatch.setattr(PackedStore, "_record_weights", replaced)
     runner = build_model_runner(
         settings(folder, packed_cache="auto"), ModelConfig.from_directory(model)
     )
@@ -640,8 +643,8 @@ def test_file_appears_after_it_is_on_disk(tmp_path, monkeypatch):
     """What a reader would see at each call that the disk gets."""
     folder, own = PackedFolder(tmp_path / "folder", 10**9), context()
     folder.make()
-    path, seen = folder.path / f"x{SUFFIX}", []
-    recorder = PanelRecorder()
+    path, seen = folder.path / f"x{PACKED_FILE_SUFFIX}", []
+    recorder = RecordingPanelSource()
     recorder.pack(own, LinearWeights(torch.randn(64, 64)))
 
     def look(name: str) -> Any:
@@ -673,29 +676,31 @@ def test_the_least_recently_used_files_go(tmp_path):
     def add(name: str, size: int = 1000) -> None:
         with folder.lock(None):
             folder.make_room(size)
-            folder.write(name + SUFFIX, lambda opened: os.write(opened, bytes(size)))
-        os.utime(folder.path / (name + SUFFIX), ns=(len(added), 0))
+            folder.write(name + PACKED_FILE_SUFFIX, lambda opened: os.write(opened, bytes(size)))
+        os.utime(folder.path / (name + PACKED_FILE_SUFFIX), ns=(len(added), 0))
         added.append(name)
 
     added: list[str] = []
     for name in "abc":
         add(name)
     (folder.path / "b.calibration-1.json").write_text("{}")
-    folder.mark_used("a" + SUFFIX)
-    used = (folder.path / ("a" + SUFFIX)).stat()
+    folder.mark_used("a" + PACKED_FILE_SUFFIX)
+    used = (folder.path / ("a" + PACKED_FILE_SUFFIX)).stat()
     assert abs(used.st_atime - time.time()) < 60
     assert used.st_mtime_ns == 0
     (folder.path / "b.panels-tmp").write_text("a dead process's")
     add("d")
-    assert {each.name for each in folder.path.iterdir()} == {f"{name}{SUFFIX}" for name in "acd"}
+    assert {each.name for each in folder.path.iterdir()} == {
+        f"{name}{PACKED_FILE_SUFFIX}" for name in "acd"
+    }
     with pytest.raises(OSError, match="3501 bytes are more than packed_cache_size=3500"):
         folder.make_room(3501)
     add("e", 3500)
-    assert {each.name for each in folder.path.iterdir()} == {"e" + SUFFIX}
+    assert {each.name for each in folder.path.iterdir()} == {"e" + PACKED_FILE_SUFFIX}
 
 
 def test_the_disk_is_not_filled(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed_folder, "MIN_FREE_SHARE", 1.0)
+    monkeypatch.setattr(packed_folder, "MIN_FREE_DISK_SHARE", 1.0)
     folder = PackedFolder(tmp_path, 10**9)
     with pytest.raises(OSError, match="would leave less than 100% of the disk free"):
         folder.make_room(10)
@@ -945,13 +950,13 @@ def test_a_wait_for_the_lock_ends_when_it_is_asked_to(folder):
 def test_non_files_do_not_stop_the_others(folder):
     shared = PackedFolder(folder, 1000)
     shared.make()
-    (folder / f"a{SUFFIX}").mkdir()
+    (folder / f"a{PACKED_FILE_SUFFIX}").mkdir()
     (folder / "b.panels-tmp").mkdir()
-    (folder / f"c{SUFFIX}").symlink_to(folder / "nowhere")
+    (folder / f"c{PACKED_FILE_SUFFIX}").symlink_to(folder / "nowhere")
     with shared.lock(None):
         shared.make_room(1000)
-        shared.write(f"d{SUFFIX}", lambda opened: os.write(opened, bytes(1000)))
-    assert (folder / f"d{SUFFIX}").stat().st_size == 1000
+        shared.write(f"d{PACKED_FILE_SUFFIX}", lambda opened: os.write(opened, bytes(1000)))
+    assert (folder / f"d{PACKED_FILE_SUFFIX}").stat().st_size == 1000
 
 
 @pytest.mark.parametrize("budget", [10**12, int("9" * 30), 2049])

@@ -126,7 +126,7 @@ def test_logits_equal_dequantised_weights(plain, tmp_path, name):
 
 def watch(runner: Any) -> list[Tensor]:
     logits: list[Tensor] = []
-    replay = state_of(runner).replay
+    replay = state_of(runner).forward_pass
     forward = replay.forward
 
     def watched(*args: Any) -> Any:

@@ -17,7 +17,7 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.errors import EngineError
 from asyncllm.gpu import memory
-from asyncllm.gpu.cache_sizing import choose_snapshots
+from asyncllm.gpu.cache_sizing import choose_num_snapshots
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.graph.step_queue import StepQueue
@@ -177,16 +177,16 @@ def test_preemption_and_failed_steps(hybrid, name):
 
 
 def _not_loaded(monkeypatch) -> None:
-    monkeypatch.setattr(StateCache, "load", lambda self, loads: None)
+    monkeypatch.setattr(StateCache, "load_snapshots", lambda self, loads: None)
 
 
 def _neighbours(monkeypatch) -> None:
-    load = StateCache.load
+    load = StateCache.load_snapshots
 
     def wrong(self, loads):
         load(self, [(slot, snapshot % self.num_snapshots + 1) for slot, snapshot in loads])
 
-    monkeypatch.setattr(StateCache, "load", wrong)
+    monkeypatch.setattr(StateCache, "load_snapshots", wrong)
 
 
 def _saved_before_the_step(monkeypatch) -> None:
@@ -194,7 +194,7 @@ def _saved_before_the_step(monkeypatch) -> None:
 
     def early(self, step):
         if step.batch.state_saves:
-            self.cache.states.save(step.batch.state_saves)
+            self.cache.states.save_snapshots(step.batch.state_saves)
         step.batch.state_saves = []
         forward(self, step)
 
@@ -208,7 +208,7 @@ def _saved_behind_the_next(monkeypatch) -> None:
         saves, step.batch.state_saves = step.batch.state_saves, []
         forward(self, step)
         if former:
-            self.cache.states.save(former.pop())
+            self.cache.states.save_snapshots(former.pop())
         if saves:
             former.append(saves)
 
@@ -237,8 +237,8 @@ def test_states_are_copied_between_slots_and_snapshots():
     assert cache.num_bytes == 6 * (6 * 4 + 4 * 2 + 5 * 4)
     for tensor in cache.tensors:
         tensor.copy_(torch.arange(6).view(6, *[1] * (tensor.dim() - 1)).expand_as(tensor))
-    cache.save([(2, 1), (0, 2)])
-    cache.load([(1, 2)])
+    cache.save_snapshots([(2, 1), (0, 2)])
+    cache.load_snapshots([(1, 2)])
     for tensor in cache.tensors:
         assert tensor.flatten(1)[:, -1].tolist() == [0, 0, 2, 3, 2, 0]
 
@@ -263,27 +263,27 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
     def forward(step):
         found.append("run")
 
-    state.replay.forward = forward
-    for name in ("load", "save"):
+    state.forward_pass.forward = forward
+    for name in ("load_snapshots", "save_snapshots"):
         note = partial(lambda name, self, pairs: found.append((name, pairs)), name)
         monkeypatch.setattr(StateCache, name, lambda self, pairs, note=note: note(self, pairs))
     batch = StepBatch(0, state_loads=[(1, 2)], state_saves=[(0, 1)])
     state._run_forward(LaunchedStep(batch))
-    assert found == [("load", [(1, 2)]), "run", ("save", [(0, 1)])]
+    assert found == [("load_snapshots", [(1, 2)]), "run", ("save_snapshots", [(0, 1)])]
 
 
 class Probe(MemoryProbe):
     def __init__(self, free: int, total: int) -> None:
         self.free, self.total = free, total
 
-    def info(self, device):
+    def free_and_total_bytes(self, device):
         return self.free, self.total
 
 
 def chosen(device: str, free: int, total: int = 10**9, **settings: Any) -> int:
     config = EngineConfig(**settings)
-    with mock.patch.object(memory, "GPU_MEMORY", Probe(free, total)):
-        return choose_snapshots(config, torch.device(device), 4, 1000)
+    with mock.patch.object(memory, "GPU_MEMORY_PROBE", Probe(free, total)):
+        return choose_num_snapshots(config, torch.device(device), 4, 1000)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -316,7 +316,7 @@ def test_gpu_memory_share_bounds_snapshots():
 
 def test_a_large_memory_of_a_cpu_is_not_taken(monkeypatch):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 2**40)
-    found = choose_snapshots(EngineConfig(), CPU, 64, 50 * 2**20)
+    found = choose_num_snapshots(EngineConfig(), CPU, 64, 50 * 2**20)
     assert found == 20  # in 1 GiB
 
 

@@ -142,7 +142,7 @@ def test_device_that_runs_ahead_gives_the_same(
 ) -> None:
     expected = run(decoder, 1, 0, late=False)
     assert [len(seq.prompt_logprobs) for seq in expected] == [0, 8, 0, 20, 0]
-    monkeypatch.setattr(prompt_logprobs_module, "SLICE_ELEMENTS", slice_elements)
+    monkeypatch.setattr(prompt_logprobs_module, "MAX_SLICE_LOGITS", slice_elements)
     for depth in (1, 2):
         for chunk in (0, 1, 4, 7):
             for seq, other in zip(run(decoder, depth, chunk, late=True), expected, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncllm.core.batch import StepBatch
 from asyncllm.errors import EngineError
 from asyncllm.gpu import cache_sizing
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
@@ -27,7 +27,7 @@ from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import CONVERSIONS
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.profile import recorded_bytes
+from asyncllm.gpu.profile import recorded_activation_bytes
 from asyncllm.native.context import Context
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver, outputs_of, state_of
@@ -63,14 +63,14 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[lis
     """Logits of every step, the KV cache and the tokens of sequences that come one by one."""
     logits: list[Tensor] = []
     state = state_of(runner)
-    forward = state.replay.forward
+    forward = state.forward_pass.forward
 
     def watched(step):
         found = forward(step)
         logits.extend((found.logits.clone(), found.hidden.clone()))
         return found
 
-    state.replay.forward = watched
+    state.forward_pass.forward = watched
     driver = Driver(runner)
     asks = SamplingParams(temperature=0.9, seed=5, prompt_logprobs=1)
     seqs = [driver.add(p, 8, asks if i == 2 else GREEDY) for i, p in enumerate(PROMPTS)]
@@ -79,7 +79,7 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[lis
         driver.launch([(seq, count) for seq, count in work if not seq.done])
         driver.collect()
     driver.run(seqs, chunk=chunk)
-    del state.replay.forward
+    del state.forward_pass.forward
     return logits, state.cache.tensor, [seq.outputs for seq in seqs]
 
 
@@ -165,9 +165,9 @@ def test_an_index_beyond_its_table_is_an_error(changed, value, op, model):
     fields = {"req_indices": [seq.req_index], "starts": [4], "counts": [5]}
     state = state_of(runner)
     if changed == "token":
-        state.inputs.token_ids[:, 4:9] = value
+        state.input_batch.token_ids[:, 4:9] = value
     elif changed == "block":
-        state.inputs.tables[0].table[:, 1] = value
+        state.input_batch.tables[0].table[:, 1] = value
     else:
         fields[changed] = [value]
     before = state.cache.tensor.clone()
@@ -175,7 +175,7 @@ def test_an_index_beyond_its_table_is_an_error(changed, value, op, model):
     with pytest.raises(RuntimeError, match=rf"step, op \d+, {op}: a slot, block or position"):
         step = LaunchedStep(batch)
         step.buffer = state.memory.buffer
-        state.memory.write(step)
+        state.memory.write_host_buffer(step)
         program_of(runner).forward(step)
     assert torch.equal(state.cache.tensor, before)
 
@@ -237,7 +237,7 @@ def test_a_model_with_another_op_runs_as_before():
             assert runner.execution == f"one native program of {count} ops"
         else:
             assert runner.execution.startswith("ops called one by one: aten.silu")
-            assert isinstance(state_of(runner).replay, Replay)
+            assert isinstance(state_of(runner).forward_pass, ForwardPass)
         assert context_of(decoder).recorder is None
     assert outputs[0] == outputs[1]
 
@@ -326,7 +326,7 @@ def test_activations_are_counted_before_the_cache(monkeypatch):
     assert 1 < taken / (4096 * (128 + 32) * 4) < 2
     groups = kv_plan(state.model.model).kv_groups(state.model.attention, runner.info.block_size)
     limits = {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
-    assert recorded_bytes(state.model, groups, **limits) == taken
+    assert recorded_activation_bytes(state.model, groups, **limits) == taken
     per_block = state.cache.tensor.nbytes // runner.info.num_blocks
     assert runner.info.num_blocks == (available - taken) // 4 // per_block
 

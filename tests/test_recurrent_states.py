@@ -17,7 +17,7 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.state_rows import StateRows
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.graph.graph_replay import GraphPlan
-from asyncllm.gpu.memory import MemoryProbe, check_states
+from asyncllm.gpu.memory import MemoryProbe, check_states_fit
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
@@ -185,17 +185,17 @@ def test_the_memory_of_states_is_said(lfm2, caplog, settings, count, words):
 
 
 class NearlyFull(MemoryProbe):
-    def info(self, device):
+    def free_and_total_bytes(self, device):
         return 10_000, 100_000
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda:0")])
 def test_states_that_do_not_fit(monkeypatch, device):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 10_000)
-    monkeypatch.setattr("asyncllm.gpu.memory.GPU_MEMORY", NearlyFull())
-    check_states(device, 9, 1000)
+    monkeypatch.setattr("asyncllm.gpu.memory.GPU_MEMORY_PROBE", NearlyFull())
+    check_states_fit(device, 9, 1000)
     with pytest.raises(EngineError) as caught:
-        check_states(device, 10, 1000)
+        check_states_fit(device, 10, 1000)
     assert str(caught.value) == (
         "max_num_seqs=10 needs 11000 bytes for recurrent states, 1000 a slot; 10000 are free "
         "beside the weights: lower max_num_seqs to 9 at most"

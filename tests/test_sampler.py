@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.core.executor import SamplingLimits
 from asyncllm.core.token_rules import TokenRules
-from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
-from asyncllm.gpu.sample.host_rules import HostRules, apply_processors
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
+from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
+from asyncllm.gpu.sample.host_rules import HostSamplingRules, apply_processors
 from asyncllm.gpu.sample.sampling_state import mix_seed
 from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams
 from tests.chi_square import chi_square
@@ -67,8 +67,8 @@ def draws(
     out = torch.empty_like(lines)
     rows = logits.expand(count, -1)
     last = torch.zeros(count + 1, dtype=torch.int64)
-    scalars = dict(zip(DRAW_SCALARS, (state, *parameters), strict=True))
-    cpu_ops(ops).sample(rows, scalars, DrawRows(lines, lines, last), out)
+    scalars = dict(zip(SAMPLE_OP_PARAMS, (state, *parameters), strict=True))
+    cpu_ops(ops).sample(rows, scalars, RowsToSample(lines, lines, last), out)
     assert torch.equal(last[:-1], out)
     return out.numpy()
 
@@ -380,7 +380,7 @@ def test_failed_assignment_leaves_slot_neutral(fields):
     bench.sampler.assign(RequestAssignment(0, "odd", [1, 2], 2, [1], params))
     assert set(bench.sampler.failures) == {0}
     assert not len(bench.sampler.state.rows_needing_host(np.array([0])))
-    assert Stages(int(bench.sampler.state.stages[0])) is Stages.NONE
+    assert SamplingStages(int(bench.sampler.state.stages[0])) is SamplingStages.NONE
     assert bench.sample(torch.zeros(1, 30), [0]).token_ids[0] >= 0
     bench.enter(0, [1, 2], [], temperature=0.0, logit_bias={4: 5.0})
     assert not bench.sampler.failures
@@ -443,7 +443,7 @@ def test_processor_out_of_memory_ends_only_its_row():
         return logits
 
     row = torch.zeros(40)
-    rules = HostRules(processors=(processor,))
+    rules = HostSamplingRules(processors=(processor,))
     with pytest.raises(ValueError, match="storage does not hold it"):
         apply_processors(row, rules, np.array([], dtype=np.int64))
     assert row.eq(0).all()

@@ -22,8 +22,8 @@ from asyncllm.gpu import model_runner, step_runner
 from asyncllm.gpu.batch.block_table import BlockTable
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.host_buffer import HostBuffer
-from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, Stages, TopLogprobs
-from asyncllm.gpu.batch.sampling_table import SCALARS
+from asyncllm.gpu.batch.sampling_inputs import LOGITS_PROCESSING_STAGES, SamplingStages, TopLogprobs
+from asyncllm.gpu.batch.sampling_table import SCALAR_PARAMS
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, StepSizes
 from asyncllm.gpu.graph.cuda_graphs import (
     GraphCapturer,
@@ -178,7 +178,7 @@ def poisoning(runner: ModelRunner) -> None:
 
 
 def traced(decoder: Decoder, **settings: Any) -> ModelRunner:
-    settings = {"token_sizes": (8, 64)} | settings
+    settings = {"token_counts": (8, 64)} | settings
     runner = make_runner(decoder, capturer=TraceRecorder(), stream=LateStream(), **settings)
     poisoning(runner)
     return runner
@@ -262,7 +262,7 @@ def test_layers_in_two_kv_groups(llama: Decoder, depth: int) -> None:
         assert outputs(runner, asked, depth=max(depth, 1), chunk=chunk) == expected
     # With the same blocks the second layer would overwrite the first one's.
     same = make_runner(llama, capturer=None, **settings)
-    steps_of(same).replay.model = llama
+    steps_of(same).forward_pass.model = llama
     assert outputs(same, asked, depth=1) != expected
 
 
@@ -443,7 +443,7 @@ def test_a_bucket_is_the_smallest_that_fits() -> None:
 def test_a_graph_is_recorded_once_per_key() -> None:
     runs: list[GraphKey] = []
     graphs = StepGraphs(runs.append, GraphCapturer(), (2, 4))
-    half, masked = GraphPart.FORWARD, (GraphPart.SAMPLE, Stages.MASKS)
+    half, masked = GraphPart.FORWARD, (GraphPart.SAMPLE, SamplingStages.MASKS)
     for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
         graphs.run(GraphKey(rows, *key))
     whole, small = GraphKey(4), GraphKey(2)
@@ -480,10 +480,10 @@ def test_the_start_calls_every_op_of_the_stages_of_sampling(llama: Decoder) -> N
     assert step.masks is None
     vocab = llama.model.vocab_size
     step.masks, out = GrammarMasks(8, vocab, CPU), TopLogprobs(8, 20, CPU)
-    step.tables.make(LOGITS_STAGES)
+    step.tables.allocate(LOGITS_PROCESSING_STAGES)
     logits, rows = torch.zeros(3, vocab), step.sampling_rows(3)
     with torch.inference_mode(), TorchCalls() as called:
-        llama.ops.process_logits(logits, rows, LOGITS_STAGES)
+        llama.ops.process_logits(logits, rows, LOGITS_PROCESSING_STAGES)
         llama.ops.top_logprobs(logits, step.sampled_tokens[:3], out)
     assert len(called.seen) > 20
     assert called.seen <= warm.seen
@@ -502,11 +502,11 @@ def test_closing_drops_every_tensor_before_memory_is_given_back(
     del memory, cache
     alive: list[list[object]] = []
 
-    def release(device: torch.device) -> bool:
+    def release_cached_memory(device: torch.device) -> bool:
         alive.append([ref() for ref in kept])
         return True
 
-    monkeypatch.setattr(model_runner, "release", release)
+    monkeypatch.setattr(model_runner, "release_cached_memory", release_cached_memory)
     gc.collect()
     gc.disable()
     try:
@@ -534,9 +534,9 @@ def test_host_buffers_see_every_sampling_parameter_change() -> None:
         state.assign(RequestAssignment(number % 2, "r", [1], 1, ([1],), params))
         for _ in range(uses):
             buffer = next(buffers)
-            buffer.set_scalars(state)
-            found = {name: buffer.arrays[name].tolist() for name in SCALARS}
-            assert found == {name: state.sections.arrays[name].tolist() for name in SCALARS}
+            buffer.set_scalar_params(state)
+            found = {name: buffer.arrays[name].tolist() for name in SCALAR_PARAMS}
+            assert found == {name: state.sections.arrays[name].tolist() for name in SCALAR_PARAMS}
             assert found["temperature"][number % 2] == 0.5 + number
             assert found["top_k"][number % 2] == number
 
@@ -717,7 +717,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "blocks of the last tenant": (
         BlockTable, "pop_changes", lambda self: tuple(each[1:] for each in CHANGES(self)),
     ),
-    "same seeds": (HostBuffer, "set_scalars", lambda self, state: None),
+    "same seeds": (HostBuffer, "set_scalar_params", lambda self, state: None),
 }  # fmt: skip
 
 
@@ -766,7 +766,7 @@ def test_a_late_token_of_a_slots_last_tenant_is_void(
     store_tokens = StepRunner.store_tokens
 
     def forgetful(self: StepRunner, step: Any, sampled: np.ndarray) -> None:
-        step.epochs = self.inputs.epochs[step.req_indices]
+        step.epochs = self.input_batch.epochs[step.req_indices]
         store_tokens(self, step, sampled)
 
     monkeypatch.setattr(StepRunner, "store_tokens", forgetful)

@@ -50,7 +50,7 @@ HOST = {
 
 def ahead(decoder: Decoder, num_tokens: int = 1) -> ModelRunner:
     runner = make_runner(decoder)
-    runner.run_ahead(num_tokens)
+    runner.enable_run_ahead(num_tokens)
     return runner
 
 
@@ -78,7 +78,7 @@ def watch(runner: ModelRunner) -> list[bool]:
 
     def watched(step: LaunchedStep):
         submitted = submit(step)
-        found.append(step.is_drawn)
+        found.append(step.is_sampling_queued)
         return submitted
 
     queue.submit = watched
@@ -142,7 +142,7 @@ def test_a_step_begins_where_the_one_before_ends():
     runner, driver, seq = in_flight(PROMPTS[0])
     queue_of(runner).synchronize()
     at = len(PROMPTS[0])
-    found = state_of(runner).inputs.token_ids[seq.req_index, at : at + 2].tolist()
+    found = state_of(runner).input_batch.token_ids[seq.req_index, at : at + 2].tolist()
     driver.collect()
     driver.collect()
     assert seq.outputs == found
@@ -165,9 +165,9 @@ def test_reused_index_waits_for_step_in_flight():
     late = driver.add([9, 8, 7], 3, GREEDY)
     driver.launch([(late, 0), (other, 1)])
     assert late.req_index == index
-    assert [step.started for step in runner._launched_steps] == [True, False]
+    assert [step.has_begun for step in runner._launched_steps] == [True, False]
     driver.collect()
-    assert [step.started for step in runner._launched_steps] == [True]
+    assert [step.has_begun for step in runner._launched_steps] == [True]
     driver.collect()
     driver.run([late, other], depth=2)
     for seq in (first, late, other):
@@ -180,7 +180,7 @@ def test_a_new_request_elsewhere_does_not_wait():
     driver = Driver(runner)
     driver.launch([(driver.add(PROMPTS[0], 9, DRAWN), 0)])
     driver.launch([(driver.add(PROMPTS[1], 9, GREEDY), 0)])
-    assert [step.started for step in runner._launched_steps] == [True, True]
+    assert [step.has_begun for step in runner._launched_steps] == [True, True]
     runner.discard()
 
 
@@ -193,7 +193,7 @@ def test_short_steps_wait_for_the_host():
 
     def launched(batch: StepBatch) -> None:
         launch(batch)
-        started.append((batch.num_tokens, runner._launched_steps[-1].started))
+        started.append((batch.num_tokens, runner._launched_steps[-1].has_begun))
 
     runner.launch = launched
     assert outputs(runner, ALONE["both"], 2) == expected
@@ -223,7 +223,7 @@ def test_forward_pass_overlaps_mask_making():
 
     def launched(batch: StepBatch) -> None:
         launch(batch)
-        assert runner._launched_steps[-1].started == bool(batch.masked_rows)
+        assert runner._launched_steps[-1].has_begun == bool(batch.masked_rows)
 
     runner.launch = launched
     found = run(runner)
@@ -256,7 +256,7 @@ def test_step_error_is_raised_at_collect():
     driver.collect()
     # The step in flight reads the same table.
     queue_of(runner).synchronize()
-    state_of(runner).inputs.tables[0].table[seq.req_index] = 99
+    state_of(runner).input_batch.tables[0].table[seq.req_index] = 99
     driver.launch([(seq, 1)])
     driver.collect()
     with pytest.raises(RuntimeError, match=r"step, op \d+, rope_and_cache: a slot, block"):

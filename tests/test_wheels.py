@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm.native.build import LIBRARY, LIBRARY_NAMES, BuildError, build
+from asyncllm.native.build import LIBRARY_NAMES, LIBRARY_PATH, BuildError, build
 from tests.native_library import ISAS, compiler, link, run_fuzz
 from tools import wheels
 
@@ -64,10 +64,10 @@ def test_a_wheel_that_suits_no_old_system_is_refused(tmp_path: Path) -> None:
         pytest.skip("no native library, or one of an old system")
     wheel = tmp_path / f"asyncllm-0-py3-none-{HERE}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(LIBRARY, f"asyncllm/native/{LIBRARY.name}")
+        archive.write(LIBRARY_PATH, f"asyncllm/native/{LIBRARY_PATH.name}")
         tags = f"Wheel-Version: 1.0\nTag: py3-none-{HERE}\n"
         archive.writestr("asyncllm-0.dist-info/WHEEL", tags)
-        archive.writestr("asyncllm-0.dist-info/RECORD", f"asyncllm/native/{LIBRARY.name},,\n")
+        archive.writestr("asyncllm-0.dist-info/RECORD", f"asyncllm/native/{LIBRARY_PATH.name},,\n")
     with pytest.raises(wheels.WheelError, match=r"platform\s+tag: \"manylinux_2_3"):
         wheels.judge(wheel, wheels.TARGETS[HERE])
 
@@ -76,7 +76,7 @@ def test_a_wheel_that_suits_no_old_system_is_refused(tmp_path: Path) -> None:
 def test_the_wheels_library_has_the_bits_of_gccs(made: Path, tmp_path: Path) -> None:
     """By every op of the fuzz, on each instruction set that the machine has."""
     library, program = tmp_path / "libops.so", tmp_path / "fuzz"
-    shutil.copy(LIBRARY, library)
+    shutil.copy(LIBRARY_PATH, library)
     link(program, library, compiler(), ["-O0"])
     expected = {isa: run_fuzz(program, 100, ROUNDS, isa) for isa in ISAS}
     library.unlink()
@@ -89,7 +89,7 @@ def test_the_wheels_library_has_the_bits_of_gccs(made: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_native_suite_passes_on_the_wheel(made: Path, tmp_path: Path) -> None:
-    library = library_of(made, HERE, tmp_path / LIBRARY.name)
+    library = library_of(made, HERE, tmp_path / LIBRARY_PATH.name)
     tests = [str(Path(__file__).parent / f"test_native{name}.py") for name in ("", "_sampling")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],

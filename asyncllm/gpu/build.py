@@ -13,19 +13,19 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
-from asyncllm.gpu.cache_sizing import choose_cache_size, largest_token_budget, make_states
+from asyncllm.gpu.cache_sizing import choose_cache_size, largest_token_budget, make_state_cache
 from asyncllm.gpu.calibration import calibrate, calibrate_once
 from asyncllm.gpu.decoder_loading import load_decoder
 from asyncllm.gpu.devices import resolve_device, set_current_device
 from asyncllm.gpu.execution_mode import (
     ExecutionMode,
     execution_mode_for,
-    graph_sizes,
-    token_graph_sizes,
+    graph_batch_sizes,
+    graph_token_counts,
 )
 from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.memory import release
+from asyncllm.gpu.memory import release_cached_memory
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import is_small_model
 from asyncllm.gpu.sample.batched_processors import make_processors
@@ -73,7 +73,7 @@ def build_model_runner(
             # Drop the traceback: its frames refer to the weights, which would live as long as the
             # error.
             clear_frames(error)
-            if release(mode.device):
+            if release_cached_memory(mode.device):
                 mode.stream.give_back()
             raise
 
@@ -107,12 +107,12 @@ def _load_runner(
     progress: Progress | None,
 ) -> ModelRunner:
     device, max_num_seqs = mode.device, config.max_num_seqs or mode.max_num_seqs
-    graphs = graph_sizes(config, mode, max_num_seqs)
+    graphs = graph_batch_sizes(config, mode, max_num_seqs)
     num_threads = resolve_threads(config.num_threads, model, device)
     decoder, groups, free_at_start, store = load_decoder(
         config, model, device, num_threads, progress
     )
-    states = make_states(config, decoder, max_num_seqs)
+    states = make_state_cache(config, decoder, max_num_seqs)
     token_budget = largest_token_budget(config, model, mode, max_num_seqs)
     size = choose_cache_size(
         config,
@@ -145,8 +145,8 @@ def _load_runner(
     processors = make_processors(config.with_overrides(limits), device)
     step_graphs, most = None, config.max_logprobs
     if mode.make_capturer is not None:
-        token_sizes = token_graph_sizes(config, mode, token_budget)
-        step_graphs = GraphPlan(mode.make_capturer(), graphs, token_sizes)
+        token_counts = graph_token_counts(config, mode, token_budget)
+        step_graphs = GraphPlan(mode.make_capturer(), graphs, token_counts)
     runner = ModelRunner(
         decoder,
         cache,
@@ -169,7 +169,7 @@ def _load_runner(
     if isinstance(store, str):
         calibrate(runner, config, mode)
     else:
-        store.write_later(calibrate_once(runner, config, mode, store))
+        store.write_in_background(calibrate_once(runner, config, mode, store))
     logger.info("steps run as %s", runner.execution)
     return runner
 

@@ -1,4 +1,4 @@
-"""choose_cache_size, make_states: memory for the KV cache and for recurrent states."""
+"""choose_cache_size, make_state_cache: memory for the KV cache and for recurrent states."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu.decoder_loading import model_bytes
-from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, token_graph_sizes
+from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, graph_token_counts
 from asyncllm.gpu.kv_cache import KVGroup, block_bytes
 from asyncllm.gpu.memory import (
     available_memory,
-    check_cache,
-    check_states,
+    check_cache_fits,
+    check_states_fit,
     cuda_cache_bytes,
     free_memory,
 )
 from asyncllm.gpu.models.language_model import LanguageModel
-from asyncllm.gpu.profile import profile_run, recorded_bytes
+from asyncllm.gpu.profile import profile_run, recorded_activation_bytes
 from asyncllm.gpu.state_cache import StateCache, slot_bytes
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
@@ -82,8 +82,8 @@ def choose_cache_size(
         token_budget: tokens of the largest step.
 
     Raises:
-        KVCacheTooSmallError: the cache holds no sequence of the configured ``max_model_len``, no
-            block, or does not fit the device.
+        KVCacheTooSmallError: the cache cannot hold a sequence of the configured ``max_model_len``
+            or has no block, or it does not fit the device.
         EngineError: the largest step does not fit beside the weights, or cannot be measured.
     """
     model, weight = decoder.model, decoder.embedding
@@ -94,7 +94,7 @@ def choose_cache_size(
     if config.num_blocks is not None or config.kv_cache_memory is not None:
         available = 0
     elif weight.device.type == "cpu":
-        reserve = recorded_bytes(decoder, groups, states=states, **largest)
+        reserve = recorded_activation_bytes(decoder, groups, states=states, **largest)
         available = cpu_cache_bytes(reserve + state_bytes)
     else:
         decoder.set_max_positions(longest)
@@ -102,7 +102,7 @@ def choose_cache_size(
         # Run a small step first: in it libraries allocate workspaces that they keep, which must not
         # be measured as memory of the largest step.
         profile(max_num_batched_tokens=1, max_num_seqs=1)
-        captured = max(token_graph_sizes(config, mode, token_budget), default=0)
+        captured = max(graph_token_counts(config, mode, token_budget), default=0)
         available = cuda_cache_bytes(
             config,
             weight.device,
@@ -124,7 +124,7 @@ def choose_cache_size(
         shares_memory=mode.shares_memory,
     )
     if mode.device.type == "cuda":
-        check_cache(config, mode.device, size.num_blocks * block_bytes(groups, dtype))
+        check_cache_fits(config, mode.device, size.num_blocks * block_bytes(groups, dtype))
     return size
 
 
@@ -271,7 +271,7 @@ def cpu_cache_bytes(reserve: int = 0) -> int:
     return min(max(0, available_memory() - reserve) // CPU_CACHE_DIVISOR, MAX_CPU_CACHE_BYTES)
 
 
-def make_states(
+def make_state_cache(
     config: EngineConfig, decoder: LanguageModel, max_num_seqs: int
 ) -> StateCache | None:
     """Allocates the slots of recurrent states; None for a model without recurrent layers.
@@ -290,8 +290,8 @@ def make_states(
             raise value_error("num_state_snapshots", config.num_state_snapshots, accepted)
         return None
     sizes = max_num_seqs, slot_bytes(specs, embedding.dtype)
-    check_states(embedding.device, *sizes)
-    count = choose_snapshots(config, embedding.device, *sizes)
+    check_states_fit(embedding.device, *sizes)
+    count = choose_num_snapshots(config, embedding.device, *sizes)
     states = StateCache(specs, max_num_seqs, embedding.dtype, embedding.device, count)
     logger.info(
         "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; %s",
@@ -316,7 +316,7 @@ def largest_token_budget(
     return min(budget, max_num_seqs * min(config.max_model_len or context, context))
 
 
-def choose_snapshots(
+def choose_num_snapshots(
     config: EngineConfig, device: torch.device, max_num_seqs: int, slot_bytes: int
 ) -> int:
     """Chooses the number of snapshots of recurrent states; 0 if prefixes are not cached.

@@ -19,35 +19,34 @@ from asyncllm.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
 
-TARGET_SECONDS = 0.2
+CPU_STEP_TARGET_SECONDS = 0.2
 """Target duration of a full step on a CPU."""
 
-GPU_TARGET_SECONDS = 0.05
+GPU_STEP_TARGET_SECONDS = 0.05
 """Target duration of a full step on a GPU: while a prompt is prefilled, the tokens of every running
 stream are that far apart."""
 
-LOWEST_BUDGET = 64
-HIGHEST_BUDGET = 2048
-"""Largest token budget on a CPU, where LOWEST_BUDGET is the smallest; on a GPU the device's default
-is the largest."""
+MIN_TOKEN_BUDGET = 64
+MAX_CPU_TOKEN_BUDGET = 2048
+"""Largest token budget on a CPU; on a GPU the device's default is the largest."""
 
-BUDGET_MULTIPLE = 32
+TOKEN_BUDGET_MULTIPLE = 32
 
-MAX_AHEAD_SECONDS = 0.01
+MAX_RUN_AHEAD_STEP_SECONDS = 0.01
 """Maximum duration of a full decode step for a pipeline depth of 2: an abort or a first token then
 waits for two steps."""
 
-MIN_AHEAD_SECONDS = 0.0005
+MIN_RUN_AHEAD_STEP_SECONDS = 0.0005
 """Minimum duration of a step that is worth starting ahead, that is, right after the previous step
 and without waiting for the host."""
 
-MAX_WAITING_SHARE = 0.2
-"""Maximum share of a calibration's time that its thread may wait for a core; beyond it the
+MAX_CORE_WAIT_FRACTION = 0.2
+"""Maximum fraction of a calibration's time that its thread may wait for a core; beyond it the
 calibration is not stored for later starts."""
 
 _INITIAL_STEP_SIZES = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
-the budget is LOWEST_BUDGET and the second is not timed."""
+the budget is MIN_TOKEN_BUDGET and the second is not timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Calibration:
 
     Attributes:
         token_budget: maximum number of tokens of a step.
-        tokens_ahead: see ``ModelRunner.run_ahead``.
+        tokens_ahead: see ``ModelRunner.enable_run_ahead``.
     """
 
     token_budget: int | None = None
@@ -67,7 +66,7 @@ class Calibration:
         """Makes a Calibration from parsed JSON; None if a field or value is invalid."""
         values = tuple(fields.values()) if isinstance(fields, dict) else ("",)
         are_counts = all(
-            one is None or (type(one) is int and 0 < one <= HIGHEST_BUDGET) for one in values
+            one is None or (type(one) is int and 0 < one <= MAX_CPU_TOKEN_BUDGET) for one in values
         )
         return cls(**fields) if are_counts and set(fields) == set(cls.__slots__) else None
 
@@ -76,7 +75,7 @@ class Calibration:
             runner.set_token_budget(self.token_budget)
             logger.info("a step has at most %d tokens", self.token_budget)
         if self.tokens_ahead is not None:
-            runner.run_ahead(self.tokens_ahead)
+            runner.enable_run_ahead(self.tokens_ahead)
 
 
 def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> Calibration:
@@ -85,10 +84,10 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
     It chooses only settings that the configuration leaves open, and applies them. Call it once the
     kernels are compiled.
     """
-    known_seconds: dict[int, float] = {}
+    seconds_by_tokens: dict[int, float] = {}
 
-    def time_step(count: int) -> float:
-        known_seconds[count] = seconds = time_prefill(runner, count)
+    def time_step(num_tokens: int) -> float:
+        seconds_by_tokens[num_tokens] = seconds = time_prefill(runner, num_tokens)
         return seconds
 
     info, budget, tokens_ahead = runner.info, None, None
@@ -96,11 +95,11 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
         options: dict[str, Any] = {}
         if mode.stream.is_async:
             most = info.max_num_batched_tokens
-            options = {"target": GPU_TARGET_SECONDS, "highest": most, "repeats": 2}
+            options = {"target_seconds": GPU_STEP_TARGET_SECONDS, "max_budget": most, "repeats": 2}
         budget = calibrate_token_budget(time_step, **options)
     if config.async_scheduling is None and runner.can_run_ahead:
         most = min(info.max_num_seqs, budget or info.max_num_batched_tokens)
-        tokens_ahead = min_tokens_ahead(time_step, most, known_seconds)
+        tokens_ahead = min_run_ahead_tokens(time_step, most, seconds_by_tokens)
     found = Calibration(budget, tokens_ahead)
     found.apply(runner)
     return found
@@ -136,7 +135,7 @@ def calibrate_once(
     began, before = time.perf_counter(), seconds_without_core()
     found = calibrate(runner, config, mode)
     seconds, waited = time.perf_counter() - began, seconds_without_core() - before
-    may_keep = found != Calibration() and waited <= MAX_WAITING_SHARE * seconds
+    may_keep = found != Calibration() and waited <= MAX_CORE_WAIT_FRACTION * seconds
     return {name: asdict(found)} if may_keep else {}
 
 
@@ -175,46 +174,49 @@ def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
 def calibrate_token_budget(
     time_step: Callable[[int], float],
     *,
-    target: float = TARGET_SECONDS,
-    highest: int = HIGHEST_BUDGET,
+    target_seconds: float = CPU_STEP_TARGET_SECONDS,
+    max_budget: int = MAX_CPU_TOKEN_BUDGET,
     repeats: int = 1,
 ) -> int:
-    """Finds the token count of a prefill step that takes about ``target`` seconds.
+    """Finds the token count of a prefill step that takes about ``target_seconds``.
 
     The timed steps have short contexts; attention over a long context makes a full step at most a
     quarter longer.
 
     Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of
-    ``target``. Shorter steps predict a full step badly: most of their time goes into reading the
-    weights, which takes no longer in a larger step. A step of one token, not timed, warms up.
+    ``target_seconds``. Shorter steps predict a full step badly: most of their time goes into
+    reading the weights, which takes no longer in a larger step. A step of one token, not timed,
+    warms up.
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        highest: largest budget in tokens, at least LOWEST_BUDGET.
+        max_budget: largest budget in tokens, at least MIN_TOKEN_BUDGET.
         repeats: number of steps timed per size. The shortest time counts, because the first step
             of a size may have to load kernels.
 
     Returns:
-        A multiple of 32 from 64 to ``highest``, or ``highest`` itself.
+        A multiple of 32 from 64 to ``max_budget``, or ``max_budget`` itself.
     """
 
-    def time_best(count: int) -> float:
-        return min(time_step(count) for _ in range(repeats))
+    def shortest_step_seconds(num_tokens: int) -> float:
+        return min(time_step(num_tokens) for _ in range(repeats))
 
     size, second = _INITIAL_STEP_SIZES
     time_step(1)
-    seconds = time_best(size)
-    while seconds < target / 2 and size * 2 <= highest:
+    seconds = shortest_step_seconds(size)
+    while seconds < target_seconds / 2 and size * 2 <= max_budget:
         size = max(second, size * 2)
-        seconds = time_best(size)
-    tokens = int(size * target / max(seconds, 1e-9))
-    return max(LOWEST_BUDGET, min(highest, tokens // BUDGET_MULTIPLE * BUDGET_MULTIPLE))
+        seconds = shortest_step_seconds(size)
+    tokens = int(size * target_seconds / max(seconds, 1e-9))
+    return max(
+        MIN_TOKEN_BUDGET, min(max_budget, tokens // TOKEN_BUDGET_MULTIPLE * TOKEN_BUDGET_MULTIPLE)
+    )
 
 
-def min_tokens_ahead(
+def min_run_ahead_tokens(
     time_step: Callable[[int], float],
     max_num_seqs: int,
-    known_seconds: Mapping[int, float],
+    seconds_by_tokens: Mapping[int, float],
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
     thread.
@@ -227,8 +229,8 @@ def min_tokens_ahead(
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
-        known_seconds: seconds of steps that were timed before, by token count. If it has the step
-            of eight tokens, that step is not run again.
+        seconds_by_tokens: seconds of steps that were timed before, by token count. If it has the
+            step of eight tokens, that step is not run again.
 
     Returns:
         None if no second step should be in flight: a step of eight tokens takes more than 10 ms,
@@ -236,15 +238,15 @@ def min_tokens_ahead(
         in the best of three runs.
     """
     few = min(_INITIAL_STEP_SIZES[0], max_num_seqs)
-    seconds = known_seconds.get(few)
+    seconds = seconds_by_tokens.get(few)
     if seconds is None:
         time_step(1)
         seconds = time_step(few)
-    if seconds > MAX_AHEAD_SECONDS:
+    if seconds > MAX_RUN_AHEAD_STEP_SECONDS:
         return None
     seconds = time_step(max_num_seqs)
-    if seconds < 2 * MAX_AHEAD_SECONDS:
+    if seconds < 2 * MAX_RUN_AHEAD_STEP_SECONDS:
         seconds = min(seconds, time_step(max_num_seqs), time_step(max_num_seqs))
-    if seconds > MAX_AHEAD_SECONDS:
+    if seconds > MAX_RUN_AHEAD_STEP_SECONDS:
         return None
-    return max(1, round(max_num_seqs * MIN_AHEAD_SECONDS / max(seconds, 1e-9)))
+    return max(1, round(max_num_seqs * MIN_RUN_AHEAD_STEP_SECONDS / max(seconds, 1e-9)))

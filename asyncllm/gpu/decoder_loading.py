@@ -14,7 +14,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.devices import resolve_dtype
 from asyncllm.gpu.huge_pages import warn_without_huge_pages
 from asyncllm.gpu.kv_cache import KVGroup
-from asyncllm.gpu.memory import check_weights
+from asyncllm.gpu.memory import check_weights_fit
 from asyncllm.gpu.models.attention_kinds import kv_plan
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -49,7 +49,7 @@ def load_decoder(
     Args:
         num_threads: number of threads of the ops on a CPU; None is one per available core.
         progress: called with the bytes of weights read.
-        next_to_model: keep the packed weights beside the model, see PackedStore.
+        next_to_model: write the packed weights into the model's folder, see PackedStore.
 
     Returns:
         The model; its KV groups; the GPU's free bytes before loading (0 on a CPU); and the store of
@@ -75,7 +75,7 @@ def load_decoder(
     groups = kv.kv_groups(attention, block_size)
     free_at_start = 0
     if device.type == "cuda":
-        free_at_start = check_weights(config, device, model_bytes(model, dtype))
+        free_at_start = check_weights_fit(config, device, model_bytes(model, dtype))
     convert = resolve_conversion(config, model, device, ops)
     context = getattr(ops, "context", None)
     store = open_store(config, model, context, dtype, progress, next_to_model=next_to_model)

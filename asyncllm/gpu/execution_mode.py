@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from asyncllm.config import EngineConfig
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.graph.cuda_graphs import (
     GraphCapturer,
     default_batch_sizes,
-    default_token_sizes,
+    default_token_counts,
 )
 from asyncllm.gpu.graph.streams import CudaStream, SyncStream
 from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import value_error
 
-GRAPH_BYTES = 8 * 2**20
+ESTIMATED_GRAPH_BYTES = 8 * 2**20
 """Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of a
-step's halves and of skewed batches reuse the activations in the same pool; the driver's memory for
-their nodes is not reserved."""
+step's halves and of balanced attention share the activations of the same pool; the driver's memory
+for their nodes is not reserved."""
 
-STEP_TIMEOUT = 60.0
+GPU_STEP_TIMEOUT_SECONDS = 60.0
 """Default timeout of a step on a GPU, in seconds: no step compiles a kernel, and the largest takes
 a few seconds."""
 
@@ -60,11 +60,13 @@ def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionM
         return ExecutionMode(device, SyncStream(), None, 64, 2048, 1)
     make = GraphCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
     return ExecutionMode(
-        device, CudaStream(device), make, 256, 8192, 2, STEP_TIMEOUT, shares_memory=True
+        device, CudaStream(device), make, 256, 8192, 2, GPU_STEP_TIMEOUT_SECONDS, shares_memory=True
     )
 
 
-def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) -> tuple[int, ...]:
+def graph_batch_sizes(
+    config: EngineConfig, mode: ExecutionMode, max_num_seqs: int
+) -> tuple[int, ...]:
     """Batch sizes of decode steps that get a CUDA graph.
 
     Raises:
@@ -87,13 +89,13 @@ def graph_sizes(config: EngineConfig, mode: ExecutionMode, max_num_seqs: int) ->
     return default_batch_sizes(max_num_seqs) if sizes is None else sizes
 
 
-def token_graph_sizes(
+def graph_token_counts(
     config: EngineConfig, mode: ExecutionMode, max_tokens: int
 ) -> tuple[int, ...]:
     """Token counts, at most ``max_tokens``, of mixed steps that get CUDA graphs."""
     if mode.make_capturer is None or config.cuda_graphs != "auto":
         return ()
-    return default_token_sizes(max_tokens)
+    return default_token_counts(max_tokens)
 
 
 def graph_reserve(
@@ -108,7 +110,7 @@ def graph_reserve(
     Args:
         logit_bytes: bytes of an element of the logits.
     """
-    received = max_num_seqs * (logit_bytes * vocab_size + 4 * num_words(vocab_size))
+    received = max_num_seqs * (logit_bytes * vocab_size + 4 * num_mask_words(vocab_size))
     processed = 2 * processing_bytes(max_num_seqs, vocab_size)
     tables = LogitsTables.num_bytes(max_num_seqs, vocab_size)
-    return len(sizes) * GRAPH_BYTES + received + processed + tables
+    return len(sizes) * ESTIMATED_GRAPH_BYTES + received + processed + tables

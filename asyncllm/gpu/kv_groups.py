@@ -14,7 +14,7 @@ from asyncllm.logger import get_logger
 
 logger = get_logger(__name__)
 
-MAX_GROUPS = 16
+MAX_KV_GROUPS = 16
 """Maximum number of KV groups: each step prepares KV slots and plans attention for every group."""
 
 
@@ -52,7 +52,7 @@ class LayerGroup:
         return KVCacheSpec(self.layers, block_size * self.scale, self.window)
 
 
-def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]:
+def group_layers(caches: Sequence[LayerCache], max_model_len: int) -> list[LayerGroup]:
     """Groups layers by window and KV size, those without a window first.
 
     All groups allocate blocks of equal bytes from one pool, so they have equally many layers: as
@@ -64,11 +64,12 @@ def group_layers(caches: Sequence[LayerCache], context: int) -> list[LayerGroup]
     form one group, which keeps the KV of all tokens.
 
     Args:
-        context: tokens of the longest sequence; a window of at least that size counts as none.
+        max_model_len: tokens of the longest sequence; a window of at least that size counts as
+            none.
     """
     alike: dict[LayerCache, list[int]] = {}
     for layer, cache in enumerate(caches):
-        slides = cache.window is not None and cache.window < context
+        slides = cache.window is not None and cache.window < max_model_len
         key = cache if slides else cache._replace(window=None)
         alike.setdefault(key, []).append(layer)
     largest = max(cache.num_elements for cache in alike)
@@ -103,7 +104,7 @@ def _group_size(counts: Sequence[int]) -> int:
     """Number of layers per group, given the number of layers of each kind."""
     fewest, most = min(counts), max(counts)
     size = most if most < 1.25 * fewest else fewest
-    while sum(-(-count // size) for count in counts) > max(MAX_GROUPS, len(counts)):
+    while sum(-(-count // size) for count in counts) > max(MAX_KV_GROUPS, len(counts)):
         size += 1
     return size
 
@@ -124,21 +125,24 @@ class KVPlan:
 
     @classmethod
     def of(
-        cls, kinds: Sequence[AttentionKind], sources: Sequence[int | None], context: int
+        cls,
+        layer_kinds: Sequence[AttentionKind],
+        kv_source_layers: Sequence[int | None],
+        max_model_len: int,
     ) -> KVPlan:
         """Groups the KV caches of a model's attention layers.
 
         A cache gets the widest window of the layers that read it.
 
         Args:
-            kinds: kind of each layer's attention, without its KV group.
-            sources: number of the earlier layer whose keys and values each layer reads; None if it
-                has its own.
-            context: tokens of the longest sequence.
+            layer_kinds: kind of each layer's attention, without its KV group.
+            kv_source_layers: index of the earlier layer whose keys and values each layer reads;
+                None if it has its own.
+            max_model_len: tokens of the longest sequence.
         """
         indices: list[int] = []
         caches: list[LayerCache] = []
-        for kind, source in zip(kinds, sources, strict=True):
+        for kind, source in zip(layer_kinds, kv_source_layers, strict=True):
             num_elements = 2 * kind.shape.num_kv_heads * kind.shape.head_dim
             cache, index = LayerCache(num_elements, kind.window), len(caches)
             if source is None:
@@ -149,9 +153,9 @@ class KVPlan:
                 window = None if None in windows else max(filter(None, windows))
                 caches[index] = caches[index]._replace(window=window)
             indices.append(index)
-        groups = group_layers(caches, context) if caches else []
+        groups = group_layers(caches, max_model_len) if caches else []
         group_of = {cache: i for i, group in enumerate(groups) for cache in group.layers}
-        pairs = zip(kinds, indices, strict=True)
+        pairs = zip(layer_kinds, indices, strict=True)
         kinds = [replace(kind, kv_group=group_of[index]) for kind, index in pairs]
         return cls(kinds, indices, groups)
 

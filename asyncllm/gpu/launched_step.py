@@ -10,8 +10,8 @@ from torch import Tensor
 from asyncllm.core.batch import GrammarMask, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu.batch.block_table import NO_BLOCKS
-from asyncllm.gpu.batch.host_buffer import HostBuffer, TableChange
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.host_buffer import BlockTableChange, HostBuffer
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.batch.step_buffer import StepSizes
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.models.language_model import StepOutput
@@ -19,7 +19,7 @@ from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
-from asyncllm.gpu.sample.sampling_state import TableUpdate
+from asyncllm.gpu.sample.sampling_state import LogitsTableUpdate
 from asyncllm.validation import explain
 
 
@@ -43,27 +43,27 @@ class LaunchedStep:
         num_logits: number of sampled rows whose logits are computed. They come first; every other
             row takes the token of its largest logit.
         epochs: ``[S]``, epoch of each request index.
-        row_stages: ``[S]``, sampling Stages of each sampled row.
+        row_stages: ``[S]``, SamplingStages of each sampled row.
         row_logprobs: ``[S]``, number of log-probabilities of each sampled row, -1 for none; empty
             unless ``stages`` has LOGPROBS.
-        stages: union of the sampling stages of all rows that are drawn on the device.
+        stages: union of the sampling stages of all rows that are sampled on the device.
         bucket: size of the CUDA graph, padding included: rows of a decode step, tokens of a mixed
             step; None without a graph.
         balanced: whether attention splits the keys in proportion to the rows' lengths, because
             these differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
-        table_updates: updates of LogitsTables rows, to write before the step runs.
-        overflow_changes: block table changes that do not fit into the buffer.
+        logits_table_updates: updates of LogitsTables rows, to write before the step runs.
+        overflow_block_table_changes: block table changes that do not fit into the buffer.
         masks: grammar masks of the masked rows; None until ``sample`` brings them.
-        started: whether the step's changes have been applied to the batch, and its work has begun.
-        is_drawn: whether the host has no more work to do for drawing the tokens, so that later
-            steps may begin.
+        has_begun: whether the step's changes are applied to the batch, and its work has begun.
+        is_sampling_queued: whether all sampling on the device is queued, so that later steps may
+            begin.
         buffer, sizes: host buffer of the step's sections, and the sections' sizes; set when the
             step begins.
         inputs: the model's inputs; None if the device derives them.
         output: the model's output; None until the forward pass is queued.
         prompt_hidden: hidden states ``[E, H]`` at the positions of prompt log-probabilities.
-        prompt_tokens: by row, the prompt tokens of its PromptSpan.
+        prompt_logprob_tokens: by row, the prompt tokens of its PromptSpan.
         host_rows: rows whose sampling needs the host.
         event: end of the step's work; None until all of it is queued.
         error: error of the step's work, which ``collect`` raises.
@@ -86,26 +86,27 @@ class LaunchedStep:
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
         self.num_logits = len(self.rows)
         self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
-        self.stages = Stages.NONE
+        self.stages = SamplingStages.NONE
         self.bucket: int | None = None
         self.balanced = False
-        self.table_updates: list[TableUpdate] = []
-        self.overflow_changes: list[TableChange] = []
+        self.logits_table_updates: list[LogitsTableUpdate] = []
+        self.overflow_block_table_changes: list[BlockTableChange] = []
         self.masks: GrammarMask | None = None
-        self.started = self.is_drawn = False
+        self.has_begun = self.is_sampling_queued = False
         self.sizes: StepSizes | None = None
         self.inputs: StepInputs | None = None
         self.output: StepOutput | None = None
         self.prompt_hidden: Tensor | None = None
-        self.prompt_tokens: dict[int, np.ndarray] = {}
+        self.prompt_logprob_tokens: dict[int, np.ndarray] = {}
         self.host_rows: HostRows | None = None
         self.event: Event | None = None
         self.error: Exception | None = None
         self.failures: dict[int, Exception] = {}
 
     @property
-    def needs_only_draw(self) -> bool:
-        """Whether the step draws from unprocessed logits, without host rows or prompt logprobs."""
+    def needs_only_plain_sampling(self) -> bool:
+        """Whether tokens are sampled from unprocessed logits, on the device alone, and the step has
+        no prompt log-probabilities."""
         apart = self.batch.masked_rows or self.stages or self.batch.prompt_logprobs
         return not apart and self.host_rows is None
 
@@ -113,20 +114,20 @@ class LaunchedStep:
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
 
-    def order_sampled_rows(self, needed: np.ndarray) -> None:
+    def put_logits_rows_first(self, needs_logits: np.ndarray) -> None:
         """Orders the sampled rows so that those whose logits are needed come first.
 
         Args:
-            needed: ``[S]`` bool, whether a row's logits are needed.
+            needs_logits: ``[S]`` bool, whether a row's logits are needed.
         """
-        self.num_logits = int(np.count_nonzero(needed))
-        if self.num_logits not in (0, len(needed)):
-            order = np.argsort(~needed, kind="stable")
+        self.num_logits = int(np.count_nonzero(needs_logits))
+        if self.num_logits not in (0, len(needs_logits)):
+            order = np.argsort(~needs_logits, kind="stable")
             self.rows, self.req_indices = self.rows[order], self.req_indices[order]
             self.positions = self.positions[order]
 
     def awaits_tokens_of(self, step: LaunchedStep) -> bool:
-        """Whether this step continues a row whose token the host draws in ``step``."""
+        """Whether this step continues a row whose token the host samples in ``step``."""
         if step.host_rows is None:
             return False
         later = set(self.batch.req_indices).difference(self.batch.released_indices)
@@ -143,7 +144,7 @@ class LaunchedStep:
             return {}
         return dict(zip(self.sampled_indices_of(self.masks.rows), self.masks.masks, strict=True))
 
-    def drawn_output(self) -> SampleOutput:
+    def read_sample_output(self) -> SampleOutput:
         """Reads tokens, errors and log-probabilities from the buffer.
 
         For rows that are sampled on the host, the buffer has no valid values.
@@ -156,13 +157,14 @@ class LaunchedStep:
         if failed.any():
             masked = self.masks_by_sampled_index()
             for place in np.flatnonzero(failed).tolist():
-                restricted = self.row_stages[place] & Stages.TOKEN_RULES.value or place in masked
-                none_left = tokens[place] == NO_TOKEN_LEFT and restricted
+                has_constraints = self.row_stages[place] & SamplingStages.TOKEN_CONSTRAINTS.value
+                is_restricted = has_constraints or place in masked
+                none_left = tokens[place] == NO_TOKEN_LEFT and is_restricted
                 output.errors[place] = ValueError(
                     NO_TOKEN_MESSAGE if none_left else NOT_FINITE_MESSAGE
                 )
                 tokens[place] = -1
-        if self.stages & Stages.LOGPROBS:
+        if self.stages & SamplingStages.LOGPROBS:
             asked = self.row_logprobs >= 0
             if self.host_rows is not None:
                 asked[self.host_rows.places] = False
@@ -173,7 +175,7 @@ class LaunchedStep:
             output.logprobs = dict(zip(asked.tolist(), found, strict=True))
         return output
 
-    def memory_error(self, error: Exception) -> StepOutOfMemoryError:
+    def as_out_of_memory_error(self, error: Exception) -> StepOutOfMemoryError:
         """Makes the error that reports to the core that this step ran out of memory."""
         told = StepOutOfMemoryError(
             f"step {self.batch.step}, {self.batch.num_tokens} tokens: {explain(error)}"

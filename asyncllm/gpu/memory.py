@@ -23,7 +23,7 @@ import torch
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
-from asyncllm.gpu.graph.captures import CAPTURES
+from asyncllm.gpu.graph.captures import CAPTURE_GUARD
 from asyncllm.logger import get_logger
 from asyncllm.validation import explain
 
@@ -32,9 +32,9 @@ logger = get_logger(__name__)
 SEGMENT_BYTES = 2 * 2**20
 """Granularity in which torch takes large allocations from the device."""
 
-RELEASE_SECONDS = 5.0
-"""Timeout in seconds of each of the two waits of ``release``: for the lock that the process's
-engines share, and for the device to finish."""
+RELEASE_TIMEOUT_SECONDS = 5.0
+"""Timeout in seconds of each of the two waits of ``release_cached_memory``: for the lock that the
+process's engines share, and for the device to finish."""
 
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
@@ -51,16 +51,16 @@ NVIDIA's libraries."""
 class MemoryProbe:
     """torch's view of an NVIDIA GPU's memory; tests replace it with a simulated device."""
 
-    def info(self, device: torch.device) -> tuple[int, int]:
+    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
         """Free and total bytes of the device."""
         return torch.cuda.mem_get_info(device)
 
-    def has_pools(self) -> bool:
-        """Whether ``pool`` works with the allocator that the process has chosen."""
+    def has_private_pools(self) -> bool:
+        """Whether ``private_pool`` works with the allocator that the process has chosen."""
         return torch.cuda.get_allocator_backend() == "native"
 
     @contextmanager
-    def pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
+    def private_pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
         """Context in which the calling thread allocates from a private memory pool.
 
         Yields a function that returns the bytes that the pool has taken from the device; the pool
@@ -74,7 +74,7 @@ class MemoryProbe:
         """
         # A stand-in for a MemPool suffices, because ``use_mem_pool`` reads only its ``id``.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())
-        with CAPTURES.capture_lock(), torch.cuda.use_mem_pool(handle, device):
+        with CAPTURE_GUARD.capture_lock(), torch.cuda.use_mem_pool(handle, device):
             yield partial(pool_bytes, handle.id, device)
 
     def synchronize(self, device: torch.device, timeout: float) -> bool:
@@ -101,11 +101,11 @@ class MemoryProbe:
         Raises:
             TimeoutError: another engine's capture takes longer than ``timeout``.
         """
-        with CAPTURES.capture_lock(timeout):
+        with CAPTURE_GUARD.capture_lock(timeout):
             torch.cuda.empty_cache()
 
 
-GPU_MEMORY = MemoryProbe()
+GPU_MEMORY_PROBE = MemoryProbe()
 
 
 def pool_bytes(pool: tuple[int, int], device: torch.device) -> int:
@@ -119,46 +119,47 @@ class CacheBudget:
     """Division of a GPU's memory, in bytes.
 
     Attributes:
-        total: memory of the device.
+        total_bytes: memory of the device.
         free_at_start: free memory before the engine took any.
-        utilization: fraction of ``total`` that the engine may use.
-        weights: memory of the model's weights.
-        peak: memory of the largest step, beside weights and cache.
+        gpu_memory_utilization: fraction of ``total_bytes`` that the engine may use.
+        weights_bytes: memory of the model's weights.
+        peak_bytes: memory of the largest step, beside weights and cache.
         graph_reserve: memory to keep for CUDA graphs.
-        free: free memory at present, with the weights on the device and no step running.
+        free_bytes: free memory at present, with the weights on the device and no step running.
     """
 
-    total: int
+    total_bytes: int
     free_at_start: int
-    utilization: float
-    weights: int
-    peak: int
+    gpu_memory_utilization: float
+    weights_bytes: int
+    peak_bytes: int
     graph_reserve: int
-    free: int
+    free_bytes: int
 
     @property
-    def allowed(self) -> int:
+    def allowed_bytes(self) -> int:
         """Bytes that the engine may use, if they are free."""
-        return int(self.utilization * self.total)
+        return int(self.gpu_memory_utilization * self.total_bytes)
 
     @property
-    def available(self) -> int:
+    def available_bytes(self) -> int:
         """Bytes for the KV cache; negative if weights, step and graphs alone exceed the share.
 
         The share is ``gpu_memory_utilization`` of the GPU's memory, or what was free at the start
         if that was less. Memory that other processes or the driver have taken since the start is
         subtracted.
         """
-        share = min(self.allowed, self.free_at_start) - self.graph_reserve
-        left = min(share - self.weights, self.free - self.graph_reserve) - self.peak
+        share = min(self.allowed_bytes, self.free_at_start) - self.graph_reserve
+        left = min(share - self.weights_bytes, self.free_bytes - self.graph_reserve)
+        left -= self.peak_bytes
         return left // SEGMENT_BYTES * SEGMENT_BYTES
 
     def __str__(self) -> str:
         return (
-            f"of {self.total} bytes on the GPU, {self.free_at_start} were free at start and "
-            f"gpu_memory_utilization={self.utilization:g} allows {self.allowed}; weights take "
-            f"{self.weights}, the largest step {self.peak}, CUDA graphs "
-            f"{self.graph_reserve}, and {self.free} are free now"
+            f"of {self.total_bytes} bytes on the GPU, {self.free_at_start} were free at start and "
+            f"gpu_memory_utilization={self.gpu_memory_utilization:g} allows {self.allowed_bytes}; "
+            f"weights take {self.weights_bytes}, the largest step {self.peak_bytes}, CUDA graphs "
+            f"{self.graph_reserve}, and {self.free_bytes} are free now"
         )
 
 
@@ -185,7 +186,8 @@ def cuda_cache_bytes(
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs, without those of ``captured_step_fraction``.
+        graph_reserve: bytes to keep for CUDA graphs, without the activations of captured mixed
+            steps.
         captured_step_fraction: number of tokens of the largest captured mixed step, whose
             activations the graphs keep, divided by that of the largest step.
         min_bytes: bytes of the smallest usable cache.
@@ -195,43 +197,45 @@ def cuda_cache_bytes(
         EngineError: the step does not fit beside the weights, or the process uses an allocator
             without pools, in which a step cannot be measured.
     """
-    if not GPU_MEMORY.has_pools():
+    if not GPU_MEMORY_PROBE.has_private_pools():
         raise EngineError(
             "what a step takes can be measured only in torch's native allocator, and the process "
             "has another: set kv_cache_memory or num_blocks"
         )
-    GPU_MEMORY.empty_cache(device)
-    peak, failure = _measure_peak(profile_run, device)
-    GPU_MEMORY.empty_cache(device)
-    free, total = GPU_MEMORY.info(device)
+    GPU_MEMORY_PROBE.empty_cache(device)
+    peak, failure = _measure_peak_bytes(profile_run, device)
+    GPU_MEMORY_PROBE.empty_cache(device)
+    free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
     budget = CacheBudget(
-        total=total,
+        total_bytes=total,
         free_at_start=free_at_start,
-        utilization=config.gpu_memory_utilization,
-        weights=weights_bytes,
-        peak=peak,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        weights_bytes=weights_bytes,
+        peak_bytes=peak,
         graph_reserve=graph_reserve + math.ceil(captured_step_fraction * peak),
-        free=free,
+        free_bytes=free,
     )
     smaller_step = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
     if failure is not None:
         raise EngineError(
             f"the largest step does not fit beside the weights ({budget}): {smaller_step}"
         ) from failure
-    if budget.available < min_bytes:
-        is_limited = budget.allowed < free_at_start
+    if budget.available_bytes < min_bytes:
+        is_limited = budget.allowed_bytes < free_at_start
         remedy = "raise gpu_memory_utilization" if is_limited else "free memory on the GPU"
         raise KVCacheTooSmallError(
-            f"{max(budget.available, 0)} bytes are left for the KV cache, the smallest needs "
+            f"{max(budget.available_bytes, 0)} bytes are left for the KV cache, the smallest needs "
             f"{min_bytes} ({budget}): {remedy}, or {smaller_step}"
         )
-    logger.info("%d bytes for the KV cache: %s", budget.available, budget)
-    return budget.available
+    logger.info("%d bytes for the KV cache: %s", budget.available_bytes, budget)
+    return budget.available_bytes
 
 
-def _measure_peak(run: Callable[[], None], device: torch.device) -> tuple[int, Exception | None]:
+def _measure_peak_bytes(
+    run: Callable[[], None], device: torch.device
+) -> tuple[int, Exception | None]:
     """Returns the peak bytes of ``run``, and its error if it ran out of memory."""
-    with GPU_MEMORY.pool(device) as reserved:
+    with GPU_MEMORY_PROBE.private_pool(device) as reserved:
         try:
             run()
         except Exception as error:
@@ -242,7 +246,7 @@ def _measure_peak(run: Callable[[], None], device: torch.device) -> tuple[int, E
         return reserved(), None
 
 
-def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int) -> int:
+def check_weights_fit(config: EngineConfig, device: torch.device, weights_bytes: int) -> int:
     """Checks that the weights will fit, before gigabytes of them are read.
 
     torch's cache is emptied first, because the application's freed tensors leave blocks there.
@@ -254,8 +258,8 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
     Raises:
         EngineError: the weights will not fit.
     """
-    GPU_MEMORY.empty_cache(device)
-    free, total = GPU_MEMORY.info(device)
+    GPU_MEMORY_PROBE.empty_cache(device)
+    free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
     measured = config.num_blocks is None and config.kv_cache_memory is None
     share = int(config.gpu_memory_utilization * total) if measured else total
     if weights_bytes <= min(share, free):
@@ -273,7 +277,9 @@ def check_weights(config: EngineConfig, device: torch.device, weights_bytes: int
 
 def free_memory(device: torch.device) -> tuple[int, int]:
     """Free bytes of a device, and its total bytes (0 for a CPU)."""
-    return GPU_MEMORY.info(device) if device.type == "cuda" else (available_memory(), 0)
+    if device.type != "cuda":
+        return available_memory(), 0
+    return GPU_MEMORY_PROBE.free_and_total_bytes(device)
 
 
 def available_memory() -> int:
@@ -311,7 +317,7 @@ def _cgroup_available(fallback_bytes: int) -> int:
         return fallback_bytes
 
 
-def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:
+def check_states_fit(device: torch.device, max_num_seqs: int, slot_bytes: int) -> None:
     """Checks that recurrent states fit beside the weights.
 
     Raises:
@@ -328,7 +334,7 @@ def check_states(device: torch.device, max_num_seqs: int, slot_bytes: int) -> No
         )
 
 
-def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> None:
+def check_cache_fits(config: EngineConfig, device: torch.device, num_bytes: int) -> None:
     """Checks that a KV cache of configured size fits the device.
 
     Raises:
@@ -336,7 +342,7 @@ def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> N
     """
     if config.num_blocks is None and config.kv_cache_memory is None:
         return
-    free, total = GPU_MEMORY.info(device)
+    free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
     if num_bytes > free:
         knob = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
         value = getattr(config, knob)
@@ -346,11 +352,12 @@ def check_cache(config: EngineConfig, device: torch.device, num_bytes: int) -> N
         )
 
 
-def release(device: torch.device) -> bool:
+def release_cached_memory(device: torch.device) -> bool:
     """Returns the memory of freed tensors to the device.
 
     Call it last, on the thread and stream that ran the steps. It never raises, and waits for at
-    most twice ``RELEASE_SECONDS``. If the device has failed or hangs, it only logs a warning.
+    most twice ``RELEASE_TIMEOUT_SECONDS``. If the device has failed or hangs, it only logs a
+    warning.
 
     It empties torch's whole cache, the application's cached blocks included, which torch allocates
     again when they are needed. A private pool for the engine would spare the application's blocks,
@@ -365,14 +372,14 @@ def release(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
-        if GPU_MEMORY.synchronize(device, RELEASE_SECONDS):
-            GPU_MEMORY.empty_cache(device, RELEASE_SECONDS)
+        if GPU_MEMORY_PROBE.synchronize(device, RELEASE_TIMEOUT_SECONDS):
+            GPU_MEMORY_PROBE.empty_cache(device, RELEASE_TIMEOUT_SECONDS)
             return True
         logger.warning(
             "%s was still busy after %g s: the engine's memory stays in torch's cache until "
             "torch.cuda.empty_cache()",
             device,
-            RELEASE_SECONDS,
+            RELEASE_TIMEOUT_SECONDS,
         )
     except Exception as error:
         logger.warning("the memory of %s could not be given back: %s", device, error)

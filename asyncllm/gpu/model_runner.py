@@ -19,7 +19,7 @@ from asyncllm.core.in_process import InProcessObjects
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
 from asyncllm.gpu.execution_report import execution_report
-from asyncllm.gpu.graph.captures import compiling_alone
+from asyncllm.gpu.graph.captures import exclusive_compilation
 from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.graph_replay import GraphPlan, GraphReplay
 from asyncllm.gpu.graph.recorded_step import record_step
@@ -28,7 +28,7 @@ from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
-from asyncllm.gpu.memory import is_out_of_memory, release
+from asyncllm.gpu.memory import is_out_of_memory, release_cached_memory
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.packed.packed_store import PackedStore
 from asyncllm.gpu.sample.logprobs import MAX_BUFFERED_LOGPROBS
@@ -43,7 +43,7 @@ class ModelRunner:
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
     With a pipeline depth of 2, recorded steps run ahead on a thread of the native library. Such a
     step runs to its end, or only up to its logits if rows await masks or their logits are processed
-    before the draw. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
+    before sampling. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
     the masks are made.
 
     **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the
@@ -92,7 +92,7 @@ class ModelRunner:
             runner = StepRunner(
                 model, cache, info, self._stream, self.in_process,
                 on_device=graphs is not None, num_logprobs=min(num_logprobs, MAX_BUFFERED_LOGPROBS),
-                padded_tokens=max(graphs.token_sizes, default=0) if graphs else 0,
+                padded_tokens=max(graphs.token_counts, default=0) if graphs else 0,
             )  # fmt: skip
         if self._stream.is_async:
             held = SamplingLimits(runner.sampler.state.num_logprobs)
@@ -102,23 +102,25 @@ class ModelRunner:
         self._num_threads = num_threads
         self._thread: int | None = None
         if graphs is not None:
-            runner.replay = GraphReplay(model, cache, runner.memory, graphs, runner.draw)
-        self.execution = runner.replay.description
+            runner.forward_pass = GraphReplay(
+                model, cache, runner.memory, graphs, runner.sample_logits
+            )
+        self.execution = runner.forward_pass.description
         if graphs is None:
             with self._explain_memory_error():
                 self._record_forward()
 
     def _record_forward(self) -> None:
         """Records the forward pass for replay, if every op can be recorded."""
-        runner = self._open_runner()
+        runner = self._require_runner()
         memory = runner.memory
-        found = record_step(runner.model, runner.cache, runner.inputs, memory.buffer)
+        found = record_step(runner.model, runner.cache, runner.input_batch, memory.buffer)
         if isinstance(found, str):
-            self.execution = f"{runner.replay.description}: {found}"
+            self.execution = f"{runner.forward_pass.description}: {found}"
             return
-        found.load()
-        runner.replay, self.execution = found, found.description
-        runner.stream = self._stream = StepQueue(found, memory, runner.inputs, runner.sampler)
+        found.make_program()
+        runner.forward_pass, self.execution = found, found.description
+        runner.stream = self._stream = StepQueue(found, memory, runner.input_batch, runner.sampler)
 
     @contextlib.contextmanager
     def _explain_memory_error(self) -> Iterator[None]:
@@ -134,7 +136,7 @@ class ModelRunner:
     @property
     def graphs(self) -> StepGraphs | None:
         """CUDA graphs of decode steps; None if there are none, and after ``close``."""
-        replay = None if self._runner is None else self._runner.replay
+        replay = None if self._runner is None else self._runner.forward_pass
         return replay.graphs if isinstance(replay, GraphReplay) else None
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
@@ -143,10 +145,10 @@ class ModelRunner:
         Args:
             progress: called with (steps run, steps in all).
         """
-        runner = self._open_runner()
-        if isinstance(runner.replay, GraphReplay):
-            with compiling_alone(), self._synchronized_work():
-                warm_up(runner, runner.replay, progress)
+        runner = self._require_runner()
+        if isinstance(runner.forward_pass, GraphReplay):
+            with exclusive_compilation(), self._synchronize_after():
+                warm_up(runner, runner.forward_pass, progress)
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Captures a graph for every batch size and token count, before the first step.
@@ -154,14 +156,14 @@ class ModelRunner:
         Args:
             progress: called with (graphs captured, graphs in all).
         """
-        replay = self._open_runner().replay
+        replay = self._require_runner().forward_pass
         if isinstance(replay, GraphReplay):
-            with self._synchronized_work():
+            with self._synchronize_after():
                 replay.capture_all(progress)
 
     @contextlib.contextmanager
-    def _synchronized_work(self) -> Iterator[None]:
-        """Context that queues work on the stream, and waits for it at the end."""
+    def _synchronize_after(self) -> Iterator[None]:
+        """Context manager that queues work on the stream and waits for it on exit."""
         with torch.inference_mode(), self._stream.context():
             yield
         self._stream.synchronize()
@@ -169,7 +171,7 @@ class ModelRunner:
     def report(self) -> ExecutionReport:
         """Makes the ExecutionReport; no step may be in flight."""
         self._enter_thread()
-        runner = self._open_runner()
+        runner = self._require_runner()
         packed = (
             self._packed_store if isinstance(self._packed_store, str) else self._packed_store.state
         )
@@ -178,7 +180,7 @@ class ModelRunner:
     def set_token_budget(self, max_num_batched_tokens: int) -> None:
         """Sets the token budget, before the first step."""
         self.info = replace(self.info, max_num_batched_tokens=max_num_batched_tokens)
-        runner = self._open_runner()
+        runner = self._require_runner()
         if isinstance(self._stream, StepQueue):
             with self._explain_memory_error():
                 runner.resize(self.info)
@@ -189,24 +191,24 @@ class ModelRunner:
         """Whether recorded steps can run on the native library's thread."""
         return isinstance(self._stream, StepQueue)
 
-    def run_ahead(self, num_tokens: int) -> None:
+    def enable_run_ahead(self, min_tokens: int) -> None:
         """Sets the pipeline depth to 2, before the first step.
 
-        Steps of at least ``num_tokens`` then begin on the native library's thread.
+        Steps of at least ``min_tokens`` then begin on the native library's thread.
         """
         assert isinstance(self._stream, StepQueue)
         self.info = replace(self.info, pipeline_depth=2)
-        self._stream.min_tokens = num_tokens
+        self._stream.min_tokens = min_tokens
 
     # --- the executor ------------------------------------------------------------------
 
     def launch(self, batch: StepBatch) -> None:
-        self._open_runner()
+        self._require_runner()
         self._launched_steps.append(LaunchedStep(batch))
         self._begin_steps()
 
     def sample(self, masks: GrammarMask) -> None:
-        runner = self._open_runner()
+        runner = self._require_runner()
         step = next((step for step in self._launched_steps if step.awaits_masks), None)
         if step is None or step.batch.step != masks.step:
             expected = "none" if step is None else f"those of step {step.batch.step}"
@@ -216,13 +218,13 @@ class ModelRunner:
                 f"masks of rows {masks.rows} came; expected some of {step.batch.masked_rows}"
             )
         step.masks = masks
-        if step.started and self._stream.is_async:
+        if step.has_begun and self._stream.is_async:
             with self._keep_errors(step):
                 runner.sample(step)
             self._begin_steps()
 
     def collect(self) -> StepResult:
-        self._open_runner()
+        self._require_runner()
         if not self._launched_steps:
             raise RuntimeError("no step is in flight")
         if self._launched_steps[0].awaits_masks and self._launched_steps[0].error is None:
@@ -240,7 +242,7 @@ class ModelRunner:
             # to the model.
             clear_frames(error)
             if is_out_of_memory(error):
-                raise step.memory_error(error) from error
+                raise step.as_out_of_memory_error(error) from error
             raise
         self._begin_steps()
         return result
@@ -259,18 +261,18 @@ class ModelRunner:
         if not self._stream.is_async:
             self._stream.synchronize()
         self._launched_steps.clear()
-        if isinstance(self._runner.replay, GraphReplay):
-            self._runner.replay.close()
-        # ``release`` returns only the memory of tensors that nothing refers to any more.
+        if isinstance(self._runner.forward_pass, GraphReplay):
+            self._runner.forward_pass.close()
+        # Drop the model first: only the memory of tensors that nothing refers to is released.
         self._runner = None
         if not self._stream.is_async:
             # Drop the step queue, which refers to the model.
             self._stream = SyncStream()
         with contextlib.suppress(RuntimeError), self._stream.context():
-            if release(self.device):
+            if release_cached_memory(self.device):
                 self._stream.give_back()
 
-    def _open_runner(self) -> StepRunner:
+    def _require_runner(self) -> StepRunner:
         if self._runner is None:
             raise RuntimeError("the model runner is closed")
         return self._runner
@@ -284,25 +286,25 @@ class ModelRunner:
         self._thread = thread
         if self._num_threads is not None:
             set_thread_count(self._num_threads)
-        self._open_runner().model.ops.enter_thread()
+        self._require_runner().model.ops.enter_thread()
 
     # --- a step ------------------------------------------------------------------------
 
     def _begin_steps(self) -> None:
         """Begins launched steps, in order, as far as the stream can run them now.
 
-        Steps behind a failed one, or one whose tokens the host draws, have to wait. ``collect``
+        Steps behind a failed one, or one whose tokens the host samples, have to wait. ``collect``
         raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
-        runner = self._open_runner()
+        runner = self._require_runner()
         for number, step in enumerate(self._launched_steps):
-            if not step.started:
+            if not step.has_begun:
                 if not self._stream.can_begin_early(step, islice(self._launched_steps, number)):
                     return
-                step.started = True
+                step.has_begun = True
                 with self._keep_errors(step):
-                    runner.begin(step, ahead=True)
-            if not step.is_drawn:
+                    runner.begin(step, runs_ahead=True)
+            if not step.is_sampling_queued:
                 return
 
     @contextlib.contextmanager
@@ -312,16 +314,16 @@ class ModelRunner:
             with torch.inference_mode(), self._stream.context():
                 yield
         except Exception as error:
-            step.error = step.memory_error(error) if is_out_of_memory(error) else error
+            step.error = step.as_out_of_memory_error(error) if is_out_of_memory(error) else error
 
     def _finish_step(self, step: LaunchedStep) -> StepResult:
         """Waits for the step's tokens and writes them to the batch, for later steps.
 
-        A step that did not run ahead runs now.
+        Runs the step first if it has not begun.
         """
-        runner = self._open_runner()
-        if not step.started:
-            runner.begin(step, ahead=False)
+        runner = self._require_runner()
+        if not step.has_begun:
+            runner.begin(step, runs_ahead=False)
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
-from asyncllm.gpu.batch.sampling_table import scalar_sections
-from asyncllm.gpu.batch.sections import Sections
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
+from asyncllm.gpu.batch.sampling_table import scalar_param_sections
+from asyncllm.gpu.batch.sections import BufferSections
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, make_dummy_batch, step_inputs
-from asyncllm.gpu.graph.captures import compiling_alone
+from asyncllm.gpu.graph.captures import exclusive_compilation
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.kv_cache import KVCache, KVGroup
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -38,8 +38,8 @@ def profile_run(
     few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
     specs = [group.spec for group in groups]
-    steps = largest_rows(max_num_batched_tokens, max_num_seqs, max_model_len)
-    with compiling_alone(), torch.inference_mode():
+    steps = largest_steps(max_num_batched_tokens, max_num_seqs, max_model_len)
+    with exclusive_compilation(), torch.inference_mode():
         for num_decodes, counts in steps:
             starts = (max_model_len - counts).tolist()
             batch = make_dummy_batch(starts, counts.tolist(), num_decodes=num_decodes)
@@ -52,7 +52,7 @@ def profile_run(
             _sample_all_rows(decoder, few.forward(step, cache).logits)
 
 
-def recorded_bytes(
+def recorded_activation_bytes(
     decoder: LanguageModel,
     groups: Sequence[KVGroup],
     *,
@@ -73,15 +73,15 @@ def recorded_bytes(
     return 0 if isinstance(found, str) else found.num_bytes
 
 
-def largest_rows(
+def largest_steps(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> list[tuple[int, np.ndarray]]:
     """Number of decode rows and tokens per row ``[R]`` of the largest steps.
 
     Decode rows come first. The steps are:
 
-    - no decodes, and as few prefill rows of at most ``max_model_len`` tokens as use the token
-      budget;
+    - no decodes, and the fewest prefill rows of at most ``max_model_len`` tokens that fill the
+      token budget;
     - the same number of prefill rows, and as many decodes as possible;
     - decodes alone, as many as possible.
     """
@@ -101,9 +101,9 @@ def _sample_all_rows(decoder: LanguageModel, logits: torch.Tensor) -> None:
     """Samples every row of ``logits`` with top_k and top_p."""
     count = logits.shape[0]
     rows = torch.arange(count, device=logits.device)
-    scalars = Sections(scalar_sections(count + 1), logits.device).tensors
+    scalars = BufferSections(scalar_param_sections(count + 1), logits.device).tensors
     scalars["temperature"].fill_(1.0)
     scalars["top_k"].fill_(64)
     scalars["top_p"].fill_(0.9)
-    drawn = DrawRows(rows, rows, rows.new_empty(count + 1))
-    decoder.ops.sample(logits, scalars, drawn, torch.empty_like(rows))
+    rows_to_sample = RowsToSample(rows, rows, rows.new_empty(count + 1))
+    decoder.ops.sample(logits, scalars, rows_to_sample, torch.empty_like(rows))

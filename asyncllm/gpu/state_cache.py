@@ -86,14 +86,14 @@ class StateCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def load(self, load_pairs: Sequence[tuple[int, int]]) -> None:
+    def load_snapshots(self, load_pairs: Sequence[tuple[int, int]]) -> None:
         """Copies snapshots to requests' slots, for pairs ``(request index, snapshot)``.
 
         Call it before the step in which the requests continue from the snapshots.
         """
         self._copy_slots([(slot, self.num_slots + snapshot) for slot, snapshot in load_pairs])
 
-    def save(self, save_pairs: Sequence[tuple[int, int]]) -> None:
+    def save_snapshots(self, save_pairs: Sequence[tuple[int, int]]) -> None:
         """Copies requests' slots to snapshots, for pairs ``(request index, snapshot)``.
 
         Call it after the step that computed the states and before the next one.

@@ -12,9 +12,14 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import LogitsTables, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import (
+    LogitsTables,
+    SamplingRows,
+    SamplingStages,
+    TopLogprobs,
+)
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION, StepBuffer, StepLimits
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -40,11 +45,11 @@ class StepMemory:
     """
 
     def __init__(
-        self, info: ExecutorInfo, batch: InputBatch, state: SamplingState, ops: TorchOps,
+        self, info: ExecutorInfo, input_batch: InputBatch, state: SamplingState, ops: TorchOps,
         device: torch.device, *, on_device: bool, padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.info, self.device, self.on_device = info, device, on_device
-        self._batch, self._ops, self._state = batch, ops, state
+        self._input_batch, self._ops, self._state = input_batch, ops, state
         limits = StepLimits.of(info, on_device=on_device, padded_tokens=padded_tokens)
         rows = info.max_num_seqs
         self.last_sampled_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -54,12 +59,12 @@ class StepMemory:
         self.scalars: Mapping[str, Tensor]
         self.buffer: StepBuffer
         if not on_device:
-            self.block_tables = [torch.from_numpy(table.table) for table in batch.tables]
+            self.block_tables = [torch.from_numpy(table.table) for table in input_batch.tables]
             own = self.buffer = HostBuffer(limits, info.vocab_size, state.num_logprobs)
             self.scalars, self.sampled_tokens = state.sections.tensors, own.tokens
             self.host_buffers = [own]
             return
-        widths = [table.table.shape[1] for table in batch.tables]
+        widths = [table.table.shape[1] for table in input_batch.tables]
         self.block_tables = [
             torch.zeros((rows + 1, width), dtype=torch.int32, device=device) for width in widths
         ]
@@ -79,7 +84,7 @@ class StepMemory:
 
     # --- copies of a step to the device and back ---------------------------------------
 
-    def write(self, step: LaunchedStep) -> None:
+    def write_host_buffer(self, step: LaunchedStep) -> None:
         """Writes a step to its host buffer, once its changes have been applied to the batch."""
         host = step.buffer
         step.sizes = host.write(
@@ -88,41 +93,41 @@ class StepMemory:
         if not self.on_device:
             return
         self.write_previous_tokens(step, host)
-        host.set_scalars(self._state)
-        table_changes = [table.pop_changes() for table in self._batch.tables]
-        step.overflow_changes = host.set_table_changes(table_changes)
+        host.set_scalar_params(self._state)
+        table_changes = [table.pop_changes() for table in self._input_batch.tables]
+        step.overflow_block_table_changes = host.set_block_table_changes(table_changes)
 
     def write_previous_tokens(self, step: LaunchedStep, buffer: StepBuffer) -> None:
         """Writes the token before each sampled token; -1 if only the device has it so far."""
-        tokens = self._batch.token_ids[step.req_indices, step.positions - 1]
+        tokens = self._input_batch.token_ids[step.req_indices, step.positions - 1]
         buffer.arrays["previous_tokens"][: len(tokens)] = tokens
 
     def upload(self, step: LaunchedStep) -> None:
-        """Queues the copy of a step to the device, and the step's changes of the batch state
-        there."""
-        for update in step.table_updates:
+        """Queues the copy of a step's inputs to the device, and the updates of the batch state on
+        the device."""
+        for update in step.logits_table_updates:
             update.write(self.tables)
         if not self.on_device:
             return
         tokens_end = next(reversed(self.buffer.tensors))
         self.buffer.copy_from(step.buffer, LAST_DECODE_SECTION if step.is_decode else tokens_end)
-        if step.overflow_changes or not step.is_decode:
+        if step.overflow_block_table_changes or not step.is_decode:
             no_rows = self.decode_inputs(0)
-            for group, *arrays in step.overflow_changes:
+            for group, *arrays in step.overflow_block_table_changes:
                 indices, values = (copy_to_device(array, self.device) for array in arrays)
                 changed = replace(no_rows.groups[group], table_changes=(indices, values))
                 self._ops.decode_inputs(no_rows, changed)
             if not step.is_decode:
                 self.derive_decode_inputs(no_rows)
 
-    def prepare_sampling(self, stages: Stages, host: HostBuffer) -> None:
+    def prepare_sampling(self, stages: SamplingStages, host: HostBuffer) -> None:
         """Queues the copy of the step's grammar masks, and allocates its log-probabilities."""
-        if stages & Stages.LOGPROBS and self.logprobs is None:
+        if stages & SamplingStages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
             own = self.buffer
             on_host = isinstance(own, HostBuffer)
             self.logprobs = own.logprobs if on_host else TopLogprobs(*sizes, self.device)
-        if stages & Stages.MASKS:
+        if stages & SamplingStages.MASKS:
             if not self.on_device:
                 self.masks = host.masks
                 return
@@ -131,11 +136,11 @@ class StepMemory:
                 self.masks = GrammarMasks(*sizes, self.device)
             self.masks.copy_from(host.masks)
 
-    def return_tokens(self, step: LaunchedStep) -> None:
+    def copy_outputs_to_host(self, step: LaunchedStep) -> None:
         """Queues the copy of the step's tokens and log-probabilities to its host buffer."""
         host, count = step.buffer, len(step.rows)
         host.tokens[:count].copy_(self.sampled_tokens[:count], non_blocking=True)
-        if step.stages & Stages.LOGPROBS:
+        if step.stages & SamplingStages.LOGPROBS:
             assert self.logprobs is not None
             host.logprobs.copy_from(self.logprobs, count)
 
@@ -143,8 +148,8 @@ class StepMemory:
         """Computes positions, lengths and KV slots on the host, and returns the step's inputs."""
         assert step.sizes is not None
         sizes, decodes, host = step.sizes, step.batch.num_decodes, step.buffer
-        host.derive_sections(self._batch, sizes, decodes)
-        return self.buffer.inputs(self._batch, sizes, decodes, self.block_tables, host)
+        host.compute_derived_inputs(self._input_batch, sizes, decodes)
+        return self.buffer.step_inputs(self._input_batch, sizes, decodes, self.block_tables, host)
 
     def insert_sampled_tokens(self, inputs: StepInputs) -> None:
         """Queues the op that fills in decode rows' input tokens that only the device knows."""
@@ -175,7 +180,7 @@ class StepMemory:
                 replace(
                     own, table_changes=(tensors[f"changed_{group}"], tensors[f"new_blocks_{group}"])
                 )
-                for group, own in enumerate(self._group_inputs(num_rows))
+                for group, own in enumerate(self._kv_group_inputs(num_rows))
             ],
             max_num_seqs=self.info.max_num_seqs,
             max_len=self.info.max_model_len,
@@ -193,11 +198,11 @@ class StepMemory:
             self.decode_inputs(0),
             token_ids=tensors["token_ids"][tokens],
             positions=tensors["positions"][tokens],
-            groups=self._group_inputs(num_tokens),
+            groups=self._kv_group_inputs(num_tokens),
         )
 
-    def _group_inputs(self, num_tokens: int) -> list[GroupInputs]:
-        return self.buffer.groups(self._batch, self.block_tables, num_tokens)
+    def _kv_group_inputs(self, num_tokens: int) -> list[KVGroupInputs]:
+        return self.buffer.kv_group_inputs(self._input_batch, self.block_tables, num_tokens)
 
     def derive_decode_inputs(self, inputs: StepInputs) -> None:
         """Queues the op that fills the tensors of ``decode_inputs`` for the latest step."""
@@ -212,7 +217,7 @@ class StepMemory:
             positions=tensors[LAST_DECODE_SECTION][rows],
             host_token_ids=tensors["previous_tokens"][rows],
             last_sampled_tokens=self.last_sampled_tokens,
-            rules=self.scalars,
+            params=self.scalars,
             tables=self.tables,
             mask_slots=None if masks is None else masks.slots[rows],
             mask_words=None if masks is None else masks.words,

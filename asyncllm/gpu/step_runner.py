@@ -12,14 +12,14 @@ from torch import Tensor
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import InProcessObjects
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages, TopLogprobs
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages, TopLogprobs
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.sample.host_rows import HostRows
-from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_tokens
+from asyncllm.gpu.sample.prompt_logprobs import gather_prompt_logprobs, prompt_logprob_tokens
 from asyncllm.gpu.sample.sample_output import SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_memory import StepMemory
@@ -31,7 +31,7 @@ class StepRunner:
     A step goes through three stages. Its changes are applied to the persistent batch and its inputs
     written to a buffer. Then its copy, forward pass and sampling are queued on the stream. Finally
     the host waits for its tokens. Devices differ in the stream, the memory that steps share, and
-    the replay of the forward pass.
+    the ForwardPass.
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
@@ -41,7 +41,7 @@ class StepRunner:
 
     Attributes:
         stream: stream on which work is queued; a StepQueue once the forward pass is recorded.
-        replay: runs the forward pass, op by op or as it was captured or recorded.
+        forward_pass: runs the forward pass, op by op or as it was captured or recorded.
         memory: the memory that steps share.
     """
 
@@ -52,55 +52,55 @@ class StepRunner:
         self.model, self.cache, self.info, self.stream = model, cache, info, stream
         self._in_process = in_process
         self.device = model.embedding.device
-        self.inputs = InputBatch(
+        self.input_batch = InputBatch(
             info.max_num_seqs, info.max_model_len, info.kv_groups, tracks_tables=on_device
         )
         self.sampler = Sampler(
-            info.max_num_seqs, info.vocab_size, self.inputs, model.ops, num_logprobs,
+            info.max_num_seqs, info.vocab_size, self.input_batch, model.ops, num_logprobs,
             in_process.logits_processors,
         )  # fmt: skip
         self._on_device, self._padded_tokens = on_device, padded_tokens
         self._zeroes_blocks = any(each.needs_zeroed_blocks for each in model.attention.values())
         self.memory: StepMemory
-        self.replay: Replay
+        self.forward_pass: ForwardPass
         self.resize(info)
 
     def resize(self, info: ExecutorInfo) -> None:
         """Reallocates the steps' memory for the limits of ``info``, before the first step."""
         self.info = info
         self.memory = StepMemory(
-            info, self.inputs, self.sampler.state, self.model.ops, self.device,
+            info, self.input_batch, self.sampler.state, self.model.ops, self.device,
             on_device=self._on_device, padded_tokens=self._padded_tokens,
         )  # fmt: skip
         self._buffers = cycle(self.memory.host_buffers)
-        self.replay = Replay(self.model, self.cache, self.memory)
+        self.forward_pass = ForwardPass(self.model, self.cache, self.memory)
 
     # --- a step --------------------------------------------------------------------------
 
-    def begin(self, step: LaunchedStep, *, ahead: bool) -> None:
+    def begin(self, step: LaunchedStep, *, runs_ahead: bool) -> None:
         """Applies the step's changes and begins its work.
 
         If the step awaits masks, its work stops at the logits; ``sample`` then queues the rest.
 
         Args:
-            ahead: whether the step begins before ``collect`` waits for it.
+            runs_ahead: whether the step begins before ``collect`` waits for it.
         """
         self._apply_changes(step)
         if not len(step.batch):
-            step.is_drawn = True
+            step.is_sampling_queued = True
             return
         if step.batch.prompt_logprobs:
-            step.prompt_tokens = prompt_tokens(step.batch, self.inputs)
-        if ahead and self.stream.submit(step):
+            step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.input_batch)
+        if runs_ahead and self.stream.submit(step):
             return
         step.buffer = next(self._buffers)
-        self.memory.write(step)
-        if not self.replay.prepare(step):
+        self.memory.write_host_buffer(step)
+        if not self.forward_pass.prepare(step):
             step.inputs = self.memory.derive_inputs(step)
         self._prepare_sampling(step)
         if self.memory.on_device:
             # Mark the new positions: until the step is collected, only the device has their tokens.
-            self.inputs.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
+            self.input_batch.token_ids[step.req_indices, step.positions] = PLACEHOLDER_TOKEN
         self.stream.run(partial(self._run_forward, step))
         if not step.awaits_masks:
             self.sample(step)
@@ -110,26 +110,26 @@ class StepRunner:
         if step.masks is not None:
             errors = step.buffer.masks.set_masks(step.masks_by_sampled_index())
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
-            step.stages |= Stages.MASKS
+            step.stages |= SamplingStages.MASKS
         self.stream.run(partial(self._sample_rows, step))
-        step.event, step.is_drawn = self.stream.record(), True
+        step.event, step.is_sampling_queued = self.stream.record(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
-        """Waits for a step, and draws on the host the tokens of rows that need it."""
+        """Waits for a step, and samples on the host the rows that need it."""
         self.stream.wait(step)
-        if not step.is_drawn:
+        if not step.is_sampling_queued:
             if step.batch.prompt_logprobs:
                 self._keep_hidden_states(step)
             self._prepare_sampling(step)
             self.sample(step)
-        output = step.drawn_output()
+        output = step.read_sample_output()
         if step.host_rows is not None or step.prompt_hidden is not None:
             with self.stream.side_context():
                 if step.host_rows is not None:
                     output.merge(step.host_rows.places, step.host_rows.sample())
                 if step.prompt_hidden is not None:
                     output.prompt_logprobs, errors = gather_prompt_logprobs(
-                        step.batch.prompt_logprobs, step.prompt_tokens, step.prompt_hidden,
+                        step.batch.prompt_logprobs, step.prompt_logprob_tokens, step.prompt_hidden,
                         self.model,
                     )  # fmt: skip
                     step.failures = errors | step.failures
@@ -141,30 +141,30 @@ class StepRunner:
         A failed row's token becomes 0, so that the embedding's index is valid; results computed
         from it are void.
         """
-        same = self.inputs.epochs[step.req_indices] == step.epochs
+        same = self.input_batch.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]
-        self.inputs.token_ids[at] = np.maximum(tokens[same], 0)
+        self.input_batch.token_ids[at] = np.maximum(tokens[same], 0)
 
     # --- parts of a step -----------------------------------------------------------------
 
     def _apply_changes(self, step: LaunchedStep) -> None:
         """Applies the step's changes to the batch and to the sampling parameters."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
-        self.inputs.apply(batch)
+        self.input_batch.apply_step_changes(batch)
         if self._zeroes_blocks and (batch.assignments or batch.new_blocks):
-            step.blocks_to_zero = self.inputs.unfilled_blocks(batch)
+            step.blocks_to_zero = self.input_batch.unfilled_blocks(batch)
         for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
             update = sampler.assign(self._in_process.with_logits_processors(assignment))
             if update is not None:
-                step.table_updates.append(update)
-        if self.replay.finds_greedy_tokens:
-            needed = state.needs_logits[step.req_indices]
+                step.logits_table_updates.append(update)
+        if self.forward_pass.finds_greedy_tokens:
+            needs_logits = state.needs_logits[step.req_indices]
             if batch.masked_rows:
-                needed[step.sampled_indices_of(batch.masked_rows)] = True
-            step.order_sampled_rows(needed)
-        step.epochs = self.inputs.epochs[step.req_indices]
+                needs_logits[step.sampled_indices_of(batch.masked_rows)] = True
+            step.put_logits_rows_first(needs_logits)
+        step.epochs = self.input_batch.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
             # Copy the failures to the step: when it is collected, its request indices may belong to
@@ -182,8 +182,8 @@ class StepRunner:
             at = step.req_indices[places], step.positions[places]
             step.host_rows = HostRows(self.sampler, places, *at)
         if step.row_stages.any():
-            step.stages |= Stages(int(np.bitwise_or.reduce(step.row_stages)))
-        if step.stages & Stages.LOGPROBS:
+            step.stages |= SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
+        if step.stages & SamplingStages.LOGPROBS:
             step.row_logprobs = self.sampler.state.logprobs[step.req_indices]
         if step.stages and not self.memory.on_device:
             self.memory.write_previous_tokens(step, self.memory.buffer)
@@ -194,11 +194,11 @@ class StepRunner:
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
         if states is not None and loads:
-            states.load(loads)
+            states.load_snapshots(loads)
         self.memory.upload(step)
-        step.output = self.replay.forward(step)
+        step.output = self.forward_pass.forward(step)
         if states is not None and saves:
-            states.save(saves)
+            states.save_snapshots(saves)
         if step.batch.prompt_logprobs:
             self._keep_hidden_states(step)
 
@@ -210,7 +210,7 @@ class StepRunner:
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
     def _sample_rows(self, step: LaunchedStep) -> None:
-        """Draws the step's tokens into its buffer; for rows sampled on the host it only copies
+        """Samples the step's tokens into its buffer; for rows sampled on the host it only copies
         their inputs."""
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
@@ -222,26 +222,26 @@ class StepRunner:
             index = step.host_rows.copy_inputs(logits, rows, memory.scalars, step.stages)
             rows.req_indices.index_fill_(0, index, -1)
             num_apart = len(step.host_rows.places)
-        if num_apart < count and not self.replay.sample(step):
+        if num_apart < count and not self.forward_pass.sample(step):
             if step.stages and not memory.on_device:
-                self._draw_by_stages(step, logits)
+                self._sample_by_stages(step, logits)
             else:
-                self.draw(logits, step.stages)
+                self.sample_logits(logits, step.stages)
         if count < len(step.rows):
             memory.sampled_tokens.numpy()[count : len(step.rows)] = largest.numpy()
         if step.buffer is not memory.buffer:
-            memory.return_tokens(step)
+            memory.copy_outputs_to_host(step)
 
-    def draw(self, logits: Tensor, stages: Stages) -> None:
-        """Draws one token per row of ``logits``, which belong to the latest step's first sampled
+    def sample_logits(self, logits: Tensor, stages: SamplingStages) -> None:
+        """Samples one token per row of ``logits``, which belong to the latest step's first sampled
         rows."""
         memory, count = self.memory, len(logits)
-        top = memory.logprobs if stages & Stages.LOGPROBS else None
+        top = memory.logprobs if stages & SamplingStages.LOGPROBS else None
         tokens, rows = memory.sampled_tokens[:count], memory.sampling_rows(count)
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
-    def _draw_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Draws rows with and without sampling stages separately, which is faster on a CPU."""
+    def _sample_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
+        """Samples rows with and without sampling stages separately, which is faster on a CPU."""
         memory, count = self.memory, step.num_logits
         staged = step.row_stages[:count] != 0
         if step.masks is not None:
@@ -250,7 +250,7 @@ class StepRunner:
             staged[step.host_rows.places] = False
         some = np.flatnonzero(staged)
         if len(some) in (0, count):
-            self.draw(logits, step.stages)
+            self.sample_logits(logits, step.stages)
             return
         index, rows, tokens = (
             torch.from_numpy(some),
@@ -258,12 +258,12 @@ class StepRunner:
             memory.sampled_tokens,
         )
         own, found, top = rows.select(index), tokens[index], None
-        if step.stages & Stages.LOGPROBS:
+        if step.stages & SamplingStages.LOGPROBS:
             top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)
         self.sampler.sample(logits[index], own, memory.scalars, step.stages, found, top)
         rows.req_indices.index_fill_(0, index, -1)
         if bool((rows.req_indices >= 0).any()):
-            self.draw(logits, Stages.NONE)
+            self.sample_logits(logits, SamplingStages.NONE)
         tokens[index] = found
         if top is not None and memory.logprobs is not None:
             memory.logprobs.values[index], memory.logprobs.ids[index] = top.values, top.ids

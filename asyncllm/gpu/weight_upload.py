@@ -91,7 +91,7 @@ class PinnedUploader:
             self.wait(buffer.event)
             buffer.event = None
 
-    # --- copies on the thread's current stream; tests replace them with late ones ---------------
+    # --- copies on the thread's current stream; tests replace them with delayed ones ------------
 
     def queue_copy(self, source: Tensor, target: Tensor) -> None:
         """Queues a copy, which may convert the dtype; ``source`` must not change until its end."""

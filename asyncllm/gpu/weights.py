@@ -89,8 +89,8 @@ def load_weights(
                 packed.add(bundle)
                 target = bundle
             elif short_lived is not None and short_lived.can_be_transient(parameter):
-                whole = short_lived.mapped(parameter)
-                target = short_lived.buffer(parameter) if whole is None else whole
+                whole = short_lived.mapped_view(parameter)
+                target = short_lived.buffer_view(parameter) if whole is None else whole
             else:
                 target = _allocate_parameter(parameter, dtype, device)
             row = 0
@@ -116,7 +116,9 @@ class _TransientWeights:
     ) -> None:
         self._dtype, self._reader = dtype, reader
         copied = [
-            each for each in wanted if self.can_be_transient(each) and self.mapped(each) is None
+            each
+            for each in wanted
+            if self.can_be_transient(each) and self.mapped_view(each) is None
         ]
         largest = max((math.prod(each.shape) for each in copied), default=0)
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
@@ -127,8 +129,11 @@ class _TransientWeights:
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
-    def mapped(self, parameter: Parameter) -> Tensor | None:
-        """View of the weight in the mapped file; None unless stored whole and in its dtype."""
+    def mapped_view(self, parameter: Parameter) -> Tensor | None:
+        """View of the weight in the mapped file, or None.
+
+        It is None if the file stores the weight in several tensors, or not in the model's dtype.
+        """
         name = parameter.parts[0][0]
         info = self._reader.tensors[name]
         mapped = info.num_bytes == math.prod(parameter.shape) * self._dtype.itemsize
@@ -138,7 +143,7 @@ class _TransientWeights:
         fits = found.shape == parameter.shape and found.dtype == self._dtype
         return found if fits and found.data_ptr() % found.itemsize == 0 else None
 
-    def buffer(self, parameter: Parameter) -> Tensor:
+    def buffer_view(self, parameter: Parameter) -> Tensor:
         return self._buffer[: math.prod(parameter.shape)].view(parameter.shape)
 
 
@@ -155,7 +160,7 @@ def _quantised_weight(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form
     )
     if found is not None and found.next_parts and ".experts." in parameter.name:
-        # Experts are split into a layer each, and one form may end within an expert.
+        # Each expert becomes a layer of its own, and the format may change within an expert.
         return None
     return found
 
@@ -166,12 +171,12 @@ def packed_weights(
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
-    Adjacent parts of one form are stacked; a part of another form begins a new entry of
-    ``next_parts``.
-    Returns None if a part is not quantised, or has a form that ``accepts_form`` refuses.
+    Adjacent parts of one format become one LinearWeights; those of the next format follow in its
+    ``next_parts``. Returns None if a part is not quantised, or has a form that
+    ``accepts_form`` refuses.
     """
     stacks: list[LinearWeights] = []
-    for _, group in groupby(parts, _form_key):
+    for _, group in groupby(parts, _stacking_key):
         found = [part for part in group if part is not None]
         blocks = [part for part in found if isinstance(part, BlockTensor)]
         codes = [part for part in found if isinstance(part, QuantisedTensor)]
@@ -182,7 +187,7 @@ def packed_weights(
     return join_weights(stacks)
 
 
-def _form_key(part: QuantisedTensor | BlockTensor | None) -> object:
+def _stacking_key(part: QuantisedTensor | BlockTensor | None) -> object:
     """Grouping key, equal for parts that can be stacked in one tensor."""
     if isinstance(part, QuantisedTensor):
         return part.bits, min(part.block[1], part.shape[-1])
@@ -196,7 +201,7 @@ def _stack_blocks(
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     if not accepts_form(WeightForm((rows, columns), scheme)):
         return None
-    # Do not copy a single tensor out of the mapped file.
+    # A lone part stays in the mapped file, without a copy.
     values = [part.read_rows(0, part.shape[0]) for part in parts]
     return LinearWeights(values[0] if len(values) == 1 else torch.cat(values), scheme=scheme)
 
@@ -231,7 +236,7 @@ def _stack_codes(
 def _stack_integers(
     codes: Sequence[QuantisedTensor], shape: tuple[int, int], scheme: QuantScheme
 ) -> Tensor:
-    """Stacks the integers in the layout of ``LinearWeights``, a few rows at a time."""
+    """Stacks the parts' quantised integers as LinearWeights stores them, a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
         values = torch.empty(rows, columns // 2, dtype=torch.uint8)

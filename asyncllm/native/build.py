@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "src"
+SOURCE_DIRECTORY = Path(__file__).parent / "src"
 LIBRARY_NAMES = {
     "linux": "libasyncllm_ops.so",
     "darwin": "libasyncllm_ops.dylib",
     "win32": "asyncllm_ops.dll",
 }
 """File names of the library, by system as ``sys.platform`` names it."""
-LIBRARY = Path(__file__).parent / LIBRARY_NAMES.get(sys.platform, LIBRARY_NAMES["linux"])
+LIBRARY_PATH = Path(__file__).parent / LIBRARY_NAMES.get(sys.platform, LIBRARY_NAMES["linux"])
 
 BASELINE_UNITS = (
     "library weights sequences memory routing experts recurrent sampler logits program pool queue "
@@ -33,7 +33,7 @@ BASELINE_UNITS = (
 ).split()
 """Translation units whose code every processor of the architecture can run."""
 
-FLAGS = (
+COMPILER_FLAGS = (
     "-std=c++17 -O2 -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
     "-fno-exceptions -fno-rtti -fvisibility=hidden -Wall -Wextra"
 ).split()
@@ -58,14 +58,15 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "aarch64": {"neon": []},
 }
 """Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
-_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # Windows' and macOS' names.
+_ARCHITECTURE_BY_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}
+"""Architecture by ``platform.machine()``, where Windows or macOS has another name for it."""
 
 
 def fingerprint() -> str:
     """Digest of the sources. A compiled library contains the digest of the sources from which it
     was built."""
     digest = hashlib.sha256()
-    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+    for source in sorted([*SOURCE_DIRECTORY.glob("*.h"), *SOURCE_DIRECTORY.glob("*.cpp")]):
         digest.update(f"{source.name}\0".encode() + source.read_bytes())
     return digest.hexdigest()[:32]
 
@@ -84,7 +85,7 @@ def find_compiler() -> list[str]:
 
 
 def build(
-    output: Path = LIBRARY,
+    output: Path = LIBRARY_PATH,
     *,
     compiler: Sequence[str] | None = None,
     linker: Sequence[str] | None = None,
@@ -113,7 +114,9 @@ def build(
     if system not in LIBRARY_NAMES:
         raise BuildError(f"native ops are for {', '.join(LIBRARY_NAMES)}, and this is {system}")
     command = list(compiler or find_compiler())
-    units = ISA_FLAGS.get(_MACHINES.get(name := machine or platform.machine(), name), {})
+    units = ISA_FLAGS.get(
+        _ARCHITECTURE_BY_MACHINE.get(name := machine or platform.machine(), name), {}
+    )
     chosen = units if only is None else [name for name in units if name in only]
     sets = [name for name in chosen if _compiler_accepts(command, units[name])]
     defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
@@ -126,8 +129,8 @@ def build(
         def compile_unit(item: tuple[str, Sequence[str]]) -> str:
             name, unit_flags = item
             target = f"{folder}/{name}.o"
-            source = str(SOURCES / f"{name}.cpp")
-            every_flag = [*FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *flags]
+            source = str(SOURCE_DIRECTORY / f"{name}.cpp")
+            every_flag = [*COMPILER_FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *flags]
             _run_compiler([*command, *every_flag, "-c", source, "-o", target])
             return target
 
@@ -164,7 +167,7 @@ def main() -> None:
         sets = build()
     except BuildError as error:
         sys.exit(str(error))
-    sys.stdout.write(f"{LIBRARY}: {', '.join(sets)}\n")
+    sys.stdout.write(f"{LIBRARY_PATH}: {', '.join(sets)}\n")
 
 
 if __name__ == "__main__":

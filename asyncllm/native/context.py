@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from asyncllm.native.interface import STRUCTS
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
-_STATUS_TEXTS = {
+_STATUS_MESSAGES = {
     1: "shapes, strides or an alignment that no kernel takes",
     2: "out of memory for scratch space",
     3: "it is closed, or this is a forked child of the process that made it",
@@ -61,7 +61,7 @@ class Context:
         return self._handle
 
     @property
-    def layout(self) -> str:
+    def weights_layout(self) -> str:
         """Name of the layout of packed weights. Contexts can exchange packed weights only if their
         layouts are equal."""
         return f"{self.isa}-{self.functions.layout()}"
@@ -70,11 +70,11 @@ class Context:
         """Calls an op of the library directly.
 
         Raises:
-            MemoryError, RuntimeError: the op fails, see ``raise_status``.
+            MemoryError, RuntimeError: the op fails, see ``raise_for_status``.
         """
         status = getattr(self.functions, op)(self.handle, *args)
         if status:
-            raise_status(op, status)
+            raise_for_status(op, status)
 
     def checksums(self, address: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
         """Checksums of pieces of memory, unsigned numbers of 64 bits. One call computes them all
@@ -125,7 +125,7 @@ class PackedWeights:
 
         Args:
             form: attribute ``form`` of the PackedWeights whose memory was stored. Their context had
-                an equal ``layout``.
+                an equal ``weights_layout``.
             address: address of the packed weights, ``num_bytes`` long and aligned to 64 bytes.
             bias: address of the bias, ``[n]`` float32; None for none.
             owner: object that owns this memory; referenced as long as the weights exist.
@@ -136,8 +136,8 @@ class PackedWeights:
         return weights
 
 
-def raise_status(op: str, status: int) -> NoReturn:
+def raise_for_status(op: str, status: int) -> NoReturn:
     """Raises MemoryError or RuntimeError for a status of the library other than 0."""
     if status == 2:
-        raise MemoryError(f"native {op}: {_STATUS_TEXTS[status]}")
-    raise RuntimeError(f"native {op}: {_STATUS_TEXTS[status]}")
+        raise MemoryError(f"native {op}: {_STATUS_MESSAGES[status]}")
+    raise RuntimeError(f"native {op}: {_STATUS_MESSAGES[status]}")

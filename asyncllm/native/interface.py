@@ -21,7 +21,7 @@ _SCALAR_TYPES: Mapping[str, Any] = {
 OP_KINDS = tuple(name.lower() for name in re.findall(r"\bOP_(\w+) = ", _HEADER))
 """Names of ops, in the order of ``enum OpKind`` and of the members of the union ``Op.args``."""
 
-NUM_SIZES = int(re.findall(r"\bNUM_SIZES = (\d+)", _HEADER)[0])
+NUM_STEP_SIZES = int(re.findall(r"\bNUM_SIZES = (\d+)", _HEADER)[0])
 
 
 def _ctypes_type(declaration: str, structs: Mapping[str, type[Structure]]) -> Any:
@@ -46,7 +46,7 @@ def _read_fields(body: str, structs: Mapping[str, type[Structure]]) -> list[tupl
             continue
         kind = _ctypes_type(declaration, structs)
         if declaration.endswith("[NUM_SIZES]"):
-            kind *= NUM_SIZES
+            kind *= NUM_STEP_SIZES
         names = re.findall(r"(\w+)(?:\[NUM_SIZES\])?(?:,|$)", declaration)
         fields += [(name, kind) for name in names]
     return fields
@@ -64,7 +64,7 @@ STRUCTS: Mapping[str, type[Structure]] = _read_structs()
 
 Op: Any = STRUCTS["Op"]
 
-ARGS: Mapping[str, type[Structure]] = dict(dict(Op._fields_)["args"]._fields_)
+OP_ARG_STRUCTS: Mapping[str, type[Structure]] = dict(dict(Op._fields_)["args"]._fields_)
 """ctypes structures of the ops' arguments, by the ops' names."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from asyncllm.native.build import LIBRARY, fingerprint
+from asyncllm.native.build import LIBRARY_PATH, fingerprint
 from asyncllm.native.interface import SIGNATURES
 
 
@@ -21,7 +21,7 @@ class Library:
             from other sources than those in this package.
     """
 
-    def __init__(self, path: Path = LIBRARY) -> None:
+    def __init__(self, path: Path = LIBRARY_PATH) -> None:
         if not path.exists():
             raise NativeUnavailableError("the native ops have not been compiled")
         try:

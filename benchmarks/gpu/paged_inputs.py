@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.ops.triton.attention import TritonAttention
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from benchmarks.gpu.shapes import AttentionLoad
@@ -106,7 +106,7 @@ def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> StepInputs:
         seq_lens=inputs.seq_lens,
         query_start_loc=nothing[:0],
         prefill_start_loc=nothing[:0].int(),
-        groups=[GroupInputs(nothing, inputs.tables, np.zeros((0, 0), np.int32), BLOCK_SIZE)],
+        groups=[KVGroupInputs(nothing, inputs.tables, np.zeros((0, 0), np.int32), BLOCK_SIZE)],
         max_num_seqs=len(inputs.tables) - 1,
         max_len=max_len,
         num_logits=load.batch,

@@ -129,7 +129,7 @@ def graph_costs(engine: AsyncLLMEngine) -> tuple[tuple[int, ...], list[GraphCost
 
 def count_nodes(runner: ModelRunner, rows: int) -> int:
     """Nodes of the graph of a decode step of ``rows`` rows, as CUDA writes it down."""
-    replay = runner._open_runner().replay
+    replay = runner._require_runner().forward_pass
     assert isinstance(replay, GraphReplay)
     # Without ``keep_graph`` the end of a capture drops what is to be written down.
     key, graph = GraphKey(rows), torch.cuda.CUDAGraph(keep_graph=True)

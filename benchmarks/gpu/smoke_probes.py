@@ -53,7 +53,7 @@ REFERENCE: dict[str, Any] = {
 def memory_pool() -> Figures:
     """The measure that the KV cache is sized by counts a tensor to the byte."""
     device, probe = torch.device("cuda", torch.cuda.current_device()), MemoryProbe()
-    with probe.pool(device) as reserved:
+    with probe.private_pool(device) as reserved:
         before = reserved()
         tensor = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
         took = reserved() - before

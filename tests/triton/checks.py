@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, gumbel_keys, gumbel_sample, vocab_exponentials
@@ -398,7 +398,7 @@ ROWS = ("req_indices", "previous_tokens", "positions", "token_ids", "seq_lens")
 
 
 def check_step_state(
-    decode_inputs: Callable[[StepInputs, GroupInputs], None], device: str, block_size: int
+    decode_inputs: Callable[[StepInputs, KVGroupInputs], None], device: str, block_size: int
 ) -> None:
     """Computed against plain indexing. Changes are made before they are read, also without rows."""
     rows = decode_rows(block_size, device)
@@ -453,7 +453,7 @@ def draw(sample: Callable[..., None], arguments: Sequence[Tensor]) -> Tensor:
     lines = torch.arange(len(logits), device=logits.device)
     out = torch.empty_like(lines)
     sampling = draw_scalars(states, *parameters)
-    sample(logits, sampling, DrawRows(lines, positions - 1, torch.empty_like(lines)), out)
+    sample(logits, sampling, RowsToSample(lines, positions - 1, torch.empty_like(lines)), out)
     return out
 
 
@@ -529,7 +529,7 @@ def check_company(sample: Callable[..., None], device: str) -> None:
     rows = slots.clamp(min=0)
     last_sampled_tokens = torch.full((8,), -5, device=device)
     sampling, found = draw_scalars(there[1], *there[3:]), torch.empty_like(slots)
-    drawn = DrawRows(slots, there[2][rows] - 1, last_sampled_tokens)
+    drawn = RowsToSample(slots, there[2][rows] - 1, last_sampled_tokens)
     sample(there[0][rows], sampling, drawn, found)
     assert found.tolist() == torch.where(slots >= 0, together[rows], -1).tolist()
     expected = torch.full((8,), -5)

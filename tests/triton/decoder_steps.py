@@ -15,7 +15,7 @@ from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.decoder import Decoder
@@ -164,7 +164,7 @@ def _inputs(
             own = np.where(np.arange(blocks.shape[1]) < first_seen[:, None], 0, blocks)
         slots = own[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
         slots += positions % BLOCK_SIZE
-        groups.append(GroupInputs(there(slots), there(own), own, BLOCK_SIZE))
+        groups.append(KVGroupInputs(there(slots), there(own), own, BLOCK_SIZE))
     found = planned(
         groups[0].host_table, np.arange(len(step)), starts, counts, BLOCK_SIZE, device,
         tokens=there(tokens[rows, positions]), positions=there(positions),

@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_step(
-    max_len: int, sizes: tuple[int, ...], dtype: torch.dtype, token_sizes: tuple[int, ...] = (), *,
+    max_len: int, sizes: tuple[int, ...], dtype: torch.dtype, token_counts: tuple[int, ...] = (), *,
     stream: LateStream | None = None, **fields: Any,
 ) -> ModelRunner:  # fmt: skip
     """A runner for an H200: 132 multiprocessors, compute capability 9.0."""
@@ -57,7 +57,7 @@ def make_step(
     model = replace(small_model(), **{**fields, **sizes_of})
     decoder = triton_decoder(model, dtype, max_len, capability=90, num_sms=132)
     return make_runner(
-        decoder, capturer=GraphCapturer(), stream=stream, sizes=sizes, token_sizes=token_sizes,
+        decoder, capturer=GraphCapturer(), stream=stream, sizes=sizes, token_counts=token_counts,
         max_num_seqs=ROWS, num_blocks=31, block_size=16, max_len=max_len, max_tokens=8192,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from asyncllm.core.batch import StepBatch
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
@@ -188,7 +188,7 @@ def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
         launched = LaunchedStep(
             StepBatch(0, list(range(60)), positions.tolist(), [1] * 60, [True] * 60, 60, 60)
         )
-        launched.stages = Stages(stages)
+        launched.stages = SamplingStages(stages)
         assert replay.prepare(launched)
         assert (launched.bucket, launched.balanced) == (64, longest == 4096)
         replay.forward(launched)

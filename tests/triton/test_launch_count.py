@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.batch.step_buffer import StepBuffer
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.graph.cuda_graphs import GraphKey
@@ -190,7 +190,7 @@ def test_sampling(vocab_size):
         for rows in range(1, 9):
             logits = torch.zeros((rows, vocab_size), dtype=torch.bfloat16)
             slots = torch.arange(rows)
-            drawn = DrawRows(slots, slots, last_sampled_tokens)
+            drawn = RowsToSample(slots, slots, last_sampled_tokens)
             scalars = draw_scalars(states, lines[0], top_k, *lines[1:])
             sampling.sample(logits, scalars, drawn, torch.empty_like(slots))
     check_one_of_each(launches, {"chunk_kernel", "choose_kernel"})
@@ -258,7 +258,7 @@ def test_shares_of_more_rows_than_lines_of_the_table():
 def sample(logits: Tensor) -> None:
     zeros = torch.zeros(TOKENS + 1)
     parameters = draw_scalars(LINES, zeros, zeros.int(), zeros, zeros)
-    sampling.sample(logits, parameters, DrawRows(LINES, LINES, LINES.clone()), LINES.clone())
+    sampling.sample(logits, parameters, RowsToSample(LINES, LINES, LINES.clone()), LINES.clone())
 
 
 def rotate(qkv: Tensor) -> None:

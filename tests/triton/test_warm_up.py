@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from asyncllm.core.batch import StepBatch
-from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
-from asyncllm.gpu.graph.captures import compiling_alone
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
+from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
+from asyncllm.gpu.graph.captures import exclusive_compilation
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart, default_batch_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.model_runner import ModelRunner
@@ -53,9 +53,13 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 def run_everything(runner: ModelRunner) -> None:
     """Every bucket, batch sizes that have none, both halves, and mixed steps of all kinds."""
     replay, memory, info = replay_of(runner), steps_of(runner).memory, runner.info
-    memory.tables.make(Stages.TOKEN_RULES | Stages.PENALTIES)
-    stages = (Stages.NONE, Stages.TOKEN_RULES, Stages.PENALTIES | Stages.LOGPROBS)
-    memory.prepare_sampling(Stages.LOGPROBS, memory.host_buffers[0])
+    memory.tables.allocate(SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES)
+    stages = (
+        SamplingStages.NONE,
+        SamplingStages.TOKEN_CONSTRAINTS,
+        SamplingStages.PENALTIES | SamplingStages.LOGPROBS,
+    )
+    memory.prepare_sampling(SamplingStages.LOGPROBS, memory.host_buffers[0])
     for rows in sorted({*replay.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
         replay.graphs.run(GraphKey(rows))
         if replay.has_balanced_attention:
@@ -92,9 +96,9 @@ def draw_for_the_host(runner: ModelRunner) -> None:
     steps = steps_of(runner)
     for rows in (1, 3):
         lines = torch.arange(rows + 1)
-        own = {name: steps.memory.scalars[name][lines] for name in DRAW_SCALARS}
+        own = {name: steps.memory.scalars[name][lines] for name in SAMPLE_OP_PARAMS}
         logits = torch.zeros((rows, runner.info.vocab_size))
-        drawn = DrawRows(lines[:-1], lines[:-1], torch.zeros_like(lines))
+        drawn = RowsToSample(lines[:-1], lines[:-1], torch.zeros_like(lines))
         steps.model.ops.sample(logits, own, drawn, lines[:-1].clone())
 
 
@@ -171,7 +175,7 @@ def test_engines_compile_in_turn(monkeypatch):
     meeting, met = threading.Barrier(2), []
 
     def enter() -> None:
-        with compiling_alone():
+        with exclusive_compilation():
             try:
                 meeting.wait(0.2)
                 met.append(True)
@@ -189,7 +193,7 @@ def test_engines_compile_in_turn(monkeypatch):
         return met
 
     assert both() == [False, False]
-    monkeypatch.setattr("asyncllm.gpu.graph.captures.COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr("asyncllm.gpu.graph.captures.COMPILE_LOCK_TIMEOUT_SECONDS", 0.0)
     assert both() == [True, True]
     monkeypatch.undo()
     assert both() == [False, False]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
@@ -159,7 +159,7 @@ def of_routing(capability: int) -> None:
 
 def sample(vocab_size: int, dtype: torch.dtype) -> Run:
     scalars = draw_scalars(longs(256), floats(256), ints(256), floats(256), floats(256))
-    rows, out = DrawRows(longs(64), longs(64), longs(256)), longs(64)
+    rows, out = RowsToSample(longs(64), longs(64), longs(256)), longs(64)
     return lambda _: sampling.sample(empty(64, vocab_size, dtype=dtype), scalars, rows, out)
 
 

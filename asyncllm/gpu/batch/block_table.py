@@ -45,7 +45,7 @@ class BlockTable:
             first = req_index * self.table.shape[1]
             self._changes.append(np.arange(first + start, first + end))
 
-    def set_null(self, req_index: int, first: int, end: int) -> None:
+    def set_null_blocks(self, req_index: int, first: int, end: int) -> None:
         """Sets entries ``first`` to ``end - 1`` to the null block."""
         self.table[req_index, first:end] = NULL_BLOCK_ID
         if self.tracks_changes:

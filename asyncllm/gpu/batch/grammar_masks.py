@@ -13,7 +13,7 @@ NO_MASK = -1
 _WORD_BITS = 32
 
 
-def num_words(vocab_size: int) -> int:
+def num_mask_words(vocab_size: int) -> int:
     """Number of 32-bit words of a mask."""
     return -(-vocab_size // _WORD_BITS)
 
@@ -31,7 +31,7 @@ class GrammarMasks:
     def __init__(
         self, max_num_seqs: int, vocab_size: int, device: torch.device, *, pinned: bool = False
     ) -> None:
-        shape = (max_num_seqs, num_words(vocab_size))
+        shape = (max_num_seqs, num_mask_words(vocab_size))
         self.slots = torch.full(
             (max_num_seqs,), NO_MASK, dtype=torch.int64, device=device, pin_memory=pinned
         )
@@ -52,7 +52,7 @@ class GrammarMasks:
         count = 0
         for row, mask in masks.items():
             try:
-                words[count] = mask_words(mask, words.shape[1])
+                words[count] = view_mask_words(mask, words.shape[1])
             except ValueError as error:
                 errors[row] = error
                 continue
@@ -67,17 +67,18 @@ class GrammarMasks:
         self.words[:count].copy_(host.words[:count], non_blocking=True)
 
 
-def mask_words(mask: bytes, count: int) -> np.ndarray:
-    """Views a packed mask as ``[count]`` int32.
+def view_mask_words(packed_mask: bytes, expected_words: int) -> np.ndarray:
+    """Views a packed mask as ``[expected_words]`` int32.
 
     Raises:
         ValueError: the mask has another length.
     """
-    if len(mask) != 4 * count:
+    if len(packed_mask) != 4 * expected_words:
         raise ValueError(
-            f"a mask of tokens has {len(mask)} bytes; expected {4 * count}, a bit per token"
+            f"a mask of tokens has {len(packed_mask)} bytes; expected {4 * expected_words}, "
+            "a bit per token"
         )
-    return np.frombuffer(mask, dtype="<i4")
+    return np.frombuffer(packed_mask, dtype="<i4")
 
 
 def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> None:

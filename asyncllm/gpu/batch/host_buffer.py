@@ -10,13 +10,13 @@ import torch
 
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
-from asyncllm.gpu.batch.sampling_table import SCALARS
+from asyncllm.gpu.batch.sampling_table import SCALAR_PARAMS
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits
 from asyncllm.gpu.sample.sampling_state import SamplingState
 
 CPU = torch.device("cpu")
 
-TableChange = tuple[int, np.ndarray, np.ndarray]
+BlockTableChange = tuple[int, np.ndarray, np.ndarray]
 """KV group, indices into its flat block table, and their new values."""
 
 
@@ -54,15 +54,15 @@ class HostBuffer(StepBuffer):
         """The step's log-probabilities, allocated on first use."""
         return TopLogprobs(self.limits.rows, self._num_logprobs, CPU, pinned=self._pinned)
 
-    def set_table_changes(
+    def set_block_table_changes(
         self, changes: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> list[TableChange]:
+    ) -> list[BlockTableChange]:
         """Writes the changes of each group's block table.
 
         Returns:
             The groups' changes that do not fit into the buffer.
         """
-        overflow: list[TableChange] = []
+        overflow: list[BlockTableChange] = []
         for group, (indices, values) in enumerate(changes):
             changed = self.arrays[f"changed_{group}"]
             new_blocks = self.arrays[f"new_blocks_{group}"]
@@ -74,11 +74,11 @@ class HostBuffer(StepBuffer):
             new_blocks[:count], new_blocks[count:] = values[:count], 0
         return overflow
 
-    def set_scalars(self, state: SamplingState) -> None:
+    def set_scalar_params(self, state: SamplingState) -> None:
         """Writes the sampling scalars of all request indices, unless the buffer has their latest
         values."""
         if state.version == self._scalars_version:
             return
         self._scalars_version = state.version
-        for name in SCALARS:
+        for name in SCALAR_PARAMS:
             self.arrays[name][:] = state.sections.arrays[name]

@@ -50,12 +50,12 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
-    def apply(self, batch: StepBatch) -> None:
+    def apply_step_changes(self, batch: StepBatch) -> None:
         """Applies a step's changes: releases, freed blocks, assignments, then new blocks."""
         for req_index in batch.released_indices:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.freed_entries:
-            self.tables[group].set_null(req_index, first, end)
+            self.tables[group].set_null_blocks(req_index, first, end)
         for assignment in batch.assignments:
             req_index = assignment.req_index
             tokens = np.asarray(assignment.token_ids, dtype=np.int32)

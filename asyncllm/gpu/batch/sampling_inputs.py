@@ -1,4 +1,4 @@
-"""SamplingRows: inputs of a step's sampling, except the parameters of the draw."""
+"""SamplingRows: inputs of a step's sampling, except the parameters of the op ``sample``."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words
 from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 
-class Stages(enum.Flag):
-    """Stages of sampling before the draw, and log-probabilities after it."""
+class SamplingStages(enum.Flag):
+    """Stages that process logits before tokens are sampled, and log-probabilities after that."""
 
     NONE = 0
     MASKS = enum.auto()
     """Grammar masks: the tokens that each row's grammar allows."""
-    TOKEN_RULES = enum.auto()
+    TOKEN_CONSTRAINTS = enum.auto()
     """``logit_bias``, ``allowed_token_ids``, single-token ``bad_words`` and ``min_tokens``."""
     PENALTIES = enum.auto()
     LOGPROBS = enum.auto()
 
 
-LOGITS_STAGES = Stages.MASKS | Stages.TOKEN_RULES | Stages.PENALTIES
+LOGITS_PROCESSING_STAGES = (
+    SamplingStages.MASKS | SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES
+)
 
 
 class LogitsTables:
     """Tables of rules and penalties, with a row per request index.
 
     Tables are allocated when a request first needs them, and then keep their addresses. A row is
-    stale unless the scalars of LOGITS_STAGE_SCALARS refer to it.
+    stale unless LOGITS_PROCESSING_PARAMS refer to it.
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token that may be sampled.
@@ -46,33 +48,33 @@ class LogitsTables:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.table_rows, self.vocab_size, self.device = max_num_seqs + 1, vocab_size, device
-        self.allocated_stages = Stages.NONE
+        self.allocated_stages = SamplingStages.NONE
         self.allowed = self.bias_ids = self.stop_ids = self._zeros(0)
         self.counts = self.in_prompt = self._zeros(0)
         self.bias_values = self._zeros(0, torch.float32)
 
-    def make(self, stages: Stages) -> None:
+    def allocate(self, stages: SamplingStages) -> None:
         """Allocates the tables that ``stages`` need and that do not exist yet."""
-        words = num_words(self.vocab_size)
-        if stages & ~self.allocated_stages & Stages.TOKEN_RULES:
+        words = num_mask_words(self.vocab_size)
+        if stages & ~self.allocated_stages & SamplingStages.TOKEN_CONSTRAINTS:
             self.allowed, self.stop_ids = self._zeros(words), self._zeros(MAX_STOP_IDS)
             self.bias_ids = self._zeros(MAX_LOGIT_BIASES)
             self.bias_values = self._zeros(MAX_LOGIT_BIASES, torch.float32)
-        if stages & ~self.allocated_stages & Stages.PENALTIES:
+        if stages & ~self.allocated_stages & SamplingStages.PENALTIES:
             self.counts, self.in_prompt = self._zeros(self.vocab_size), self._zeros(words)
         self.allocated_stages |= stages
 
     @staticmethod
     def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
         """Bytes of all tables."""
-        line = 2 * num_words(vocab_size) + vocab_size + 2 * MAX_LOGIT_BIASES + MAX_STOP_IDS
+        line = 2 * num_mask_words(vocab_size) + vocab_size + 2 * MAX_LOGIT_BIASES + MAX_STOP_IDS
         return 4 * (max_num_seqs + 1) * line
 
     def _zeros(self, width: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros((self.table_rows, width), dtype=dtype, device=self.device)
 
 
-class DrawRows(NamedTuple):
+class RowsToSample(NamedTuple):
     """Rows that get a token, the argument ``rows`` of an op set's ``sample``.
 
     Attributes:
@@ -97,7 +99,7 @@ class SamplingRows:
         host_token_ids: ``[S]`` int64, token at ``positions``; -1 if only ``last_sampled_tokens``
             has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
-        rules: tensors of LOGITS_STAGE_SCALARS by name, ``[N + 1]`` each.
+        params: tensors of LOGITS_PROCESSING_PARAMS by name, ``[N + 1]`` each.
         tables: LogitsTables of rules and penalties, by request index.
         mask_slots, mask_words: see GrammarMasks; None without MASKS.
     """
@@ -106,7 +108,7 @@ class SamplingRows:
     positions: Tensor
     host_token_ids: Tensor
     last_sampled_tokens: Tensor
-    rules: Mapping[str, Tensor]
+    params: Mapping[str, Tensor]
     tables: LogitsTables
     mask_slots: Tensor | None = None
     mask_words: Tensor | None = None
@@ -117,9 +119,9 @@ class SamplingRows:
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices
         )
 
-    def draw_rows(self) -> DrawRows:
-        """The rows as DrawRows, for an op set's ``sample``."""
-        return DrawRows(self.req_indices, self.positions, self.last_sampled_tokens)
+    def rows_to_sample(self) -> RowsToSample:
+        """The rows as RowsToSample, for an op set's ``sample``."""
+        return RowsToSample(self.req_indices, self.positions, self.last_sampled_tokens)
 
     def select(self, index: Tensor | slice) -> SamplingRows:
         """Selects the rows of ``index``: views for a slice, else copies."""

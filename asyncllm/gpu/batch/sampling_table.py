@@ -1,4 +1,4 @@
-"""SCALARS: per-request sampling parameters on the device, with dtype and neutral value."""
+"""SCALAR_PARAMS: sampling parameters of one number per request, with dtype and neutral value."""
 
 from __future__ import annotations
 
@@ -10,58 +10,61 @@ import torch
 
 from asyncllm.gpu.batch.sections import SectionTable
 
-UNCOUNTED = 2**63 - 1
+COUNTED_FROM_UNUSED = 2**63 - 1
 """Value of ``counted_from`` for a request index without penalties, whose tokens need not be
 counted."""
 
 
-class Scalar(NamedTuple):
+class ScalarParam(NamedTuple):
     """A sampling parameter that is stored as one number per request index.
 
     Attributes:
         neutral_value: the value that has no effect.
-        parameter: the field of SamplingParams that holds the value; "" for a derived value.
+        field_name: the field of SamplingParams that holds the value; "" for a derived value.
     """
 
     dtype: torch.dtype
     neutral_value: float
-    parameter: str = ""
+    field_name: str = ""
 
 
-DRAW_SCALARS: Mapping[str, Scalar] = MappingProxyType(
+SAMPLE_OP_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
     {
-        "states": Scalar(torch.int64, 0),
-        "temperature": Scalar(torch.float32, 1.0, "temperature"),
-        "top_k": Scalar(torch.int32, 0),
-        "top_p": Scalar(torch.float32, 1.0, "top_p"),
-        "min_p": Scalar(torch.float32, 0.0, "min_p"),
+        "states": ScalarParam(torch.int64, 0),
+        "temperature": ScalarParam(torch.float32, 1.0, "temperature"),
+        "top_k": ScalarParam(torch.int32, 0),
+        "top_p": ScalarParam(torch.float32, 1.0, "top_p"),
+        "min_p": ScalarParam(torch.float32, 0.0, "min_p"),
     }
 )
-"""Scalars of the draw, in the order of ``SampleArgs`` in ``native/src/interface.h``. ``states`` are
-the bits of the seeds' 64-bit states; ``top_k`` is 0 for all tokens."""
+"""Parameters of the op ``sample``, in the order of ``SampleArgs`` in ``native/src/interface.h``.
 
-LOGITS_STAGE_SCALARS: Mapping[str, Scalar] = MappingProxyType(
+``states`` are the bits of the seeds' 64-bit states; ``top_k`` is 0 for all tokens."""
+
+LOGITS_PROCESSING_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
     {
-        "restricted": Scalar(torch.int32, 0),
-        "num_bias": Scalar(torch.int32, 0),
-        "num_stop_ids": Scalar(torch.int32, 0),
-        "min_end": Scalar(torch.int64, 0),
-        "counted_from": Scalar(torch.int64, UNCOUNTED),
-        "repetition": Scalar(torch.float32, 1.0, "repetition_penalty"),
-        "frequency": Scalar(torch.float32, 0.0, "frequency_penalty"),
-        "presence": Scalar(torch.float32, 0.0, "presence_penalty"),
+        "restricted": ScalarParam(torch.int32, 0),
+        "num_bias": ScalarParam(torch.int32, 0),
+        "num_stop_ids": ScalarParam(torch.int32, 0),
+        "min_end": ScalarParam(torch.int64, 0),
+        "counted_from": ScalarParam(torch.int64, COUNTED_FROM_UNUSED),
+        "repetition": ScalarParam(torch.float32, 1.0, "repetition_penalty"),
+        "frequency": ScalarParam(torch.float32, 0.0, "frequency_penalty"),
+        "presence": ScalarParam(torch.float32, 0.0, "presence_penalty"),
     }
 )
-"""Scalars of the stages before the draw.
+"""Parameters of the stages that process logits before tokens are sampled.
 
 ``restricted`` is 1 if the request index's row of ``LogitsTables.allowed`` is in force. ``num_bias``
 and ``num_stop_ids`` count the entries of its rows of ``bias_ids`` and ``stop_ids``. ``min_end`` is
 the position from which on stop ids may be sampled. ``counted_from`` is the position of the first
 token that is not in ``LogitsTables.counts`` yet."""
 
-SCALARS: Mapping[str, Scalar] = MappingProxyType({**DRAW_SCALARS, **LOGITS_STAGE_SCALARS})
+SCALAR_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
+    {**SAMPLE_OP_PARAMS, **LOGITS_PROCESSING_PARAMS}
+)
 
 
-def scalar_sections(table_rows: int) -> SectionTable:
-    """Makes the section table of SCALARS, with ``table_rows`` elements per scalar."""
-    return {name: (scalar.dtype, table_rows) for name, scalar in SCALARS.items()}
+def scalar_param_sections(num_rows: int) -> SectionTable:
+    """Makes the section table of SCALAR_PARAMS, with ``num_rows`` elements per parameter."""
+    return {name: (param.dtype, num_rows) for name, param in SCALAR_PARAMS.items()}

@@ -1,4 +1,4 @@
-"""Sections: named arrays that lie in one allocation."""
+"""BufferSections: named arrays that lie in one allocation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SectionTable = Mapping[str, tuple[torch.dtype, int]]
 """Dtype and number of elements of each section, by name, in their order in memory."""
 
 
-class Sections:
+class BufferSections:
     """Arrays in one allocation, so that one copy moves all of them.
 
     Attributes:
@@ -51,8 +51,8 @@ class Sections:
         """Numpy views of the sections. The buffer must be in host memory."""
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
-    def copy_from(self, source: Sections, last: str) -> None:
-        """Queues a copy of all sections up to ``last`` from ``source``, which has the same
+    def copy_from(self, source: BufferSections, last_section: str) -> None:
+        """Queues a copy of all sections up to ``last_section`` from ``source``, which has the same
         SectionTable."""
-        end = self.end_offsets[last]
+        end = self.end_offsets[last_section]
         self.memory[:end].copy_(source.memory[:end], non_blocking=True)

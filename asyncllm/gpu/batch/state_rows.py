@@ -47,7 +47,7 @@ class StateRows:
     def of(cls, step: StepInputs) -> StateRows:
         if step.host is None:
             return cls(step.table_rows(), step.positions == 0, ())
-        # Run a single row as a span, so that its state need not be gathered.
+        # A lone decode row is computed by itself, so that its state need not be gathered.
         batched = step.num_decodes if step.num_decodes > 1 else 0
         ends, starts, slots = (
             step.host.query_start_loc, step.host.starts, step.host.req_indices,

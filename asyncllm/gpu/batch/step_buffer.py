@@ -13,9 +13,9 @@ from torch import Tensor
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_table import scalar_sections
-from asyncllm.gpu.batch.sections import Sections, SectionTable
-from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
+from asyncllm.gpu.batch.sampling_table import scalar_param_sections
+from asyncllm.gpu.batch.sections import BufferSections, SectionTable
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, RowArrays, StepInputs
 
 LAST_DECODE_SECTION = "sampled_positions"
 """Name of the last section that a decode step on a device needs."""
@@ -61,7 +61,7 @@ class StepLimits:
         table_rows = rows + 1 if on_device else 0
         return cls(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
 
-    def table(self) -> SectionTable:
+    def section_table(self) -> SectionTable:
         """Dtypes and sizes of the sections.
 
         A step copies a prefix of the sections: state changes and rows come first, tokens last.
@@ -69,7 +69,7 @@ class StepLimits:
         table: dict[str, tuple[torch.dtype, int]] = {}
         rows, tokens = self.rows, self.tokens
         if self.table_rows:
-            table |= scalar_sections(self.table_rows)
+            table |= scalar_param_sections(self.table_rows)
             for group in range(self.num_groups):
                 table[f"changed_{group}"] = torch.int64, rows
                 table[f"new_blocks_{group}"] = torch.int32, rows
@@ -90,20 +90,20 @@ class StepLimits:
         return table | dict.fromkeys(names, (torch.int64, tokens))
 
 
-class StepBuffer(Sections):
+class StepBuffer(BufferSections):
     """The inputs of a step, as sections of one allocation.
 
     ``write`` writes the *host* sections: for each row ``req_indices``, ``starts`` and ``counts``;
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
     token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
     before the sampled one, -1 if only the device has it. The other sections of StepInputs are
-    *derived*: on the host by ``derive_sections``, or by an op on the device, which has the tokens
-    of the previous step. CUDA graphs and native programs hold the addresses of the device's buffer;
-    on a CPU without run-ahead the host writes directly into that buffer.
+    *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has the
+    tokens of the previous step. CUDA graphs and native programs hold the addresses of the device's
+    buffer; on a CPU without run-ahead the host writes directly into that buffer.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:
-        super().__init__(limits.table(), device, pinned=pinned)
+        super().__init__(limits.section_table(), device, pinned=pinned)
         self.limits = limits
         for name in ("req_indices", "sampled_req_indices"):
             self.tensors[name].fill_(-1)
@@ -138,7 +138,9 @@ class StepBuffer(Sections):
                 arrays["wanted"][sampled:wanted] = spans
         return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
 
-    def derive_sections(self, inputs: InputBatch, sizes: StepSizes, num_decodes: int) -> None:
+    def compute_derived_inputs(
+        self, input_batch: InputBatch, sizes: StepSizes, num_decodes: int
+    ) -> None:
         """Computes tokens, positions, slots and lengths from the written sections and the batch."""
         arrays, (rows, tokens, *_) = self.arrays, sizes
         starts, counts = arrays["starts"][:rows], arrays["counts"][:rows]
@@ -150,8 +152,11 @@ class StepBuffer(Sections):
         if tokens != rows:
             table_rows = np.repeat(table_rows, counts)
             positions = np.arange(tokens) + np.repeat(starts - first[:-1], counts)
-        derived = {"token_ids": inputs.token_ids[table_rows, positions], "positions": positions}
-        for group, table in enumerate(inputs.tables):
+        derived = {
+            "token_ids": input_batch.token_ids[table_rows, positions],
+            "positions": positions,
+        }
+        for group, table in enumerate(input_batch.tables):
             derived[f"slots_{group}"] = table.slot_mapping(table_rows, positions)
         padded = self.limits.padded_tokens
         for name, values in derived.items():
@@ -160,7 +165,7 @@ class StepBuffer(Sections):
                 # Padding is token 0 at position 0, whose KV goes to the null block.
                 arrays[name][tokens:padded] = 0
 
-    def rows(self, count: int) -> RowArrays:
+    def row_arrays(self, count: int) -> RowArrays:
         """The first ``count`` rows as arrays on the host."""
         arrays = self.arrays
         return RowArrays(
@@ -170,20 +175,20 @@ class StepBuffer(Sections):
             arrays["seq_lens"][:count],
         )
 
-    def groups(
-        self, batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
-    ) -> list[GroupInputs]:
+    def kv_group_inputs(
+        self, input_batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
+    ) -> list[KVGroupInputs]:
         """Inputs of each KV group for the first ``num_tokens`` tokens, with its block table on the
         device."""
         return [
-            GroupInputs(
+            KVGroupInputs(
                 self.tensors[f"slots_{group}"][:num_tokens], on_device, own.table, own.block_size
             )
-            for group, (own, on_device) in enumerate(zip(batch.tables, tables, strict=True))
+            for group, (own, on_device) in enumerate(zip(input_batch.tables, tables, strict=True))
         ]
 
-    def inputs(
-        self, batch: InputBatch, sizes: StepSizes, num_decodes: int,
+    def step_inputs(
+        self, input_batch: InputBatch, sizes: StepSizes, num_decodes: int,
         tables: Sequence[Tensor], host: StepBuffer,
     ) -> StepInputs:  # fmt: skip
         """The inputs of the step in this buffer.
@@ -193,7 +198,7 @@ class StepBuffer(Sections):
             host: buffer with the same step's sections on the host.
         """
         rows, tokens, wanted, num_logits, num_greedy = sizes
-        tensors, host_rows = self.tensors, host.rows(rows)
+        tensors, host_rows = self.tensors, host.row_arrays(rows)
         # If all rows are decodes, and not reordered, the hidden states of every token are returned,
         # so no indices are needed.
         returns_all = num_decodes == rows and 0 in (num_logits, num_greedy)
@@ -205,7 +210,7 @@ class StepBuffer(Sections):
             seq_lens=tensors["seq_lens"][:rows],
             query_start_loc=tensors["query_start_loc"][: rows + 1],
             prefill_start_loc=tensors["prefill_start_loc"][: rows - num_decodes + 1],
-            groups=self.groups(batch, tables, tokens),
+            groups=self.kv_group_inputs(input_batch, tables, tokens),
             max_num_seqs=self.limits.rows,
             max_len=int(host_rows.seq_lens.max()),
             num_logits=num_logits,
@@ -231,7 +236,7 @@ def make_dummy_batch(
     )
 
 
-def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> StepInputs:
+def step_inputs(batch: StepBatch, input_batch: InputBatch, device: torch.device) -> StepInputs:
     """Makes a step's inputs on ``device`` without a runner.
 
     They lie in a new buffer, with copies of the persistent batch's block tables. Logits are
@@ -239,15 +244,15 @@ def step_inputs(batch: StepBatch, inputs: InputBatch, device: torch.device) -> S
     """
     rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
     req_indices = np.array(batch.req_indices, dtype=np.int64)
-    limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(inputs.tables))
+    limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(input_batch.tables))
     host = StepBuffer(limits, torch.device("cpu"))
     sizes = host.write(batch, req_indices, starts, rows, len(rows))
-    host.derive_sections(inputs, sizes, batch.num_decodes)
+    host.compute_derived_inputs(input_batch, sizes, batch.num_decodes)
     buffer = host if device.type == "cpu" else StepBuffer(limits, device)
     if buffer is not host:
         buffer.copy_from(host, next(reversed(buffer.tensors)))
-    tables = [torch.from_numpy(table.table).to(device) for table in inputs.tables]
-    return buffer.inputs(inputs, sizes, batch.num_decodes, tables, host)
+    tables = [torch.from_numpy(table.table).to(device) for table in input_batch.tables]
+    return buffer.step_inputs(input_batch, sizes, batch.num_decodes, tables, host)
 
 
 def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:

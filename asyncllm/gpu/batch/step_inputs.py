@@ -28,7 +28,7 @@ class RowArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupInputs:
+class KVGroupInputs:
     """The part of a step that belongs to one KV group.
 
     Attributes:
@@ -89,7 +89,7 @@ class StepInputs:
     seq_lens: Tensor
     query_start_loc: Tensor
     prefill_start_loc: Tensor
-    groups: Sequence[GroupInputs]
+    groups: Sequence[KVGroupInputs]
     max_num_seqs: int
     max_len: int
     num_logits: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from asyncllm.gpu.graph.captures import CAPTURES
+from asyncllm.gpu.graph.captures import CAPTURE_GUARD
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.memory import is_out_of_memory, pool_bytes
 from asyncllm.logger import get_logger
@@ -45,7 +45,7 @@ class CudaGraphCapturer(GraphCapturer):
         # Run eagerly first: that compiles kernels and allocates libraries' workspaces, which a
         # capture forbids.
         run()
-        with CAPTURES.capture_lock(), _no_garbage_collection():
+        with CAPTURE_GUARD.capture_lock(), _no_garbage_collection():
             try:
                 return self._record_graph(run, self._pool)
             except Exception as error:
@@ -62,13 +62,13 @@ class CudaGraphCapturer(GraphCapturer):
             )
         return None
 
-    def cut(self, work: Callable[[], None]) -> None:
+    def break_graph(self, run_eagerly: Callable[[], None]) -> None:
         if self._recording is None:
-            work()
+            run_eagerly()
         else:
-            self._recording.cut(work)
+            self._recording.break_graph(run_eagerly)
 
-    def memory(self) -> int:
+    def pool_bytes(self) -> int:
         return pool_bytes(self._pool, self.device)
 
     def _record_graph(self, run: Callable[[], object], pool: _POOL_HANDLE) -> Callable[[], None]:
@@ -98,7 +98,7 @@ class CudaGraphCapturer(GraphCapturer):
         # torch raises an error if it has already ended the recording.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            CAPTURES.keep_failed_graph(graph)
+            CAPTURE_GUARD.keep_failed_graph(graph)
             torch._C._cuda_releasePool(self.device.index, pool)
 
     def _reset_generator(self) -> None:
@@ -117,7 +117,7 @@ class CudaGraphCapturer(GraphCapturer):
 
 
 class _Recording:
-    """A capture that may be cut into several graphs, with eager work between them.
+    """A capture that may be broken into several graphs, with eager calls between them.
 
     Attributes:
         graph: the graph being captured.
@@ -137,9 +137,9 @@ class _Recording:
         self.graph.capture_end()
         self._replay_calls.append(self.graph.replay)
 
-    def cut(self, work: Callable[[], None]) -> None:
+    def break_graph(self, run_eagerly: Callable[[], None]) -> None:
         self.end()
-        self._replay_calls.append(work)
+        self._replay_calls.append(run_eagerly)
         self.begin()
 
     def replay(self) -> None:
@@ -149,7 +149,7 @@ class _Recording:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Turns off the process's garbage collection; hold ``CAPTURES.capture_lock`` meanwhile."""
+    """Turns off the process's garbage collection; hold ``CAPTURE_GUARD.capture_lock`` meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
     try:

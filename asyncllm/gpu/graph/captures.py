@@ -1,4 +1,4 @@
-"""CAPTURES, compiling_alone: locks that let one engine at a time capture or compile."""
+"""CAPTURE_GUARD, exclusive_compilation: locks that let one engine at a time capture or compile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 
-class ProcessCaptures:
+class CaptureGuard:
     """The process's lock for CUDA graph captures, and the graphs whose capture failed.
 
     There is one lock per process, because a capture changes torch's allocators, torch's default
@@ -49,9 +49,9 @@ class ProcessCaptures:
         self._failed_graphs.append(graph)
 
 
-CAPTURES = ProcessCaptures()
+CAPTURE_GUARD = CaptureGuard()
 
-COMPILE_SECONDS = 120.0
+COMPILE_LOCK_TIMEOUT_SECONDS = 120.0
 """Maximum number of seconds that an engine waits for another engine's compilation."""
 
 _COMPILE_LOCK = threading.Lock()
@@ -60,14 +60,14 @@ have no lock."""
 
 
 @contextmanager
-def compiling_alone() -> Iterator[None]:
+def exclusive_compilation() -> Iterator[None]:
     """Context manager for an engine's first steps, which compile kernels.
 
     Engines that start at the same time take turns, so that the second finds the kernels of the
     first. An engine that hangs within the context blocks other engines for at most
-    ``COMPILE_SECONDS``; then they compile the same kernels again.
+    ``COMPILE_LOCK_TIMEOUT_SECONDS``; then they compile the same kernels again.
     """
-    held = _COMPILE_LOCK.acquire(timeout=COMPILE_SECONDS)
+    held = _COMPILE_LOCK.acquire(timeout=COMPILE_LOCK_TIMEOUT_SECONDS)
     try:
         yield
     finally:

@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.logger import get_logger
 
 logger = get_logger("asyncllm")
 
-RETRY_STEPS = 3
-"""Base of the retry interval: after n failed captures of a key, its RETRY_STEPS**n-th step is
-captured again."""
+CAPTURE_RETRY_BASE = 3
+"""After n failed captures, a key's CAPTURE_RETRY_BASE**n-th step attempts the next capture."""
 
 
 class GraphPart(enum.Enum):
     """The part of a step that a graph holds.
 
-    STEP is a whole decode step. If logits are processed before the draw, or the step waits for
+    STEP is a whole decode step. If logits are processed before sampling, or the step waits for
     masks, FORWARD and SAMPLE are the two halves of a decode step. BODY is all layers but the last
     of a mixed step.
     """
@@ -35,13 +34,13 @@ class GraphPart(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Key of a graph: the constants in which the graphs of one engine differ.
+    """Key of a graph: what distinguishes the graphs of one engine.
 
     Addresses, the block size, the longest sequence and the number of splits that attention
     chooses for (bucket, longest sequence) are fixed while the engine lives.
 
     Attributes:
-        bucket: rows of a decode step, or tokens of a BODY, padding included.
+        bucket: padded number of rows of a decode step, or of tokens if ``part`` is BODY.
         part: part of the step that the graph holds.
         stages: stages of sampling in the graph.
         balanced: see StepInputs; False for a part without attention.
@@ -49,7 +48,7 @@ class GraphKey:
 
     bucket: int
     part: GraphPart = GraphPart.STEP
-    stages: Stages = Stages.NONE
+    stages: SamplingStages = SamplingStages.NONE
     balanced: bool = False
 
 
@@ -74,14 +73,15 @@ class GraphCapturer:
         run()
         return run
 
-    def cut(self, work: Callable[[], None]) -> None:
-        """Cuts a running capture in two and calls ``work`` in between; called from within ``run``.
+    def break_graph(self, run_eagerly: Callable[[], None]) -> None:
+        """Ends the graph being captured, calls ``run_eagerly``, and begins the next graph.
 
-        ``work`` is not captured: each replay calls it between the two graphs.
+        The function that ``capture`` captures calls it. ``run_eagerly`` is not captured: each
+        replay calls it between the two graphs.
         """
-        work()
+        run_eagerly()
 
-    def memory(self) -> int:
+    def pool_bytes(self) -> int:
         """Bytes that the graphs' pool has taken from the device."""
         return 0
 
@@ -152,16 +152,17 @@ class StepGraphs:
         failed = self._failed_captures.get(key)
         if failed is not None:
             failed.steps += 1
-        if failed is None or failed.steps >= RETRY_STEPS**failed.captures:
+        if failed is None or failed.steps >= CAPTURE_RETRY_BASE**failed.captures:
             self._capture_graph(key)
         else:
             self._run(key)
 
     def capture_all(self, part: GraphPart = GraphPart.STEP) -> Iterator[None]:
-        """Captures every bucket, the largest first, one at each step of the iterator.
+        """Captures one bucket per iteration, the largest first.
 
-        Each capture runs the part on the rows in the step's buffers, which all have to be padding.
-        Graphs of half steps and of balanced attention are captured later, when a batch needs them.
+        A capture runs ``part`` on the rows in the step's buffers, which all have to be padding.
+        FORWARD and SAMPLE graphs, and those of balanced attention, are captured when a batch needs
+        them.
         """
         for bucket in reversed(self.buckets):
             self._capture_graph(GraphKey(bucket, part))
@@ -174,7 +175,7 @@ class StepGraphs:
 
     def _capture_graph(self, key: GraphKey) -> None:
         """Runs the step, and keeps its graph."""
-        began, before = time.perf_counter(), self._capturer.memory()
+        began, before = time.perf_counter(), self._capturer.pool_bytes()
         graph = self._capturer.capture(partial(self._run, key))
         if graph is None:
             failed = self._failed_captures.setdefault(key, _FailedCaptures())
@@ -182,11 +183,11 @@ class StepGraphs:
             return
         self._graphs[key] = graph
         self.capture_stats.append(
-            CaptureStats(key, time.perf_counter() - began, self._capturer.memory() - before)
+            CaptureStats(key, time.perf_counter() - began, self._capturer.pool_bytes() - before)
         )
 
 
-def default_token_sizes(max_tokens: int) -> tuple[int, ...]:
+def default_token_counts(max_tokens: int) -> tuple[int, ...]:
     """Default token counts: powers of two from 32 to 2,048, and the numbers half-way between.
 
     Args:

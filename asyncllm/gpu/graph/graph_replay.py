@@ -10,10 +10,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.sampling_inputs import Stages
+from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart, StepGraphs
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.piecewise_graphs import PiecewiseGraphs
-from asyncllm.gpu.graph.replay import Replay
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.decoder import Decoder
@@ -24,8 +24,8 @@ from asyncllm.logger import get_logger
 
 logger = get_logger("asyncllm")
 
-DrawFunction = Callable[[Tensor, Stages], None]
-"""Function that draws the tokens of the first S sampled rows from their logits ``[S,
+SampleFunction = Callable[[Tensor, SamplingStages], None]
+"""Function that samples the tokens of the first S sampled rows from their logits ``[S,
 vocab_size]``."""
 
 
@@ -35,19 +35,19 @@ class GraphPlan:
 
     Attributes:
         capturer: captures the graphs.
-        sizes: batch sizes of decode steps that get a graph.
-        token_sizes: token counts of mixed steps that get graphs.
+        batch_sizes: batch sizes of decode steps that get a graph.
+        token_counts: token counts of mixed steps that get graphs.
     """
 
     capturer: GraphCapturer
-    sizes: Sequence[int]
-    token_sizes: Sequence[int] = ()
+    batch_sizes: Sequence[int]
+    token_counts: Sequence[int] = ()
 
 
-class GraphReplay(Replay):
+class GraphReplay(ForwardPass):
     """Runs steps from CUDA graphs.
 
-    A decode step is one graph. It is two graphs if logits are processed before the draw, or if the
+    A decode step is one graph. It is two graphs if logits are processed before sampling, or if the
     step waits for masks. A mixed step, which has a prefill, runs in PiecewiseGraphs, or op by op on
     the same memory.
 
@@ -55,7 +55,7 @@ class GraphReplay(Replay):
 
     Args:
         graphs: the graphs to capture.
-        draw: draws tokens from a step's logits.
+        sample_logits: samples tokens from a step's logits.
 
     Attributes:
         graphs: graphs of decode steps.
@@ -68,16 +68,16 @@ class GraphReplay(Replay):
         cache: KVCache,
         memory: StepMemory,
         graphs: GraphPlan,
-        draw: DrawFunction,
+        sample_logits: SampleFunction,
     ) -> None:
         super().__init__(model, cache, memory)
-        self.graphs = StepGraphs(self._run_part, graphs.capturer, graphs.sizes)
+        self.graphs = StepGraphs(self._run_part, graphs.capturer, graphs.batch_sizes)
         self.piecewise: PiecewiseGraphs | None = None
-        if graphs.token_sizes and isinstance(model, Decoder):
+        if graphs.token_counts and isinstance(model, Decoder):
             self.piecewise = PiecewiseGraphs(
-                model, cache, memory, graphs.capturer, graphs.token_sizes
+                model, cache, memory, graphs.capturer, graphs.token_counts
             )
-        self._draw = draw
+        self._sample_logits = sample_logits
         self._logits: Tensor | None = None
         mixed = "op by op" if self.piecewise is None else "in segments"
         self.description = f"graphs of decode steps, mixed steps {mixed}"
@@ -133,7 +133,8 @@ class GraphReplay(Replay):
                 return super().forward(step)
             self.memory.insert_sampled_tokens(inputs)
             return self.piecewise.forward(inputs, step.bucket)
-        count, part = len(step.rows), GraphPart.STEP if step.needs_only_draw else GraphPart.FORWARD
+        count = len(step.rows)
+        part = GraphPart.STEP if step.needs_only_plain_sampling else GraphPart.FORWARD
         # The static logits are allocated when a step first needs them, and never inside a capture.
         logits = (
             self._static_logits() if part is GraphPart.FORWARD else self.memory.sampled_tokens[:0]
@@ -144,7 +145,7 @@ class GraphReplay(Replay):
     def sample(self, step: LaunchedStep) -> bool:
         if not step.is_decode:
             return False
-        if not step.needs_only_draw:
+        if not step.needs_only_plain_sampling:
             self.graphs.run(GraphKey(step.bucket or len(step.rows), GraphPart.SAMPLE, step.stages))
         return True
 
@@ -153,10 +154,10 @@ class GraphReplay(Replay):
         self.graphs.close()
         if self.piecewise is not None:
             self.piecewise.close()
-        del self._draw
+        del self._sample_logits
 
     def run_padded_rows(self, key: GraphKey) -> None:
-        """Eagerly runs a key's part of a step on padded rows, to compile its kernels."""
+        """Eagerly runs a key's GraphPart on padded rows, to compile its kernels."""
         if key.part is not GraphPart.STEP:
             self._static_logits()
         self._run_part(key)
@@ -164,13 +165,13 @@ class GraphReplay(Replay):
     def _run_part(self, key: GraphKey) -> None:
         """Runs the part of a decode step that the key names."""
         if key.part is GraphPart.SAMPLE:
-            self._draw(self._static_logits()[: key.bucket], key.stages)
+            self._sample_logits(self._static_logits()[: key.bucket], key.stages)
             return
         inputs = self.memory.decode_inputs(key.bucket, balanced=key.balanced)
         self.memory.derive_decode_inputs(inputs)
         logits = self.model.forward(inputs, self.cache).logits
         if key.part is GraphPart.STEP:
-            self._draw(logits, key.stages)
+            self._sample_logits(logits, key.stages)
         else:
             self._static_logits()[: key.bucket].copy_(logits)
 

@@ -30,7 +30,7 @@ class PiecewiseGraphs:
     captured: after its core only the tokens in ``StepInputs.wanted`` are computed.
 
     Args:
-        capturer: captures and cuts graphs.
+        capturer: captures graphs and breaks them.
         sizes: token counts that get graphs.
 
     Attributes:
@@ -47,7 +47,7 @@ class PiecewiseGraphs:
     ) -> None:
         self.model, self.cache, self.memory = model, cache, memory
         self.graphs = StepGraphs(self._run, capturer, sizes)
-        self._cut_capture = capturer.cut
+        self._break_graph = capturer.break_graph
         self._static_tensors: dict[tuple[object, ...], Tensor] = {}
         self._num_filled_rows: dict[tuple[int, torch.dtype], int] = {}
         self._body_outputs: dict[object, Tensor] = {}
@@ -100,7 +100,7 @@ class PiecewiseGraphs:
             self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
         ]
         out = self._static_tensor("out", (width,), example)
-        self._cut_capture(partial(self._run_core, core, core_inputs, out))
+        self._break_graph(partial(self._run_core, core, core_inputs, out))
         return out[:count]
 
     def _run_core(self, core: MixerCore, core_inputs: Sequence[Tensor], out: Tensor) -> None:

@@ -9,33 +9,33 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffer import StepBuffer
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
-from asyncllm.gpu.graph.replay import Replay
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
+from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import NO_TOKENS, LanguageModel, StepOutput
 from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.recorder import FAKE_ROWS, Recorder, Size, Unrecordable
-from asyncllm.native.interface import ARGS
+from asyncllm.native.interface import OP_ARG_STRUCTS
 
 
-class RecordedStep(Replay):
+class RecordedStep(ForwardPass):
     """Runs the forward pass of decode and mixed steps of any size as one native program.
 
     Not thread-safe: the output of a run is valid until the next run.
 
     Args:
         recorder: recorder of the model's op set.
-        batch: the persistent batch, whose tables the program reads in place.
+        input_batch: the persistent batch, whose tables the program reads in place.
         buffer: the step's inputs: the program reads the host sections and computes the derived
             ones.
 
     Attributes:
         num_bytes: bytes of the activations.
-        program: the native program, set by ``load``.
-        logits, hidden: outputs, with room for the largest step; set by ``load``.
-        greedy: ``[max_rows]`` int64, tokens with the largest logit, set by ``load``; None if the
-            model's head does not find them.
+        program: the native program, set by ``make_program``.
+        logits, hidden: outputs, with room for the largest step; set by ``make_program``.
+        greedy: ``[max_rows]`` int64, tokens with the largest logit; None if the model's head does
+            not find them. Set by ``make_program``.
 
     Raises:
         Unrecordable: a part of the model has no native op.
@@ -51,7 +51,7 @@ class RecordedStep(Replay):
         recorder: Recorder,
         model: LanguageModel,
         cache: KVCache,
-        batch: InputBatch,
+        input_batch: InputBatch,
         buffer: StepBuffer,
     ) -> None:
         for attention in model.attention.values():
@@ -61,7 +61,7 @@ class RecordedStep(Replay):
         self._recorder = recorder
         self._capacity = (rows, tokens, tokens, rows, rows)
         with torch.no_grad(), recorder:
-            found = model.forward(_record_inputs(recorder, batch, buffer, model), cache)
+            found = model.forward(_record_inputs(recorder, input_batch, buffer, model), cache)
             recorder.keep_result(found.hidden)
             recorder.keep_result(found.logits)
             self.finds_greedy_tokens = model.argmax is not None
@@ -69,7 +69,7 @@ class RecordedStep(Replay):
                 recorder.keep_result(found.tokens.view(-1, 1))
         self.num_bytes = recorder.place_activations(self._capacity)[1]
 
-    def load(self) -> None:
+    def make_program(self) -> None:
         """Allocates the activations, and makes the program.
 
         Raises:
@@ -97,27 +97,27 @@ class RecordedStep(Replay):
 
 
 def record_step(
-    model: LanguageModel, cache: KVCache, batch: InputBatch, buffer: StepBuffer
+    model: LanguageModel, cache: KVCache, input_batch: InputBatch, buffer: StepBuffer
 ) -> RecordedStep | str:
     """Records a model's forward pass; if that fails, returns the reason instead."""
     recorder = model.ops.recorder()
     if recorder is None:
         return f"the op set {model.ops.name!r} has no programs"
     try:
-        return RecordedStep(recorder, model, cache, batch, buffer)
+        return RecordedStep(recorder, model, cache, input_batch, buffer)
     except Unrecordable as reason:
         return str(reason)
 
 
 def _record_inputs(
-    recorder: Recorder, batch: InputBatch, buffer: StepBuffer, model: LanguageModel
+    recorder: Recorder, input_batch: InputBatch, buffer: StepBuffer, model: LanguageModel
 ) -> StepInputs:
-    """Records the ops that derive the inputs of a step from its given sections.
+    """Records the ops that compute a step's inputs from the sections that the host writes.
 
     Returns:
         The inputs: fake tensors that stand for sections of ``buffer``.
     """
-    arrays, host = buffer.arrays, buffer.rows(buffer.limits.rows)
+    arrays, host = buffer.arrays, buffer.row_arrays(buffer.limits.rows)
     rows = {
         "lines": host.req_indices.ctypes.data,
         "starts": host.starts.ctypes.data,
@@ -126,24 +126,24 @@ def _record_inputs(
     made = {
         name: recorder.add_input(arrays[name], Size.TOKENS) for name in ("token_ids", "positions")
     }
-    lines, width = batch.token_ids.shape
-    args = ARGS["tokens"](
+    lines, width = input_batch.token_ids.shape
+    args = OP_ARG_STRUCTS["tokens"](
         **rows,
-        table=batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
+        table=input_batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
         query_start=host.query_start_loc.ctypes.data, seq_lens=host.seq_lens.ctypes.data,
     )  # fmt: skip
-    recorder.add_op("tokens", Size.TOKENS, args, made, [buffer, batch.token_ids])
+    recorder.add_op("tokens", Size.TOKENS, args, made, [buffer, input_batch.token_ids])
     groups = []
-    for group, table in enumerate(batch.tables):
+    for group, table in enumerate(input_batch.tables):
         slots = recorder.add_input(arrays[f"slots_{group}"], Size.TOKENS)
         lines, width = table.table.shape
-        args = ARGS["slots"](
+        args = OP_ARG_STRUCTS["slots"](
             **rows, table=table.table.ctypes.data, table_lines=lines, table_width=width,
             block_size=table.block_size,
         )  # fmt: skip
         recorder.add_op("slots", Size.TOKENS, args, {"slots": slots}, [table.table])
         blocks = torch.from_numpy(table.table)
-        groups.append(GroupInputs(slots, blocks, table.table, table.block_size))
+        groups.append(KVGroupInputs(slots, blocks, table.table, table.block_size))
     tensors = buffer.tensors
     return StepInputs(
         num_decodes=0,
@@ -155,7 +155,7 @@ def _record_inputs(
         prefill_start_loc=tensors["prefill_start_loc"],
         groups=groups,
         max_num_seqs=buffer.limits.rows,
-        max_len=batch.token_ids.shape[1],
+        max_len=input_batch.token_ids.shape[1],
         num_logits=FAKE_ROWS[Size.SAMPLED],
         num_greedy=FAKE_ROWS[Size.GREEDY] if model.argmax is not None else 0,
         wanted=recorder.add_input(arrays["wanted"], Size.WANTED),

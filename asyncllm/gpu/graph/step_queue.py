@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import DrawRows, Stages
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.graph.streams import SyncStream
@@ -18,7 +18,7 @@ from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.native_sampling import sample_args
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_memory import StepMemory
-from asyncllm.native.context import raise_status
+from asyncllm.native.context import raise_for_status
 from asyncllm.native.interface import STRUCTS
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -34,24 +34,28 @@ class _Job(HostBuffer):
     """
 
     def __init__(
-        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, num_logprobs: int
+        self,
+        recorded_step: RecordedStep,
+        memory: StepMemory,
+        input_batch: InputBatch,
+        num_logprobs: int,
     ) -> None:
         own = memory.buffer
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
-        rows = DrawRows(indices, positions, memory.last_sampled_tokens)
-        # If the output head has no argmax op, all rows are drawn by the sampler, and nothing reads
+        rows = RowsToSample(indices, positions, memory.last_sampled_tokens)
+        # If the output head has no argmax op, the sampler samples all rows, and nothing reads
         # the greedy tokens.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
-        lines, width = batch.token_ids.shape
+        lines, width = input_batch.token_ids.shape
         self.args = STRUCTS["Job"](
             program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
             draw=sample_args(recorded_step.logits, memory.scalars, rows, tokens),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
             lines=indices.data_ptr(), positions=positions.data_ptr(),
-            table=batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
+            table=input_batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
         )  # fmt: skip
 
     def set_sizes(self, step: LaunchedStep) -> None:
@@ -61,8 +65,8 @@ class _Job(HostBuffer):
         args.sizes[:] = sizes
         begin = self.tensors["wanted"].data_ptr() - self.memory.data_ptr()
         args.bytes = begin + self.tensors["wanted"].itemsize * sizes.wanted
-        args.num_tokens = sizes.logits + sizes.greedy if step.is_drawn else 0
-        args.draw.rows = sizes.logits if step.is_drawn else 0
+        args.num_tokens = sizes.logits + sizes.greedy if step.is_sampling_queued else 0
+        args.draw.rows = sizes.logits if step.is_sampling_queued else 0
         asked = np.flatnonzero(step.row_logprobs >= 0)
         args.top_rows = asked[-1] + 1 if len(asked) else 0
         if args.top_rows:
@@ -85,14 +89,21 @@ class StepQueue(SyncStream):
     """
 
     def __init__(
-        self, recorded_step: RecordedStep, memory: StepMemory, batch: InputBatch, sampler: Sampler
+        self,
+        recorded_step: RecordedStep,
+        memory: StepMemory,
+        input_batch: InputBatch,
+        sampler: Sampler,
     ) -> None:
         self.recorded_step = recorded_step
         self.min_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
         self._jobs = cycle(
-            [_Job(recorded_step, memory, batch, num_logprobs) for _ in range(MAX_STEPS_IN_FLIGHT)]
+            [
+                _Job(recorded_step, memory, input_batch, num_logprobs)
+                for _ in range(MAX_STEPS_IN_FLIGHT)
+            ]
         )
         self._last_job: _Job | None = None
 
@@ -118,7 +129,7 @@ class StepQueue(SyncStream):
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
 
-        If the step's tokens can be drawn from unprocessed logits, the step runs to its end, with
+        If the step's tokens can be sampled from unprocessed logits, the step runs to its end, with
         its tokens' log-probabilities, else up to its logits. No step may be submitted behind a step
         that ends with its logits until that step has been sampled.
 
@@ -128,18 +139,19 @@ class StepQueue(SyncStream):
         """
         job = step.buffer = next(self._jobs)
         self._memory.upload(step)
-        self._memory.write(step)
+        self._memory.write_host_buffer(step)
         state, stages = self._sampler.state, step.row_stages
-        asks = (stages & ~Stages.LOGPROBS.value).any()
+        asks = (stages & ~SamplingStages.LOGPROBS.value).any()
         asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
-        step.is_drawn = not asks and not len(state.rows_needing_host(step.req_indices))
-        if step.is_drawn and stages.any():
-            step.stages, step.row_logprobs = Stages.LOGPROBS, state.logprobs[step.req_indices]
+        step.is_sampling_queued = not asks and not len(state.rows_needing_host(step.req_indices))
+        if step.is_sampling_queued and stages.any():
+            step.stages = SamplingStages.LOGPROBS
+            step.row_logprobs = state.logprobs[step.req_indices]
         job.set_sizes(step)
         context = self.recorded_step.program.context
         status = context.functions.submit(context.handle, job.args)
         if status:
-            raise_status("submit", status)
+            raise_for_status("submit", status)
         self._last_job = job
         return True
 
@@ -155,7 +167,7 @@ class StepQueue(SyncStream):
         context = recorded_step.program.context
         status = context.functions.wait(context.handle, job.args)
         if status:
-            raise_status(
+            raise_for_status(
                 recorded_step.program.describe_failure(status, job.args.failed, job.args.sizes),
                 status,
             )

@@ -60,10 +60,10 @@ class SyncStream:
         """Waits, without the GIL, for all work queued so far."""
 
     def give_back(self) -> None:
-        """Leaves an idle stream to the process's next engine; the last call."""
+        """Returns the idle stream to the process, for its next engine. Call it last."""
 
 
-class StreamPool:
+class CudaStreamPool:
     """The process's CUDA streams that closed engines have given back.
 
     The next engine takes them again, because cuBLAS allocates a workspace for every stream that it
@@ -88,7 +88,7 @@ class StreamPool:
             self._idle.append(stream)
 
 
-STREAMS = StreamPool()
+CUDA_STREAM_POOL = CudaStreamPool()
 
 
 class CudaStream(SyncStream):
@@ -103,7 +103,7 @@ class CudaStream(SyncStream):
     is_async = True
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = STREAMS.take(device)
+        self._stream = CUDA_STREAM_POOL.take(device)
         self._side_stream: torch.cuda.Stream | None = None
 
     def context(self) -> AbstractContextManager[object]:
@@ -112,7 +112,7 @@ class CudaStream(SyncStream):
     @contextmanager
     def side_context(self) -> Iterator[None]:
         if self._side_stream is None:
-            self._side_stream = STREAMS.take(self._stream.device)
+            self._side_stream = CUDA_STREAM_POOL.take(self._stream.device)
         with torch.cuda.stream(self._side_stream):
             try:
                 yield
@@ -136,6 +136,6 @@ class CudaStream(SyncStream):
         self._stream.synchronize()
 
     def give_back(self) -> None:
-        STREAMS.give_back(self._stream)
+        CUDA_STREAM_POOL.give_back(self._stream)
         if self._side_stream is not None:
-            STREAMS.give_back(self._side_stream)
+            CUDA_STREAM_POOL.give_back(self._side_stream)

@@ -11,9 +11,9 @@ import torch
 from asyncllm.gpu.batch.grammar_masks import GrammarMasks
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import (
-    LOGITS_STAGES,
+    LOGITS_PROCESSING_STAGES,
     LogitsTables,
-    Stages,
+    SamplingStages,
     TopLogprobs,
 )
 from asyncllm.gpu.batch.step_buffer import make_dummy_batch, step_inputs
@@ -26,7 +26,7 @@ PROMPT_TOKENS = 2
 
 
 def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:
-    """Runs steps that launch every kernel in every form.
+    """Runs steps that launch every kernel with every kind of arguments.
 
     Triton compiles a kernel at its first launch with a new kind of arguments, which takes seconds
     that running requests would wait. The steps are:
@@ -53,8 +53,8 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
         steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], balanced=True)))
     prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
     steps += [partial(_run_sampling_stages, runner)]
-    steps += [partial(_run_mixed, runner, prefix) for prefix in prefixes]
-    steps += [partial(_run_mixed, runner, 0, count) for count in _expert_prefill_sizes(runner)]
+    steps += [partial(_run_mixed_step, runner, prefix) for prefix in prefixes]
+    steps += [partial(_run_mixed_step, runner, 0, count) for count in _expert_prefill_sizes(runner)]
     progress(0, len(steps))
     for done, step in enumerate(steps, 1):
         step()
@@ -64,14 +64,14 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
 def _run_sampling_stages(runner: StepRunner) -> None:
     """Runs all stages of sampling on a padded row, with tables of its own.
 
-    CUDA loads torch's kernels at their first launch. The stages return float32 logits, for which
-    the draw has a kernel of its own.
+    CUDA loads torch's kernels at their first launch. Sampling is run too, because the stages return
+    float32 logits, for which it has another kernel.
     """
     model, vocab, device = runner.model, runner.info.vocab_size, runner.device
     memory = runner.memory
     logits = torch.zeros((1, vocab), dtype=model.embedding.dtype, device=device)
     masks, tables = GrammarMasks(1, vocab, device), LogitsTables(1, vocab, device)
-    tables.make(LOGITS_STAGES)
+    tables.allocate(LOGITS_PROCESSING_STAGES)
     rows = replace(
         memory.sampling_rows(1),
         last_sampled_tokens=memory.last_sampled_tokens[:2],
@@ -79,8 +79,8 @@ def _run_sampling_stages(runner: StepRunner) -> None:
         mask_slots=masks.slots,
         mask_words=masks.words,
     )
-    processed = model.ops.process_logits(logits, rows, LOGITS_STAGES)
-    runner.draw(processed, Stages.NONE)
+    processed = model.ops.process_logits(logits, rows, LOGITS_PROCESSING_STAGES)
+    runner.sample_logits(processed, SamplingStages.NONE)
     out = TopLogprobs(1, runner.sampler.state.num_logprobs, device)
     model.ops.top_logprobs(logits, memory.sampled_tokens[:1], out)
 
@@ -97,19 +97,21 @@ def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
     return [count - 1 for count in thresholds if PROMPT_TOKENS < count - 1 < most]
 
 
-def _run_mixed(runner: StepRunner, prefix: int, num_tokens: int = PROMPT_TOKENS) -> None:
+def _run_mixed_step(
+    runner: StepRunner, prefix_tokens: int, num_tokens: int = PROMPT_TOKENS
+) -> None:
     """Runs a mixed step of a decode row and of prefill rows with ``num_tokens`` tokens in all. The
-    first prefill row follows a cached prefix of ``prefix`` tokens.
+    first prefill row follows a cached prefix of ``prefix_tokens``.
 
     All rows write and read the null block.
     """
     info = runner.info
     full, rest = divmod(num_tokens, info.max_model_len)
     counts = [1] + [info.max_model_len] * full + [rest] * (rest > 0)
-    starts = [0, prefix] + [0] * (len(counts) - 2)
+    starts = [0, prefix_tokens] + [0] * (len(counts) - 2)
     batch = make_dummy_batch(starts, counts, num_decodes=1)
     batch.samples[2:] = [False] * (len(counts) - 2)
     rows = InputBatch(len(counts), info.max_model_len, info.kv_groups)
     output = runner.model.forward(step_inputs(batch, rows, runner.device), runner.cache)
     # All rows in the step memory are padding, so sampling writes no token.
-    runner.draw(output.logits[: info.max_num_seqs], Stages.NONE)
+    runner.sample_logits(output.logits[: info.max_num_seqs], SamplingStages.NONE)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops.gumbel import (
     CHUNK,
     MIN_TEMPERATURE,
@@ -38,7 +38,7 @@ SPAN_COUNTS = (64, 512)
 """Numbers of spans to sort, tried one after the other; if none suffices, all spans are sorted."""
 
 
-def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> None:
+def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     A row's token depends on that row alone.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.grammar_masks import mask_logits, unpack_bits
-from asyncllm.gpu.batch.sampling_inputs import SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import SamplingRows, SamplingStages, TopLogprobs
 from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 CHUNK_ELEMENTS = 1 << 22
@@ -24,7 +24,7 @@ _BYTES_PER_BIAS = 64
 """Maximum temporary bytes per entry of a row's ``logit_bias``."""
 
 
-def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
+def process_logits(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -> Tensor:
     """Applies grammar masks, rules and penalties, as ``stages`` selects, to a copy of the logits.
 
     The order is vLLM's: grammar masks, ``logit_bias``, ``allowed_token_ids`` and ``bad_words``,
@@ -40,7 +40,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor
         ``[S, vocab_size]`` float32; undefined in rows whose request index is -1.
     """
     processed = logits.to(torch.float32, copy=True)
-    if stages & Stages.PENALTIES:
+    if stages & SamplingStages.PENALTIES:
         _count_last_tokens(rows.table_rows(), rows)
     for part in _row_chunks(*processed.shape):
         _process_chunk(processed[part], rows.select(part), stages)
@@ -63,30 +63,30 @@ def _row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
-def _process_chunk(logits: Tensor, rows: SamplingRows, stages: Stages) -> None:
+def _process_chunk(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -> None:
     """Applies the stages to the logits of a chunk of rows, in place."""
     table_rows = rows.table_rows()
-    if stages & Stages.MASKS:
+    if stages & SamplingStages.MASKS:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None
         mask_logits(logits, rows.mask_slots, rows.mask_words)
-    if stages & Stages.TOKEN_RULES:
+    if stages & SamplingStages.TOKEN_CONSTRAINTS:
         _apply_rules(logits, table_rows, rows)
-    if stages & Stages.PENALTIES:
+    if stages & SamplingStages.PENALTIES:
         _apply_penalties(logits, table_rows, rows)
 
 
 def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
-    rules, tables = rows.rules, rows.tables
+    params, tables = rows.params, rows.tables
     entry = torch.arange(MAX_LOGIT_BIASES, device=logits.device)
-    active = entry < rules["num_bias"][table_rows].unsqueeze(1)
+    active = entry < params["num_bias"][table_rows].unsqueeze(1)
     ids = torch.where(active, tables.bias_ids[table_rows], 0).long()
     logits.scatter_add_(1, ids, torch.where(active, tables.bias_values[table_rows], 0.0))
     allowed = unpack_bits(tables.allowed[table_rows], logits.shape[1])
-    allowed |= (rules["restricted"][table_rows] == 0).unsqueeze(1)
+    allowed |= (params["restricted"][table_rows] == 0).unsqueeze(1)
     logits.masked_fill_(allowed.logical_not_(), -torch.inf)
-    before_min_end = rows.positions + 1 < rules["min_end"][table_rows]
-    active = entry[:MAX_STOP_IDS] < rules["num_stop_ids"][table_rows].unsqueeze(1)
+    before_min_end = rows.positions + 1 < params["min_end"][table_rows]
+    active = entry[:MAX_STOP_IDS] < params["num_stop_ids"][table_rows].unsqueeze(1)
     active &= before_min_end.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
     # For unused entries of ``stop_ids`` the minimum with infinity leaves the logit as it is.
@@ -99,24 +99,24 @@ def _count_last_tokens(table_rows: Tensor, rows: SamplingRows) -> None:
     last_tokens = torch.where(
         rows.host_token_ids < 0, rows.last_sampled_tokens[table_rows], rows.host_token_ids
     )
-    is_new = (rows.positions >= rows.rules["counted_from"][table_rows]) & (rows.req_indices >= 0)
+    is_new = (rows.positions >= rows.params["counted_from"][table_rows]) & (rows.req_indices >= 0)
     counts.view(-1).index_add_(
         0, table_rows * counts.shape[1] + last_tokens.clamp(min=0), is_new.to(counts.dtype)
     )
 
 
 def _apply_penalties(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
-    rules, counts = rows.rules, rows.tables.counts[table_rows]
+    params, counts = rows.params, rows.tables.counts[table_rows]
     in_output = counts > 0
     in_text = unpack_bits(rows.tables.in_prompt[table_rows], logits.shape[1])
     in_text |= in_output
-    repetition = rules["repetition"][table_rows].unsqueeze(1)
+    repetition = params["repetition"][table_rows].unsqueeze(1)
     scaled = logits * repetition
     torch.where(logits > 0, logits / repetition, scaled, out=scaled)
     torch.where(in_text, scaled, logits, out=logits)
     del scaled, in_text
-    logits -= rules["frequency"][table_rows].unsqueeze(1) * counts
-    logits -= rules["presence"][table_rows].unsqueeze(1) * in_output
+    logits -= params["frequency"][table_rows].unsqueeze(1) * counts
+    logits -= params["presence"][table_rows].unsqueeze(1) * in_output
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:

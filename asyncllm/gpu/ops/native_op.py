@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.recorder import Size
-from asyncllm.native.context import Context, raise_status
-from asyncllm.native.interface import NUM_SIZES, OP_KINDS, STRUCTS, Op
+from asyncllm.native.context import Context, raise_for_status
+from asyncllm.native.interface import NUM_STEP_SIZES, OP_KINDS, STRUCTS, Op
 
 UNBOUNDED = 2**63 - 1
 
@@ -48,9 +48,9 @@ class NativeOp:
             num_ops=1,
             op_bytes=ctypes.sizeof(Op),
             num_writing_ops=1,
-            capacity=(UNBOUNDED,) * NUM_SIZES,
+            capacity=(UNBOUNDED,) * NUM_STEP_SIZES,
         )
-        self._sizes, self._failed = (ctypes.c_int64 * NUM_SIZES)(), (ctypes.c_int64 * 1)()
+        self._sizes, self._failed = (ctypes.c_int64 * NUM_STEP_SIZES)(), (ctypes.c_int64 * 1)()
 
     def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         """Raises ValueError for a tensor of another shape than ``expected``.
@@ -97,7 +97,7 @@ class NativeOp:
         sizes[_ROWS], sizes[_TOKENS] = num_rows, like.shape[0]
         status = context.functions.run(context.handle, self._program, sizes, self._failed)
         if status:
-            raise_status(self.name, status)
+            raise_for_status(self.name, status)
 
 
 def _address(value: Any) -> Any:

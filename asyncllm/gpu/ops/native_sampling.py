@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.batch.grammar_masks import num_words
+from asyncllm.gpu.batch.grammar_masks import num_mask_words
 from asyncllm.gpu.batch.sampling_inputs import (
-    DrawRows,
     LogitsTables,
+    RowsToSample,
     SamplingRows,
-    Stages,
+    SamplingStages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, LOGITS_STAGE_SCALARS
+from asyncllm.gpu.batch.sampling_table import LOGITS_PROCESSING_PARAMS, SAMPLE_OP_PARAMS
 from asyncllm.gpu.ops.program import DTYPES
 from asyncllm.native.context import Context
 from asyncllm.native.interface import STRUCTS
@@ -51,7 +51,9 @@ def contiguous_logits(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> Any:
+def sample_args(
+    logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+) -> Any:
     """Converts the arguments of ``TorchOps.sample`` to the native library's ``SampleArgs``.
 
     The result holds addresses: the caller has to keep the tensors alive.
@@ -60,14 +62,14 @@ def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, 
     return STRUCTS["SampleArgs"](
         **_row_args(logits, rows, lines),
         **{
-            name: checked_address(name, sampling[name], scalar.dtype, lines)
-            for name, scalar in DRAW_SCALARS.items()
+            name: checked_address(name, sampling[name], param.dtype, lines)
+            for name, param in SAMPLE_OP_PARAMS.items()
         },
         out=checked_address("out", out, torch.int64, len(logits)),
     )
 
 
-def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, lines: int) -> dict[str, Any]:
+def _row_args(logits: Tensor, rows: RowsToSample | SamplingRows, lines: int) -> dict[str, Any]:
     """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common.
 
     Args:
@@ -88,7 +90,11 @@ def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, lines: int) -> dict
 
 
 def sample(
-    context: Context, logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor
+    context: Context,
+    logits: Tensor,
+    sampling: Mapping[str, Tensor],
+    rows: RowsToSample,
+    out: Tensor,
 ) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
@@ -99,23 +105,25 @@ def sample(
     context.call("sample", sample_args(logits, sampling, rows, out))
 
 
-def process_logits(context: Context, logits: Tensor, rows: SamplingRows, stages: Stages) -> Tensor:
+def process_logits(
+    context: Context, logits: Tensor, rows: SamplingRows, stages: SamplingStages
+) -> Tensor:
     """Computes ``logits.process_logits`` in C++, with bit-identical results."""
     logits = contiguous_logits(logits)
     count, vocab_size = logits.shape
     out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
-    num_scalars = min(len(rows.last_sampled_tokens), len(rows.rules["restricted"]))
+    num_scalars = min(len(rows.last_sampled_tokens), len(rows.params["restricted"]))
     args = STRUCTS["LogitsArgs"](
         **_row_args(logits, rows, min(num_scalars, rows.tables.table_rows)),
         out=out.data_ptr(),
         host_token_ids=checked_address("host_token_ids", rows.host_token_ids, torch.int64, count),
-        words=num_words(vocab_size),
+        words=num_mask_words(vocab_size),
     )
-    if stages & Stages.MASKS:
+    if stages & SamplingStages.MASKS:
         _set_masks(args, rows)
-    if stages & Stages.TOKEN_RULES:
+    if stages & SamplingStages.TOKEN_CONSTRAINTS:
         _set_rules(args, rows)
-    if stages & Stages.PENALTIES:
+    if stages & SamplingStages.PENALTIES:
         _set_penalties(args, rows)
     context.call("process_logits", args)
     return out
@@ -148,8 +156,8 @@ def _set_penalties(args: Any, rows: SamplingRows) -> None:
 
 def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
     for name in names:
-        dtype = LOGITS_STAGE_SCALARS[name].dtype
-        setattr(args, name, checked_address(name, rows.rules[name], dtype, args.lines))
+        dtype = LOGITS_PROCESSING_PARAMS[name].dtype
+        setattr(args, name, checked_address(name, rows.params[name], dtype, args.lines))
 
 
 def _set_tables(

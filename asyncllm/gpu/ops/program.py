@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.native.context import Context, raise_status
+from asyncllm.native.context import Context, raise_for_status
 from asyncllm.native.interface import STRUCTS, Op
 
 STATUS_INVALID = 1
@@ -91,7 +91,7 @@ class Program:
         context = self.context
         status = context.functions.run(context.handle, self.args, self._sizes, self._failed)
         if status:
-            raise_status(self.describe_failure(status, self._failed[0], self._sizes), status)
+            raise_for_status(self.describe_failure(status, self._failed[0], self._sizes), status)
 
     def describe_failure(self, status: int, op_index: int, sizes: Iterable[int]) -> str:
         """Describes the failed part of a run: op ``op_index``, else the step's sizes."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out_buffers
 from asyncllm.gpu.ops.program import DTYPES, Program
 from asyncllm.native.context import Context
-from asyncllm.native.interface import ARGS, OP_KINDS, Op
+from asyncllm.native.interface import OP_ARG_STRUCTS, OP_KINDS, Op
 
 ALIGNMENT = 64
 
@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
         if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
             raise Unrecordable("an index other than one of rows has no native kernel")
         out = self.empty(index, x.shape[1], x.dtype)
-        args = ARGS["select"](
+        args = OP_ARG_STRUCTS["select"](
             x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPES[x.dtype]
         )
         tensors = {"x": x, "ids": index, "out": out}

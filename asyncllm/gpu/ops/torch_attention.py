@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.batch.step_inputs import GroupInputs, RowArrays, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, RowArrays, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
@@ -372,7 +372,7 @@ def _make_mask(
 
 
 def _block_index(
-    group: GroupInputs, req_indices: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
+    group: KVGroupInputs, req_indices: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     """Ids of each row's blocks from its first key on, padded with the null block."""
     block, table = group.block_size, group.host_table

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
+from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
 from asyncllm.gpu.batch.state_rows import StateRows
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.ops.base import AttentionShape, Embedding, Linear, RMSNorm, Rope, RopeAndCache
 from asyncllm.gpu.ops.causal_conv import CausalConv, TorchCausalConv
 from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
@@ -240,7 +240,7 @@ class TorchOps:
         return x.copy_(torch.tanh(x.float() / cap).mul_(cap))
 
     @staticmethod
-    def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
+    def decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
         """Computes the inputs of decode rows on the device.
 
         It applies ``group.table_changes`` to the group's block table, then fills ``token_ids``,
@@ -267,19 +267,21 @@ class TorchOps:
     top_logprobs = staticmethod(top_logprobs)
 
     @staticmethod
-    def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> None:
+    def sample(
+        logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+    ) -> None:
         """Samples one token per row, as ``gumbel.gumbel_sample`` does.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            sampling: tensors named in DRAW_SCALARS, ``[N + 1]`` each.
+            sampling: tensors named in SAMPLE_OP_PARAMS, ``[N + 1]`` each.
             out: ``[S]`` int64, written: the sampled token; -1 for a padded row or one with NaN or
                 infinity; NO_TOKEN_LEFT for a row whose logits are all minus infinity.
         """
         req_indices, positions, last_sampled_tokens = rows
         padded = req_indices < 0
         lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        row_sampling = {name: sampling[name][lines] for name in DRAW_SCALARS}
+        row_sampling = {name: sampling[name][lines] for name in SAMPLE_OP_PARAMS}
         tokens = gumbel_sample(logits, positions=positions + 1, **row_sampling)
         last_sampled_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

@@ -67,8 +67,8 @@ class PackedFileError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
-    """Form and place of one packed weight.
+class PanelsEntry:
+    """Entry of the file's header for one packed weight.
 
     Attributes:
         form: fields of the library's ``PanelArgs``, in their order.
@@ -81,7 +81,7 @@ class Panels:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredForm:
+class StoredWeightForm:
     """Form of a linear layer's weights, see ``LinearWeights``.
 
     Attributes:
@@ -96,7 +96,7 @@ class StoredForm:
     scale_shape: list[int] | None
     has_zeros: bool
 
-    def placeholder(self, panels: StoredPanels) -> LinearWeights:
+    def placeholder(self, panels: MappedPanelSource) -> LinearWeights:
         """Weights on the meta device, whose values are in ``panels``."""
         scales = zeros = None
         if self.scale_shape is not None:
@@ -124,7 +124,8 @@ class TensorEntry:
         checksum: checksum of these bytes, see ``Context.checksums``.
         parts: panels of a linear layer's weight, in the order in which they are packed; empty for a
             plain tensor.
-        forms: forms of the weights, in the order of their outputs; empty for a plain tensor.
+        forms: form of each weight of a linear layer, in the order of their output rows; empty for a
+            plain tensor.
     """
 
     name: str
@@ -133,12 +134,12 @@ class TensorEntry:
     offset: int
     num_bytes: int
     checksum: int
-    parts: list[Panels]
-    forms: list[StoredForm]
+    parts: list[PanelsEntry]
+    forms: list[StoredWeightForm]
 
 
-class PanelRecorder:
-    """Packs the weights of one linear parameter, and keeps the packed weights for the file.
+class RecordingPanelSource:
+    """PanelSource that packs one linear parameter and keeps the packed weights for the file.
 
     Attributes:
         weights: the packed weights, in the order in which they were made.
@@ -147,14 +148,14 @@ class PanelRecorder:
 
     def __init__(self) -> None:
         self.weights: list[PackedWeights] = []
-        self.forms: list[StoredForm] = []
+        self.forms: list[StoredWeightForm] = []
 
     def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
         """Pack weights, and record them with their form."""
         packed = pack_new_weights(context, weights)
         self.weights.append(packed)
         values, scales, block = weights.values, weights.scales, weights.scale_block
-        form = StoredForm(
+        form = StoredWeightForm(
             _dtype_name(values.dtype),
             [*values.shape],
             weights.scheme,
@@ -163,31 +164,31 @@ class PanelRecorder:
             None if scales is None else [*scales.shape],
             weights.zeros is not None,
         )
-        if self.forms and _differ_only_in_rows(self.forms[-1], form):
+        if self.forms and _can_stack_rows(self.forms[-1], form):
             form = _stack_forms(self.forms.pop(), form)
         self.forms.append(form)
         return packed
 
 
-def _stack_forms(above: StoredForm, below: StoredForm) -> StoredForm:
-    scale_shape = above.scale_shape
-    if scale_shape is not None and below.scale_shape is not None:
-        scale_shape = [scale_shape[0] + below.scale_shape[0], *scale_shape[1:]]
-    shape = [above.shape[0] + below.shape[0], *above.shape[1:]]
-    return replace(above, shape=shape, scale_shape=scale_shape)
+def _stack_forms(upper: StoredWeightForm, lower: StoredWeightForm) -> StoredWeightForm:
+    scale_shape = upper.scale_shape
+    if scale_shape is not None and lower.scale_shape is not None:
+        scale_shape = [scale_shape[0] + lower.scale_shape[0], *scale_shape[1:]]
+    shape = [upper.shape[0] + lower.shape[0], *upper.shape[1:]]
+    return replace(upper, shape=shape, scale_shape=scale_shape)
 
 
-def _differ_only_in_rows(above: StoredForm, below: StoredForm) -> bool:
+def _can_stack_rows(upper: StoredWeightForm, lower: StoredWeightForm) -> bool:
     """Whether two forms are equal except for the number of rows."""
-    return replace(above, shape=below.shape, scale_shape=below.scale_shape) == below
+    return replace(upper, shape=lower.shape, scale_shape=lower.scale_shape) == lower
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredPanels:
-    """Hands out the packed weights of one linear parameter, in the order of the file."""
+class MappedPanelSource:
+    """PanelSource that returns one linear parameter's packed weights from a file, in its order."""
 
     file: PackedFile
-    parts: Iterator[Panels]
+    parts: Iterator[PanelsEntry]
 
     def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
         part = next(self.parts)
@@ -208,7 +209,8 @@ class PackedFile:
         owners: accepted user ids of the file's owner.
 
     Attributes:
-        key, content: the header's fields of the same names.
+        key: the header's ``key``, which identifies checkpoint, form, layout and version.
+        checkpoint_checksums: the header's ``content``: checksum of each checkpoint file, by name.
         size: size in bytes.
         address: address of the file's first byte. The mapping lasts as long as this object, which
             tensors and packed weights in it refer to.
@@ -228,11 +230,11 @@ class PackedFile:
         except OSError as error:
             raise PackedFileError(f"cannot be opened ({error.strerror})") from error
         try:
-            header = self._check(fd, os.fstat(fd), owners)
+            header = self._read_header(fd, os.fstat(fd), owners)
             self.key: Any = header["key"]
-            self.content: Mapping[str, int] = header["content"]
+            self.checkpoint_checksums: Mapping[str, int] = header["content"]
             self.entries = [_parse_entry(line) for line in header["tensors"]]
-            self._check_places()
+            self._check_offsets()
             self._mapping = mmap.mmap(fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
             raise PackedFileError(f"cannot be read ({error!r:.200})") from error
@@ -243,7 +245,9 @@ class PackedFile:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
 
-    def _check(self, fd: int, status: os.stat_result, owners: Collection[int]) -> dict[str, Any]:
+    def _read_header(
+        self, fd: int, status: os.stat_result, owners: Collection[int]
+    ) -> dict[str, Any]:
         """Check all of the file but its tensors; return the header."""
         if not stat.S_ISREG(status.st_mode):
             raise PackedFileError("is no regular file")
@@ -266,7 +270,7 @@ class PackedFile:
         self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         return json.loads(header)
 
-    def _check_places(self) -> None:
+    def _check_offsets(self) -> None:
         for entry in self.entries:
             places = [(entry.offset, entry.num_bytes)]
             places += [(part.offset, part.num_bytes) for part in entry.parts]
@@ -291,8 +295,8 @@ class PackedFile:
     def weights(self) -> Iterator[tuple[str, Tensor | LinearWeights]]:
         """Yield the decoder's parameters by name, in the order of the file.
 
-        Weights of linear layers are panels of this file, with their tensors on the meta device. If
-        the file's key names a quantisation, they are quantised already.
+        Linear weights refer to packed panels in this file; their own tensors are on the meta
+        device. They are quantised already if ``key`` has a quantisation.
         """
         for entry in self.entries:
             yield (
@@ -307,7 +311,7 @@ class PackedFile:
         return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(entry.shape)
 
     def _linear_weights(self, entry: TensorEntry) -> LinearWeights:
-        panels = StoredPanels(self, iter(entry.parts))
+        panels = MappedPanelSource(self, iter(entry.parts))
         return join_weights([form.placeholder(panels) for form in entry.forms])
 
 
@@ -315,16 +319,16 @@ def write_packed_file(
     fd: int,
     context: Context,
     key: Any,
-    content: Mapping[str, int],
-    tensors: Iterable[tuple[str, Tensor | PanelRecorder]],
-    check: Callable[[], None] = lambda: None,
+    checkpoint_checksums: Mapping[str, int],
+    tensors: Iterable[tuple[str, Tensor | RecordingPanelSource]],
+    check_stopped: Callable[[], None] = lambda: None,
 ) -> int:
     """Write a file of packed weights and wait until the disk has it.
 
     Args:
         fd: descriptor of an empty file.
         context: context whose threads compute the checksums.
-        check: called between two pieces; it may raise an exception to end the writing.
+        check_stopped: called between two pieces; it raises an exception to end the writing.
 
     Returns:
         The file's size in bytes.
@@ -333,7 +337,7 @@ def write_packed_file(
         OSError: the disk is full, or cannot be written.
     """
     entries: list[TensorEntry] = []
-    writer = _Writer(fd, check)
+    writer = _Writer(fd, check_stopped)
     writer.append(memoryview(bytes(_PREAMBLE.size)))
     for name, tensor in tensors:
         if isinstance(tensor, Tensor):
@@ -354,11 +358,13 @@ def write_packed_file(
         # The mapping cannot be closed while an array of its memory exists.
         address = np.frombuffer(mapping, np.uint8).ctypes.data
         for index, entry in enumerate(entries):
-            check()
+            check_stopped()
             (checksum,) = context.checksums(address, [(entry.offset, entry.num_bytes)])
             entries[index] = replace(entry, checksum=checksum)
     lines = [asdict(entry) for entry in entries]
-    header = json.dumps({"key": key, "content": dict(content), "tensors": lines}).encode()
+    header = json.dumps(
+        {"key": key, "content": dict(checkpoint_checksums), "tensors": lines}
+    ).encode()
     writer.append(memoryview(header))
     writer.flush()
     # The preamble makes the file valid, so write it once all other bytes are on the disk.
@@ -377,8 +383,8 @@ class _Writer:
         end: number of bytes appended.
     """
 
-    def __init__(self, fd: int, check: Callable[[], None]) -> None:
-        self._fd, self._check = fd, check
+    def __init__(self, fd: int, check_stopped: Callable[[], None]) -> None:
+        self._fd, self._check_stopped = fd, check_stopped
         self._buffer = bytearray()
         self.end = 0
 
@@ -392,14 +398,14 @@ class _Writer:
                 self.flush()
 
     def flush(self) -> None:
-        self._check()
+        self._check_stopped()
         data, self._buffer = memoryview(self._buffer), bytearray()
         while data:
             data = data[os.pwrite(self._fd, data, self.end - len(data)) :]
 
 
 def _make_entry(
-    name: str, tensor: Tensor | PanelRecorder, places: list[tuple[int, int]]
+    name: str, tensor: Tensor | RecordingPanelSource, places: list[tuple[int, int]]
 ) -> TensorEntry:
     offset = places[0][0]
     num_bytes = sum(places[-1]) - offset
@@ -407,15 +413,17 @@ def _make_entry(
         return TensorEntry(
             name, _dtype_name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [], []
         )
-    parts: list[Panels] = []
+    parts: list[PanelsEntry] = []
     for each, (start, size) in zip(tensor.weights, places, strict=True):
-        parts.append(Panels([getattr(each.form, field) for field in _PANEL_FIELDS], start, size))
+        parts.append(
+            PanelsEntry([getattr(each.form, field) for field in _PANEL_FIELDS], start, size)
+        )
     return TensorEntry(name, "", [], offset, num_bytes, 0, parts, tensor.forms)
 
 
 def _parse_entry(line: dict[str, Any]) -> TensorEntry:
-    parts: Any = [Panels(**part) for part in line["parts"]]
-    forms: Any = [StoredForm(**form) for form in line["forms"]]
+    parts: Any = [PanelsEntry(**part) for part in line["parts"]]
+    forms: Any = [StoredWeightForm(**form) for form in line["forms"]]
     return TensorEntry(**line | {"parts": parts, "forms": forms})
 
 

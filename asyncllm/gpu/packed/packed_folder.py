@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SUFFIX = ".panels"
+PACKED_FILE_SUFFIX = ".panels"
 _TEMPORARY_SUFFIX = ".panels-tmp"
 
-_LOCK_SECONDS = 0.05
+_LOCK_POLL_SECONDS = 0.05
 
-MIN_FREE_SHARE = 0.05
+MIN_FREE_DISK_SHARE = 0.05
 """Minimum share of the disk that stays free after a file is written."""
 
 
@@ -52,15 +52,15 @@ class PackedFolder:
             )
 
     @contextmanager
-    def lock(self, check: Callable[[], object] | None) -> Iterator[None]:
+    def lock(self, check_stopped: Callable[[], object] | None) -> Iterator[None]:
         """Lock of all writers, which one thread of a process uses at a time. It may be nested.
 
         Args:
-            check: called every 50 ms while another process has the lock; ends the wait by an
-                exception. None does not wait.
+            check_stopped: called every 50 ms while another process has the lock; raises an
+                exception to end the wait. None does not wait.
 
         Raises:
-            BlockingIOError: another process has the lock, and ``check`` is None.
+            BlockingIOError: another process has the lock, and ``check_stopped`` is None.
         """
         import fcntl  # fcntl exists only on POSIX systems.
 
@@ -74,10 +74,10 @@ class PackedFolder:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if check is None:
+                    if check_stopped is None:
                         raise
-                check()
-                time.sleep(_LOCK_SECONDS)
+                check_stopped()
+                time.sleep(_LOCK_POLL_SECONDS)
             self._is_locked = True
             for left in self.path.glob(f"*{_TEMPORARY_SUFFIX}"):
                 _unlink(left)
@@ -122,7 +122,7 @@ class PackedFolder:
             OSError: the new file exceeds ``max_bytes``, or would fill the disk.
         """
         files = []
-        for each in self.path.glob(f"*{SUFFIX}"):
+        for each in self.path.glob(f"*{PACKED_FILE_SUFFIX}"):
             with suppress(OSError):
                 if stat.S_ISREG((status := each.lstat()).st_mode):
                     files.append((each, status))
@@ -136,11 +136,10 @@ class PackedFolder:
                 self._remove(path)
                 total -= status.st_size
         disk = os.statvfs(self.path)
-        min_free = int(disk.f_blocks * disk.f_frsize * MIN_FREE_SHARE)
+        min_free = int(disk.f_blocks * disk.f_frsize * MIN_FREE_DISK_SHARE)
         if disk.f_bavail * disk.f_frsize < num_bytes + min_free:
-            raise OSError(
-                f"{num_bytes} bytes would leave less than {MIN_FREE_SHARE:.0%} of the disk free"
-            )
+            share = f"{MIN_FREE_DISK_SHARE:.0%}"
+            raise OSError(f"{num_bytes} bytes would leave less than {share} of the disk free")
 
     def mark_used(self, name: str) -> None:
         """Update a file's time of last use, by which files are evicted."""

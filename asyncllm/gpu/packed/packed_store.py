@@ -28,10 +28,10 @@ from asyncllm.gpu.packed.packed_file import (
     FORMAT_VERSION,
     PackedFile,
     PackedFileError,
-    PanelRecorder,
+    RecordingPanelSource,
     write_packed_file,
 )
-from asyncllm.gpu.packed.packed_folder import SUFFIX, PackedFolder
+from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 from asyncllm.native.context import Context
@@ -84,7 +84,7 @@ class PackedStore:
         self.num_threads = context.num_threads
         self._next_to_model, self._stopped = next_to_model, threading.Event()
         self._progress = progress or (lambda *_: None)
-        self._recorded_tensors: list[tuple[str, Tensor | PanelRecorder]] = []
+        self._recorded_tensors: list[tuple[str, Tensor | RecordingPanelSource]] = []
         self._writer: threading.Thread | None = None
         self._logged_lines: set[str] = set()
         self._write_failed = False
@@ -94,7 +94,7 @@ class PackedStore:
             "version": VERSION,
             "format": FORMAT_VERSION,
             "kernels": context.functions.sources().decode(),
-            "layout": context.layout,
+            "layout": context.weights_layout,
             "dtype": str(dtype),
             "quantization": config.quantization,
             "model": _digest(repr(_weights_config(model))),
@@ -129,27 +129,27 @@ class PackedStore:
                 form already, and are not to be quantised.
         """
         if self._next_to_model:
-            return build(self._record(read()), False)
-        file = self._find()
+            return build(self._record_weights(read()), False)
+        file = self._open_verified_file()
         if file is None and self._config.packed_cache == "shared":
             try:
                 self._cache.make()
                 with self._cache.lock(self._check_start_cancelled):
-                    file = self._find()
+                    file = self._open_verified_file()
                     if file is None:
-                        build(self._record(read()), False)
+                        build(self._record_weights(read()), False)
                         self._write_locked()
-                        file = self._find()
+                        file = self._open_verified_file()
             except OSError as error:
                 self._report_failed_write(error)
                 self._write_failed = True
         if file is None:
-            return build(self._record(read()), False)
+            return build(self._record_weights(read()), False)
         model = build(file.weights(), True)
         self._progress(file.size, file.size)
         return model
 
-    def _find(self) -> PackedFile | None:
+    def _open_verified_file(self) -> PackedFile | None:
         """Open and verify the weights' file; None if it is missing, or unusable (logged)."""
         own_users = {os.geteuid()} if hasattr(os, "geteuid") else set()
         model_owners = own_users | {0, self._identity.paths[0].stat().st_uid}
@@ -166,12 +166,16 @@ class PackedStore:
                     raise PackedFileError("has the weights of another model or form")
                 # Report progress now: other threads then begin work that does not need the weights.
                 self._progress(0, file.size)
-                if folder is self._model_folder and file.content != self._content(self._context):
+                if (
+                    folder is self._model_folder
+                    and file.checkpoint_checksums != self._checkpoint_checksums(self._context)
+                ):
                     raise PackedFileError("was made of other weights than the model's")
                 self._verify(file)
             except (PackedFileError, OSError) as error:
                 line = f"packed weights {path}: {error}; they are packed anew"
-                if line not in self._logged_lines:  # ``build`` may look for the file twice.
+                # Log once: a shared cache is searched again under the folder's lock.
+                if line not in self._logged_lines:
                     logger.warning("%s", line)
                 self._logged_lines.add(line)
                 continue
@@ -194,7 +198,7 @@ class PackedStore:
 
     # --- writing -----------------------------------------------------------------------
 
-    def _record(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
+    def _record_weights(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
         """Yield the weights and record them for the file."""
         self._recorded_tensors = []
         linear = {each.name for each in parameters(self._model) if each.linear}
@@ -203,7 +207,7 @@ class PackedStore:
                 self._recorded_tensors.append((name, value))
                 yield name, value
                 continue
-            recorder = PanelRecorder()
+            recorder = RecordingPanelSource()
             self._recorded_tensors.append((name, recorder))
             whole = LinearWeights(value) if isinstance(value, Tensor) else value
             yield name, replace(whole, panels=recorder)
@@ -222,19 +226,20 @@ class PackedStore:
             with self._folder.lock(self._check_stopped):
                 self._write_locked()
 
-    def write_later(self, sidecars: Mapping[str, Any]) -> None:
+    def write_in_background(self, sidecars: Mapping[str, Any]) -> None:
         """Write the file and ``sidecars``, JSON files by name, on a thread of low priority."""
         if self._write_failed:
             self._recorded_tensors = []
         if not self._recorded_tensors and not sidecars:
             return
         self._writer = threading.Thread(
-            target=self._write_quietly, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
+            target=self._try_write, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
         )
-        with suppress(RuntimeError, MemoryError):  # No thread: the next start writes the file.
+        # If no thread can be started, the next start of the engine writes the file.
+        with suppress(RuntimeError, MemoryError):
             self._writer.start()
 
-    def _write_quietly(self, sidecars: Mapping[str, Any]) -> None:
+    def _try_write(self, sidecars: Mapping[str, Any]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
@@ -265,7 +270,7 @@ class PackedStore:
                 self._recorded_tensors = []
                 self.state = f"packed at this start, and written to {path} by another engine"
                 return
-        content = self._content(context)
+        checkpoint_checksums = self._checkpoint_checksums(context)
         if WeightsIdentity.of(self._model.path) != self._identity:
             raise ModelLoadError(f"{self._model.path}: was changed while it was loaded")
         num_bytes = sum(
@@ -277,17 +282,19 @@ class PackedStore:
         self._folder.make_room(num_bytes)
 
         def write(fd: int) -> None:
-            write_packed_file(fd, context, self._key, content, recorded, self._check_stopped)
+            write_packed_file(
+                fd, context, self._key, checkpoint_checksums, recorded, self._check_stopped
+            )
 
         self._folder.write(path.name, write, num_bytes)
         self._recorded_tensors = []
         self.state = f"packed at this start, and written to {path}"
         logger.info("packed weights are written to %s: %.1f MiB", path, num_bytes / 2**20)
 
-    def _content(self, context: Context) -> dict[str, int]:
+    def _checkpoint_checksums(self, context: Context) -> dict[str, int]:
         """Checksum of each file of the checkpoint, by name."""
         buffer = (ctypes.c_char * _CHUNK_BYTES)()
-        content: dict[str, int] = {}
+        checksums: dict[str, int] = {}
         for path in self._identity.paths:
             digest = hashlib.blake2b(digest_size=7)
             with path.open("rb", buffering=0) as file:
@@ -295,8 +302,8 @@ class PackedStore:
                     self._check_stopped()
                     (checksum,) = context.checksums(ctypes.addressof(buffer), [(0, count)])
                     digest.update(checksum.to_bytes(8, "little"))
-            content[path.name] = int.from_bytes(digest.digest(), "little")
-        return content
+            checksums[path.name] = int.from_bytes(digest.digest(), "little")
+        return checksums
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
@@ -344,13 +351,13 @@ def open_store(
     *,
     next_to_model: bool = False,
 ) -> PackedStore | str:
-    """Make an engine's store; return the reason if its weights cannot have a file.
+    """Make an engine's PackedStore, or return the reason why its weights are not stored.
 
     Args:
         next_to_model: see PackedStore.
 
     Raises:
-        InvalidRequestError: ``packed_cache`` is "shared", and the weights cannot have a file.
+        InvalidRequestError: ``packed_cache`` is "shared", and the weights cannot be stored.
     """
     if config.packed_cache == "off":
         return 'packed_cache="off"'
@@ -396,7 +403,7 @@ def _key_stem(key: Any) -> str:
 
 
 def _file_name(key: Any) -> str:
-    return _key_stem(key) + SUFFIX
+    return _key_stem(key) + PACKED_FILE_SUFFIX
 
 
 def _digest(text: str) -> str:

@@ -16,7 +16,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
-from asyncllm.gpu.sample.host_rules import ClaimedRequest, checked_logits
+from asyncllm.gpu.sample.host_rules import RequestWithProcessors, checked_logits
 from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
 
@@ -34,71 +34,72 @@ class BatchedProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self.num_batch_updates = 0
-        self._processor_requests = [_ProcessorRequests(processor) for processor in processors]
+        self._processor_batches = [_ProcessorBatch(processor) for processor in processors]
 
-    def add_request(self, assignment: RequestAssignment) -> ClaimedRequest:
+    def add_request(self, assignment: RequestAssignment) -> RequestWithProcessors:
         prompt = assignment.num_prompt_tokens
-        request = ClaimedRequest(
+        request = RequestWithProcessors(
             assignment.claiming_processors, assignment, list(assignment.token_ids[prompt:])
         )
-        self._add_update(request, request)
+        self._queue_update(request, is_added=True)
         return request
 
-    def remove_request(self, request: ClaimedRequest) -> None:
-        self._add_update(request, None)
+    def remove_request(self, request: RequestWithProcessors) -> None:
+        self._queue_update(request, is_added=False)
 
-    def _add_update(self, request: ClaimedRequest, new_request: ClaimedRequest | None) -> None:
+    def _queue_update(self, request: RequestWithProcessors, *, is_added: bool) -> None:
         self.num_batch_updates += 1
-        update = self.num_batch_updates, request.assignment.req_index, new_request
+        added = request if is_added else None
+        update = self.num_batch_updates, request.assignment.req_index, added
         for number in request.processors:
-            self._processor_requests[number].pending_updates.append(update)
+            self._processor_batches[number].pending_updates.append(update)
 
     def apply(
         self,
-        processed: Tensor,
-        requests: Mapping[int, ClaimedRequest],
+        logits: Tensor,
+        requests: Mapping[int, RequestWithProcessors],
         num_batch_updates: int,
         errors: dict[int, Exception],
     ) -> None:
         """Applies each processor, in place, to the rows of the requests that it has claimed.
 
         Args:
-            processed: logits ``[S, vocab_size]``.
-            requests: by row, the ClaimedRequest, whose output is up to date.
+            logits: ``[S, vocab_size]``.
+            requests: by row, the RequestWithProcessors, whose output is up to date.
             num_batch_updates: number of batch updates before this step.
             errors: errors by row. Rows with an error are skipped; if a processor fails, errors are
                 added for its rows.
         """
-        for number, members in enumerate(self._processor_requests):
+        for number, batch in enumerate(self._processor_batches):
             rows = [row for row, request in requests.items() if number in request.processors]
             if not rows:
                 continue
-            members.notify(num_batch_updates)
+            batch.notify(num_batch_updates)
             failed = {row: error for row in rows if (error := requests[row].error) is not None}
             errors |= {row: error for row, error in failed.items() if row not in errors}
             rows = [row for row in rows if row not in errors]
             if not rows:
                 continue
-            index = copy_to_device(np.array(rows, dtype=np.int64), processed.device)
+            index = copy_to_device(np.array(rows, dtype=np.int64), logits.device)
             indices = [requests[row].assignment.req_index for row in rows]
             try:
-                processed[index] = members.apply(processed[index], indices)
+                logits[index] = batch.apply(logits[index], indices)
             except Exception as error:
                 errors |= dict.fromkeys(rows, error)
 
 
-class _ProcessorRequests:
+class _ProcessorBatch:
     """A processor and the requests that it has been notified of.
 
     Attributes:
-        pending_updates: batch updates that the processor has not received: number, request index,
-            and the request that enters, or None if one leaves.
+        pending_updates: batch updates that the processor has not received: the update's number, a
+            request index, and the request that gets the index, or None if a request leaves it.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
-        self.pending_updates: deque[tuple[int, int, ClaimedRequest | None]] = deque()
-        self._requests: dict[int, ClaimedRequest] = {}
+        self.pending_updates: deque[tuple[int, int, RequestWithProcessors | None]] = deque()
+        self._requests: dict[int, RequestWithProcessors] = {}
 
     def _processor_error(self, error: BaseException) -> RuntimeError:
         """Makes the error that names the processor.
@@ -122,7 +123,7 @@ class _ProcessorRequests:
         If the processor raises, its state is unknown and all its requests fail. It is not notified
         of these again, not even when they leave; requests that enter later are processed.
         """
-        after: dict[int, ClaimedRequest | None] = {}
+        after: dict[int, RequestWithProcessors | None] = {}
         while self.pending_updates and self.pending_updates[0][0] <= num_batch_updates:
             _, req_index, request = self.pending_updates.popleft()
             after[req_index] = request
@@ -133,7 +134,12 @@ class _ProcessorRequests:
         update = None
         if removed or entered:
             added = [
-                (i, claimed.assignment.sampling, _prompt(claimed.assignment), claimed.output)
+                (
+                    i,
+                    claimed.assignment.sampling,
+                    _prompt_token_ids(claimed.assignment),
+                    claimed.output,
+                )
                 for i, claimed in entered.items()
             ]
             update = BatchUpdate(len(self._requests), removed, added)
@@ -147,7 +153,7 @@ class _ProcessorRequests:
             self._requests = {}
 
 
-def _prompt(assignment: RequestAssignment) -> list[int]:
+def _prompt_token_ids(assignment: RequestAssignment) -> list[int]:
     return list(assignment.token_ids[: assignment.num_prompt_tokens])
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import (
-    LOGITS_STAGES,
-    DrawRows,
+    LOGITS_PROCESSING_STAGES,
+    RowsToSample,
     SamplingRows,
-    Stages,
+    SamplingStages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS
+from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
-from asyncllm.gpu.sample.host_rules import ClaimedRequest, apply_processors, mask_bad_words
+from asyncllm.gpu.sample.host_rules import RequestWithProcessors, apply_processors, mask_bad_words
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
@@ -29,7 +29,7 @@ class HostRows:
 
     ``copy_inputs`` queues copies of the inputs of sampling behind the forward pass, because the
     next step may run before ``sample``, with other requests at these indices. ``sample`` applies
-    ``bad_words`` and the logits processors, and draws; call it after the step's end.
+    ``bad_words`` and the logits processors, and samples; call it after the step's end.
 
     Args:
         places: ``[K]``, indices of the rows within the step's sampled rows.
@@ -51,22 +51,26 @@ class HostRows:
             if index in state.host_rules
         }
         self._outputs_by_row = {
-            row: sampler.inputs.output_token_ids(indices[row], last_positions[row]).copy()
+            row: sampler.input_batch.output_token_ids(indices[row], last_positions[row]).copy()
             for row in self._rules_by_row
         }
-        self._num_batch_updates = sampler.batched.num_batch_updates
+        self._num_batch_updates = sampler.batched_processors.num_batch_updates
         self._logits = self._processed_logits = self._positions = torch.empty(0)
-        self._draw_scalars: dict[str, Tensor] = {}
+        self._sample_op_params: dict[str, Tensor] = {}
 
     def copy_inputs(
-        self, logits: Tensor, rows: SamplingRows, scalars: Mapping[str, Tensor], stages: Stages
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        scalars: Mapping[str, Tensor],
+        stages: SamplingStages,
     ) -> Tensor:
         """Queues the copies of the sampling inputs; reads nothing on the host.
 
         Args:
             logits: ``[S, vocab_size]``, of all sampled rows of the step.
             rows: sampling inputs of all sampled rows of the step.
-            scalars: the scalars of DRAW_SCALARS, by request index.
+            scalars: the scalars of SAMPLE_OP_PARAMS, by request index.
             stages: sampling stages of the whole step.
 
         Returns:
@@ -76,22 +80,26 @@ class HostRows:
         own = rows.select(index)
         # One table row for each sampled row, and one more for padding.
         table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
-        self._draw_scalars = {name: scalars[name][table_rows] for name in DRAW_SCALARS}
+        self._sample_op_params = {name: scalars[name][table_rows] for name in SAMPLE_OP_PARAMS}
         self._logits, self._positions = logits[index], own.positions
-        needed = Stages(int(np.bitwise_or.reduce(self._stages))) | (stages & Stages.MASKS)
-        needed &= LOGITS_STAGES
+        needed = SamplingStages(int(np.bitwise_or.reduce(self._stages))) | (
+            stages & SamplingStages.MASKS
+        )
+        needed &= LOGITS_PROCESSING_STAGES
         self._processed_logits = self._sampler.ops.process_logits(self._logits, own, needed)
         return index
 
     def sample(self) -> SampleOutput:
-        """Draws a token for each row, in the order of ``places``."""
+        """Samples a token for each row, in the order of ``places``."""
         errors: dict[int, Exception] = {}
         self._apply_processors(errors)
         table_rows = torch.arange(len(self.places), device=self._positions.device)
         last = table_rows.new_zeros(len(table_rows) + 1)
         tokens = torch.empty_like(table_rows)
-        draw_rows = DrawRows(table_rows, self._positions, last)
-        self._sampler.ops.sample(self._processed_logits, self._draw_scalars, draw_rows, tokens)
+        rows_to_sample = RowsToSample(table_rows, self._positions, last)
+        self._sampler.ops.sample(
+            self._processed_logits, self._sample_op_params, rows_to_sample, tokens
+        )
         output = SampleOutput(tokens.cpu().numpy(), errors=errors)
         self._add_errors(output)
         output.token_ids[list(errors)] = -1
@@ -100,15 +108,17 @@ class HostRows:
 
     def _apply_processors(self, errors: dict[int, Exception]) -> None:
         """Applies bad words and logits processors in place; adds failed rows to ``errors``."""
-        processed, requests = self._processed_logits, dict[int, ClaimedRequest]()
+        processed, requests = self._processed_logits, dict[int, RequestWithProcessors]()
         for row, rules in self._rules_by_row.items():
             output = self._outputs_by_row[row]
             mask_bad_words(processed[row], rules, output)
-            if (request := rules.claimed_request) is not None:
+            if (request := rules.request_with_processors) is not None:
                 request.output += output[len(request.output) :].tolist()
                 requests[row] = request
         if requests:
-            self._sampler.batched.apply(processed, requests, self._num_batch_updates, errors)
+            self._sampler.batched_processors.apply(
+                processed, requests, self._num_batch_updates, errors
+            )
         for row, rules in self._rules_by_row.items():
             if rules.processors and row not in errors:
                 try:

@@ -1,4 +1,4 @@
-"""HostRules: bad words of several tokens and logits processors, which run on the host."""
+"""HostSamplingRules: bad words of several tokens and logits processors, which run on the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asyncllm.validation import describe
 
 
 @dataclass(slots=True, eq=False)
-class ClaimedRequest:
+class RequestWithProcessors:
     """A request to which some of the engine's logits processors apply.
 
     Attributes:
         processors: indices of the processors that apply, which "claimed" the request.
-        assignment: the request's assignment.
+        assignment: its assignment to an index of the persistent batch.
         output: output tokens so far; the processors hold the same list and see it grow.
         error: error of a processor that failed and no longer knows the request's state.
     """
@@ -33,35 +33,35 @@ class ClaimedRequest:
 
 
 @dataclass(slots=True)
-class HostRules:
+class HostSamplingRules:
     """Sampling parameters of a request that need the host.
 
     Attributes:
         bad_word_rules: rules with bad words of several tokens; None if there are none.
         processors: the request's own logits processors, in order.
-        claimed_request: the request with the engine's processors that apply to it; None if none
-            applies.
+        request_with_processors: the request with the engine's processors that apply to it; None if
+            none applies.
     """
 
     bad_word_rules: TokenRules | None = None
     processors: tuple[RequestLogitsProcessor, ...] = ()
-    claimed_request: ClaimedRequest | None = None
+    request_with_processors: RequestWithProcessors | None = None
 
 
-def mask_bad_words(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
+def mask_bad_words(row: Tensor, rules: HostSamplingRules, output: np.ndarray) -> None:
     """Masks the last token of each bad word whose other tokens end the output.
 
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    tokens: Any = output  # An array serves as a list: tokens are read one by one.
+    tokens: Any = output  # An array will do for a list: its tokens are read one at a time.
     if rules.bad_word_rules is not None and (
         excluded := rules.bad_word_rules.excluded_tokens(tokens)
     ):
         row[excluded] = -torch.inf
 
 
-def apply_processors(row: Tensor, rules: HostRules, output: np.ndarray) -> None:
+def apply_processors(row: Tensor, rules: HostSamplingRules, output: np.ndarray) -> None:
     """Applies the request's own logits processors to its row, in place.
 
     Raises:

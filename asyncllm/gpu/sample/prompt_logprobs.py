@@ -17,15 +17,15 @@ from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.outputs import TokenLogprobs
 
-SLICE_ELEMENTS = 1 << 24
+MAX_SLICE_LOGITS = 1 << 24
 """Maximum number of logits in memory at a time, 64 MiB in float32: the logits of a chunk of 8192
 tokens would be 5 GB with a vocabulary of 152k."""
 
 
-def prompt_tokens(batch: StepBatch, inputs: InputBatch) -> dict[int, np.ndarray]:
+def prompt_logprob_tokens(batch: StepBatch, input_batch: InputBatch) -> dict[int, np.ndarray]:
     """Copies, for each row, the token after each position of the row's PromptSpan."""
     return {
-        row: inputs.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
+        row: input_batch.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
         for row, span in batch.prompt_logprobs.items()
     }
 
@@ -39,7 +39,7 @@ def gather_prompt_logprobs(
     """Computes the log-probabilities of ``spans``; returns them and errors of spans, by row.
 
     Args:
-        tokens: result of ``prompt_tokens``.
+        tokens: result of ``prompt_logprob_tokens``.
         hidden: hidden states ``[E, H]`` at the positions of the spans, in their order.
     """
     logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -60,7 +60,7 @@ def _row_logprobs(
     hidden: Tensor, tokens: np.ndarray, num_top: int, decoder: LanguageModel
 ) -> list[TokenLogprobs] | None:
     """Computes the log-probabilities of one row in slices; None if logits are not finite."""
-    size = max(1, SLICE_ELEMENTS // decoder.model.vocab_size)
+    size = max(1, MAX_SLICE_LOGITS // decoder.model.vocab_size)
     logprobs: list[TokenLogprobs] = []
     for begin in range(0, len(tokens), size):
         slice_tokens = tokens[begin : begin + size].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Sampler: draws tokens from logits by the sampling parameters of each request."""
+"""Sampler: samples tokens from logits by the sampling parameters of each request."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from torch import Tensor
 
 from asyncllm.core.batch import RequestAssignment
 from asyncllm.gpu.batch.input_batch import InputBatch
-from asyncllm.gpu.batch.sampling_inputs import LOGITS_STAGES, SamplingRows, Stages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import (
+    LOGITS_PROCESSING_STAGES,
+    SamplingRows,
+    SamplingStages,
+    TopLogprobs,
+)
 from asyncllm.gpu.memory import is_device_failure
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.batched_processors import BatchedProcessors
-from asyncllm.gpu.sample.sampling_state import SamplingState, TableUpdate
+from asyncllm.gpu.sample.sampling_state import LogitsTableUpdate, SamplingState
 from asyncllm.logits_processor import LogitsProcessor
 
 
 class Sampler:
-    """Holds the sampling parameters of all request indices, and draws tokens by them.
+    """Holds the sampling parameters of all request indices, and samples tokens by them.
 
     Args:
         num_logprobs: log-probabilities per token that a step's buffers hold.
         processors: the engine's processors.
 
     Attributes:
-        ops: the op set, which processes logits and draws tokens.
+        ops: the op set, which processes logits and samples tokens.
         failures: by request index, the error that prevents sampling the request.
     """
 
@@ -32,17 +37,17 @@ class Sampler:
         self,
         max_num_seqs: int,
         vocab_size: int,
-        inputs: InputBatch,
+        input_batch: InputBatch,
         ops: TorchOps,
         num_logprobs: int = 20,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        self.inputs, self.ops = inputs, ops
-        self.batched = BatchedProcessors(processors)
+        self.input_batch, self.ops = input_batch, ops
+        self.batched_processors = BatchedProcessors(processors)
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
 
-    def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
+    def assign(self, assignment: RequestAssignment) -> LogitsTableUpdate | None:
         """Stores a request's sampling parameters. Its tokens have to be in the input batch already.
 
         An error fails this request alone and goes to ``failures``. Its index then gets neutral
@@ -57,9 +62,8 @@ class Sampler:
         try:
             update = self.state.assign(assignment)
             if assignment.claiming_processors:
-                self.state.host_rules_of(req_index).claimed_request = self.batched.add_request(
-                    assignment
-                )
+                host_rules = self.state.get_or_add_host_rules(req_index)
+                host_rules.request_with_processors = self.batched_processors.add_request(assignment)
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -70,8 +74,8 @@ class Sampler:
 
     def release(self, req_index: int) -> None:
         rules = self.state.host_rules.get(req_index)
-        if rules is not None and rules.claimed_request is not None:
-            self.batched.remove_request(rules.claimed_request)
+        if rules is not None and rules.request_with_processors is not None:
+            self.batched_processors.remove_request(rules.request_with_processors)
         self.state.release(req_index)
         self.failures.pop(req_index, None)
 
@@ -80,26 +84,26 @@ class Sampler:
         logits: Tensor,
         rows: SamplingRows,
         scalars: Mapping[str, Tensor],
-        stages: Stages,
+        stages: SamplingStages,
         tokens: Tensor,
         top: TopLogprobs | None = None,
     ) -> None:
-        """Draws a token for each row, by its request index and position.
+        """Samples a token for each row, by its request index and position.
 
         A step may call it several times, each for some of its rows. A request has at most one row
         per call.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            scalars: the scalars of DRAW_SCALARS, by request index.
+            scalars: the scalars of SAMPLE_OP_PARAMS, by request index.
             stages: union of the stages that the rows need.
             tokens: ``[S]`` int64, written: see ``TorchOps.sample``.
             top: log-probabilities of the model's unprocessed logits; written with LOGPROBS.
         """
         processed = logits
-        if stages & LOGITS_STAGES:
+        if stages & LOGITS_PROCESSING_STAGES:
             processed = self.ops.process_logits(logits, rows, stages)
-        self.ops.sample(processed, scalars, rows.draw_rows(), tokens)
-        if stages & Stages.LOGPROBS:
+        self.ops.sample(processed, scalars, rows.rows_to_sample(), tokens)
+        if stages & SamplingStages.LOGPROBS:
             assert top is not None
             self.ops.top_logprobs(logits, tokens, top)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from asyncllm.core.batch import RequestAssignment
-from asyncllm.gpu.batch.grammar_masks import mask_words, num_words
-from asyncllm.gpu.batch.sampling_inputs import LogitsTables, Stages
-from asyncllm.gpu.batch.sampling_table import SCALARS, scalar_sections
-from asyncllm.gpu.batch.sections import Sections
+from asyncllm.gpu.batch.grammar_masks import num_mask_words, view_mask_words
+from asyncllm.gpu.batch.sampling_inputs import LogitsTables, SamplingStages
+from asyncllm.gpu.batch.sampling_table import SCALAR_PARAMS, scalar_param_sections
+from asyncllm.gpu.batch.sections import BufferSections
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import MIN_TEMPERATURE
-from asyncllm.gpu.sample.host_rules import HostRules
+from asyncllm.gpu.sample.host_rules import HostSamplingRules
 from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 _MAX_TOP_K = 2**31 - 1
@@ -27,7 +27,7 @@ NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class TableUpdate:
+class LogitsTableUpdate:
     """New contents of a request index's rows of LogitsTables.
 
     Attributes:
@@ -37,13 +37,13 @@ class TableUpdate:
     """
 
     req_index: int
-    stages: Stages = Stages.NONE
+    stages: SamplingStages = SamplingStages.NONE
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     counts: tuple[np.ndarray, np.ndarray] | None = None
 
     def write(self, tables: LogitsTables) -> None:
         """Queues the writes to the tables."""
-        tables.make(self.stages)
+        tables.allocate(self.stages)
         row, device = self.req_index, tables.device
         for name, values in self.rows.items():
             getattr(tables, name)[row, : len(values)] = copy_to_device(values, device)
@@ -54,19 +54,19 @@ class TableUpdate:
 
 
 class SamplingState:
-    """Sampling parameters by request index, set when a request enters.
+    """Sampling parameters by request index, set when a request is assigned to the index.
 
     The arrays have the dtypes that steps compute with, so that a value that does not fit raises an
-    error when its request enters, and not in a step.
+    error when the request is assigned, and not in a step.
 
     Attributes:
-        sections: tensors named in SCALARS, ``[N + 1]`` each, with one element for padding.
+        sections: a tensor ``[N + 1]`` per name of SCALAR_PARAMS, with one element for padding.
         logprobs: ``[N + 1]`` int64, number of log-probabilities per token, at most
             ``num_logprobs``; -1 for none.
-        stages: ``[N + 1]`` int64, the bits of Stages that an index needs.
+        stages: ``[N + 1]`` int64, the bits of the SamplingStages that an index needs.
         needs_logits: ``[N + 1]`` bool, False for an index that needs only the token of its largest
             logit.
-        host_rules: HostRules by request index, for requests that have any.
+        host_rules: HostSamplingRules by request index, for requests that have any.
         host_logprobs: by request index, a number of log-probabilities above ``num_logprobs``.
         version: number of assignments so far; copies of ``sections`` are refreshed if it changed.
     """
@@ -74,18 +74,18 @@ class SamplingState:
     def __init__(self, max_num_seqs: int, vocab_size: int, num_logprobs: int) -> None:
         table_rows = max_num_seqs + 1
         self.vocab_size, self.num_logprobs = vocab_size, num_logprobs
-        self.sections = Sections(scalar_sections(table_rows), torch.device("cpu"))
+        self.sections = BufferSections(scalar_param_sections(table_rows), torch.device("cpu"))
         self._scalars = self.sections.arrays
-        for name, scalar in SCALARS.items():
-            self._scalars[name].fill(scalar.neutral_value)
+        for name, param in SCALAR_PARAMS.items():
+            self._scalars[name].fill(param.neutral_value)
         self.logprobs = np.full(table_rows, -1, dtype=np.int64)
         self.stages = np.zeros(table_rows, dtype=np.int64)
         self.needs_logits = np.ones(table_rows, dtype=np.bool_)
-        self.host_rules: dict[int, HostRules] = {}
+        self.host_rules: dict[int, HostSamplingRules] = {}
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
-    def assign(self, assignment: RequestAssignment) -> TableUpdate | None:
+    def assign(self, assignment: RequestAssignment) -> LogitsTableUpdate | None:
         """Sets the parameters of a request.
 
         Raises an error for a value that does not fit its array; the caller then has to release the
@@ -99,13 +99,13 @@ class SamplingState:
         params: Any = assignment.sampling
         scalars = self._scalars
         with np.errstate(over="raise", invalid="raise"):
-            for name, scalar in SCALARS.items():
-                if scalar.parameter:
-                    scalars[name][req_index] = getattr(params, scalar.parameter)
+            for name, param in SCALAR_PARAMS.items():
+                if param.field_name:
+                    scalars[name][req_index] = getattr(params, param.field_name)
         # Limit top_k to the range of its dtype: no vocabulary is larger than _MAX_TOP_K.
         scalars["top_k"][req_index] = min(params.top_k, _MAX_TOP_K)
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
-        update = TableUpdate(req_index)
+        update = LogitsTableUpdate(req_index)
         if params.logprobs is not None:
             self._assign_logprobs(update, params.logprobs)
         restricted = params.allowed_token_ids is not None or assignment.token_rules is not None
@@ -116,22 +116,26 @@ class SamplingState:
             self._assign_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
         has_host = req_index in self.host_rules or req_index in self.host_logprobs
-        is_drawn = scalars["temperature"][req_index] >= MIN_TEMPERATURE
-        self.needs_logits[req_index] = bool(update.stages) or has_host or is_drawn
-        return update if update.stages & (Stages.TOKEN_RULES | Stages.PENALTIES) else None
+        is_random = scalars["temperature"][req_index] >= MIN_TEMPERATURE
+        self.needs_logits[req_index] = bool(update.stages) or has_host or is_random
+        return (
+            update
+            if update.stages & (SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES)
+            else None
+        )
 
-    def _assign_logprobs(self, update: TableUpdate, count: int) -> None:
+    def _assign_logprobs(self, update: LogitsTableUpdate, count: int) -> None:
         if 0 <= count <= self.num_logprobs:
             self.logprobs[update.req_index] = count
-            update.stages |= Stages.LOGPROBS
+            update.stages |= SamplingStages.LOGPROBS
         else:
             max_count = self.vocab_size if count < 0 else int(np.int64(count))
             self.host_logprobs[update.req_index] = max_count
 
-    def _assign_rules(self, update: TableUpdate, assignment: RequestAssignment) -> None:
+    def _assign_rules(self, update: LogitsTableUpdate, assignment: RequestAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         if params.logit_bias:
-            update.rows["bias_ids"] = ids = self._token_ids(
+            update.rows["bias_ids"] = ids = self._checked_token_ids(
                 list(params.logit_bias), MAX_LOGIT_BIASES
             )
             with np.errstate(over="raise", invalid="raise"):
@@ -140,35 +144,35 @@ class SamplingState:
             scalars["num_bias"][req_index] = len(ids)
         if params.min_tokens:
             stop_ids = [*assignment.eos_token_ids, *params.stop_token_ids]
-            update.rows["stop_ids"] = self._token_ids(stop_ids, MAX_STOP_IDS)
+            update.rows["stop_ids"] = self._checked_token_ids(stop_ids, MAX_STOP_IDS)
             scalars["num_stop_ids"][req_index] = len(stop_ids)
             scalars["min_end"][req_index] = assignment.num_prompt_tokens + params.min_tokens
         rules = assignment.token_rules
         if rules is not None and rules.allowed_mask is not None:
             # Copy the words: torch warns about read-only memory.
-            update.rows["allowed"] = mask_words(
-                rules.allowed_mask, num_words(self.vocab_size)
+            update.rows["allowed"] = view_mask_words(
+                rules.allowed_mask, num_mask_words(self.vocab_size)
             ).copy()
             scalars["restricted"][req_index] = 1
         elif params.allowed_token_ids is not None:
             raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")
         if update.rows:
-            update.stages |= Stages.TOKEN_RULES
+            update.stages |= SamplingStages.TOKEN_CONSTRAINTS
         if rules is not None and not rules.bad_words:
             rules = None
         if rules is not None or params.logits_processors:
-            self.host_rules[req_index] = HostRules(rules, tuple(params.logits_processors))
+            self.host_rules[req_index] = HostSamplingRules(rules, tuple(params.logits_processors))
 
-    def _assign_penalties(self, update: TableUpdate, assignment: RequestAssignment) -> None:
+    def _assign_penalties(self, update: LogitsTableUpdate, assignment: RequestAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
         prompt = assignment.num_prompt_tokens
         ids, counts = np.unique(tokens[prompt:], return_counts=True)
         update.counts = ids, counts.astype(np.int32)
-        update.rows["in_prompt"] = self._packed_bits(tokens[:prompt])
-        update.stages |= Stages.PENALTIES
+        update.rows["in_prompt"] = self._pack_token_bits(tokens[:prompt])
+        update.stages |= SamplingStages.PENALTIES
         self._scalars["counted_from"][update.req_index] = len(tokens)
 
-    def _token_ids(self, token_ids: Any, max_count: int) -> np.ndarray:
+    def _checked_token_ids(self, token_ids: Any, max_count: int) -> np.ndarray:
         """Converts token ids to int32; IndexError for an id outside the vocabulary or too many
         ids."""
         ids = np.array(token_ids, np.int64)
@@ -178,26 +182,26 @@ class SamplingState:
             raise IndexError(f"token ids {ids.min()} to {ids.max()} in {self.vocab_size} tokens")
         return ids.astype(np.int32)
 
-    def _packed_bits(self, token_ids: Any) -> np.ndarray:
+    def _pack_token_bits(self, token_ids: Any) -> np.ndarray:
         """Packs token ids into ``[W]`` int32, a bit per token."""
-        bits = np.zeros(num_words(self.vocab_size) * 32, dtype=np.uint8)
+        bits = np.zeros(num_mask_words(self.vocab_size) * 32, dtype=np.uint8)
         bits[np.asarray(token_ids, dtype=np.int64)] = 1
         return np.packbits(bits, bitorder="little").view("<i4")
 
     def release(self, req_index: int) -> None:
         """Resets a request index to neutral values, with which its logits are not processed."""
-        for name, scalar in SCALARS.items():
-            self._scalars[name][req_index] = scalar.neutral_value
+        for name, param in SCALAR_PARAMS.items():
+            self._scalars[name][req_index] = param.neutral_value
         self.logprobs[req_index] = -1
         self.stages[req_index] = 0
         self.needs_logits[req_index] = True
         self.host_rules.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)
 
-    def host_rules_of(self, req_index: int) -> HostRules:
-        """HostRules of a request index; adds empty ones if the index has none."""
+    def get_or_add_host_rules(self, req_index: int) -> HostSamplingRules:
+        """HostSamplingRules of a request index; adds empty ones if the index has none."""
         self.needs_logits[req_index] = True
-        return self.host_rules.setdefault(req_index, HostRules())
+        return self.host_rules.setdefault(req_index, HostSamplingRules())
 
     def rows_needing_host(self, req_indices: np.ndarray) -> np.ndarray:
         """Indices into ``req_indices`` of the requests whose sampling needs the host.

@@ -145,7 +145,7 @@ class Reference:
             )
             for row, tokens in enumerate(self.sequences)
         ]
-        batch.apply(StepBatch(step=0, assignments=assignments))
+        batch.apply_step_changes(StepBatch(step=0, assignments=assignments))
         for counts in STEP_TOKEN_COUNTS:
             num_decodes = len(counts) if set(counts) == {1} else 0
             step = make_dummy_batch(starts, counts, num_decodes=num_decodes)

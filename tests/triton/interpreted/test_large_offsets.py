@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.gated_delta import DeltaBiases
@@ -93,7 +93,7 @@ def sampled(place: Place) -> list[Tensor]:
     top_k = torch.tensor([0, 5, 0, 5], dtype=torch.int32)
     parameters = draw_scalars(LINES, ones, top_k, ones, ones * 0.01)
     logits = place(drawn(ROWS, 300))
-    sampling.sample(logits, parameters, DrawRows(LINES, LINES, LINES.clone()), tokens)
+    sampling.sample(logits, parameters, RowsToSample(LINES, LINES, LINES.clone()), tokens)
     return [tokens]
 
 

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from asyncllm.gpu.batch.step_inputs import GroupInputs, StepInputs
+from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = tl.constexpr(128)
@@ -58,7 +58,7 @@ def decode_inputs_kernel(
     tl.store(slot_mapping + rows, slot, mask=real)
 
 
-def decode_inputs(step: StepInputs, group: GroupInputs) -> None:
+def decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
     """Changes a block table and computes decode inputs, see ``TorchOps.decode_inputs``."""
     assert group.table_changes is not None
     count, (changed, new_blocks) = step.num_rows, group.table_changes

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from asyncllm.gpu.batch.sampling_inputs import DrawRows
+from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.top_k import (
@@ -299,7 +299,7 @@ def choose_kernel(
     tl.store(last_sampled_tokens + req_index, tl.where(valid, token, 0).to(tl.int64))
 
 
-def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: Tensor) -> None:
+def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     ``logits`` are float32, bfloat16 or float16, with contiguous rows. A row's token depends on that

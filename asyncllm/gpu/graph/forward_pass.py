@@ -1,4 +1,4 @@
-"""Replay: runs a step's forward pass op by op; base class of faster ways to run it."""
+"""ForwardPass: runs a step's forward pass op by op; base class of faster ways to run it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncllm.gpu.models.language_model import LanguageModel, StepOutput
 from asyncllm.gpu.step_memory import StepMemory
 
 
-class Replay:
+class ForwardPass:
     """Runs a step's forward pass by calling its ops one by one.
 
     Attributes:
