@@ -323,7 +323,7 @@ def test_blocks_of_a_scale_and_integers_stay_packed(plain, tmp_path, monkeypatch
     expected = dict(load_weights(model, torch.float32, CPU))
     found = dict(
         load_weights(
-            model, torch.float32, CPU, accepts_form=lambda form: native_type(form) is not None
+            model, torch.float32, CPU, accepts_weights=lambda spec: native_type(spec) is not None
         )
     )
     packed = {name: each for name, each in found.items() if isinstance(each, LinearWeights)}

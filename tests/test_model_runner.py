@@ -18,7 +18,7 @@ from asyncllm.gpu import cache_sizing, devices
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import GPU_TARGET_SECONDS, calibrate_token_budget, min_tokens_ahead
 from asyncllm.gpu.graph.replay import Replay
-from asyncllm.gpu.ops.registry import NativeChoice
+from asyncllm.gpu.ops.registry import NativeOpsChoice
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, state_of
 from tests.dummy_runner import LARGE, MODEL, make
@@ -104,9 +104,9 @@ def test_default_dtype(monkeypatch):
         (False, True, half, torch.bfloat16),
         (True, True, replace(MODEL, dtype="bfloat16"), torch.float32),
     ):
-        choice = NativeChoice(native, "")
+        choice = NativeOpsChoice(native, "")
         monkeypatch.setattr(devices, "computes_in_bfloat16", lambda able=able: able)
-        monkeypatch.setattr(devices, "choose_native", lambda choice=choice: choice)
+        monkeypatch.setattr(devices, "choose_native_ops", lambda choice=choice: choice)
         assert devices.resolve_dtype("auto", model, cpu) == expected
         # Native ops do not run beside another backend's attention.
         other = expected if able else torch.float32

@@ -284,7 +284,7 @@ class ModelRunner:
         self._thread = thread
         if self._num_threads is not None:
             set_thread_count(self._num_threads)
-        self._open_runner().model.ops.enter_thread()
+        self._open_runner().model.ops.prepare_current_thread()
 
     # --- a step ------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, Tiles
+from asyncllm.gpu.ops.triton.tuning import MIN_SPLIT_TOKENS, Tiles
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.decode import MEMORY_SHARE
 from benchmarks.gpu.paged_inputs import (
@@ -215,7 +215,7 @@ class Sweep:
         tiles = default.decode_tiles if best is None else best.tiles
         base = next((entry.seconds for entry in known if entry.default), None)
         base = self._measure(inputs, default.decode_tiles, own) if base is None else base
-        most = -(-max(load.lengths) // SPLIT_TOKENS)
+        most = -(-max(load.lengths) // MIN_SPLIT_TOKENS)
         for splits in sorted({own, *(count for count in self.plan.splits if count <= most)}):
             self._try(title, inputs, tiles, splits, base, default=splits == own)
 

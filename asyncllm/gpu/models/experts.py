@@ -42,7 +42,7 @@ class ExpertsMLP:
 
 
 @dataclass(slots=True)
-class ParallelExperts:
+class ExpertsBesideMLP:
     """Experts in parallel to an MLP (Gemma 4); their input is the residual.
 
     Attributes:
@@ -64,7 +64,7 @@ class ParallelExperts:
         """
         ids, weights = self.experts.routing(self.router_norm(residual))
         mixed = self.experts.experts(self.input_norm(residual), ids, weights)
-        return self.norm.add(self.experts_output_norm(mixed), x)[0]
+        return self.norm.add_and_norm(self.experts_output_norm(mixed), x)[0]
 
 
 def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
@@ -103,9 +103,9 @@ def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
     return mlp
 
 
-def build_parallel_experts(
+def build_experts_beside_mlp(
     scope: WeightScope, config: ExpertsConfig, size: int
-) -> tuple[PostNormBlock, ParallelExperts]:
+) -> tuple[PostNormBlock, ExpertsBesideMLP]:
     """Build an MLP of intermediate size ``size``, and the experts in parallel to it."""
     model, experts = scope.model, build_experts(scope, config)
     router = scope.norm_weight("router.norm", "router.scale", suffix="")
@@ -116,7 +116,7 @@ def build_parallel_experts(
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     sum_norm = scope.norm("mlp_norm", model.names.mlp_norm)
-    return PostNormBlock(mlp, mlp_norm), ParallelExperts(
+    return PostNormBlock(mlp, mlp_norm), ExpertsBesideMLP(
         router_norm, input_norm, experts, output_norm, sum_norm
     )
 

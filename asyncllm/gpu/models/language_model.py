@@ -49,7 +49,7 @@ class LanguageModel(Protocol):
     states: Sequence[StateSpec]
 
     @property
-    def argmax(self) -> Callable[[Tensor], Tensor] | None:
+    def argmax_function(self) -> Callable[[Tensor], Tensor] | None:
         """``[S, H] -> [S]`` int64: tokens of the largest logits, without writing the logits.
 
         See ``ArgmaxLinear``. None if the model has to write the logits to find them.
@@ -71,7 +71,7 @@ class LanguageModel(Protocol):
         active, the method reads no tensor's values on the host.
 
         Raises:
-            Unrecordable: while a Recorder is active, for an op that is not native.
+            UnrecordableError: while a Recorder is active, for an op that is not native.
         """
         ...
 

@@ -39,7 +39,7 @@ class StepContext:
         state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
         rows: ``[S]`` int64, tokens to compute after the running layer's mixer:
             ``StepInputs.wanted`` in the last layer; None is all.
-        inputs: ``[T, layers, P]``, per-layer embeddings; None for a model without them.
+        per_layer_embeddings: ``[T, layers, P]``; None for a model without them.
         shared_kv: by KV index, k and v of this step's tokens, for later layers that reuse them.
     """
 
@@ -51,11 +51,11 @@ class StepContext:
     states: Sequence[Tensor] = ()
     state_rows: Any = None
     rows: Tensor | None = None
-    inputs: Tensor | None = None
+    per_layer_embeddings: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def run_core(self, core: MixerCore, width: int, *tensors: Tensor) -> Tensor:
-        """Run a mixer's core on tensors ``[T, ...]`` and return ``[T, width]``.
+    def run_mixer_core(self, core: MixerCore, out_width: int, *tensors: Tensor) -> Tensor:
+        """Run a mixer's core on tensors ``[T, ...]`` and return ``[T, out_width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
         """
@@ -157,7 +157,7 @@ class AttentionMixer:
                 step.shared_kv[self.kv_index] = k, v
             if rows is not None and not len(rows):
                 return x[:0]
-        mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_mixer_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.first_column :])
         return self.o(mixed if rows is None else mixed[rows])
@@ -195,7 +195,7 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        parallel_experts: experts in parallel to the MLP, or None; called with the MLP's output and
+        experts_beside_mlp: experts in parallel to the MLP, or None; called with the MLP's output and
             the residual, they return the MLP's output plus the experts'.
     """
 
@@ -204,7 +204,7 @@ class DecoderLayer:
     mixer: Mixer
     post_norm: RMSNorm
     mlp: Callable[[Tensor], Tensor]
-    parallel_experts: Callable[[Tensor, Tensor], Tensor] | None = None
+    experts_beside_mlp: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -212,14 +212,14 @@ class DecoderLayer:
         if residual is None:
             normed, residual = self.input_norm(x), x
         else:
-            normed, residual = self.input_norm.add(x, residual)
+            normed, residual = self.input_norm.add_and_norm(x, residual)
         x = self.mixer(normed, step)
         if step.rows is not None:
             residual = residual[step.rows]
             if not len(residual):
                 return x, residual
-        normed, residual = self.post_norm.add(x, residual)
+        normed, residual = self.post_norm.add_and_norm(x, residual)
         x = self.mlp(normed)
         return (
-            x if self.parallel_experts is None else self.parallel_experts(x, residual)
+            x if self.experts_beside_mlp is None else self.experts_beside_mlp(x, residual)
         ), residual

@@ -12,7 +12,7 @@ from asyncllm.gpu.models.layers import StepContext
 from asyncllm.gpu.models.weight_scope import WeightScope
 from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.causal_conv import CausalConv
-from asyncllm.gpu.ops.gated_delta import DeltaBiases, GatedDelta
+from asyncllm.gpu.ops.gated_delta import DecayParameters, GatedDelta
 from asyncllm.gpu.ops.gated_norm import GatedNorm
 from asyncllm.gpu.state_cache import StateSpec
 
@@ -43,7 +43,7 @@ class GatedDeltaMixer:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         qkvz, rows = self.qkvz(x), step.rows
         z = qkvz[:, self.conv_size :]
-        mixed = step.run_core(
+        mixed = step.run_mixer_core(
             self.run_recurrence, z.shape[1], qkvz[:, : self.conv_size], self.gates(x)
         )
         if rows is not None:
@@ -82,12 +82,14 @@ def build_linear_attention(
     return GatedDeltaMixer(
         qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
         # Gates are never quantised, because the decay is exponential in them.
-        gates=scope.linear("gates", gates.items(), hidden, order=gates_order, exact=True),
+        gates=scope.linear(
+            "gates", gates.items(), hidden, order=gates_order, keep_unquantised=True
+        ),
         conv=ops.causal_conv(
             scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
         ),
         delta=ops.gated_delta(
-            config, DeltaBiases(scope.vector("dt_bias", heads), scope.vector("A_log", heads))
+            config, DecayParameters(scope.vector("dt_bias", heads), scope.vector("A_log", heads))
         ),
         norm=ops.gated_norm(scope.tensor("gated_norm", "norm", config.value_dim), eps),
         out=scope.linear("out", (("out_proj", hidden),), values),

@@ -21,7 +21,7 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
-UNOWNED_VALUE = 64.0
+UNOWNED_SLOT_FILL = 64.0
 """Value in KV slots that no sequence owns. It is so large that a row that reads such a slot by
 mistake gets a wrong output."""
 
@@ -134,7 +134,7 @@ def _make_step(
     # The last row of the block table is for padded rows.
     persistent = InputBatch(len(rows) + 1, width * size, [KVCacheSpec((0,), size)])
     (table,) = persistent.tables
-    cache = torch.full((2, len(blocks) + 1, size, *head_shape), UNOWNED_VALUE)
+    cache = torch.full((2, len(blocks) + 1, size, *head_shape), UNOWNED_SLOT_FILL)
     for row, (req_index, length) in enumerate(zip(batch.req_indices, lengths, strict=True)):
         table.append(req_index, blocks[row * width : (row + 1) * width].tolist())
         row_slots = table.slot_mapping(req_index, np.arange(length))

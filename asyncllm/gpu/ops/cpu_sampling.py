@@ -15,16 +15,16 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import DrawRows
 from asyncllm.gpu.ops.gumbel import (
-    CHUNK,
+    CHUNK_TOKENS,
     MIN_TEMPERATURE,
     NO_TOKEN_LEFT,
     chunk_exponentials,
     gumbel_keys,
-    kept_tokens,
-    race_in_chunk,
+    sample_in_chunk,
     temperature_factors,
     token_exponentials,
     truncated_rows,
+    truncation_mask,
 )
 
 LOGITS_PER_BLOCK = 2**20
@@ -34,7 +34,7 @@ SPAN_TOKENS = 32
 """Tokens per span. They lie a stride apart: torch computes maxima over a strided dimension in a
 fraction of the time that it takes over adjacent elements."""
 
-SPAN_COUNTS = (64, 512)
+SORTED_SPAN_COUNTS = (64, 512)
 """Numbers of spans to sort, tried one after the other; if none suffices, all spans are sorted."""
 
 
@@ -44,7 +44,7 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, out: 
     A row's token depends on that row alone.
     """
     out.fill_(-1)
-    width = -(-logits.shape[1] // CHUNK) * CHUNK
+    width = -(-logits.shape[1] // CHUNK_TOKENS) * CHUNK_TOKENS
     sampled_rows = torch.nonzero(rows.req_indices >= 0).flatten()
     for block in sampled_rows.split(max(1, LOGITS_PER_BLOCK // width)):
         requests = rows.req_indices[block]
@@ -77,27 +77,27 @@ def _sample_rows(
         tokens[rows] = scaled[rows].argmax(-1)
     is_drawn = is_finite & ~is_greedy
     if len(rows := torch.nonzero(is_drawn & ~is_truncated).flatten()):
-        tokens[rows] = _race_untruncated(scaled[rows], largest[rows], keys[rows])
+        tokens[rows] = _sample_untruncated(scaled[rows], largest[rows], keys[rows])
     if len(rows := torch.nonzero(is_drawn & is_truncated).flatten()):
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
-        tokens[rows] = _race_truncated(
-            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SPAN_COUNTS[0]
+        tokens[rows] = _sample_truncated(
+            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SORTED_SPAN_COUNTS[0]
         )
     return tokens
 
 
 def _chunk_mass(scaled: Tensor, largest: Tensor) -> Tensor:
     """Probability mass of each chunk, ``[R, chunks]``, relative to the largest token's mass."""
-    return (scaled - largest.unsqueeze(1)).exp_().view(len(scaled), -1, CHUNK).sum(-1)
+    return (scaled - largest.unsqueeze(1)).exp_().view(len(scaled), -1, CHUNK_TOKENS).sum(-1)
 
 
-def _race_untruncated(scaled: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
+def _sample_untruncated(scaled: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
     mass = _chunk_mass(scaled, largest)
     score = mass.log() - chunk_exponentials(keys, mass.shape[1]).log()
-    return race_in_chunk(scaled.view(len(scaled), -1, CHUNK), score.argmax(-1), keys)
+    return sample_in_chunk(scaled.view(len(scaled), -1, CHUNK_TOKENS), score.argmax(-1), keys)
 
 
-def _race_truncated(
+def _sample_truncated(
     scaled: Tensor,
     maxima: Tensor,
     keys: Tensor,
@@ -122,16 +122,16 @@ def _race_truncated(
     values = values.masked_fill(~is_known, -torch.inf)
     mass = (values.double() - largest.unsqueeze(1)).exp().sum(-1)
     complete |= (total < torch.inf) & (mass >= top_p * total)
-    is_kept = kept_tokens(values, top_k, top_p, min_p, total)
+    is_kept = truncation_mask(values, top_k, top_p, min_p, total)
     max_kept = int(is_kept.sum(-1).max())
     is_kept, ids = is_kept[:, :max_kept], ids[:, :max_kept]
     score = values[:, :max_kept] - token_exponentials(keys, ids).log()
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     tokens = ids.gather(1, winner).squeeze(1)
     if len(rows := torch.nonzero(~complete & (bound > -torch.inf)).flatten()):
-        wider = next((count for count in SPAN_COUNTS if count > width), maxima.shape[1])
+        wider = next((count for count in SORTED_SPAN_COUNTS if count > width), maxima.shape[1])
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
-        tokens[rows] = _race_truncated(
+        tokens[rows] = _sample_truncated(
             scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, wider
         )
     return tokens

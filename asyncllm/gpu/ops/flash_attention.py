@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.attention_check import check_attention
-from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
+from asyncllm.gpu.ops.backend import CUDA_DEVICE_TYPES, HALF_DTYPES, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
@@ -81,7 +81,11 @@ class FlashAttention(ABC):
     needs_zeroed_blocks: bool
     table_argument: ClassVar[str]
     constraints: ClassVar = Constraints(
-        device_types=CUDA, min_capability=(8, 0), dtypes=HALF, max_head_dim=256, head_dim_multiple=8
+        device_types=CUDA_DEVICE_TYPES,
+        min_capability=(8, 0),
+        dtypes=HALF_DTYPES,
+        max_head_dim=256,
+        head_dim_multiple=8,
     )
     block_size: ClassVar[int]
     _with_cache: AttentionFunction

@@ -20,7 +20,7 @@ NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaBiases:
+class DecayParameters:
     """Parameters of the decay ``g = -exp(log_rate) * softplus(a + dt_bias)``.
 
     Attributes:
@@ -37,7 +37,7 @@ class GatedDelta(Protocol):
 
     For each token and value head the state becomes ``S = exp(g) S + k (v - exp(g) S^T k)^T beta``
     and the output is ``S^T q``. There q and k are normalised to length 1, and q is then divided by
-    ``sqrt(key_dim)``; ``beta = sigmoid(b)``; the decay g is that of ``DeltaBiases``.
+    ``sqrt(key_dim)``; ``beta = sigmoid(b)``; the decay g is that of ``DecayParameters``.
     """
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: Any) -> Tensor:
@@ -54,7 +54,7 @@ class GatedDelta(Protocol):
 
 
 def _recurrence_inputs(
-    shape: LinearAttentionConfig, biases: DeltaBiases, qkv: Tensor, gates: Tensor
+    shape: LinearAttentionConfig, biases: DecayParameters, qkv: Tensor, gates: Tensor
 ) -> tuple[Tensor, ...]:
     """Inputs of the gated delta rule for T tokens, in float32.
 
@@ -85,7 +85,7 @@ class TorchGatedDelta:
     write main memory.
     """
 
-    def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
+    def __init__(self, shape: LinearAttentionConfig, biases: DecayParameters) -> None:
         self.shape, self.biases = shape, biases
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: StateRows) -> Tensor:

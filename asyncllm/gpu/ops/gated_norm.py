@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.ops.torch_norms import torch_norm
+from asyncllm.gpu.ops.torch_norms import make_torch_norm
 
 
 class GatedNorm(Protocol):
@@ -34,7 +34,7 @@ class TorchGatedNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.norm, self.size = torch_norm(weight, eps), len(weight)
+        self.norm, self.size = make_torch_norm(weight, eps), len(weight)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         normed = self.norm(x.view(-1, self.size)).view(x.shape)

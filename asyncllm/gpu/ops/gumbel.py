@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 1e-5
 """Temperature below which a row is greedy, as in vLLM: division by a smaller number may
 overflow."""
 
-CHUNK = 256
+CHUNK_TOKENS = 256
 """Tokens per chunk. A chunk's tokens use the same word of Philox's output. A row without truncation
 is sampled in two rounds: first one chunk is drawn by its mass, then a token in it."""
 
@@ -70,13 +70,13 @@ def gumbel_sample(
     order = scaled.sort(dim=-1, descending=True, stable=True)
     values, ids = order.values, order.indices
     largest = values[:, :1]
-    is_kept = kept_tokens(values, top_k, top_p, min_p)
+    is_kept = truncation_mask(values, top_k, top_p, min_p)
     score = values - vocab_exponentials(keys, vocab_size).gather(1, ids).log()
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
     is_raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
-    tokens = torch.where(is_raced, race_in_rounds(scaled, keys), tokens)
+    tokens = torch.where(is_raced, sample_untruncated(scaled, keys), tokens)
     # The total mass is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
@@ -94,7 +94,7 @@ def truncated_rows(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int)
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
 
 
-def kept_tokens(
+def truncation_mask(
     values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor | None = None
 ) -> Tensor:
     """Returns ``[S, C]`` bool: which of the C most likely tokens survive truncation.
@@ -118,29 +118,29 @@ def kept_tokens(
     return is_kept & (cumulative - mass < allowed.unsqueeze(1))
 
 
-def race_in_rounds(scaled: Tensor, keys: Tensor) -> Tensor:
+def sample_untruncated(scaled: Tensor, keys: Tensor) -> Tensor:
     """Returns ``[S]`` int64: winning tokens of rows without truncation.
 
     Args:
         scaled: ``[S, V]`` float32, logits divided by the temperature.
     """
-    count = -(-scaled.shape[1] // CHUNK)
-    chunks = F.pad(scaled, (0, count * CHUNK - scaled.shape[1]), value=-torch.inf)
-    chunks = chunks.view(len(scaled), count, CHUNK)
+    count = -(-scaled.shape[1] // CHUNK_TOKENS)
+    chunks = F.pad(scaled, (0, count * CHUNK_TOKENS - scaled.shape[1]), value=-torch.inf)
+    chunks = chunks.view(len(scaled), count, CHUNK_TOKENS)
     score = chunks.logsumexp(-1) - chunk_exponentials(keys, count).log()
-    return race_in_chunk(chunks, score.argmax(-1), keys)
+    return sample_in_chunk(chunks, score.argmax(-1), keys)
 
 
-def race_in_chunk(chunks: Tensor, chunk: Tensor, keys: Tensor) -> Tensor:
+def sample_in_chunk(chunks: Tensor, chunk: Tensor, keys: Tensor) -> Tensor:
     """Returns ``[S]`` int64: the winning token of each row's ``chunk [S]``.
 
     Args:
-        chunks: ``[S, C, CHUNK]`` float32, logits divided by the temperature.
+        chunks: ``[S, C, CHUNK_TOKENS]`` float32, logits divided by the temperature.
     """
     inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk]
-    lanes = torch.arange(CHUNK, device=chunks.device)
-    noise = token_exponentials(keys, chunk.unsqueeze(1) * CHUNK + lanes)
-    return chunk * CHUNK + (inside - noise.log()).argmax(-1)
+    lanes = torch.arange(CHUNK_TOKENS, device=chunks.device)
+    noise = token_exponentials(keys, chunk.unsqueeze(1) * CHUNK_TOKENS + lanes)
+    return chunk * CHUNK_TOKENS + (inside - noise.log()).argmax(-1)
 
 
 def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
@@ -160,12 +160,12 @@ def vocab_exponentials(keys: Tensor, vocab_size: int) -> Tensor:
 def token_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     """Exponential noise of mean 1 for ``tokens [S, T]``, ``[S, T]`` float32.
 
-    Token t uses word ``t // CHUNK % 4`` of Philox's output for counter ``t // (4 * CHUNK) * CHUNK +
-    t % CHUNK``: the four words of an output belong to four adjacent chunks.
+    Token t uses word ``t // CHUNK_TOKENS % 4`` of Philox's output for counter ``t // (4 * CHUNK_TOKENS) * CHUNK_TOKENS +
+    t % CHUNK_TOKENS``: the four words of an output belong to four adjacent chunks.
     """
-    counters = tokens // (4 * CHUNK) * CHUNK + tokens % CHUNK
+    counters = tokens // (4 * CHUNK_TOKENS) * CHUNK_TOKENS + tokens % CHUNK_TOKENS
     words = torch.stack(_philox(counters, keys.unsqueeze(1), 0))
-    return _exponential(words.gather(0, (tokens // CHUNK % 4).unsqueeze(0)).squeeze(0))
+    return _exponential(words.gather(0, (tokens // CHUNK_TOKENS % 4).unsqueeze(0)).squeeze(0))
 
 
 def chunk_exponentials(keys: Tensor, count: int) -> Tensor:

@@ -28,7 +28,7 @@ BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
 }
 """Number of weights and bytes per block, for the schemes of GGUF blocks."""
 
-_STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
+_DTYPES_AND_PACKING: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "plain": ([torch.float32, torch.bfloat16, torch.float16], (1, 1)),
     "int8": ([torch.int8], (1, 1)),
     "e4m3": ([torch.float8_e4m3fn], (1, 1)),
@@ -41,10 +41,10 @@ values. ``(2, 1)`` is two weights in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightForm:
+class WeightSpec:
     """The layout of a linear layer's weights, without their values.
 
-    ``TorchOps.accepts_form`` decides by it whether an op set can compute with the weights as they
+    ``TorchOps.accepts_weights`` decides by it whether an op set can compute with the weights as they
     are.
 
     Attributes:
@@ -112,11 +112,13 @@ class LinearWeights:
     next_parts: tuple[LinearWeights, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_field("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)
-        dtypes, _ = _STORAGE[self.scheme]
+        self._check_field(
+            "scheme", self.scheme, _DTYPES_AND_PACKING, self.scheme in _DTYPES_AND_PACKING
+        )
+        dtypes, _ = _DTYPES_AND_PACKING[self.scheme]
         self._check_field("dtype of values", self.values.dtype, dtypes, self.values.dtype in dtypes)
         self._check_field("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
-        width, whole = self.values.shape[1], _STORAGE[self.scheme][1][1]
+        width, whole = self.values.shape[1], _DTYPES_AND_PACKING[self.scheme][1][1]
         self._check_field("columns of values", width, f"a multiple of {whole}", width % whole == 0)
         columns, rows = self.shape[1], len(self.values)
         block, grid, order = self.scale_block, None, None
@@ -157,9 +159,9 @@ class LinearWeights:
         )
 
     @property
-    def form(self) -> WeightForm:
+    def spec(self) -> WeightSpec:
         zeros, order = self.zeros is not None, self.column_order is not None
-        return WeightForm(self.shape, self.scheme, self.scale_block, zeros, order)
+        return WeightSpec(self.shape, self.scheme, self.scale_block, zeros, order)
 
     @property
     def num_bytes(self) -> int:
@@ -173,11 +175,11 @@ class LinearWeights:
     def shape(self) -> tuple[int, int]:
         """``(out, in)``."""
         rows, width = self.values.shape
-        weights, values = _STORAGE[self.scheme][1]
+        weights, values = _DTYPES_AND_PACKING[self.scheme][1]
         return rows + sum(part.shape[0] for part in self.next_parts), width // values * weights
 
     @property
-    def parts(self) -> list[LinearWeights]:
+    def uniform_parts(self) -> list[LinearWeights]:
         """These weights and ``next_parts``, each with its part of the bias."""
         if not self.next_parts:
             return [self]

@@ -126,6 +126,6 @@ class NativeAttention:
             q = q.contiguous()
         set_cache_args(args, cache, shape, self.dtype)
         args.q_token_stride, args.q_head_stride = q.stride(0), q.stride(1)
-        out = op.empty(q, shape.num_heads * shape.head_dim)
+        out = op.empty_output(q, shape.num_heads * shape.head_dim)
         op(q, {"q": q, "out": out}, [cache, sinks], plan.num_rows)
         return out

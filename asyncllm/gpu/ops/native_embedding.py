@@ -34,7 +34,7 @@ class NativeEmbedding:
                 f"native {self._op.name}: ids are {tuple(ids.shape)} of {ids.dtype}, expected "
                 "[tokens] int64 on cpu"
             )
-        out = self._op.empty(ids, self.shape[1], self.dtype)
+        out = self._op.empty_output(ids, self.shape[1], self.dtype)
         self._op(ids, {"ids": ids, "out": out})
         return out
 

@@ -45,8 +45,8 @@ class NativeRouting:
         x, op, router = contiguous_rows(x, x.dtype), self._op, self.router
         op.check_shape("x", x, (len(x), router.k))
         logits = router.project(x, router.dtype or x.dtype)
-        ids = op.empty(x, self.top_k, torch.int32)
-        weights = op.empty(x, self.top_k, torch.float32)
+        ids = op.empty_output(x, self.top_k, torch.int32)
+        weights = op.empty_output(x, self.top_k, torch.float32)
         op(x, {"logits": logits, "ids": ids, "weights": weights})
         return ids, weights
 
@@ -74,7 +74,7 @@ class NativeExperts:
     def __init__(self, context: Context, weights: ExpertsWeights, config: ActivationConfig) -> None:
         layers = weights.gate_up, weights.down
         for layer in layers:
-            if layer.scheme != "plain" and native_type(layer.form) is None:
+            if layer.scheme != "plain" and native_type(layer.spec) is None:
                 raise ModelLoadError(
                     f"experts of scheme {layer.scheme!r} with scale_block={layer.scale_block}: the "
                     "op set 'native' has no layout for them"
@@ -112,7 +112,7 @@ class NativeExperts:
     ) -> Tensor:
         x, op = contiguous_rows(x, x.dtype), self._op
         top_k = self._check_tensors(x, ids, weights, shared, gate)
-        args, out = op.args, op.empty(x, self.hidden_size)
+        args, out = op.args, op.empty_output(x, self.hidden_size)
         args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
         # Reset the optional pointers, which the previous call may have set.

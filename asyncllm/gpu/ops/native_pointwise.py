@@ -31,7 +31,7 @@ class NativeGatedMul:
         else:
             up = contiguous_rows(up, gate.dtype)
             op.check_shape("up", up, gate.shape)
-        args, out = op.args, op.empty(gate, width)
+        args, out = op.args, op.empty_output(gate, width)
         args.gate_stride, args.up_stride = gate.stride(0), up.stride(0)
         args.width, args.dtype = width, DTYPES[gate.dtype]
         op(gate, {"gate": gate, "up": up, "out": out})
@@ -50,7 +50,7 @@ class NativeSigmoidMul:
         args, width = op.args, x.shape[1]
         args.x_stride, args.gate_stride = x.stride(0), gate.stride(0)
         args.width, args.dtype = width, DTYPES[x.dtype]
-        out = op.empty(x, width)
+        out = op.empty_output(x, width)
         op(x, {"x": x, "gate": gate, "out": out})
         return out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, checked_parameter, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPES, contiguous_parameter, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -28,7 +28,7 @@ class _Rotation:
     ) -> None:  # fmt: skip
         self.shape, self._num_heads = shape, shape.num_heads + 2 * kv_heads
         weights: dict[str, Any] = {
-            name: checked_parameter(norm) for name, norm in norms.items() if norm is not None
+            name: contiguous_parameter(norm) for name, norm in norms.items() if norm is not None
         }
         self._norm_dtypes = {norm.dtype for norm in weights.values()} - {torch.float32}
         self._op = NativeOp(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightForm
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightSpec
 from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, Conversion, check_even_inputs
+from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, WeightQuantisers, check_even_inputs
 from asyncllm.native.context import Context, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
@@ -29,31 +29,31 @@ INPUTS_PER_SCALE = 32
 has to be a multiple of it."""
 
 
-def native_type(form: WeightForm) -> int | None:
+def native_type(spec: WeightSpec) -> int | None:
     """The library's type for quantised weights of this form; None if it does not support them."""
-    block_rows, group = form.scale_block or (0, 0)
-    columns = form.shape[1]
-    if form.scheme in BLOCK_TYPES and not form.has_order:
-        return BLOCK_TYPES[form.scheme]
-    if form.has_order or block_rows != 1:
+    block_rows, group = spec.scale_block or (0, 0)
+    columns = spec.shape[1]
+    if spec.scheme in BLOCK_TYPES and not spec.has_order:
+        return BLOCK_TYPES[spec.scheme]
+    if spec.has_order or block_rows != 1:
         return None
-    if form.scheme == "int8" and group == columns and not form.has_zeros:
+    if spec.scheme == "int8" and group == columns and not spec.has_zeros:
         return INT8
     if group % INPUTS_PER_SCALE and group < columns:
         return None
-    return {"int4": UINT4, "int8": UINT8}.get(form.scheme)
+    return {"int4": UINT4, "int8": UINT8}.get(spec.scheme)
 
 
-def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
+def quantise_int8_native(context: Context, weights: LinearWeights) -> LinearWeights:
     """Computes ``quantise.quantise_int8`` in C++, with bit-identical results."""
     rows, columns = weights.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
-    _round_values(context, weights.values, values, scales, None, 8)
+    _quantise_values(context, weights.values, values, scales, None, 8)
     return weights.quantised("int8", values, scales, columns)
 
 
-def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
+def quantise_int4_native(context: Context, weights: LinearWeights) -> LinearWeights:
     """Computes ``quantise.quantise_int4`` in C++, with bit-identical results.
 
     Raises:
@@ -65,11 +65,11 @@ def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
     values = torch.empty(rows, columns // 2, dtype=torch.uint8, device="cpu")
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
-    _round_values(context, weights.values, values, scales, zeros, 4)
+    _quantise_values(context, weights.values, values, scales, zeros, 4)
     return weights.quantised("int4", values, scales, INT4_GROUP_SIZE, zeros)
 
 
-def _round_values(
+def _quantise_values(
     context: Context, values: Tensor, out: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
 ) -> None:
     values = values if values.stride(1) == 1 else values.contiguous()
@@ -81,10 +81,10 @@ def _round_values(
     context.call("round", args)
 
 
-def conversions(context: Context) -> Mapping[str, Conversion]:
-    """``quantise.CONVERSIONS`` in C++, on the context's threads."""
-    int8, int4 = partial(round_int8, context), partial(round_int4, context)
-    return {"int8": Conversion(int8, int8), "int4": Conversion(int4, int8)}
+def native_quantisers(context: Context) -> Mapping[str, WeightQuantisers]:
+    """``quantise.QUANTISERS`` in C++, on the context's threads."""
+    int8, int4 = partial(quantise_int8_native, context), partial(quantise_int4_native, context)
+    return {"int8": WeightQuantisers(int8, int8), "int4": WeightQuantisers(int4, int8)}
 
 
 def pack_weights(context: Context, weights: LinearWeights) -> PackedWeights:
@@ -107,7 +107,7 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
-        stored = native_type(weights.form)
+        stored = native_type(weights.spec)
         if weights.scheme in BLOCK_TYPES:
             return _pack_blocks(context, weights, bias)
         if stored != INT8:
@@ -136,7 +136,7 @@ def _pack_grouped(
     if offset:
         values = values.view(torch.uint8) ^ 128
     scales = scales if scales.dtype in DTYPES else scales.float()
-    scales, zeros = scales.contiguous(), _pack_zeros(weights.zeros, offset, scales)
+    scales, zeros = scales.contiguous(), _pack_zero_points(weights.zeros, offset, scales)
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
         group=-(-min(block[1], k) // INPUTS_PER_SCALE) * INPUTS_PER_SCALE,
@@ -157,7 +157,7 @@ def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) 
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
 
-def _pack_zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
+def _pack_zero_points(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
     """Zero points as bytes; None if all are the default, the middle of the unsigned range.
 
     Raises:

@@ -30,7 +30,7 @@ def contiguous_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def checked_parameter(x: Tensor) -> Tensor:
+def contiguous_parameter(x: Tensor) -> Tensor:
     """Returns a layer's parameter in contiguous memory, whose address ops may keep.
 
     Raises:

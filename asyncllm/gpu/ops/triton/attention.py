@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
+from asyncllm.gpu.ops.backend import HALF_DTYPES, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import tuning
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
@@ -37,7 +37,7 @@ class TritonAttention:
     constraints: ClassVar = Constraints(
         device_types=CUDA,
         min_capability=(8, 0),
-        dtypes=HALF | {torch.float32},
+        dtypes=HALF_DTYPES | {torch.float32},
         max_head_dim=tuning.MAX_HEAD_DIM,
         block_multiple=16,
         sinks=True,
@@ -83,7 +83,7 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
-        self.programs_per_sm = tuning.decode_programs(capability, shape.head_dim)
+        self.programs_per_sm = tuning.decode_programs_per_sm(capability, shape.head_dim)
         self.decode_tiles = tuning.decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = tuning.prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
@@ -95,14 +95,16 @@ class TritonAttention:
             batch, self.shape.num_kv_heads, max_len, self.num_sms, self.programs_per_sm
         )
 
-    def may_be_skewed(self, max_len: int, window: int | None) -> bool:
+    def may_have_skewed_lengths(self, max_len: int, window: int | None) -> bool:
         """Whether decode rows of at most ``max_len`` tokens may need balanced splits.
 
         With a window they never do: all rows then see about as many keys.
         """
         return window is None and max_len > tuning.SKEW_MARGIN_TOKENS
 
-    def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
+    def has_skewed_lengths(
+        self, batch: int, lengths: np.ndarray, max_len: int, window: int | None
+    ) -> bool:
         """Whether the longest row would hold up the other rows if all had equally many splits.
 
         Args:
@@ -111,11 +113,11 @@ class TritonAttention:
             max_len: length of the longest sequence for which the number of splits is chosen.
         """
         longest = int(lengths.max())
-        if not self.may_be_skewed(longest, window):
+        if not self.may_have_skewed_lengths(longest, window):
             return False
         splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
         places = self.programs_per_sm * self.num_sms
-        return tuning.is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
+        return tuning.has_skewed_lengths(longest, int(lengths.sum()), splits, kv_heads, places)
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> TritonPlan:
         rows, decodes = step.num_rows, step.num_decodes
@@ -128,7 +130,7 @@ class TritonAttention:
             if host is not None:
                 lengths = host.seq_lens[:decodes]
                 max_len = int(lengths.max())
-                balanced = self.is_skewed(decodes, lengths, max_len, window)
+                balanced = self.has_skewed_lengths(decodes, lengths, max_len, window)
             num_partials = self._plan_decodes(plan, max_len, balanced)
         if decodes < rows:
             # A captured step has only decode rows, and no lengths on the host.

@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
+from asyncllm.gpu.ops.gated_delta import NORM_EPS, DecayParameters
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 TOKEN_COLUMNS, CHUNK_COLUMNS = tl.constexpr(32), tl.constexpr(16)
 """Columns of a head's state per program of ``delta_token_kernel`` and ``delta_chunk_kernel``."""
 
-CHUNK = tl.constexpr(16)
+CHUNK_TOKENS = tl.constexpr(16)
 """Tokens per chunk."""
 
 
@@ -122,7 +122,7 @@ def delta_chunk_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Computes rows of several tokens in chunks of CHUNK; grid as in ``delta_token_kernel``.
+    """Computes rows of several tokens in chunks of CHUNK_TOKENS; grid as in ``delta_token_kernel``.
 
     The formulas are those of ``_compute_chunk`` in ``gpu/ops/gated_delta.py``. The triangular
     system is solved by forward substitution. Products are in TensorFloat-32, which has at least as
@@ -133,12 +133,12 @@ def delta_chunk_kernel(
     count = tl.load(query_start + row + 1) - first
     if count <= 1:
         return
-    steps = tl.arange(0, CHUNK)
+    steps = tl.arange(0, CHUNK_TOKENS)
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
     fresh = tl.load(positions + first) == 0
     keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, CHUNK_COLUMNS)
     size = (HEADS // GROUP) * KEYS
-    for start in range(0, count, CHUNK):
+    for start in range(0, count, CHUNK_TOKENS):
         real = start + steps < count
         token = first + start + steps
         # Tokens after the last one change nothing: their log decay, key and value are 0.
@@ -166,7 +166,7 @@ def delta_chunk_kernel(
         wanted = real[:, None] & (values[None, :] < VALUES)
         v = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
         change = (v - from_state) * beta[:, None]
-        for i in range(1, CHUNK):
+        for i in range(1, CHUNK_TOKENS):
             system_row = tl.sum(tl.where((steps == i)[:, None], system, 0.0), 0)
             less = tl.sum(system_row[:, None] * change, 0)
             change -= tl.where((steps == i)[:, None], less[None, :], 0.0)
@@ -189,7 +189,7 @@ class TritonGatedDelta:
     many registers.
     """
 
-    def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
+    def __init__(self, shape: LinearAttentionConfig, biases: DecayParameters) -> None:
         self.shape, self.biases = shape, biases
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: TritonStateRows) -> Tensor:

@@ -87,7 +87,7 @@ class TritonRMSNorm:
         """Replaces ``x [T, H]`` by its norm."""
         self._launch(x, None, x)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``norm(sum)`` and ``sum = scale * (multiplier * x + residual)``.
 
         The sum replaces ``residual``.

@@ -14,7 +14,7 @@ from functools import lru_cache
 INT32_END = 2**31
 """One more than the largest signed 32-bit integer."""
 
-SPLIT_TOKENS = 256
+MIN_SPLIT_TOKENS = 256
 """Minimum number of tokens per split of a sequence in decode attention; shorter splits are
 slower."""
 
@@ -25,11 +25,11 @@ PROGRAMS_PER_SM = 4
 """Number of decode attention programs that fit a multiprocessor's shared memory and registers, for
 heads of up to 256 elements."""
 
-_REDUCED_PROGRAMS_PER_SM = 2
+_LOW_MEMORY_PROGRAMS_PER_SM = 2
 """Number of decode attention programs that fit a multiprocessor with 100 KB of shared memory, and,
 for heads of more than 256 elements, any other multiprocessor."""
 
-TILE_SPLIT_TOKENS = 512
+MIN_TILE_SPLIT_TOKENS = 512
 """Minimum number of keys per split of a prefill tile. Shorter splits do not pay: a split's partial
 result, which has to be merged, is twice as large as the keys and values that one step of its loop
 reads."""
@@ -120,7 +120,7 @@ def _find_tiles(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: 
     return table[max(known)][bisect_left(_HEAD_DIMS, head_dim)]
 
 
-def decode_programs(capability: int, head_dim: int) -> int:
+def decode_programs_per_sm(capability: int, head_dim: int) -> int:
     """Number of decode attention programs per multiprocessor for which splits are chosen.
 
     It is the number that runs at the same time, but for Hopper's heads of 65 to 128 elements, whose
@@ -130,8 +130,8 @@ def decode_programs(capability: int, head_dim: int) -> int:
     """
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
-        return 1 if has_less else _REDUCED_PROGRAMS_PER_SM
-    return _REDUCED_PROGRAMS_PER_SM if has_less else PROGRAMS_PER_SM
+        return 1 if has_less else _LOW_MEMORY_PROGRAMS_PER_SM
+    return _LOW_MEMORY_PROGRAMS_PER_SM if has_less else PROGRAMS_PER_SM
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def num_splits(
     Programs run in waves, and a last wave of few programs takes as long as a full one. So the
     result is the smallest number of splits that keeps the GPU nearly as busy as the best number, as
     in FlashAttention's num_splits_heuristic. If a sequence has ``max_len`` tokens, none of its
-    splits has fewer than SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed in a
+    splits has fewer than MIN_SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed in a
     captured graph.
 
     Args:
@@ -189,7 +189,8 @@ def num_splits(
     """
     num_concurrent_programs, programs = programs_per_sm * num_sms, batch * kv_heads
     max_splits = min(
-        max(cdiv(num_concurrent_programs, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS)
+        max(cdiv(num_concurrent_programs, programs), MAX_WAVE_SPLITS),
+        cdiv(max_len, MIN_SPLIT_TOKENS),
     )
     return _fewest_splits(programs, num_concurrent_programs, max(1, max_splits))
 
@@ -202,7 +203,7 @@ def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAM
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
 
-def is_skewed(
+def has_skewed_lengths(
     longest: int, total: int, splits: int, kv_heads: int, num_concurrent_programs: int
 ) -> bool:
     """Whether the longest sequence would hold up a batch of decode rows.
@@ -234,7 +235,7 @@ def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -
         max_len: maximum number of keys that a tile sees.
     """
     programs = num_tiles * kv_heads
-    max_splits = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
+    max_splits = min(cdiv(num_sms, programs), cdiv(max_len, MIN_TILE_SPLIT_TOKENS))
     return _fewest_splits(programs, num_sms, max(1, max_splits))
 
 
