@@ -156,7 +156,7 @@ def resolve_quantisers(
     device: torch.device,
     ops: TorchOps,
 ) -> WeightQuantisers | None:
-    """WeightQuantisers of linear weights that ``config.quantization`` names; None without quantisation.
+    """Quantisers of linear weights that ``config.quantization`` names; None without quantisation.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

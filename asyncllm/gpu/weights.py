@@ -62,8 +62,8 @@ def load_weights(
         staging: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: opens the files in ``model.path`` as plain tensors.
-        accepts_weights: whether linear layers compute with quantised weights of a form. Such weights
-            are yielded as stored, on the CPU; None dequantises all weights.
+        accepts_weights: whether linear layers compute with quantised weights of a spec. Such
+            weights are yielded as stored, on the CPU; None dequantises all weights.
         transient: yield weights of linear layers that are valid only until the next one is
             requested, for an op set that packs them on a CPU. Such a weight is a view of the mapped
             file, if the file holds it whole and in the model's dtype, else a view of one reused

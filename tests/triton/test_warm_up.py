@@ -150,7 +150,8 @@ def test_decode_steps_alone_leave_kernels_cold(monkeypatch):
         warm(runner)
     cold = {key.split()[0] for key in every - decoding}
     assert cold == {
-        "sample_tokens_kernel", "chunk_statistics_kernel", "decode_kernel", "merge_kernel", "prefill_kernel",
+        "sample_tokens_kernel", "chunk_statistics_kernel", "decode_kernel", "merge_kernel",
+        "prefill_kernel",
     }  # fmt: skip
 
 

@@ -82,7 +82,7 @@ class GraphReplay(Replay):
         mixed = "op by op" if self.piecewise is None else "in segments"
         self.description = f"graphs of decode steps, mixed steps {mixed}"
         most = memory.info.max_model_len
-        # The ``has_skewed_lengths`` methods of the attentions that have a balanced plan for skewed batches.
+        # Only attentions with a balanced plan test batches for skewed lengths.
         self._skew_tests = [
             partial(attention.has_skewed_lengths, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()

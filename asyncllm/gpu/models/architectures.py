@@ -48,7 +48,7 @@ class _ParameterRecorder:
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
     def make_builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
-        """Make a builder of ``layers`` in plain torch that requests its weights from this source.
+        """Make a builder of ``layers`` in plain torch that requests its weights from this recorder.
 
         The layers have no attention.
         """

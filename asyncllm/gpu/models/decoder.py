@@ -76,7 +76,7 @@ class Decoder:
     def run_all_but_last_layer(
         self, step: StepInputs, context: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Run all layers but the last and return output and residual, as a Layer does.
+        """Run the embedding and all layers but the last; return output and residual.
 
         All computations outside the mixers' cores depend on the step's tokens alone, and not on how
         the tokens are divided into rows.
@@ -91,7 +91,7 @@ class Decoder:
     def run_last_layer_and_head(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, context: StepContext
     ) -> StepOutput:
-        """Run the last layer and the output head.
+        """Run the last layer, the final norm and the output head.
 
         After the last layer's mixer, only the tokens in ``step.wanted`` are computed.
         """
@@ -112,8 +112,7 @@ class Decoder:
 
     @property
     def argmax_function(self) -> Callable[[Tensor], Tensor] | None:
-        """The output head's ``argmax``, see ``LanguageModel``; None if the head does not have this
-        method.
+        """See ``LanguageModel.argmax_function``; None if the output head has no ``argmax``.
 
         It is also None if logits are capped, because the cap may round different logits to equal
         numbers.
@@ -136,7 +135,7 @@ class Decoder:
         )
 
     def token_context_fields(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
-        """Make the fields of a StepContext that depend on the step's tokens alone."""
+        """Make the StepContext fields that depend on the step's tokens, and not on its rows."""
         if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
         positions, groups = step.positions, step.groups

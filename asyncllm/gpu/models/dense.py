@@ -58,8 +58,8 @@ def build_decoder(
             linear layer are a tensor or LinearWeights in a form that ``ops`` accepts. Each is
             handed to its op as it arrives, so that a packing op set holds at most one of them
             twice.
-        quantisers: quantisation of every linear layer's weights, the output head included, before
-            they are handed to ``ops``; None for no quantisation.
+        quantisers: functions that quantise every linear layer's weights, and the output head's,
+            before ``ops`` gets them; None for no quantisation.
         dtype: dtype of the model; needed only if the embedding arrives as LinearWeights, which have
             no model dtype.
     """

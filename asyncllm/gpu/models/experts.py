@@ -43,7 +43,7 @@ class ExpertsMLP:
 
 @dataclass(slots=True)
 class ExpertsBesideMLP:
-    """Experts in parallel to an MLP (Gemma 4); their input is the residual.
+    """Experts beside an MLP (Gemma 4), with the residual as their input.
 
     Attributes:
         router_norm, input_norm: norms of the residual before the router and before the experts.

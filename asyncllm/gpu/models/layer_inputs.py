@@ -95,14 +95,14 @@ def build_per_layer_embeddings(scope: WeightScope) -> PerLayerEmbeddings | None:
     projection = scope.linear("projection", rows, model.hidden_size)
     weight = scope.norm_weight("norm", "per_layer_projection_norm", config.size)
     norm = ops.rms_norm(weight * 0.5**0.5, model.rms_norm_eps * model.hidden_size)
-    token_embedding, add = ops.embedding(values, multiplier), ops.residual_add()
-    return PerLayerEmbeddings(token_embedding, projection, norm, add, model.num_layers)
+    token_embedding, residual_add = ops.embedding(values, multiplier), ops.residual_add()
+    return PerLayerEmbeddings(token_embedding, projection, norm, residual_add, model.num_layers)
 
 
 def wrap_with_per_layer_embedding(
     scope: WeightScope, size: int, layer: Layer, index: int
 ) -> LayerWithPerLayerEmbedding:
-    """Make an LayerWithPerLayerEmbedding: ``layer``, then a residual block for its per-layer embedding.
+    """Append to ``layer`` a residual block that reads its per-layer embedding.
 
     Args:
         size: columns of the per-layer embedding.

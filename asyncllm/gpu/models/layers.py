@@ -55,7 +55,7 @@ class StepContext:
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run_mixer_core(self, core: MixerCore, out_width: int, *tensors: Tensor) -> Tensor:
-        """Run a mixer's core on tensors ``[T, ...]`` and return ``[T, out_width]``.
+        """Run the core of a mixer on tensors ``[T, ...]``, and return ``[T, out_width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
         """
@@ -195,7 +195,7 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        experts_beside_mlp: experts in parallel to the MLP, or None; called with the MLP's output and
+        experts_beside_mlp: experts beside the MLP, or None; called with the MLP's output and
             the residual, they return the MLP's output plus the experts'.
     """
 

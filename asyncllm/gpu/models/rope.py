@@ -69,14 +69,14 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
 
 
 def _llama3_smooth_factor(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """Fraction of each frequency that Llama 3's scaling keeps."""
+    """Weight of each unscaled frequency in Llama 3's interpolation, from 0 to 1."""
     wavelengths = 2 * math.pi / freqs
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _yarn_extrapolation_factor(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """Fraction of each frequency that YaRN keeps.
+    """Weight of each unscaled frequency in YaRN's interpolation.
 
     It is a ramp from 1 at the pair with ``beta_fast`` rotations in the original context to 0 at the
     pair with ``beta_slow`` rotations.

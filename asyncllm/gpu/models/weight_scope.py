@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.quantise import QuantiseWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 ParameterSource = Callable[[Parameter], Tensor | LinearWeights]
-"""Function that returns a parameter's values; those of a ``linear`` parameter may have any form
+"""Function that returns a parameter's values; those of a ``linear`` parameter may have any spec
 that the op set accepts."""
 
 ModuleRows = Collection[tuple[str, int]]
@@ -31,7 +31,7 @@ class WeightScope:
 
     Attributes:
         source: function that returns the values of a parameter; called once for each parameter.
-        quantise: quantisation of linear layers' weights; None for no quantisation.
+        quantise: function that quantises a linear layer's weights; None for no quantisation.
         prefix, stored_prefix: prefixes of names in the decoder and in the checkpoint, e.g.
             "layers.3." and "model.layers.3.".
     """
@@ -50,16 +50,16 @@ class WeightScope:
         )
 
     def parameter(
-        self, name: str, parts: ModuleRows, *width: int, suffix: str = ".weight", **fields: Any
+        self, name: str, modules: ModuleRows, *width: int, suffix: str = ".weight", **fields: Any
     ) -> Parameter:
-        """Describe a parameter that stacks ``parts``, with rows of shape ``width``.
+        """Describe a parameter that stacks ``modules``, with rows of shape ``width``.
 
         Args:
-            suffix: end of the parameter's name, and of the parts' names.
+            suffix: end of the parameter's name, and of the modules' names.
             fields: other fields of Parameter.
         """
-        stored = tuple((f"{self.stored_prefix}{part}{suffix}", rows) for part, rows in parts)
-        shape = (sum(rows for _, rows in parts), *width)
+        stored = tuple((f"{self.stored_prefix}{part}{suffix}", rows) for part, rows in modules)
+        shape = (sum(rows for _, rows in modules), *width)
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
     def tensor(self, name: str, stored_name: str, rows: int, *width: int, **fields: Any) -> Tensor:
@@ -71,7 +71,7 @@ class WeightScope:
         return self.plain_values(self.parameter(name, ((stored_name, rows),), *width, **fields))
 
     def vector(self, name: str, size: int, stored_name: str | None = None, **fields: Any) -> Tensor:
-        """Values of a float32 vector; its name in the checkpoint is ``stored`` or ``name``."""
+        """Read a float32 vector, called ``name`` in the checkpoint if ``stored_name`` is None."""
         return self.tensor(name, stored_name or name, size, suffix="", dtype="float32", **fields)
 
     def plain_values(self, parameter: Parameter) -> Tensor:
@@ -81,17 +81,17 @@ class WeightScope:
         return values
 
     def linear(
-        self, name: str, parts: ModuleRows, width: int, bias: bool = False, order: Tensor | None = None,
-        *, keep_unquantised: bool = False,
+        self, name: str, modules: ModuleRows, width: int, bias: bool = False,
+        order: Tensor | None = None, *, keep_unquantised: bool = False,
     ) -> Linear:  # fmt: skip
-        """Make a linear layer that stacks ``parts``, with ``width`` columns.
+        """Make a linear layer that stacks ``modules``, with ``width`` columns.
 
         Args:
             order: order of the rows; None keeps the checkpoint's.
             keep_unquantised: whether the weight must not be packed or quantised.
         """
-        weight = self.parameter(name, parts, width, linear=not keep_unquantised)
-        own_bias = self.parameter(name, parts, suffix=".bias") if bias else None
+        weight = self.parameter(name, modules, width, linear=not keep_unquantised)
+        own_bias = self.parameter(name, modules, suffix=".bias") if bias else None
         return self.ops.linear(self.linear_weights(weight, own_bias, order))
 
     def linear_weights(
@@ -122,7 +122,7 @@ class WeightScope:
         return self.ops.rms_norm(self.norm_weight(name, stored_name), self.model.rms_norm_eps)
 
     def residual_norm(self, name: str, stored_name: str | None, scale: float = 1.0) -> RMSNorm:
-        """Make the op before a block: it adds its input to the residual and norms the sum.
+        """Make the op before a block: it adds its input to the residual and normalises the sum.
 
         If ``stored_name`` is None, the op only adds.
         """
@@ -147,7 +147,7 @@ class WeightScope:
 
 
 def rows_by_module(names: tuple[str, ...], rows: tuple[int, ...]) -> ModuleRows:
-    """Pair modules with their numbers of rows; a single fused module has all rows."""
+    """Pair modules with their numbers of rows; one fused module gets the sum of ``rows``."""
     return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
 
 
@@ -159,7 +159,7 @@ def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
     """Reorder the rows of weights; scales and zero points have to be per row.
 
     Raises:
-        ModelLoadError: a row would move to weights of another form.
+        ModelLoadError: a row would move to weights of another spec.
     """
     parts, first = [], 0
     for part in weights.uniform_parts:

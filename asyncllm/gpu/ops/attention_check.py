@@ -22,8 +22,8 @@ from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
 UNOWNED_SLOT_FILL = 64.0
-"""Value in KV slots that no sequence owns. It is so large that a row that reads such a slot by
-mistake gets a wrong output."""
+"""Value in KV slots that no sequence owns: large, so that a row that reads one by mistake gets a
+wrong output."""
 
 NUM_PADDED_ROWS = 2
 """Number of padded rows in a decode step."""

@@ -153,8 +153,7 @@ class TorchExperts(ABC):
 
 
 class GroupedExperts(TorchExperts):
-    """Experts by grouped matrix products, without reads on the host, so that CUDA graphs can
-    capture it."""
+    """Experts by grouped matrix products, without host synchronisation, for CUDA graphs."""
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class GroupedExperts(TorchExperts):
 
 
 def tokens_by_expert(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields each expert that a token was routed to, in ascending order.
+    """Groups tokens by expert, in the order of expert ids; experts without tokens are left out.
 
     Args:
         ids, weights: ``[T, top_k]``.

@@ -18,7 +18,7 @@ class GatedNorm(Protocol):
     """
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Norms and gates each head of ``x [T, heads * D]``; D is the size of the norm's weight.
+        """Normalises and gates each head of ``x [T, heads * D]``, for a norm weight of D elements.
 
         Args:
             gate: of the same shape as x.

@@ -36,16 +36,15 @@ _DTYPES_AND_PACKING: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]
     "e2m1": ([torch.uint8], (2, 1)),
     **{scheme: ([torch.uint8], sizes) for scheme, sizes in BLOCK_SIZES.items()},
 }
-"""Storage by scheme: dtypes that ``values`` may have, and how many weights are in how many stored
-values. ``(2, 1)`` is two weights in one byte."""
+"""Dtypes that ``values`` may have, and the packing as (number of weights, number of stored values)
+of the smallest unit: ``(2, 1)`` is two weights in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """The layout of a linear layer's weights, without their values.
+    """Shape and quantisation of a linear layer's weights, without their values.
 
-    ``TorchOps.accepts_weights`` decides by it whether an op set can compute with the weights as they
-    are.
+    ``TorchOps.accepts_weights`` decides by it whether an op set can compute with the weights.
 
     Attributes:
         shape: ``(out, in)``.
@@ -66,7 +65,7 @@ class PanelSource(Protocol):
     def pack(self, context: Any, weights: LinearWeights) -> Any:
         """Returns PackedWeights of a native context.
 
-        Called once per layer made from the parameter (an expert is a layer), in order.
+        Called once for each linear layer in the parameter, in order; each expert is a layer.
         """
         ...
 
@@ -93,7 +92,7 @@ class LinearWeights:
             beside a packed copy.
         panels: source of the weights in the native kernels' layout; None to pack them. If the
             source has them already, the tensors above are on the meta device, without values.
-        next_parts: weights of other forms, whose outputs follow those of ``values``. ``bias`` is
+        next_parts: weights of other specs, whose outputs follow those of ``values``. ``bias`` is
             that of all outputs, and ``panels`` packs all parts, one after the other.
 
     Raises:
@@ -173,14 +172,14 @@ class LinearWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(out, in)``."""
+        """Shape of the weight matrix, ``(out, in)``."""
         rows, width = self.values.shape
         weights, values = _DTYPES_AND_PACKING[self.scheme][1]
         return rows + sum(part.shape[0] for part in self.next_parts), width // values * weights
 
     @property
     def uniform_parts(self) -> list[LinearWeights]:
-        """These weights and ``next_parts``, each with its part of the bias."""
+        """These weights and ``next_parts``, each of one scheme and with its part of the bias."""
         if not self.next_parts:
             return [self]
         parts = [replace(self, bias=None, next_parts=()), *self.next_parts]

@@ -68,7 +68,7 @@ class NativeExperts:
     A token's result does not depend on other tokens, to the last bit.
 
     Raises:
-        ModelLoadError: the weights are quantised in a form that ``native_type`` does not cover.
+        ModelLoadError: ``native_type`` does not cover the weights' quantisation.
     """
 
     def __init__(self, context: Context, weights: ExpertsWeights, config: ActivationConfig) -> None:

@@ -16,8 +16,8 @@ class NativeLinear:
     """Linear layer on a packed copy of its weights.
 
     Args:
-        weights: weights of a form that ``NativeOps.accepts_weights`` accepts. If they are quantised,
-            inputs may have any dtype.
+        weights: weights that ``NativeOps.accepts_weights`` accepts. If they are quantised, inputs
+            may have any dtype.
 
     Raises:
         ModelLoadError: a zero point is not an integer.
@@ -79,9 +79,9 @@ class NativeLinear:
 
 
 class NativeJoinedLinear:
-    """Linear layer on weights of several forms, such as different types of a GGUF file.
+    """Linear layer on weights of several specs, such as different types of a GGUF file.
 
-    Each form is a layer of its own, which writes its columns of the outputs.
+    Each spec is a layer of its own, which writes its columns of the outputs.
     """
 
     def __init__(self, context: Context, weights: LinearWeights) -> None:

@@ -11,7 +11,7 @@ from asyncllm.native.context import Context
 
 
 class NativeResidualAdd:
-    """Substitute for the norm in blocks without a norm; its ``add_and_norm`` only adds to the residual."""
+    """Substitute for the norm in blocks without a norm; ``add_and_norm`` only adds."""
 
     def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self._op = NativeOp(context, "add", multiplier=multiplier, scale=scale)
@@ -47,7 +47,7 @@ class NativeRMSNorm:
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norms ``x [T, width]``, or each part of a contiguous ``x [T, parts, width]``."""
+        """Normalises ``x [T, width]``, or each part of a contiguous ``x [T, parts, width]``."""
         if x.dim() == 2:
             return self._norm(x, None)
         if not x.is_contiguous():

@@ -22,8 +22,8 @@ class NativeGatedMul:
     def __init__(self, context: Context, activation: int) -> None:
         self._op = NativeOp(context, "gated_mul", activation=activation)
 
-    def __call__(self, gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        gate, op = contiguous_rows(gate_up, gate_up.dtype), self._op
+    def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        gate, op = contiguous_rows(gate, gate.dtype), self._op
         width = gate.shape[1]
         if up is None:
             width //= 2

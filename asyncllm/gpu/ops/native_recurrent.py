@@ -66,12 +66,12 @@ class NativeGatedDelta:
     """``GatedDelta`` in C++, token by token, so that chunk sizes do not change the result."""
 
     def __init__(
-        self, context: Context, shape: LinearAttentionConfig, biases: DecayParameters
+        self, context: Context, shape: LinearAttentionConfig, decay_parameters: DecayParameters
     ) -> None:
         self.shape = shape
         self._op = NativeOp(
-            context, "gated_delta", dt_bias=biases.dt_bias.float().contiguous(),
-            log_rate=biases.log_rate.float().contiguous(),
+            context, "gated_delta", dt_bias=decay_parameters.dt_bias.float().contiguous(),
+            log_rate=decay_parameters.log_rate.float().contiguous(),
             key_heads=shape.num_key_heads, value_heads=shape.num_value_heads,
             key_dim=shape.key_dim, value_dim=shape.value_dim,
         )  # fmt: skip

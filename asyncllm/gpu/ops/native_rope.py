@@ -15,7 +15,7 @@ from asyncllm.native.context import Context
 
 
 class _Rotation:
-    """Base of the ops that norm and rotate heads in place.
+    """Base of the ops that normalise and rotate heads in place.
 
     Args:
         kv_heads: number of key/value heads in the input, beside the shape's query heads.
@@ -42,7 +42,7 @@ class _Rotation:
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], slots: dict[str, Tensor],
         keep_alive: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        """Norms and rotates ``qkv`` in place; returns it as ``[T, heads, D]``."""
+        """Normalises and rotates ``qkv`` in place; returns it as ``[T, heads, D]``."""
         (table, positions), args = rotary, self._op.args
         qkv = contiguous_rows(qkv, table.dtype)
         count = qkv.shape[0]
@@ -61,7 +61,7 @@ class _Rotation:
 
 
 class NativeRope(_Rotation):
-    """``Rope`` in C++: norms and rotates q in place."""
+    """``Rope`` in C++, which normalises and rotates q in place."""
 
     def __init__(
         self, context: Context, shape: AttentionShape, norm: Tensor | None, eps: float
@@ -76,7 +76,7 @@ class NativeRope(_Rotation):
 
 
 class NativeRopeAndCache(_Rotation):
-    """``RopeAndCache`` in C++, which norms and rotates q and k in place in ``qkv``."""
+    """``RopeAndCache`` in C++, which normalises and rotates q and k in place in ``qkv``."""
 
     def __init__(
         self,

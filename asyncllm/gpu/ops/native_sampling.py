@@ -56,22 +56,22 @@ def sample_args(logits: Tensor, sampling: Mapping[str, Tensor], rows: DrawRows, 
 
     The result holds addresses: the caller has to keep the tensors alive.
     """
-    lines = min(len(sampling["states"]), len(rows.last_sampled_tokens))
+    max_requests = min(len(sampling["states"]), len(rows.last_sampled_tokens))
     return STRUCTS["SampleArgs"](
-        **_row_args(logits, rows, lines),
+        **_row_args(logits, rows, max_requests),
         **{
-            name: checked_address(name, sampling[name], scalar.dtype, lines)
+            name: checked_address(name, sampling[name], scalar.dtype, max_requests)
             for name, scalar in DRAW_SCALARS.items()
         },
         out=checked_address("out", out, torch.int64, len(logits)),
     )
 
 
-def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, lines: int) -> dict[str, Any]:
+def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, max_requests: int) -> dict[str, Any]:
     """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common.
 
     Args:
-        lines: number of requests that the parameters' arrays have room for.
+        max_requests: number of requests that the parameters' arrays have room for.
     """
     count, last = len(logits), rows.last_sampled_tokens
     return {
@@ -81,8 +81,8 @@ def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, lines: int) -> dict
         "vocab_size": logits.shape[1],
         "req_indices": checked_address("req_indices", rows.req_indices, torch.int64, count),
         "positions": checked_address("positions", rows.positions, torch.int64, count),
-        "last_sampled": checked_address("last_sampled_tokens", last, torch.int64, lines),
-        "lines": lines,
+        "last_sampled": checked_address("last_sampled_tokens", last, torch.int64, max_requests),
+        "lines": max_requests,
         "dtype": DTYPES[logits.dtype],
     }
 

@@ -30,7 +30,7 @@ has to be a multiple of it."""
 
 
 def native_type(spec: WeightSpec) -> int | None:
-    """The library's type for quantised weights of this form; None if it does not support them."""
+    """The library's type for quantised weights of this spec; None if it does not support them."""
     block_rows, group = spec.scale_block or (0, 0)
     columns = spec.shape[1]
     if spec.scheme in BLOCK_TYPES and not spec.has_order:
@@ -82,7 +82,7 @@ def _quantise_values(
 
 
 def native_quantisers(context: Context) -> Mapping[str, WeightQuantisers]:
-    """``quantise.QUANTISERS`` in C++, on the context's threads."""
+    """Functions that quantise weights in C++, with the keys of ``quantise.QUANTISERS``."""
     int8, int4 = partial(quantise_int8_native, context), partial(quantise_int4_native, context)
     return {"int8": WeightQuantisers(int8, int8), "int4": WeightQuantisers(int4, int8)}
 
@@ -99,7 +99,7 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """Copies weights into the layout of the kernels.
 
     Args:
-        weights: plain weights, or quantised ones of a form that ``native_type`` covers.
+        weights: plain weights, or quantised ones that ``native_type`` covers.
 
     Raises:
         ModelLoadError: a zero point is not an integer.

@@ -21,9 +21,10 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 
 MAX_TORCH_LINEAR_PRODUCTS = 400_000
-"""Number of rows times weight elements up to which ``F.linear`` is faster in float32. Weights with
-fewer elements are kept in both layouts, at most 1.6 MB each; larger ones are packed. On a processor
-with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any number of rows."""
+"""Number of rows times weight elements up to which ``F.linear`` is faster than oneDNN in float32.
+Weights with fewer elements are kept in both layouts, at most 1.6 MB each; larger ones are packed.
+On a processor with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any number of
+rows."""
 
 
 def bucket_size(num_rows: int) -> int:
@@ -90,7 +91,10 @@ class OneDNNOps(CpuOps):
     name = "onednn"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes a packed layer, unless a large weight would be in memory twice."""
+        """Makes a packed layer, or one on the original weight where a packed copy would not pay.
+
+        A packed copy does not pay if a tied embedding keeps a large original in memory as well.
+        """
         dtype, small = weights.values.dtype, weights.values.numel() <= MAX_TORCH_LINEAR_PRODUCTS
         if weights.is_tied and not small and dtype != torch.float32:
             # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.

@@ -85,7 +85,11 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
 
 
 def _quantise_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and zero points ``[rows, groups, 1]``, and integers of the shape of ``values``."""
+    """Quantises ``values [rows, groups, INT4_GROUP_SIZE]``.
+
+    Returns:
+        Scales and zero points ``[rows, groups, 1]``, and integers of the shape of ``values``.
+    """
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
     best, least_error = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
@@ -142,4 +146,4 @@ QUANTISERS: Mapping[str, WeightQuantisers] = {
     "int8": WeightQuantisers(quantise_int8, quantise_int8),
     "int4": WeightQuantisers(quantise_int4, quantise_int8),
 }
-"""Conversions by the value of ``EngineConfig.quantization``."""
+"""Functions that quantise weights, by the value of ``EngineConfig.quantization``."""

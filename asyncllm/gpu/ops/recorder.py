@@ -35,8 +35,8 @@ class UnrecordableError(Exception):
 class DynamicSize(IntEnum):
     """First dimensions of tensors that vary by step; ``enum Size`` in ``native/src/interface.h``.
 
-    OUTPUT_TOKENS counts the tokens whose hidden states are returned. SAMPLED_TOKENS and GREEDY_TOKENS count parts of
-    these tokens: SAMPLED_TOKENS tokens get logits, GREEDY_TOKENS tokens only the index of the largest logit.
+    OUTPUT_TOKENS counts the tokens whose hidden states are returned. SAMPLED_TOKENS of them get
+    logits, GREEDY_TOKENS of them only the index of the largest logit.
     """
 
     ROWS = 0
@@ -53,7 +53,7 @@ FAKE_ROWS = {
     DynamicSize.SAMPLED_TOKENS: 3,
     DynamicSize.GREEDY_TOKENS: 4,
 }
-"""Number of rows of a fake tensor by DynamicSize; all differ, so that the number identifies the DynamicSize."""
+"""Number of rows of a fake tensor; all differ, so that the number identifies the DynamicSize."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ def _address(buffer: _Buffer) -> int:
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """A recorded op; a pointer is a buffer and a byte offset in its first row."""
+    """A recorded op, with each pointer as a buffer and a byte offset in the buffer's first row."""
 
     name: str
     size: DynamicSize
@@ -100,8 +100,8 @@ class Recorder(TorchDispatchMode):
     """Dispatch mode that records the native ops that are called while it is active.
 
     Raises:
-        UnrecordableError: a layer calls another op of torch, or uses a tensor that is neither an input
-            nor the result of a recorded op.
+        UnrecordableError: a layer calls another op of torch, or uses a tensor that is neither an
+            input nor the result of a recorded op.
     """
 
     def __init__(self, context: Context) -> None:
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
         return torch.from_numpy(fake)
 
     def empty_output(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Makes a fake output ``[T, width]`` of the DynamicSize and, by default, the dtype of ``like``."""
+        """Makes a fake output ``[T, width]`` of ``like``'s DynamicSize and, by default, dtype."""
         size, dtype = self._size_of(like), dtype or like.dtype
         row_bytes = width * dtype.itemsize
         memory = np.zeros(FAKE_ROWS[size] * row_bytes, dtype=np.uint8)
@@ -180,7 +180,8 @@ class Recorder(TorchDispatchMode):
         copied_args = type(args).from_buffer_copy(args)
         op = _RecordedOp(name, size, x_size, copied_args)
         for pointer, tensor in tensors.items():
-            # At run time the library skips the SAMPLED_TOKENS rows of x, whose number varies by step.
+            # The library itself skips the leading rows of x, which are the SAMPLED_TOKENS: their
+            # number varies by step.
             skipped_rows = (
                 FAKE_ROWS[DynamicSize.SAMPLED_TOKENS] if (name, pointer) == ("argmax", "x") else 0
             )
@@ -223,7 +224,8 @@ class Recorder(TorchDispatchMode):
             skipped_rows: number of rows before the tensor that do not count in the offset.
 
         Raises:
-            UnrecordableError: no buffer contains it, or it does not start in the row after ``skipped_rows``.
+            UnrecordableError: no buffer contains it, or it does not start in the row after
+                ``skipped_rows``.
         """
         address = tensor.data_ptr()
         index = bisect_right(self._buffers, address, key=_address) - 1
@@ -256,7 +258,7 @@ class Recorder(TorchDispatchMode):
         return dict(zip(map(id, activations), starts, strict=True)), total
 
     def make_program(self, capacity: Sequence[int]) -> Program:
-        """Makes the program. A buffer with a first dimension of DynamicSize s gets ``capacity[s]`` rows.
+        """Makes the program. A buffer of DynamicSize s gets ``capacity[s]`` rows.
 
         Raises:
             MemoryError: the activations cannot be allocated.

@@ -97,10 +97,11 @@ def _runs_native() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativeOpsChoice:
-    """Choice whether attention backend "auto" runs native ops on this CPU, with the reason.
+    """Choice whether the attention backend "auto" runs native ops on this CPU.
 
     Attributes:
-        can_be_built: whether only the compiled library is missing; ``reason`` names the remedy.
+        reason: reason of the choice; if ``can_be_built``, it names the remedy.
+        can_be_built: whether only the compiled library is missing.
     """
 
     runs: bool

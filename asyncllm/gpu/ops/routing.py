@@ -64,8 +64,9 @@ class TorchRouting:
             weights = weights * self.expert_scale[ids]
         return ids.int(), weights
 
-    def _mask_to_best_groups(self, choice: Tensor) -> Tensor:
-        grouped = choice.unflatten(1, (self.config.num_groups, -1))
+    def _mask_to_best_groups(self, scores: Tensor) -> Tensor:
+        """Sets the scores of experts outside the best groups to minus infinity."""
+        grouped = scores.unflatten(1, (self.config.num_groups, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.config.top_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
         return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)

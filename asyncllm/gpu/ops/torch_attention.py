@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 GROUP_OVERHEAD_TOKENS = 256
-"""Cost of one more group per layer, as the number of gathered tokens that take the same time."""
+"""Time of one more group per layer, as the number of gathered tokens that take as long."""
 
 MAX_GROUP_KV_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V in a group of more than one row."""
@@ -58,7 +58,7 @@ class AttentionGroup:
 
 @dataclass(slots=True)
 class CapturablePlan:
-    """Plan of decode rows whose lengths only the device knows.
+    """Plan of decode rows for a CUDA graph: only the device knows their lengths.
 
     Attributes:
         blocks: ``[B, W]`` int64, the rows' whole block tables.
@@ -327,9 +327,11 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     return groups
 
 
-def _may_join_group(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
-    """Whether a prefill row may join the group of the rows ``pending``."""
-    members = [*pending, row]
+def _may_join_group(
+    counts: np.ndarray, lengths: np.ndarray, group_rows: list[int], row: int
+) -> bool:
+    """Whether a prefill row may join the group that has ``group_rows``."""
+    members = [*group_rows, row]
     padded = len(members) * int(counts[members].max()) * int(lengths[members].max())
     exact = int((counts[members] * lengths[members]).sum())
     return padded <= MAX_PADDED_SCORES and padded <= 2 * exact + 1024

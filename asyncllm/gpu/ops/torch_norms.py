@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TorchResidualAdd:
-    """Substitute for the norm in blocks without a norm; its ``add_and_norm`` only adds to the residual."""
+    """Substitute for the norm in blocks without a norm; ``add_and_norm`` only adds."""
 
     def __init__(self, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self.multiplier, self.scale = multiplier, scale
@@ -51,7 +51,7 @@ class TorchFloat32WeightRMSNorm(TorchRMSNorm):
 def make_torch_norm(
     weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
 ) -> TorchRMSNorm:
-    """Makes the norm for the weight's dtype: TorchFloat32WeightRMSNorm for float32, else TorchRMSNorm.
+    """Makes the norm for the weight's dtype, float32 or the model's.
 
     It is over the last dimension of ``[T, H]`` or ``[T, parts, H]``.
 

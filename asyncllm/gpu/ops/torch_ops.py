@@ -68,11 +68,11 @@ class TorchOps:
 
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
-    """Quantisation schemes of which the linear layers accept at least one form."""
+    """Quantisation schemes of which the linear layers accept at least some weights."""
     quantisers: Mapping[str, WeightQuantisers] = MappingProxyType({})
-    """Conversions of plain weights, by the value of ``EngineConfig.quantization``."""
+    """Functions that quantise plain weights, by the value of ``EngineConfig.quantization``."""
     accepted_weights_text: ClassVar[str] = "'plain' only"
-    """Phrase for error messages: the weight forms that ``accepts_weights`` accepts."""
+    """Phrase for error messages: the weights that ``accepts_weights`` accepts."""
     packs_linear = False
     """Whether linear layers copy their weights and keep no reference to the originals."""
     linear_bytes = 0
@@ -98,7 +98,7 @@ class TorchOps:
         return self.make_linear(weights)
 
     def _check_and_count_weights(self, weights: LinearWeights) -> None:
-        """Checks the form of the weights, and adds their bytes to ``linear_bytes``.
+        """Checks the weights' specs, and adds their bytes to ``linear_bytes``.
 
         Raises:
             ModelLoadError: the op set cannot compute with weights of this form.
@@ -112,11 +112,11 @@ class TorchOps:
         self.linear_bytes += weights.num_bytes
 
     def accepts_weights(self, spec: WeightSpec) -> bool:
-        """Whether ``linear`` accepts weights of this form."""
+        """Whether ``linear`` accepts weights of this spec."""
         return spec.scheme == "plain"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes a linear layer from weights of a form that ``accepts_weights`` accepts."""
+        """Makes a linear layer from weights that ``accepts_weights`` accepts."""
         return TorchLinear(weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
@@ -140,7 +140,7 @@ class TorchOps:
         return self.make_experts(weights, config)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        """Makes the experts from weights of a form that ``accepts_weights`` accepts."""
+        """Makes the experts from weights that ``accepts_weights`` accepts."""
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
     def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class TorchOps:
     def packed_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
     ) -> Embedding:
-        """Makes an embedding from quantised weights of a form that ``accepts_weights`` accepts.
+        """Makes an embedding from quantised weights that ``accepts_weights`` accepts.
 
         Args:
             dtype: dtype of the embedding.
@@ -215,23 +215,24 @@ class TorchOps:
 
     @staticmethod
     def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-        """Multiplies ``x [T, N]`` by the sigmoid of ``gate [T, N]``, rounded to its dtype."""
+        """Multiplies ``x [T, N]`` by ``sigmoid(gate)``, rounded to the dtype of ``gate``."""
         return gate.sigmoid().mul_(x)
 
     @staticmethod
-    def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second half.
+    def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """``silu(gate) * up``, ``[T, I]``.
 
-        With ``up [T, I]``, ``gate_up`` is only the gate ``[T, I]``, and the result ``silu(gate_up)
-        * up``.
+        Args:
+            gate: ``[T, I]``; ``[T, 2 * I]`` if its second half is ``up``.
+            up: ``[T, I]``; None for the second half of ``gate``.
         """
-        gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def gelu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    def gelu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
         """``silu_mul`` with GELU (tanh approximation) in place of SiLU."""
-        gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     @staticmethod
@@ -254,10 +255,10 @@ class TorchOps:
             return
         assert step.previous_tokens is not None
         assert step.last_sampled_tokens is not None
-        lines, padded, size = step.table_rows(), step.req_indices < 0, group.block_size
-        sampled = step.last_sampled_tokens[lines]
+        table_rows, padded, size = step.table_rows(), step.req_indices < 0, group.block_size
+        sampled = step.last_sampled_tokens[table_rows]
         tokens = torch.where(step.previous_tokens < 0, sampled, step.previous_tokens)
-        blocks = group.block_table[lines, step.positions // size].long()
+        blocks = group.block_table[table_rows, step.positions // size].long()
         slots = blocks * size + step.positions % size
         step.token_ids.copy_(tokens.masked_fill(padded, 0))
         step.seq_lens.copy_((step.positions + 1).masked_fill(padded, 0))
@@ -278,8 +279,8 @@ class TorchOps:
         """
         req_indices, positions, last_sampled_tokens = rows
         padded = req_indices < 0
-        lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        row_sampling = {name: sampling[name][lines] for name in DRAW_SCALARS}
+        table_rows = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
+        row_sampling = {name: sampling[name][table_rows] for name in DRAW_SCALARS}
         tokens = gumbel_sample(logits, positions=positions + 1, **row_sampling)
-        last_sampled_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
+        last_sampled_tokens.index_copy_(0, table_rows, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

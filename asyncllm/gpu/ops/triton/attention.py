@@ -13,7 +13,12 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.backend import HALF_DTYPES, AttentionRequest, Constraints
+from asyncllm.gpu.ops.backend import (
+    CUDA_DEVICE_TYPES,
+    HALF_DTYPES,
+    AttentionRequest,
+    Constraints,
+)
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import tuning
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
@@ -35,7 +40,7 @@ class TritonAttention:
     name = "triton"
     needs_zeroed_blocks = False
     constraints: ClassVar = Constraints(
-        device_types=CUDA,
+        device_types=CUDA_DEVICE_TYPES,
         min_capability=(8, 0),
         dtypes=HALF_DTYPES | {torch.float32},
         max_head_dim=tuning.MAX_HEAD_DIM,

@@ -31,7 +31,7 @@ def _log_decay(a, dt_bias, log_rate, head):
 
 @triton.jit
 def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads a program's columns of a head's state; zeros for a ``fresh`` one, without tokens.
+    """Loads a program's columns of a head's state; zeros if it is ``fresh``, of a new sequence.
 
     Returns the row numbers, column numbers, addresses, mask and values.
     """
@@ -189,14 +189,14 @@ class TritonGatedDelta:
     many registers.
     """
 
-    def __init__(self, shape: LinearAttentionConfig, biases: DecayParameters) -> None:
-        self.shape, self.biases = shape, biases
+    def __init__(self, shape: LinearAttentionConfig, decay_parameters: DecayParameters) -> None:
+        self.shape, self.decay_parameters = shape, decay_parameters
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: TritonStateRows) -> Tensor:
-        shape, biases = self.shape, self.biases
+        shape, decay = self.shape, self.decay_parameters
         out = qkv.new_empty((qkv.shape[0], shape.value_size))
         arguments = (
-            out, qkv, gates, state, biases.dt_bias, biases.log_rate, rows.slots, rows.positions,
+            out, qkv, gates, state, decay.dt_bias, decay.log_rate, rows.slots, rows.positions,
             rows.query_start, qkv.stride(0), gates.stride(0), NORM_EPS,
         )  # fmt: skip
         sizes = {

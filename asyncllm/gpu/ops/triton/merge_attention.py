@@ -25,7 +25,7 @@ SPLITS_PER_ITERATION = tl.constexpr(8)
 
 @triton.jit
 def keys_per_split(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """First key of a sequence's first visible tile, and keys per split, a multiple of KEYS."""
+    """First key of a sequence's first visible tile, and keys per split (a multiple of KEYS)."""
     first = 0
     if WINDOW:
         first = tl.maximum(kv_len - window, 0) // KEYS * KEYS
@@ -77,7 +77,8 @@ def merge_kernel(
 
     Args:
         seq_lens: lengths of decode rows; with PREFILL the number of query tokens, padding excluded.
-        splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of ``balanced_keys_per_split``.
+        splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of
+            ``balanced_keys_per_split``.
         first_row: index of the first row in ``out``.
     """
     BLOCK_DIM: tl.constexpr = padded_head_dim(HEAD_DIM)

@@ -1,17 +1,19 @@
 """sample: Gumbel-max sampling in two kernels, without a sort of the vocabulary.
 
-The kernels compute ``gumbel.gumbel_sample``. The first reduces each chunk of 256 tokens to its
-maximum and its sum of exponentials, and, in truncated rows, to the winner of the race among its
-tokens. The second kernel has one program per row. If the row is not truncated, first the chunks
-race by their mass, then the tokens of the winning chunk. Otherwise:
+The kernels compute ``gumbel.gumbel_sample``: to draw from a set of tokens is to take the largest of
+their logits with Gumbel noise. Tokens are in the order of their logits, descending, then of their
+ids; a token is ahead of those after it. The first kernel reduces each chunk of 256 tokens to its
+maximum and its sum of exponentials, and, in truncated rows, to the token drawn from it. The second
+kernel has one program per row. If the row is not truncated, it draws a chunk by its mass, then a
+token from that chunk. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Only
   chunks with tokens above this bound, rarely many more than k, are read again; ``top_k.py`` finds
   the top-k threshold in them.
-- top_p: the winner of the race is the result if the tokens ahead of it have less than top_p of the
-  mass. Otherwise top_p excludes the winner and every token after it, and the tokens ahead of it
-  race again. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here the
-  noise is fixed, so that the loop ends at the winner among all tokens that survive truncation.
+- top_p: the drawn token is the result if the tokens ahead of it have less than top_p of the mass.
+  Otherwise top_p excludes the drawn token and every token after it, and the next draw is from the
+  tokens ahead of it. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here
+  the noise is fixed, so that the loop ends at the token drawn from all that survive truncation.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -100,7 +102,10 @@ def chunk_statistics_kernel(
     num_chunks,
     stride_logits,
 ):
-    """Computes the statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTER_ROWS_PER_PROGRAM))``."""
+    """Computes the statistics of chunks.
+
+    Grid ``(rows, num_chunks / (4 * COUNTER_ROWS_PER_PROGRAM))``.
+    """
     row = tl.program_id(0).to(tl.int64)
     req_index = tl.load(req_indices + row).to(tl.int64)
     if req_index < 0:
@@ -114,12 +119,12 @@ def chunk_statistics_kernel(
     k = tl.load(top_ks + req_index).to(tl.int32)
     limited = (k > 0) & (k < vocab_size)
     truncated = limited | (tl.load(min_ps + req_index) > 0.0) | (tl.load(top_ps + req_index) < 1.0)
-    races = (greedy == 0) & truncated
+    draws = (greedy == 0) & truncated
     word0 = zero
     word1 = zero
     word2 = zero
     word3 = zero
-    if races:
+    if draws:
         word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
     for index in tl.static_range(4):
         chunk = group * 4 + index
@@ -128,7 +133,7 @@ def chunk_statistics_kernel(
         at = logits + row * stride_logits + token
         value = tl.load(at, mask=real, other=float("-inf")).to(tl.float32) * factor
         score = value
-        if races:
+        if draws:
             if index == 0:
                 score = value - log_exponential_variate(word0)
             elif index == 1:
@@ -164,7 +169,7 @@ def log_exponential_noise(key, chunk, lane):
 
 @triton.jit
 def sample_in_chunk(logits, chunk, factor, vocab_size, key):
-    """The winner of the race among a chunk's tokens."""
+    """Token drawn from a chunk: that with the largest logit with Gumbel noise."""
     lane = tl.arange(0, CHUNK_TOKENS)
     token = chunk * CHUNK_TOKENS + lane
     value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
@@ -177,9 +182,7 @@ def sample_in_chunk(logits, chunk, factor, vocab_size, key):
 def sample_ahead_of_pivot(
     logits, listed_chunks, count, factor, vocab_size, largest, key, pivot_value, pivot
 ):
-    """Probability mass of the tokens that rank above a pivot, and the token drawn among them. Only
-    tokens of the ``listed_chunks`` count. The draw takes the largest of the logits with Gumbel
-    noise."""
+    """Mass of the tokens ahead of a pivot in ``listed_chunks``, and a token drawn from them."""
     mass = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.float32)
     best = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], float("-inf"), tl.float32)
     winner = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], 0, tl.int32)
@@ -243,7 +246,7 @@ def sample_tokens_kernel(
     by_mass = tl.where(
         sums > 0.0, maxima + tl.log(sums) - log_exponential_variate(word), float("-inf")
     )
-    # Race the chunks for every row, even if the result is unused: keeping the inputs for a branch
+    # Draw a chunk for every row, even if the result is unused: keeping the inputs for a branch
     # would spill registers.
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
@@ -281,16 +284,16 @@ def sample_tokens_kernel(
             cut_token = vocab_size
             if limited:
                 cut_value, cut_token = top_k_threshold(
-                    logits, candidates + row * MAX_SORTED_TOKENS, listed_chunks, count, factor, vocab_size,
-                    floor_value, lowest_order, k,
+                    logits, candidates + row * MAX_SORTED_TOKENS, listed_chunks, count, factor,
+                    vocab_size, floor_value, lowest_order, k,
                 )  # fmt: skip
             total, token = sample_ahead_of_pivot(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
             mass, following = sample_ahead_of_pivot(
                 *among, largest, key, scaled_logit_of(logits, token, factor), token
             )
-            # The loop ends however the mass is rounded, because the mass is 0 once no token is
-            # ahead of the winner.
+            # The loop ends however ``mass`` is rounded, because it is the mass of the tokens ahead
+            # of ``token``, and 0 once there are none.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = sample_ahead_of_pivot(

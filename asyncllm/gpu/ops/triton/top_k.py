@@ -3,8 +3,8 @@
 The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. There are rarely
 many more than k tokens at or above this bound. One pass over the chunks that contain such tokens,
 which the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there
-are more than MAX_SORTED_TOKENS, because k is large or many logits are equal, quickselect (Hoare, 1961)
-finds the threshold in several passes over the listed chunks.
+are more than MAX_SORTED_TOKENS, because k is large or many logits are equal, quickselect (Hoare,
+1961) finds the threshold in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -96,7 +96,7 @@ def count_ahead_of(
         token, value, real = load_listed_chunks(
             logits, listed_chunks, count, factor, vocab_size, start
         )
-        # Order tokens by keys: the token with the largest key among some tokens is a random one.
+        # Give tokens pseudo-random keys: the largest key in a set of tokens picks a random token.
         key = (token.to(tl.uint32) * SHUFFLE_KEY_FACTOR).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)

@@ -19,7 +19,7 @@ MIN_SPLIT_TOKENS = 256
 slower."""
 
 MAX_WAVE_SPLITS = 8
-"""Number up to which a sequence is split only to fill the last wave of programs."""
+"""Maximum number of splits of a sequence that serve only to fill the last wave of programs."""
 
 PROGRAMS_PER_SM = 4
 """Number of decode attention programs that fit a multiprocessor's shared memory and registers, for
@@ -35,8 +35,8 @@ result, which has to be merged, is twice as large as the keys and values that on
 reads."""
 
 SKEW_MARGIN_TOKENS = 1024
-"""A batch is skewed if its longest split has this many tokens more than twice the average number of
-tokens per program."""
+"""A batch is skewed if its longest split has more tokens than this number plus twice the average
+number of tokens per program."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -60,9 +60,9 @@ class Tiles:
 
 
 # Keys are the lowest compute capability, values the tiles for heads of up to 64, 128, 256 and 512
-# elements. Each buffered tile of K and V takes two stages, one for the look-up in the block table:
-# n tiles take 2n + 1 stages. With heads of 512 elements, a tile of 32 keys takes 32 KB for K and as
-# much for V.
+# elements. Each buffered tile of K and V takes two stages, of which one is for the look-up in the
+# block table: with the stage that computes, n tiles take 2n + 1 stages. With heads of 512
+# elements, a tile of 32 keys takes 32 KB for K and as much for V.
 _DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
     86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
@@ -123,10 +123,10 @@ def _find_tiles(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: 
 def decode_programs_per_sm(capability: int, head_dim: int) -> int:
     """Number of decode attention programs per multiprocessor for which splits are chosen.
 
-    It is the number that runs at the same time, but for Hopper's heads of 65 to 128 elements, whose
-    shared memory lets three run: with three, short rows would have splits whose merge costs more
-    than the last wave (on an H100, one split of 256 rows of 512 tokens took 0.87 of the time of
-    two).
+    It is the number that runs at the same time, except for heads of 65 to 128 elements on Hopper.
+    There three programs run, but a choice for three would give short rows splits whose merge costs
+    more than the last wave (on an H100, 256 rows of 512 tokens took 0.87 of the time with one split
+    instead of two).
     """
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
@@ -178,8 +178,8 @@ def num_splits(
     Programs run in waves, and a last wave of few programs takes as long as a full one. So the
     result is the smallest number of splits that keeps the GPU nearly as busy as the best number, as
     in FlashAttention's num_splits_heuristic. If a sequence has ``max_len`` tokens, none of its
-    splits has fewer than MIN_SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed in a
-    captured graph.
+    splits has fewer than MIN_SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed
+    in a captured graph.
 
     Args:
         batch: number of rows of the launch, padding included.
