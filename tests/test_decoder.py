@@ -156,7 +156,7 @@ class SandwichLayer:
         before, behind, between, after = self.norms
         normed, residual = before.add_and_norm(x, residual)
         x = behind(self.mixer(normed, step))
-        residual = residual if step.rows is None else residual[step.rows]
+        residual = residual if step.output_tokens is None else residual[step.output_tokens]
         normed, residual = between.add_and_norm(x, residual)
         return after(self.mlp(normed)), residual
 

@@ -217,7 +217,7 @@ def _explain_ops(report: ExecutionReport, attention_backend: str) -> str:
     from asyncllm.gpu.ops.registry import choose_native_ops
 
     choice = choose_native_ops()
-    if choice.runs and report.op_set != "native":
+    if choice.runs_native and report.op_set != "native":
         return "native ops do not take this model's shapes"
     return choice.reason
 

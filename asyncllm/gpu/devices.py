@@ -122,7 +122,7 @@ def resolve_dtype(
         return torch.float32
     # The native GEMM reads 16-bit weights and multiplies in float32 on every processor that it is
     # compiled for: a memory-bound step takes half the time that it takes with float32 weights.
-    runs_native = backend == "native" or (backend == "auto" and choose_native_ops().runs)
+    runs_native = backend == "native" or (backend == "auto" and choose_native_ops().runs_native)
     return torch.bfloat16 if runs_native or computes_in_bfloat16() else torch.float32
 
 

@@ -19,7 +19,7 @@ from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import PackedSizes, log_sizes, open_checkpoint
 from asyncllm.gpu.formats.reader import row_ranges
-from asyncllm.gpu.models.architectures import is_unused, parameters, sum_parameters
+from asyncllm.gpu.models.architectures import is_unused_tensor, parameters, sum_parameters
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.linear_weights import (
     LinearWeights,
@@ -355,7 +355,11 @@ def _check_tensors(reader: CheckpointReader, model: ModelConfig, wanted: list[Pa
             )
     _check_tied_head(reader, model)
     for name, info in reader.tensors.items():
-        if name not in expected and not is_unused(model, name) and not _is_zero_bias(reader, name):
+        if (
+            name not in expected
+            and not is_unused_tensor(model, name)
+            and not _is_zero_bias(reader, name)
+        ):
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is none of this architecture's: the model would "
                 "be computed without it"

@@ -95,7 +95,7 @@ class Decoder:
 
         After the last layer's mixer, only the tokens in ``step.wanted`` are computed.
         """
-        context.rows = step.wanted
+        context.output_tokens = step.wanted
         x, residual = self.layers[-1](x, residual, context)
         hidden, first = self.norm.add_and_norm(x, residual)[0], step.num_logits
         tokens = NO_TOKENS
@@ -143,5 +143,5 @@ class Decoder:
             "positions": positions,
             "slot_mappings": [groups[kind.kv_group].slot_mapping for kind in self.attention],
             "rotary": [self.ops.rotary(table, positions) for table in self.rope_tables],
-            "kv": cache.layers,
+            "kv_caches": cache.layers,
         }

@@ -121,8 +121,10 @@ class DecoderBuilder:
             self.scope, quantise=None if quantisers is None else quantisers.output_head
         )
         rotary_dim = model.rotary_dim or model.head_dim
-        self.order = rotary_order(model.head_dim, rotary_dim, interleaved=model.interleaved_rope)
-        self.shared_layers = {layer.kv_layer for layer in model.layers}
+        self.head_row_order = rotary_order(
+            model.head_dim, rotary_dim, interleaved=model.interleaved_rope
+        )
+        self.kv_source_layers = {layer.kv_layer for layer in model.layers}
         self.states: list[StateSpec] = []
         self.pending_scale = 1.0
 
@@ -187,7 +189,7 @@ class DecoderBuilder:
         """Key that is equal for layers whose ops have the same shapes."""
         model, attention = self.model, self.attention_by_layer.get(index)
         kind = "linear attention" if attention is None else attention.kind
-        sizes = (model.layer(index), index in self.shared_layers) if model.layers else ()
+        sizes = (model.layer(index), index in self.kv_source_layers) if model.layers else ()
         extra = (*sizes, "experts") if self.experts_config_of(index) else sizes
         return (kind, *extra) if extra else kind
 
@@ -240,7 +242,7 @@ class DecoderBuilder:
             kv_index=layer_attention.kv_index,
             sinks=(scope.vector("sinks", model.num_heads),) if model.sinks else (),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
-            shares_kv=index in self.shared_layers,
+            shares_kv=index in self.kv_source_layers,
             reads_shared_kv=reads_shared_kv,
         )
 
@@ -253,9 +255,9 @@ class DecoderBuilder:
         """
         dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
         gated = self.model.gated_attention
-        if self.order is None and not gated:
+        if self.head_row_order is None and not gated:
             return None
-        rotated = torch.arange(dim) if self.order is None else self.order
+        rotated = torch.arange(dim) if self.head_row_order is None else self.head_row_order
         queries = (torch.arange(heads) * dim * (1 + gated)).unsqueeze(1)
         keys = (heads * (1 + gated) + torch.arange(kv_heads).unsqueeze(1)) * dim
         parts = [queries + rotated, keys + rotated, keys + kv_heads * dim + torch.arange(dim)]
@@ -276,9 +278,11 @@ class DecoderBuilder:
             return None
         width = width if model.norms_whole_projections else shape.head_dim
         weight = scope.norm_weight(name, name, width)
-        if self.order is None:
+        if self.head_row_order is None:
             return weight
-        return weight.view(-1, len(self.order))[:, self.order.to(weight.device)].flatten()
+        return weight.view(-1, len(self.head_row_order))[
+            :, self.head_row_order.to(weight.device)
+        ].flatten()
 
     def mlp(
         self, scope: WeightScope, index: int

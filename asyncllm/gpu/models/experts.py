@@ -48,14 +48,14 @@ class ExpertsBesideMLP:
     Attributes:
         router_norm, input_norm: norms of the residual before the router and before the experts.
         experts_output_norm: norm of the experts' output.
-        norm: norm of the sum of both outputs.
+        sum_norm: norm of the sum of both outputs.
     """
 
     router_norm: RMSNorm
     input_norm: RMSNorm
     experts: ExpertsMLP
     experts_output_norm: RMSNorm
-    norm: RMSNorm
+    sum_norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Normalise the sum of the MLP's output ``x`` and the experts' output for ``residual``.
@@ -64,7 +64,7 @@ class ExpertsBesideMLP:
         """
         ids, weights = self.experts.routing(self.router_norm(residual))
         mixed = self.experts.experts(self.input_norm(residual), ids, weights)
-        return self.norm.add_and_norm(self.experts_output_norm(mixed), x)[0]
+        return self.sum_norm.add_and_norm(self.experts_output_norm(mixed), x)[0]
 
 
 def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:

@@ -73,8 +73,8 @@ class LayerWithPerLayerEmbedding:
         hidden, residual = self.residual_add.add_and_norm(*self.layer(x, residual, step))
         assert step.per_layer_embeddings is not None
         own = step.per_layer_embeddings[:, self.index]
-        if step.rows is not None:
-            own = own[step.rows]
+        if step.output_tokens is not None:
+            own = own[step.output_tokens]
         return self.norm(self.projection(self.activation(self.gate(hidden), own))), residual
 
 

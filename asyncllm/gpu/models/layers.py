@@ -34,10 +34,10 @@ class StepContext:
         slot_mappings: per attention kind ``[T]`` int64, KV slot of each token.
         plans: per attention kind, the step's plan, made by its Attention.
         rotary: per RoPE table, the result of ``TorchOps.rotary``.
-        kv: KV cache of each layer that has one.
+        kv_caches: KV cache of each layer that has one.
         states: tensors of the StateCache; () for a model without recurrent layers.
         state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
-        rows: ``[S]`` int64, tokens to compute after the running layer's mixer:
+        output_tokens: ``[S]`` int64, tokens to compute after the running layer's mixer:
             ``StepInputs.wanted`` in the last layer; None is all.
         per_layer_embeddings: ``[T, layers, P]``; None for a model without them.
         shared_kv: by KV index, k and v of this step's tokens, for later layers that reuse them.
@@ -47,10 +47,10 @@ class StepContext:
     slot_mappings: Sequence[Tensor]
     plans: Sequence[Any]
     rotary: Sequence[Any]
-    kv: Sequence[Tensor]
+    kv_caches: Sequence[Tensor]
     states: Sequence[Tensor] = ()
     state_rows: Any = None
-    rows: Tensor | None = None
+    output_tokens: Tensor | None = None
     per_layer_embeddings: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -71,8 +71,8 @@ reads the step's plans, states and state rows."""
 Mixer = Callable[[Tensor, StepContext], Tensor]
 """The sublayer in which tokens of a sequence see one another: attention or a recurrence.
 
-It maps ``[T, H]`` to ``[T, H]``, or to ``[S, H]`` for the tokens in ``step.rows``. It writes the KV
-or state of all T tokens."""
+It maps ``[T, H]`` to ``[T, H]``, or to ``[S, H]`` for ``step.output_tokens``. It writes the KV or
+state of all T tokens."""
 
 
 class Layer(Protocol):
@@ -91,7 +91,7 @@ class Layer(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """Return output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.rows``.
+        """Return output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.output_tokens``.
 
         Args:
             x: ``[T, H]``, the output of the previous layer.
@@ -144,7 +144,7 @@ class AttentionMixer:
     reads_shared_kv: bool = False
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
+        kv, index, rows = step.kv_caches[self.kv_index], self.attention_index, step.output_tokens
         if self.reads_shared_kv and rows is not None and not len(rows):
             return x[:0]
         rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
@@ -163,7 +163,7 @@ class AttentionMixer:
         return self.o(mixed if rows is None else mixed[rows])
 
     def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
+        kv, plan = step.kv_caches[self.kv_index], step.plans[self.attention_index]
         return self.attention(q, k, v, kv, plan, *self.sinks)
 
 
@@ -214,8 +214,8 @@ class DecoderLayer:
         else:
             normed, residual = self.input_norm.add_and_norm(x, residual)
         x = self.mixer(normed, step)
-        if step.rows is not None:
-            residual = residual[step.rows]
+        if step.output_tokens is not None:
+            residual = residual[step.output_tokens]
             if not len(residual):
                 return x, residual
         normed, residual = self.post_norm.add_and_norm(x, residual)

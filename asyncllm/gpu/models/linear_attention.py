@@ -41,7 +41,7 @@ class GatedDeltaMixer:
     first_state_index: int
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        qkvz, rows = self.qkvz(x), step.rows
+        qkvz, rows = self.qkvz(x), step.output_tokens
         z = qkvz[:, self.conv_size :]
         mixed = step.run_mixer_core(
             self.run_recurrence, z.shape[1], qkvz[:, : self.conv_size], self.gates(x)
@@ -80,10 +80,10 @@ def build_linear_attention(
         gates = {"in_proj_b": heads, "in_proj_a": heads}
     order, gates_order = projection_row_order(config) or (None, None)
     return GatedDeltaMixer(
-        qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
+        qkvz=scope.linear("qkvz", qkvz.items(), hidden, row_order=order),
         # Gates are never quantised, because the decay is exponential in them.
         gates=scope.linear(
-            "gates", gates.items(), hidden, order=gates_order, keep_unquantised=True
+            "gates", gates.items(), hidden, row_order=gates_order, keep_unquantised=True
         ),
         conv=ops.causal_conv(
             scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)

@@ -82,27 +82,27 @@ class WeightScope:
 
     def linear(
         self, name: str, modules: ModuleRows, width: int, bias: bool = False,
-        order: Tensor | None = None, *, keep_unquantised: bool = False,
+        row_order: Tensor | None = None, *, keep_unquantised: bool = False,
     ) -> Linear:  # fmt: skip
         """Make a linear layer that stacks ``modules``, with ``width`` columns.
 
         Args:
-            order: order of the rows; None keeps the checkpoint's.
+            row_order: order of the rows; None keeps the checkpoint's.
             keep_unquantised: whether the weight must not be packed or quantised.
         """
         weight = self.parameter(name, modules, width, linear=not keep_unquantised)
         own_bias = self.parameter(name, modules, suffix=".bias") if bias else None
-        return self.ops.linear(self.linear_weights(weight, own_bias, order))
+        return self.ops.linear(self.linear_weights(weight, own_bias, row_order))
 
     def linear_weights(
-        self, weight: Parameter, bias: Parameter | None = None, order: Tensor | None = None
+        self, weight: Parameter, bias: Parameter | None = None, row_order: Tensor | None = None
     ) -> LinearWeights:
-        """Weights of a linear layer for its op, quantised if configured, with rows in ``order``."""
+        """Weights of a linear layer for its op, quantised if configured, in ``row_order``."""
         weights = _as_linear_weights(self.source(weight))
         if bias is not None:
             weights = replace(weights, bias=self.plain_values(bias))
-        if order is not None:
-            weights = _reorder_rows(weights, order)
+        if row_order is not None:
+            weights = _reorder_rows(weights, row_order)
         return self.quantise_if_configured(weights) if weight.linear else weights
 
     def quantise_if_configured(self, weights: Tensor | LinearWeights) -> LinearWeights:

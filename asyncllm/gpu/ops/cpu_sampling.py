@@ -20,10 +20,10 @@ from asyncllm.gpu.ops.gumbel import (
     NO_TOKEN_LEFT,
     chunk_exponentials,
     gumbel_keys,
+    has_truncation,
     sample_in_chunk,
     temperature_factors,
     token_exponentials,
-    truncated_rows,
     truncation_mask,
 )
 
@@ -72,7 +72,7 @@ def _sample_rows(
     is_finite = torch.isfinite(largest)
     tokens = torch.where(largest == -torch.inf, NO_TOKEN_LEFT, -1)
     is_greedy = temperature < MIN_TEMPERATURE
-    is_truncated = truncated_rows(*limits, vocab_size)
+    is_truncated = has_truncation(*limits, vocab_size)
     if len(rows := torch.nonzero(is_finite & is_greedy).flatten()):
         tokens[rows] = scaled_logits[rows].argmax(-1)
     is_drawn = is_finite & ~is_greedy

@@ -88,8 +88,8 @@ class FlashAttention(ABC):
         head_dim_multiple=8,
     )
     block_size: ClassVar[int]
-    _with_cache: AttentionFunction
-    _prefill: AttentionFunction
+    _attend_with_kv_cache: AttentionFunction
+    _attend_varlen: AttentionFunction
 
     @classmethod
     def default_block_size(cls, device: torch.device) -> int:
@@ -154,7 +154,7 @@ class FlashAttention(ABC):
 
         The result of a padded row is finite.
         """
-        out = self._with_cache(
+        out = self._attend_with_kv_cache(
             q.unsqueeze(1),
             cache[0],
             cache[1],
@@ -169,7 +169,7 @@ class FlashAttention(ABC):
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
         """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
-        return self._prefill(
+        return self._attend_varlen(
             q,
             cache[0],
             cache[1],

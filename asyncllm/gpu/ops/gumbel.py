@@ -73,7 +73,7 @@ def gumbel_sample(
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
-    is_untruncated = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
+    is_untruncated = ~greedy & ~has_truncation(top_k, top_p, min_p, vocab_size)
     tokens = torch.where(is_untruncated, sample_untruncated(scaled_logits, keys), tokens)
     # The total mass is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled_logits.double() - largest).exp().sum(-1)
@@ -87,7 +87,7 @@ def temperature_factors(temperature: Tensor) -> Tensor:
     return torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
 
 
-def truncated_rows(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
+def has_truncation(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
     """Returns ``[S]`` bool: rows whose top_k, top_p or min_p may exclude a token."""
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
 

@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
 from asyncllm.gpu.ops.native_weights import native_type
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.native.context import Context
 
@@ -38,7 +38,7 @@ class NativeRouting:
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
             expert_scale=_check_expert_vector("scale of experts", weights.expert_scale, config),
-            dtype=DTYPES[weights.linear.values.dtype],
+            dtype=DTYPE_CODES[weights.linear.values.dtype],
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class NativeExperts:
         x, op = contiguous_rows(x, x.dtype), self._op
         top_k = self._check_tensors(x, ids, weights, shared, gate)
         args, out = op.args, op.empty_output(x, self.hidden_size)
-        args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
+        args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPE_CODES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
         # Reset the optional pointers, which the previous call may have set.
         args.shared, args.gate = None, None

@@ -8,7 +8,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_weights import pack_weights
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -53,7 +53,7 @@ class NativeLinear:
         contiguous rows."""
         op = self._linear
         op.args.x_stride, op.args.y_stride = x.stride(0), y.stride(0)
-        op.args.dtype = DTYPES[x.dtype]
+        op.args.dtype = DTYPE_CODES[x.dtype]
         op(x, {"x": x, "y": y})
 
     def empty_output(self, x: Tensor, width: int) -> Tensor:
@@ -68,7 +68,7 @@ class NativeLinear:
         """
         x, op = self.check_input(x), self._argmax
         tokens = op.empty_output(x, 1, torch.int64)
-        op.args.x_stride, op.args.dtype = x.stride(0), DTYPES[x.dtype]
+        op.args.x_stride, op.args.dtype = x.stride(0), DTYPE_CODES[x.dtype]
         op(x, {"x": x, "out": tokens})
         return tokens.view(-1)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, contiguous_parameter, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -24,7 +24,7 @@ class NativeResidualAdd:
         self._op.check_shape("x", x, residual.shape)
         args = self._op.args
         args.x_stride, args.residual_stride = x.stride(0), residual.stride(0)
-        args.width, args.dtype = x.shape[1], DTYPES[x.dtype]
+        args.width, args.dtype = x.shape[1], DTYPE_CODES[x.dtype]
         self._op(x, {"x": x, "residual": residual})
         return residual, residual
 
@@ -42,7 +42,7 @@ class NativeRMSNorm:
     ) -> None:  # fmt: skip
         self.weight, self.width = contiguous_parameter(weight), weight.shape[0]
         self._op = NativeOp(
-            context, "rms_norm", weight=self.weight, weight_dtype=DTYPES[weight.dtype],
+            context, "rms_norm", weight=self.weight, weight_dtype=DTYPE_CODES[weight.dtype],
             width=self.width, eps=eps, multiplier=multiplier, scale=scale,
         )  # fmt: skip
 
@@ -66,7 +66,7 @@ class NativeRMSNorm:
         x = contiguous_rows(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
         op.check_shape("x", x, (len(x), parts * self.width))
         args, out = op.args, op.empty_output(x, parts * self.width)
-        args.x_stride, args.parts, args.dtype = x.stride(0) // parts, parts, DTYPES[x.dtype]
+        args.x_stride, args.parts, args.dtype = x.stride(0) // parts, parts, DTYPE_CODES[x.dtype]
         tensors = {"x": x, "out": out}
         args.residual = None
         if residual is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.native.context import Context
 
 SILU, GELU_TANH = 0, 1
@@ -33,7 +33,7 @@ class NativeGatedMul:
             op.check_shape("up", up, gate.shape)
         args, out = op.args, op.empty_output(gate, width)
         args.gate_stride, args.up_stride = gate.stride(0), up.stride(0)
-        args.width, args.dtype = width, DTYPES[gate.dtype]
+        args.width, args.dtype = width, DTYPE_CODES[gate.dtype]
         op(gate, {"gate": gate, "up": up, "out": out})
         return out
 
@@ -49,7 +49,7 @@ class NativeSigmoidMul:
         op.check_shape("gate", gate, x.shape)
         args, width = op.args, x.shape[1]
         args.x_stride, args.gate_stride = x.stride(0), gate.stride(0)
-        args.width, args.dtype = width, DTYPES[x.dtype]
+        args.width, args.dtype = width, DTYPE_CODES[x.dtype]
         out = op.empty_output(x, width)
         op(x, {"x": x, "gate": gate, "out": out})
         return out
@@ -66,6 +66,6 @@ class NativeSoftcap:
             raise ValueError(f"native softcap: x has strides {x.stride()} on {x.device}")
         args = self._op.args
         args.stride, args.width, args.cap = x.stride(0), x.shape[1], cap
-        args.dtype = DTYPES[x.dtype]
+        args.dtype = DTYPE_CODES[x.dtype]
         self._op(x, {"x": x})
         return x

@@ -12,7 +12,7 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.gated_delta import DecayParameters
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -57,7 +57,7 @@ class NativeCausalConv:
         _check_state(op, state, (self.width - 1, self.channels), x.dtype)
         args, out = op.args, op.empty_output(x, self.channels)
         rows.set_args(args.rows, state)
-        args.x_stride, args.state, args.dtype = x.stride(0), state.data_ptr(), DTYPES[x.dtype]
+        args.x_stride, args.state, args.dtype = x.stride(0), state.data_ptr(), DTYPE_CODES[x.dtype]
         op(x, {"x": x, "out": out}, [state, rows], rows.count)
         return out
 
@@ -86,7 +86,7 @@ class NativeGatedDelta:
         args, out = op.args, op.empty_output(qkv, shape.value_size)
         rows.set_args(args.rows, state)
         args.qkv_stride, args.gates_stride = qkv.stride(0), gates.stride(0)
-        args.state, args.dtype = state.data_ptr(), DTYPES[qkv.dtype]
+        args.state, args.dtype = state.data_ptr(), DTYPE_CODES[qkv.dtype]
         op(qkv, {"qkv": qkv, "gates": gates, "out": out}, [state, rows], rows.count)
         return out
 
@@ -100,7 +100,7 @@ class NativeGatedNorm:
 
     def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
         self.weight = weight.contiguous()
-        dtype = DTYPES[weight.dtype]
+        dtype = DTYPE_CODES[weight.dtype]
         self._op = NativeOp(
             context, "gated_norm", weight=self.weight, head_size=len(weight), eps=eps, dtype=dtype
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, contiguous_parameter, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -36,7 +36,7 @@ class _Rotation:
             head_dim=shape.head_dim, **weights,
         )  # fmt: skip
         for norm in weights.values():
-            self._op.args.norm_dtype = DTYPES[norm.dtype]
+            self._op.args.norm_dtype = DTYPE_CODES[norm.dtype]
 
     def _rotate(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], slots: dict[str, Tensor],
@@ -53,7 +53,7 @@ class _Rotation:
         for name, index in indices.items():
             if index.dtype != torch.int64 or index.shape[0] != count or not index.is_contiguous():
                 raise ValueError(f"native rope: {name} are not {count} contiguous int64")
-        args.token_stride, args.dtype = qkv.stride(0), DTYPES[qkv.dtype]
+        args.token_stride, args.dtype = qkv.stride(0), DTYPE_CODES[qkv.dtype]
         args.table, args.table_rows = table.data_ptr(), table.shape[0]
         args.table_width = table.stride(0)
         self._op(qkv, {"qkv": qkv} | indices, [table, *keep_alive])

@@ -17,7 +17,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     TopLogprobs,
 )
 from asyncllm.gpu.batch.sampling_table import DRAW_SCALARS, LOGITS_STAGE_SCALARS
-from asyncllm.gpu.ops.program import DTYPES
+from asyncllm.gpu.ops.program import DTYPE_CODES
 from asyncllm.native.context import Context
 from asyncllm.native.interface import STRUCTS
 
@@ -43,7 +43,7 @@ def contiguous_logits(logits: Tensor) -> Tensor:
     Raises:
         ValueError: the logits are not a floating point matrix on the CPU.
     """
-    if logits.dtype not in DTYPES or logits.device.type != "cpu" or logits.dim() != 2:
+    if logits.dtype not in DTYPE_CODES or logits.device.type != "cpu" or logits.dim() != 2:
         raise ValueError(
             f"native sampling: logits are {tuple(logits.shape)} of {logits.dtype} on "
             f"{logits.device}, expected [rows, vocab_size] of a floating point type on cpu"
@@ -83,7 +83,7 @@ def _row_args(logits: Tensor, rows: DrawRows | SamplingRows, max_requests: int) 
         "positions": checked_address("positions", rows.positions, torch.int64, count),
         "last_sampled": checked_address("last_sampled_tokens", last, torch.int64, max_requests),
         "lines": max_requests,
-        "dtype": DTYPES[logits.dtype],
+        "dtype": DTYPE_CODES[logits.dtype],
     }
 
 
@@ -169,7 +169,7 @@ def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogpr
         raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
     context.call(
         "top_logprobs", logits.data_ptr(), logits.stride(0), count, logits.shape[1],
-        DTYPES[logits.dtype], checked_address("tokens", tokens, torch.int64, count), width - 1,
+        DTYPE_CODES[logits.dtype], checked_address("tokens", tokens, torch.int64, count), width - 1,
         checked_address("values", out.values, torch.float32, count, width),
         checked_address("ids", out.ids, torch.int64, count, width),
     )  # fmt: skip

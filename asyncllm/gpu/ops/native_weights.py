@@ -10,16 +10,16 @@ from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightSpec
-from asyncllm.gpu.ops.program import DTYPES
+from asyncllm.gpu.ops.program import DTYPE_CODES
 from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, WeightQuantisers, check_even_inputs
 from asyncllm.native.context import Context, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
-INT8, UINT4, UINT8 = 3, 4, 5
-"""The library's types of quantised weights. INT8 has a scale per output channel; UINT4 and UINT8
-have a scale per output channel and group of inputs."""
+INT8_CODE, UINT4_CODE, UINT8_CODE = 3, 4, 5
+"""The library's types of quantised weights. INT8_CODE has a scale per output channel, the others
+have one per output channel and group of inputs."""
 
-BLOCK_TYPES: Mapping[str, int] = {
+BLOCK_TYPE_CODES: Mapping[str, int] = {
     "q4_1": 6, "q5_0": 7, "q5_1": 8, "q4_k": 9, "q5_k": 10, "q6_k": 11, "iq4_nl": 12,
 }  # fmt: skip
 """The library's types of GGUF blocks, by scheme."""
@@ -33,15 +33,15 @@ def native_type(spec: WeightSpec) -> int | None:
     """The library's type for quantised weights of this spec; None if it does not support them."""
     block_rows, group = spec.scale_block or (0, 0)
     columns = spec.shape[1]
-    if spec.scheme in BLOCK_TYPES and not spec.has_order:
-        return BLOCK_TYPES[spec.scheme]
+    if spec.scheme in BLOCK_TYPE_CODES and not spec.has_order:
+        return BLOCK_TYPE_CODES[spec.scheme]
     if spec.has_order or block_rows != 1:
         return None
     if spec.scheme == "int8" and group == columns and not spec.has_zeros:
-        return INT8
+        return INT8_CODE
     if group % INPUTS_PER_SCALE and group < columns:
         return None
-    return {"int4": UINT4, "int8": UINT8}.get(spec.scheme)
+    return {"int4": UINT4_CODE, "int8": UINT8_CODE}.get(spec.scheme)
 
 
 def quantise_int8_native(context: Context, weights: LinearWeights) -> LinearWeights:
@@ -76,7 +76,7 @@ def _quantise_values(
     n, k = values.shape
     args = STRUCTS["RoundArgs"](
         values=values.data_ptr(), n=n, k=k, row_stride=values.stride(0), values_out=out.data_ptr(),
-        scales=scales.data_ptr(), zeros=_address(zeros), dtype=DTYPES[values.dtype], bits=bits,
+        scales=scales.data_ptr(), zeros=_address(zeros), dtype=DTYPE_CODES[values.dtype], bits=bits,
     )  # fmt: skip
     context.call("round", args)
 
@@ -108,14 +108,14 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
         stored = native_type(weights.spec)
-        if weights.scheme in BLOCK_TYPES:
+        if weights.scheme in BLOCK_TYPE_CODES:
             return _pack_blocks(context, weights, bias)
-        if stored != INT8:
+        if stored != INT8_CODE:
             assert stored is not None
             return _pack_grouped(context, weights, stored, bias)
     values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
     scales = None if weights.scales is None else weights.scales.float().flatten().contiguous()
-    stored = INT8 if weights.scheme == "int8" else DTYPES[values.dtype]
+    stored = INT8_CODE if weights.scheme == "int8" else DTYPE_CODES[values.dtype]
     n, k = values.shape
     handle = context.functions.pack(
         context.handle, values.data_ptr(), stored, n, k, values.stride(0), _address(scales),
@@ -131,17 +131,17 @@ def _pack_grouped(
     assert scales is not None
     assert block is not None
     # The kernels take unsigned integers: an 8-bit value is stored plus 128.
-    offset = 128 if stored == UINT8 else 0
+    offset = 128 if stored == UINT8_CODE else 0
     values = weights.values.contiguous()
     if offset:
         values = values.view(torch.uint8) ^ 128
-    scales = scales if scales.dtype in DTYPES else scales.float()
+    scales = scales if scales.dtype in DTYPE_CODES else scales.float()
     scales, zeros = scales.contiguous(), _pack_zero_points(weights.zeros, offset, scales)
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
         group=-(-min(block[1], k) // INPUTS_PER_SCALE) * INPUTS_PER_SCALE,
         scales=scales.data_ptr(), zeros=_address(zeros),
-        bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],
+        bias=_address(bias), dtype=stored, scale_dtype=DTYPE_CODES[scales.dtype],
     )  # fmt: skip
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
@@ -152,7 +152,7 @@ def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) 
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k,
         row_bytes=values.stride(0), group=BLOCK_SIZES[weights.scheme][0], bias=_address(bias),
-        dtype=BLOCK_TYPES[weights.scheme], scale_dtype=DTYPES[torch.float16],
+        dtype=BLOCK_TYPE_CODES[weights.scheme], scale_dtype=DTYPE_CODES[torch.float16],
     )  # fmt: skip
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 

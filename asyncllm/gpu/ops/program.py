@@ -15,7 +15,7 @@ from asyncllm.native.interface import STRUCTS, Op
 STATUS_INVALID = 1
 """Value of ``STATUS_INVALID`` in ``native/src/interface.h``."""
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of ``enum DType`` in ``native/src/interface.h``."""
 
 
@@ -36,7 +36,7 @@ def contiguous_parameter(parameter: Tensor) -> Tensor:
     Raises:
         ValueError: the parameter is not on the CPU, or of a dtype that no op reads.
     """
-    if parameter.dtype not in DTYPES or parameter.device.type != "cpu":
+    if parameter.dtype not in DTYPE_CODES or parameter.device.type != "cpu":
         raise ValueError(f"native ops: a parameter of {parameter.dtype} on {parameter.device}")
     return parameter.contiguous()
 

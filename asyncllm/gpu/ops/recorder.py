@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out_buffers
-from asyncllm.gpu.ops.program import DTYPES, Program
+from asyncllm.gpu.ops.program import DTYPE_CODES, Program
 from asyncllm.native.context import Context
 from asyncllm.native.interface import ARGS, OP_KINDS, Op
 
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 
 
 class UnrecordableError(Exception):
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
             raise UnrecordableError("an index other than one of rows has no native kernel")
         out = self.empty_output(index, x.shape[1], x.dtype)
         args = ARGS["select"](
-            x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPES[x.dtype]
+            x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPE_CODES[x.dtype]
         )
         tensors = {"x": x, "ids": index, "out": out}
         self.add_op("select", index, args, tensors, x_size=self._size_of(x))
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):
             )
             for buffer in activations
         ]
-        starts, total = lay_out_buffers(lifetimes, ALIGNMENT)
+        starts, total = lay_out_buffers(lifetimes, ALIGNMENT_BYTES)
         return dict(zip(map(id, activations), starts, strict=True)), total
 
     def make_program(self, capacity: Sequence[int]) -> Program:
@@ -265,8 +265,8 @@ class Recorder(TorchDispatchMode):
         """
         offsets, total = self.place_activations(capacity)
         # The operating system commits memory to a page of zeros only when it is first written.
-        memory = np.zeros(total + ALIGNMENT, dtype=np.uint8)
-        base = -memory.ctypes.data % ALIGNMENT
+        memory = np.zeros(total + ALIGNMENT_BYTES, dtype=np.uint8)
+        base = -memory.ctypes.data % ALIGNMENT_BYTES
 
         def address(buffer: _Buffer) -> int:
             if buffer.array is not None:

@@ -92,7 +92,7 @@ def _runs_native() -> bool:
     choice = choose_native_ops()
     if choice.can_be_built:
         logger.warning("%s", choice.reason)
-    return choice.runs
+    return choice.runs_native
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class NativeOpsChoice:
         can_be_built: whether only the compiled library is missing.
     """
 
-    runs: bool
+    runs_native: bool
     reason: str
     can_be_built: bool = False
 

@@ -92,7 +92,7 @@ class TritonAttention:
         self.decode_tiles = tuning.decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = tuning.prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
-    def splits(self, batch: int, max_len: int, window: int | None) -> int:
+    def num_splits(self, batch: int, max_len: int, window: int | None) -> int:
         """Chooses the number of splits per row for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
@@ -120,7 +120,7 @@ class TritonAttention:
         longest = int(lengths.max())
         if not self.may_have_skewed_lengths(longest, window):
             return False
-        splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
+        splits, kv_heads = self.num_splits(batch, max_len, None), self.shape.num_kv_heads
         places = self.programs_per_sm * self.num_sms
         return tuning.has_skewed_lengths(longest, int(lengths.sum()), splits, kv_heads, places)
 
@@ -159,7 +159,7 @@ class TritonAttention:
                 self.shape.num_kv_heads, self.num_sms, self.programs_per_sm
             )
             return batch + plan.extra_splits
-        plan.splits = self.splits(batch, max_len, plan.window)
+        plan.splits = self.num_splits(batch, max_len, plan.window)
         return batch * plan.splits if plan.splits > 1 else 0
 
     def _plan_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:

@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.gated_delta import NORM_EPS, DecayParameters
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-TOKEN_COLUMNS, CHUNK_COLUMNS = tl.constexpr(32), tl.constexpr(16)
+TOKEN_KERNEL_COLUMNS, CHUNK_KERNEL_COLUMNS = tl.constexpr(32), tl.constexpr(16)
 """Columns of a head's state per program of ``delta_token_kernel`` and ``delta_chunk_kernel``."""
 
 CHUNK_TOKENS = tl.constexpr(16)
@@ -81,7 +81,7 @@ def delta_token_kernel(
         return
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
     fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, TOKEN_COLUMNS)
+    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, TOKEN_KERNEL_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for i in range(count):
         token = first + i
@@ -136,7 +136,7 @@ def delta_chunk_kernel(
     steps = tl.arange(0, CHUNK_TOKENS)
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
     fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, CHUNK_COLUMNS)
+    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, CHUNK_KERNEL_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for start in range(0, count, CHUNK_TOKENS):
         real = start + steps < count
@@ -211,7 +211,7 @@ class TritonGatedDelta:
 
         exact = qkv.dtype == torch.float32
         if rows.num_rows:
-            delta_token_kernel[grid(TOKEN_COLUMNS.value)](
+            delta_token_kernel[grid(TOKEN_KERNEL_COLUMNS.value)](
                 *arguments,
                 **sizes,
                 LONG_ROWS=exact and rows.is_mixed,
@@ -219,5 +219,5 @@ class TritonGatedDelta:
                 num_warps=8,
             )
         if rows.is_mixed and not exact:
-            delta_chunk_kernel[grid(CHUNK_COLUMNS.value)](*arguments, **sizes, num_warps=4)
+            delta_chunk_kernel[grid(CHUNK_KERNEL_COLUMNS.value)](*arguments, **sizes, num_warps=4)
         return out

@@ -49,7 +49,7 @@ LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)
 COUNTER_ROWS_PER_PROGRAM = tl.constexpr(4)
 """Rows of Philox counters per program of ``chunk_statistics_kernel``; a row covers four chunks."""
 
-CHUNK_ARGUMENTS = ["listed_chunks", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
+CHUNK_ARGUMENT_NAMES = ["listed_chunks", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
 """Kernel arguments that lie in one allocation, so that their alignments depend on the number of
 rows. A kernel specialised on the alignments would be compiled again while requests are served."""
 
@@ -84,7 +84,7 @@ def temperature_factor(temperature):
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
 
 
-@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
+@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENT_NAMES)
 def chunk_statistics_kernel(
     chunk_max,
     chunk_sum,
@@ -202,7 +202,7 @@ def sample_ahead_of_pivot(
     return tl.sum(tl.sum(mass, 1), 0), tl.minimum(tl.min(tl.min(first, 1), 0), vocab_size - 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
+@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENT_NAMES)
 def sample_tokens_kernel(
     out,
     last_sampled_tokens,

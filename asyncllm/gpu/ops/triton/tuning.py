@@ -135,7 +135,7 @@ def decode_programs_per_sm(capability: int, head_dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ProductTiles:
+class GroupedMatmulTiles:
     """Launch shape of a grouped matrix product.
 
     Attributes:
@@ -151,23 +151,23 @@ class ProductTiles:
     stages: int
 
 
-SMALL_GROUP_ROWS = 16
+MAX_SMALL_GROUP_ROWS = 16
 """Average number of rows per group up to which a grouped product uses its smallest tiles."""
 
 
-def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductTiles:
+def grouped_matmul_tiles(num_rows: int, num_groups: int, element_size: int) -> GroupedMatmulTiles:
     """Launch shape of a grouped matrix product of ``num_rows`` rows in ``num_groups`` groups.
 
     It depends on shapes alone, so that it is fixed in a captured graph.
     """
-    rows = SMALL_GROUP_ROWS if num_rows <= SMALL_GROUP_ROWS * num_groups else 64
+    rows = MAX_SMALL_GROUP_ROWS if num_rows <= MAX_SMALL_GROUP_ROWS * num_groups else 64
     if element_size > 2:
         # Use small tiles: tensor cores multiply full-precision float32 in software, which takes
         # many registers.
-        return ProductTiles(
-            rows // 2 if rows > SMALL_GROUP_ROWS else SMALL_GROUP_ROWS, 32, 32, 4, 1
+        return GroupedMatmulTiles(
+            rows // 2 if rows > MAX_SMALL_GROUP_ROWS else MAX_SMALL_GROUP_ROWS, 32, 32, 4, 1
         )
-    return ProductTiles(rows, 64, 64, 4, 3)
+    return GroupedMatmulTiles(rows, 64, 64, 4, 3)
 
 
 def num_splits(
@@ -254,7 +254,7 @@ def wave_utilisation(programs: int, num_concurrent_programs: int) -> float:
     return programs / (cdiv(programs, num_concurrent_programs) * num_concurrent_programs)
 
 
-def row_warps(width: int) -> int:
+def num_row_warps(width: int) -> int:
     """Number of warps for a kernel that holds a row of ``width`` elements in registers."""
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 
