@@ -27,7 +27,7 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.architectures import parameters
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightSpec
-from asyncllm.gpu.ops.native_weights import native_type
+from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.weights import load_weights
 from benchmarks.common import Report, options
 
@@ -212,7 +212,7 @@ def load(path: Path, dtype: str, threads: int, keep: str) -> dict[str, float]:
     """
 
     def takes(spec: WeightSpec) -> bool:
-        return keep == "packed" and native_type(spec) is not None
+        return keep == "packed" and native_type_code(spec) is not None
 
     torch.set_num_threads(threads)
     if path.is_file():

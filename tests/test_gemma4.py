@@ -19,7 +19,7 @@ from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import sum_parameters
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
-from asyncllm.gpu.models.layer_inputs import LayerWithPerLayerEmbedding
+from asyncllm.gpu.models.per_layer_embeddings import LayerWithPerLayerEmbedding
 from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights

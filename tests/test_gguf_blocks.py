@@ -93,7 +93,7 @@ def test_broken_or_partial_blocks_are_refused():
     assert set(BLOCK_TYPE_CODES) == set(BLOCK_SIZES)
     for scheme in SCHEMES:
         assert ops.accepts_weights(WeightSpec((6, 512), scheme))
-        assert not ops.accepts_weights(WeightSpec((6, 512), scheme, has_order=True))
+        assert not ops.accepts_weights(WeightSpec((6, 512), scheme, has_column_order=True))
         size = BLOCK_SIZES[scheme][1]
         with pytest.raises(
             ModelLoadError, match=f"columns of values is {size + 1}, expected a mul"

@@ -29,7 +29,7 @@ from asyncllm.gpu.models.weight_scope import _reorder_rows
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, join_weights
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.native_weights import native_type, pack_new_weights
+from asyncllm.gpu.ops.native_weights import native_type_code, pack_new_weights
 from asyncllm.gpu.packed.packed_file import PackedFile, PanelRecorder, write_packed_file
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
@@ -282,7 +282,7 @@ def test_memory_is_little_more_than_the_file(load_case, name):
     held = 0
     weights = load_weights(
         ModelConfig.from_directory(case.path), torch.float32, CPU,
-        accepts_weights=lambda spec: native_type(spec) is not None,
+        accepts_weights=lambda spec: native_type_code(spec) is not None,
     )  # fmt: skip
     for _, each in weights:
         if isinstance(each, LinearWeights):
@@ -297,7 +297,7 @@ def test_memory_is_little_more_than_the_file(load_case, name):
 def test_the_file_of_packed_weights_has_the_same_bits(load_case, tmp_path, name):
     """An embedding of its own, and layers of several types, from the file of a start before."""
     case, own = load_case(name), context(1)
-    accepts: Any = lambda spec: native_type(spec) is not None  # noqa: E731
+    accepts: Any = lambda spec: native_type_code(spec) is not None  # noqa: E731
     config, recorded, fresh = ModelConfig.from_directory(case.path), [], {}
     for key, each in load_weights(config, torch.float32, CPU, accepts_weights=accepts):
         if isinstance(each, LinearWeights):

@@ -180,7 +180,7 @@ def test_forms_that_the_kernels_lack_are_refused():
         (WeightSpec((6, 50), "int4", (1, 50)), True),
         (WeightSpec((6, 64), "int4", (1, 16)), False),
         (WeightSpec((6, 64), "int8", (2, 64)), False),
-        (WeightSpec((6, 64), "int4", (1, 32), has_order=True), False),
+        (WeightSpec((6, 64), "int4", (1, 32), has_column_order=True), False),
         (WeightSpec((6, 64), "e4m3", (1, 64)), False),
         (WeightSpec((6, 64), "e2m1", (1, 32)), False),
     ):

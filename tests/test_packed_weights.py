@@ -18,7 +18,7 @@ from asyncllm.checkpoint.reader import QuantisedTensor
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightSpec
-from asyncllm.gpu.ops.native_weights import native_type
+from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.weights import load_weights, packed_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
@@ -59,7 +59,7 @@ def loaded(model: ModelConfig, **settings: Any) -> dict[str, Tensor | LinearWeig
 
 
 def takes(spec: WeightSpec) -> bool:
-    return native_type(spec) is not None
+    return native_type_code(spec) is not None
 
 
 def bundles(weights: Iterable[tuple[str, Tensor | LinearWeights]]) -> dict[str, LinearWeights]:

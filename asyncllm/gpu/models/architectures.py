@@ -83,8 +83,8 @@ def is_unused_tensor(model: ModelConfig, name: str) -> bool:
     return index < end
 
 
-def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """Sum ``size`` over all parameters.
+def sum_parameters(model: ModelConfig, size_of: Callable[[Parameter], int]) -> int:
+    """Sum ``size_of`` over all parameters.
 
     Layers differ only in mixer, experts and sizes, so only one layer of each kind is built, and its
     sum is multiplied by the number of such layers.
@@ -92,11 +92,11 @@ def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
     kinds, recorder = _count_layers_by_kind(model), _ParameterRecorder()
     make_builder = recorder.make_builder(model, kinds)
     make_builder.decoder((), {}, ())
-    total = sum(map(size, recorder.requested_parameters))
+    total = sum(map(size_of, recorder.requested_parameters))
     for layer, count in kinds.items():
         recorder.requested_parameters.clear()
         make_builder.layer(layer)
-        total += count * sum(map(size, recorder.requested_parameters))
+        total += count * sum(map(size_of, recorder.requested_parameters))
     return total
 
 

@@ -13,8 +13,8 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import NO_TOKENS, StepOutput
-from asyncllm.gpu.models.layer_inputs import PerLayerEmbeddings
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
+from asyncllm.gpu.models.per_layer_embeddings import PerLayerEmbeddings
 from asyncllm.gpu.models.rope import RopeSpec, rope_table
 from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.torch_ops import TorchOps

@@ -18,10 +18,6 @@ from asyncllm.gpu.models.attention_kinds import (
 )
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.experts import ExpertsBesideMLP, build_experts, build_experts_beside_mlp
-from asyncllm.gpu.models.layer_inputs import (
-    build_per_layer_embeddings,
-    wrap_with_per_layer_embedding,
-)
 from asyncllm.gpu.models.layers import (
     AttentionKind,
     AttentionMixer,
@@ -33,6 +29,10 @@ from asyncllm.gpu.models.layers import (
 )
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
+from asyncllm.gpu.models.per_layer_embeddings import (
+    build_per_layer_embeddings,
+    wrap_with_per_layer_embedding,
+)
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
 from asyncllm.gpu.models.weight_scope import ParameterSource, WeightScope, rows_by_module
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm

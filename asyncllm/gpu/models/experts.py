@@ -87,8 +87,8 @@ def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
         ops.experts(
             ExpertsWeights(
                 count,
-                _stacked_experts(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
-                _stacked_experts(scope, config, "down", ((down, hidden),), inner),
+                _expert_weights(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
+                _expert_weights(scope, config, "down", ((down, hidden),), inner),
             ),
             config.activation,
             routing.top_k,
@@ -134,7 +134,7 @@ def _router_parameter(
     return replace(own, alternative=fused)
 
 
-def _stacked_experts(
+def _expert_weights(
     scope: WeightScope,
     config: ExpertsConfig,
     name: str,

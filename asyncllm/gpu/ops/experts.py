@@ -190,7 +190,7 @@ def tokens_by_expert(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor
         ids, weights: ``[T, top_k]``.
 
     Yields:
-        The expert, its n tokens ``[n]``, and the weights of its results for them ``[n, 1]``.
+        The expert, its n tokens ``[n]``, and the weights of its outputs for them ``[n, 1]``.
     """
     order = ids.flatten().argsort(stable=True)
     tokens, factors = order // ids.shape[1], weights.reshape(-1, 1)[order]

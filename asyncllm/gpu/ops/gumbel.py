@@ -28,7 +28,7 @@ NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""
 
 _MIN_FLOAT32 = -3.4028234663852886e38
-_LOW32 = 0xFFFFFFFF
+_LOW_32_BITS = 0xFFFFFFFF
 
 
 def gumbel_sample(
@@ -165,7 +165,9 @@ def token_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     """
     counters = tokens // (4 * CHUNK_TOKENS) * CHUNK_TOKENS + tokens % CHUNK_TOKENS
     words = torch.stack(_philox(counters, keys.unsqueeze(1), 0))
-    return _exponential(words.gather(0, (tokens // CHUNK_TOKENS % 4).unsqueeze(0)).squeeze(0))
+    return _exponential_variate(
+        words.gather(0, (tokens // CHUNK_TOKENS % 4).unsqueeze(0)).squeeze(0)
+    )
 
 
 def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
@@ -174,11 +176,11 @@ def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
     Chunk c uses word 0 of Philox's output for counter (c, 1).
     """
     chunks = torch.arange(count, device=keys.device).expand(len(keys), -1)
-    return _exponential(_philox(chunks, keys.unsqueeze(1), 1)[0])
+    return _exponential_variate(_philox(chunks, keys.unsqueeze(1), 1)[0])
 
 
-def _exponential(word: Tensor) -> Tensor:
-    u = ((word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+def _exponential_variate(random_word: Tensor) -> Tensor:
+    u = ((random_word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     # Use a series for small u: sampled tokens have u near 0, and 1 - u would round away the bits of
     # u.
     series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6)))))
@@ -187,15 +189,15 @@ def _exponential(word: Tensor) -> Tensor:
 
 def _philox(counters: Tensor, keys: Tensor, domain: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of Philox4x32-10 for (counters, domain), as int64 in [0, 2**32)."""
-    key0, key1 = torch.broadcast_tensors(keys & _LOW32, _logical_right_shift(keys, 32))[:2]
+    key0, key1 = torch.broadcast_tensors(keys & _LOW_32_BITS, _logical_right_shift(keys, 32))[:2]
     zero = torch.zeros_like(counters + keys)
     c0, c1, c2, c3 = counters + zero, zero + domain, zero, zero
     for _ in range(10):
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0 = _logical_right_shift(product2, 32) ^ c1 ^ key0
         c2 = _logical_right_shift(product0, 32) ^ c3 ^ key1
-        c1, c3 = product2 & _LOW32, product0 & _LOW32
-        key0, key1 = (key0 + 0x9E3779B9) & _LOW32, (key1 + 0xBB67AE85) & _LOW32
+        c1, c3 = product2 & _LOW_32_BITS, product0 & _LOW_32_BITS
+        key0, key1 = (key0 + 0x9E3779B9) & _LOW_32_BITS, (key1 + 0xBB67AE85) & _LOW_32_BITS
     return c0, c1, c2, c3
 
 

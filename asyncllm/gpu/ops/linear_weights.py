@@ -49,14 +49,14 @@ class WeightSpec:
     Attributes:
         shape: ``(out, in)``.
         scheme, scale_block: see ``LinearWeights``.
-        has_zeros, has_order: whether there are ``zeros`` and a ``column_order``.
+        has_zeros, has_column_order: whether there are ``zeros`` and a ``column_order``.
     """
 
     shape: tuple[int, int]
     scheme: QuantScheme = "plain"
     scale_block: tuple[int, int] | None = None
     has_zeros: bool = False
-    has_order: bool = False
+    has_column_order: bool = False
 
 
 class PanelSource(Protocol):
@@ -144,7 +144,7 @@ class LinearWeights:
                 + " or ".join(map(str, choices))
             )
 
-    def quantised(
+    def with_quantised_values(
         self, scheme: QuantScheme, values: Tensor, scales: Tensor, columns: int,
         zeros: Tensor | None = None,
     ) -> LinearWeights:  # fmt: skip

@@ -1,4 +1,4 @@
-"""NativeTable, NativeEmbedding: embeddings from a plain table or from a tied output head."""
+"""NativePlainEmbedding, NativeEmbedding: embeddings from a plain table or from a tied head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NativeEmbedding:
         return out
 
 
-class NativeTable(NativeEmbedding):
+class NativePlainEmbedding(NativeEmbedding):
     """Embedding with a table of plain values ``[vocab_size, H]``."""
 
     def __init__(self, context: Context, values: Tensor, multiplier: float = 1.0) -> None:

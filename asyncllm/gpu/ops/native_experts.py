@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.experts import ExpertsWeights, split_experts
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
-from asyncllm.gpu.ops.native_weights import native_type
+from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.native.context import Context
@@ -68,13 +68,13 @@ class NativeExperts:
     A token's result does not depend on other tokens, to the last bit.
 
     Raises:
-        ModelLoadError: ``native_type`` does not cover the weights' quantisation.
+        ModelLoadError: ``native_type_code`` does not cover the weights' quantisation.
     """
 
     def __init__(self, context: Context, weights: ExpertsWeights, config: ActivationConfig) -> None:
         layers = weights.gate_up, weights.down
         for layer in layers:
-            if layer.scheme != "plain" and native_type(layer.spec) is None:
+            if layer.scheme != "plain" and native_type_code(layer.spec) is None:
                 raise ModelLoadError(
                     f"experts of scheme {layer.scheme!r} with scale_block={layer.scale_block}: the "
                     "op set 'native' has no layout for them"

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.base import Embedding
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightSpec
-from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativeTable
+from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativePlainEmbedding
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
 from asyncllm.gpu.ops.native_linear import NativeJoinedLinear, NativeLinear
 from asyncllm.gpu.ops.native_norms import NativeResidualAdd, NativeRMSNorm
@@ -31,7 +31,7 @@ from asyncllm.gpu.ops.native_recurrent import (
 )
 from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
-from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, native_quantisers, native_type
+from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, native_quantisers, native_type_code
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.native.context import Context
 
@@ -64,7 +64,7 @@ class NativeOps(CpuOps):
         self.gated_norm = partial(NativeGatedNorm, context)
         self.routing = partial(NativeRouting, context)
         self.make_experts = partial(NativeExperts, context)
-        self.embedding = partial(NativeTable, context)
+        self.embedding = partial(NativePlainEmbedding, context)
         self.sample = partial(sample, context)
         self.process_logits = partial(process_logits, context)
         self.top_logprobs = partial(top_logprobs, context)
@@ -75,7 +75,7 @@ class NativeOps(CpuOps):
         self.context.functions.lengthen_slice()
 
     def accepts_weights(self, spec: WeightSpec) -> bool:
-        return spec.scheme == "plain" or native_type(spec) is not None
+        return spec.scheme == "plain" or native_type_code(spec) is not None
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear | NativeJoinedLinear:
         if weights.next_parts:

@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguo
 from asyncllm.native.context import Context
 
 
-class _Rotation:
+class _NativeRopeBase:
     """Base of the ops that normalise and rotate heads in place.
 
     Args:
@@ -38,7 +38,7 @@ class _Rotation:
         for norm in weights.values():
             self._op.args.norm_dtype = DTYPE_CODES[norm.dtype]
 
-    def _rotate(
+    def _norm_and_rotate(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], slots: dict[str, Tensor],
         keep_alive: list[Tensor],
     ) -> Tensor:  # fmt: skip
@@ -60,7 +60,7 @@ class _Rotation:
         return heads
 
 
-class NativeRope(_Rotation):
+class NativeRope(_NativeRopeBase):
     """``Rope`` in C++, which normalises and rotates q in place."""
 
     def __init__(
@@ -72,10 +72,10 @@ class NativeRope(_Rotation):
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """See ``Rope``; ``rotary`` is the RoPE table and the positions."""
-        return self._rotate(q, rotary, {}, [])
+        return self._norm_and_rotate(q, rotary, {}, [])
 
 
-class NativeRopeAndCache(_Rotation):
+class NativeRopeAndCache(_NativeRopeBase):
     """``RopeAndCache`` in C++, which normalises and rotates q and k in place in ``qkv``."""
 
     def __init__(
@@ -104,7 +104,7 @@ class NativeRopeAndCache(_Rotation):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``RopeAndCache``; ``rotary`` is the RoPE table and the positions."""
         set_cache_args(self._op.args, cache, self.shape, rotary[0].dtype)
-        heads = self._rotate(qkv, rotary, {"slots": slot_mapping}, [cache])
+        heads = self._norm_and_rotate(qkv, rotary, {"slots": slot_mapping}, [cache])
         num_q, num_k = self.shape.num_heads, self.shape.num_kv_heads
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
 

@@ -29,13 +29,13 @@ INPUTS_PER_SCALE = 32
 has to be a multiple of it."""
 
 
-def native_type(spec: WeightSpec) -> int | None:
+def native_type_code(spec: WeightSpec) -> int | None:
     """The library's type for quantised weights of this spec; None if it does not support them."""
     block_rows, group = spec.scale_block or (0, 0)
     columns = spec.shape[1]
-    if spec.scheme in BLOCK_TYPE_CODES and not spec.has_order:
+    if spec.scheme in BLOCK_TYPE_CODES and not spec.has_column_order:
         return BLOCK_TYPE_CODES[spec.scheme]
-    if spec.has_order or block_rows != 1:
+    if spec.has_column_order or block_rows != 1:
         return None
     if spec.scheme == "int8" and group == columns and not spec.has_zeros:
         return INT8_CODE
@@ -50,7 +50,7 @@ def quantise_int8_native(context: Context, weights: LinearWeights) -> LinearWeig
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
     _quantise_values(context, weights.values, values, scales, None, 8)
-    return weights.quantised("int8", values, scales, columns)
+    return weights.with_quantised_values("int8", values, scales, columns)
 
 
 def quantise_int4_native(context: Context, weights: LinearWeights) -> LinearWeights:
@@ -66,7 +66,7 @@ def quantise_int4_native(context: Context, weights: LinearWeights) -> LinearWeig
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
     _quantise_values(context, weights.values, values, scales, zeros, 4)
-    return weights.quantised("int4", values, scales, INT4_GROUP_SIZE, zeros)
+    return weights.with_quantised_values("int4", values, scales, INT4_GROUP_SIZE, zeros)
 
 
 def _quantise_values(
@@ -99,7 +99,7 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """Copies weights into the layout of the kernels.
 
     Args:
-        weights: plain weights, or quantised ones that ``native_type`` covers.
+        weights: plain weights, or quantised ones that ``native_type_code`` covers.
 
     Raises:
         ModelLoadError: a zero point is not an integer.
@@ -107,7 +107,7 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
-        stored = native_type(weights.spec)
+        stored = native_type_code(weights.spec)
         if weights.scheme in BLOCK_TYPE_CODES:
             return _pack_blocks(context, weights, bias)
         if stored != INT8_CODE:

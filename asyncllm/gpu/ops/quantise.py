@@ -45,7 +45,7 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
     chunks = (tensor.split(rows) for tensor in (values, divisors, integers))
     for part, scale, target in zip(*chunks, strict=True):
         target.copy_((part / scale).round_().clamp_(-127.0, 127.0))
-    return weights.quantised("int8", integers, scales, values.shape[1])
+    return weights.with_quantised_values("int8", integers, scales, values.shape[1])
 
 
 def quantise_int4(weights: LinearWeights) -> LinearWeights:
@@ -81,7 +81,7 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
         scales[span], zeros[span] = scale.squeeze(2), zero.squeeze(2)
         quantised = quantised.flatten(1)[:, :columns]
         torch.bitwise_or(quantised[:, ::2], quantised[:, 1::2] << 4, out=packed[span])
-    return weights.quantised("int4", packed, scales, INT4_GROUP_SIZE, zeros)
+    return weights.with_quantised_values("int4", packed, scales, INT4_GROUP_SIZE, zeros)
 
 
 def _quantise_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

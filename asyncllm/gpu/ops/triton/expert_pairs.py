@@ -94,12 +94,11 @@ def sum_experts_kernel(
     tl.store(out + row * width + columns, result, mask=real)
 
 
-def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_pairs(ids: Tensor, num_experts: int, rows_per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts pairs of token and expert by expert.
 
     Args:
         ids: ``[T, top_k]`` int32, each below ``num_experts``.
-        rows: number of rows per tile.
 
     Returns:
         Three int32 tensors: the sorted pairs ``[T, top_k]``, as ``token * top_k + place``; the
@@ -112,7 +111,7 @@ def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor
     sort_pairs_kernel[(num_experts,)](
         pairs, starts, ids, tokens, EXPERTS=num_experts, TOP_K=top_k, num_warps=4
     )
-    tile_ends_kernel[(1,)](tile_ends, starts, EXPERTS=num_experts, ROWS=rows, num_warps=4)
+    tile_ends_kernel[(1,)](tile_ends, starts, EXPERTS=num_experts, ROWS=rows_per_tile, num_warps=4)
     return pairs, starts, tile_ends
 
 

@@ -30,8 +30,8 @@ def _log_decay(a, dt_bias, log_rate, head):
 
 
 @triton.jit
-def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads a program's columns of a head's state; zeros if it is ``fresh``, of a new sequence.
+def _load_state(state, is_new, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Loads a program's columns of a head's state; zeros for a new sequence.
 
     Returns the row numbers, column numbers, addresses, mask and values.
     """
@@ -39,7 +39,7 @@ def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS:
     values = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
     matrix = state + (keys[:, None] * VALUES + values[None, :])
-    held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
+    held = tl.load(matrix, mask=own & (is_new == 0), other=0.0)
     return keys, values, matrix, own, held
 
 
@@ -80,8 +80,8 @@ def delta_token_kernel(
     if LONG_ROWS and (count == 0):
         return
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
-    fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, TOKEN_KERNEL_COLUMNS)
+    is_new = tl.load(positions + first) == 0
+    keys, values, matrix, own, held = _load_state(state, is_new, KEYS, VALUES, TOKEN_KERNEL_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for i in range(count):
         token = first + i
@@ -135,8 +135,8 @@ def delta_chunk_kernel(
         return
     steps = tl.arange(0, CHUNK_TOKENS)
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
-    fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, CHUNK_KERNEL_COLUMNS)
+    is_new = tl.load(positions + first) == 0
+    keys, values, matrix, own, held = _load_state(state, is_new, KEYS, VALUES, CHUNK_KERNEL_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for start in range(0, count, CHUNK_TOKENS):
         real = start + steps < count

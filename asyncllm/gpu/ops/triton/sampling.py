@@ -70,9 +70,9 @@ def philox_key(states, positions, row, req_index):
 
 
 @triton.jit
-def log_exponential_variate(word):
-    """Logarithm of the exponential noise of a random word, as in ``gumbel._exponential``."""
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+def log_exponential_variate(random_word):
+    """Logarithm of the exponential noise of a random word, see ``gumbel._exponential_variate``."""
+    u = tl.minimum((random_word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667))))
     return tl.log(tl.where(u < 0.0625, u * series, -tl.log(1.0 - u)))
 
@@ -112,7 +112,7 @@ def chunk_statistics_kernel(
         return
     group = tl.program_id(1) * COUNTER_ROWS_PER_PROGRAM + tl.arange(0, COUNTER_ROWS_PER_PROGRAM)
     lane = tl.arange(0, CHUNK_TOKENS)
-    greedy, factor = temperature_factor(tl.load(temperatures + req_index))
+    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK_TOKENS + lane[None, :]).to(tl.uint32)
     zero = counter * 0
     key = philox_key(states, positions, row, req_index)
@@ -131,7 +131,7 @@ def chunk_statistics_kernel(
         token = chunk[:, None] * CHUNK_TOKENS + lane[None, :]
         real = token < vocab_size
         at = logits + row * stride_logits + token
-        value = tl.load(at, mask=real, other=float("-inf")).to(tl.float32) * factor
+        value = tl.load(at, mask=real, other=float("-inf")).to(tl.float32) * logit_factor
         score = value
         if draws:
             if index == 0:
@@ -168,27 +168,27 @@ def log_exponential_noise(key, chunk, lane):
 
 
 @triton.jit
-def sample_in_chunk(logits, chunk, factor, vocab_size, key):
+def sample_in_chunk(logits, chunk, logit_factor, vocab_size, key):
     """Token drawn from a chunk: that with the largest logit with Gumbel noise."""
     lane = tl.arange(0, CHUNK_TOKENS)
     token = chunk * CHUNK_TOKENS + lane
     value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
-    score = value.to(tl.float32) * factor - log_exponential_noise(key, chunk, lane)
+    score = value.to(tl.float32) * logit_factor - log_exponential_noise(key, chunk, lane)
     first = tl.min(tl.where(score == tl.max(score, 0), token, vocab_size), 0)
     return tl.minimum(first, vocab_size - 1)
 
 
 @triton.jit
 def sample_ahead_of_pivot(
-    logits, listed_chunks, count, factor, vocab_size, largest, key, pivot_value, pivot
+    logits, listed_chunks, num_listed, logit_factor, vocab_size, largest, key, pivot_value, pivot
 ):
     """Mass of the tokens ahead of a pivot in ``listed_chunks``, and a token drawn from them."""
     mass = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.float32)
     best = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], float("-inf"), tl.float32)
     winner = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], 0, tl.int32)
-    for start in range(0, count, CHUNKS_PER_SCAN):
+    for start in range(0, num_listed, CHUNKS_PER_SCAN):
         token, value, real = load_listed_chunks(
-            logits, listed_chunks, count, factor, vocab_size, start
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, start
         )
         noise = log_exponential_noise(key, token // CHUNK_TOKENS, token % CHUNK_TOKENS)
         ahead = real & is_ahead(value, token, pivot_value, pivot)
@@ -251,7 +251,7 @@ def sample_tokens_kernel(
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
-    greedy, factor = temperature_factor(tl.load(temperatures + req_index))
+    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
     k = tl.load(top_ks + req_index).to(tl.int32)
     top_p = tl.load(top_ps + req_index)
     min_p = tl.load(min_ps + req_index)
@@ -261,11 +261,11 @@ def sample_tokens_kernel(
     valid = total >= 0.5
     logits += row * stride_logits
     if valid & (greedy == 0) & (cut == 0) & (top_p >= 1.0):
-        token = sample_in_chunk(logits, heaviest, factor, vocab_size, key)
+        token = sample_in_chunk(logits, heaviest, logit_factor, vocab_size, key)
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
         listed_chunks += row * num_chunks
         floor_value = tl.maximum(largest + tl.log(min_p), LOWEST_FLOAT32)
-        bound = scaled_logit_of(logits, token, factor)
+        bound = scaled_logit_of(logits, token, logit_factor)
         order = sortable_bits_of(maxima)
         lowest_order = sortable_bits_of(bound)
         if cut:
@@ -276,28 +276,28 @@ def sample_tokens_kernel(
         wanted = exists & (order >= lowest_order) & (maxima >= bound)
         place = tl.cumsum(wanted.to(tl.int32), 0) - 1
         tl.store(listed_chunks + place, chunk, mask=wanted)
-        count = tl.sum(wanted.to(tl.int32), 0)
+        num_listed = tl.sum(wanted.to(tl.int32), 0)
         tl.debug_barrier()
-        among = (logits, listed_chunks, count, factor, vocab_size)
+        among = (logits, listed_chunks, num_listed, logit_factor, vocab_size)
         if cut:
             cut_value = floor_value
             cut_token = vocab_size
             if limited:
                 cut_value, cut_token = top_k_threshold(
-                    logits, candidates + row * MAX_SORTED_TOKENS, listed_chunks, count, factor,
-                    vocab_size, floor_value, lowest_order, k,
+                    logits, candidates + row * MAX_SORTED_TOKENS, listed_chunks, num_listed,
+                    logit_factor, vocab_size, floor_value, lowest_order, k,
                 )  # fmt: skip
             total, token = sample_ahead_of_pivot(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
             mass, following = sample_ahead_of_pivot(
-                *among, largest, key, scaled_logit_of(logits, token, factor), token
+                *among, largest, key, scaled_logit_of(logits, token, logit_factor), token
             )
             # The loop ends however ``mass`` is rounded, because it is the mass of the tokens ahead
             # of ``token``, and 0 once there are none.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = sample_ahead_of_pivot(
-                    *among, largest, key, scaled_logit_of(logits, token, factor), token
+                    *among, largest, key, scaled_logit_of(logits, token, logit_factor), token
                 )
     # Check the total mass, not the maximum: NaN in a chunk makes the total NaN, but a maximum may
     # hide it.

@@ -49,13 +49,13 @@ def kth_largest(order, k):
 
 
 @triton.jit
-def load_listed_chunks(logits, listed_chunks, count, factor, vocab_size, start):
+def load_listed_chunks(logits, listed_chunks, num_listed, logit_factor, vocab_size, start):
     """Ids and logits of the tokens in chunks ``listed_chunks[start:start + CHUNKS_PER_SCAN]``."""
     entry = start + tl.arange(0, CHUNKS_PER_SCAN)
-    chunk = tl.load(listed_chunks + entry, mask=entry < count, other=0)
+    chunk = tl.load(listed_chunks + entry, mask=entry < num_listed, other=0)
     token = chunk[:, None] * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)[None, :]
-    real = (entry < count)[:, None] & (token < vocab_size)
-    value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32) * factor
+    real = (entry < num_listed)[:, None] & (token < vocab_size)
+    value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32) * logit_factor
     return token, value, real
 
 
@@ -66,16 +66,16 @@ def is_ahead(value, token, other_value, other_token):
 
 
 @triton.jit
-def scaled_logit_of(logits, token, factor):
-    return tl.load(logits + token).to(tl.float32) * factor
+def scaled_logit_of(logits, token, logit_factor):
+    return tl.load(logits + token).to(tl.float32) * logit_factor
 
 
 @triton.jit
 def count_ahead_of(
     logits,
     listed_chunks,
-    count,
-    factor,
+    num_listed,
+    logit_factor,
     vocab_size,
     pivot_value,
     pivot,
@@ -92,9 +92,9 @@ def count_ahead_of(
     ranks = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.int32)
     above = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
     below = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
-    for start in range(0, count, CHUNKS_PER_SCAN):
+    for start in range(0, num_listed, CHUNKS_PER_SCAN):
         token, value, real = load_listed_chunks(
-            logits, listed_chunks, count, factor, vocab_size, start
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, start
         )
         # Give tokens pseudo-random keys: the largest key in a set of tokens picks a random token.
         key = (token.to(tl.uint32) * SHUFFLE_KEY_FACTOR).to(tl.int32, bitcast=True)
@@ -122,9 +122,11 @@ def token_of_key(key):
 
 
 @triton.jit
-def threshold_by_quickselect(logits, listed_chunks, count, factor, vocab_size, floor_value, k):
+def threshold_by_quickselect(
+    logits, listed_chunks, num_listed, logit_factor, vocab_size, floor_value, k
+):
     """Finds the top-k threshold by quickselect; see ``top_k_threshold``."""
-    among = (logits, listed_chunks, count, factor, vocab_size)
+    among = (logits, listed_chunks, num_listed, logit_factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
     pivot_value = floor_value
     pivot = vocab_size
@@ -145,7 +147,7 @@ def threshold_by_quickselect(logits, listed_chunks, count, factor, vocab_size, f
             high_value = pivot_value
             high = pivot
             pivot = below
-        pivot_value = scaled_logit_of(logits, pivot, factor)
+        pivot_value = scaled_logit_of(logits, pivot, logit_factor)
         rank, above, below = count_ahead_of(
             *among, pivot_value, pivot, high_value, high, low_value, low
         )
@@ -155,7 +157,15 @@ def threshold_by_quickselect(logits, listed_chunks, count, factor, vocab_size, f
 
 @triton.jit
 def threshold_by_sort(
-    logits, candidates, listed_chunks, count, factor, vocab_size, floor_value, lowest_order, k
+    logits,
+    candidates,
+    listed_chunks,
+    num_listed,
+    logit_factor,
+    vocab_size,
+    floor_value,
+    lowest_order,
+    k,
 ):
     """Finds the top-k threshold by a sort; see ``top_k_threshold``.
 
@@ -168,10 +178,10 @@ def threshold_by_sort(
         lowest_order: lower bound of the k-th largest ``sortable_bits_of(logit)``; 0 if unknown.
         k: at most MAX_SORTED_TOKENS.
     """
-    found = count * 0
-    for start in range(0, count, CHUNKS_PER_SCAN):
+    found = num_listed * 0
+    for start in range(0, num_listed, CHUNKS_PER_SCAN):
         token, value, real = load_listed_chunks(
-            logits, listed_chunks, count, factor, vocab_size, start
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, start
         )
         order = sortable_bits_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
@@ -194,14 +204,22 @@ def threshold_by_sort(
         # Any id after the k-th token's, up to the next token's, is a valid threshold: take the
         # least.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
-        threshold_value = scaled_logit_of(logits, token, factor)
+        threshold_value = scaled_logit_of(logits, token, logit_factor)
         threshold = token + 1
     return threshold_value, threshold, found
 
 
 @triton.jit
 def top_k_threshold(
-    logits, candidates, listed_chunks, count, factor, vocab_size, floor_value, lowest_order, k
+    logits,
+    candidates,
+    listed_chunks,
+    num_listed,
+    logit_factor,
+    vocab_size,
+    floor_value,
+    lowest_order,
+    k,
 ):
     """Finds the top-k threshold: a logit and an id that exclude all but the first k tokens.
 
@@ -217,8 +235,8 @@ def top_k_threshold(
             logits,
             candidates,
             listed_chunks,
-            count,
-            factor,
+            num_listed,
+            logit_factor,
             vocab_size,
             floor_value,
             lowest_order,
@@ -226,6 +244,6 @@ def top_k_threshold(
         )
     if found > MAX_SORTED_TOKENS:
         threshold_value, threshold = threshold_by_quickselect(
-            logits, listed_chunks, count, factor, vocab_size, floor_value, k
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, floor_value, k
         )
     return threshold_value, threshold

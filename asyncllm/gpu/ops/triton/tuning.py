@@ -220,9 +220,9 @@ def has_skewed_lengths(
     return cdiv(longest, splits) > 2 * fair + SKEW_MARGIN_TOKENS
 
 
-def num_tiles(num_tokens: int, num_seqs: int, group: int, tiles: Tiles) -> int:
+def num_tiles(num_tokens: int, num_seqs: int, group_size: int, tiles: Tiles) -> int:
     """Upper bound of the number of prefill tiles, for sequences of any lengths."""
-    return num_tokens // (tiles.rows // next_power_of_2(group)) + num_seqs
+    return num_tokens // (tiles.rows // next_power_of_2(group_size)) + num_seqs
 
 
 def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -> int:
