@@ -313,11 +313,11 @@ def test_the_file_of_packed_weights_has_the_same_bits(load_case, tmp_path, name)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
     read = dict(found.weights())
     assert list(read) == list(fresh)
-    for key, (layer, form) in fresh.items():
+    for key, (layer, spec) in fresh.items():
         stored: Any = read[key]
-        assert stored.form == form
+        assert stored.spec == spec
         again = NativeOps(own).make_linear(stored)
-        own_x = x[:, : form.shape[1]]
+        own_x = x[:, : spec.shape[1]]
         assert torch.equal(layer(own_x), again(own_x))
 
 

@@ -179,7 +179,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
     for name, weights in forms(own).items():
         stored = read[name]
-        assert stored.form == weights.form
+        assert stored.spec == weights.spec
         assert stored.num_bytes == weights.num_bytes
         assert stored.values.dtype == weights.values.dtype
         fresh = NativeLinear(own, weights)
