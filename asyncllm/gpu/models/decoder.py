@@ -30,7 +30,7 @@ class Decoder:
         ropes: content of each RoPE table, by index.
         embedding: embedding of token ids; its dtype and device are the model's.
         states: recurrent states of a sequence; () for a model without recurrent layers.
-        per_layer_embeddings: per-layer embeddings; None for a model without them.
+        per_layer_embeddings: op that embeds tokens for each layer; None for a model without it.
         rope_tables: RoPE tables on the device, made by ``set_max_positions``.
     """
 

@@ -1,4 +1,4 @@
-"""PerLayerEmbeddings: per-layer embeddings, an input of each layer beside the hidden states."""
+"""PerLayerEmbeddings: embeddings of tokens for each layer, beside the hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
 
 @dataclass(slots=True)
 class PerLayerEmbeddings:
-    """Per-layer embeddings: a table entry per token, plus a projection of the first layer's input.
+    """Embeddings for each layer: a table entry per token, plus the projected input of layer 0.
 
     Each layer gets P elements per token.
 
@@ -40,9 +40,8 @@ class PerLayerEmbeddings:
         """
         projected = self.projection(embedded).unflatten(1, (self.num_layers, -1))
         normed = self.norm(projected)
-        return self.residual_add.add_and_norm(normed.flatten(1), self.token_embedding(token_ids))[
-            0
-        ].view(normed.shape)
+        looked_up = self.token_embedding(token_ids)
+        return self.residual_add.add_and_norm(normed.flatten(1), looked_up)[0].view(normed.shape)
 
 
 @dataclass(slots=True)

@@ -91,10 +91,7 @@ class OneDNNOps(CpuOps):
     name = "onednn"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes a packed layer, or one on the original weight where a packed copy would not pay.
-
-        A packed copy does not pay if a tied embedding keeps a large original in memory as well.
-        """
+        """Makes a packed layer, without a copy of a large weight that a tied embedding keeps."""
         dtype, small = weights.values.dtype, weights.values.numel() <= MAX_TORCH_LINEAR_PRODUCTS
         if weights.is_tied and not small and dtype != torch.float32:
             # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.
