@@ -43,7 +43,7 @@ def test_group_rounding_error_is_bounded(monkeypatch, dtype):
     values[6] = values[6].abs() + 1.0
     values[7] *= 1e-30 if dtype != torch.float16 else 0.0
     whole = quantise_int4(LinearWeights(values, torch.ones(40)))
-    monkeypatch.setattr("MAX_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(quantise, "MAX_CHUNK_ELEMENTS", 1000)
     weights = quantise_int4(LinearWeights(values, torch.ones(40)))
     assert weights.scales is not None
     assert weights.zeros is not None
