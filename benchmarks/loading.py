@@ -26,8 +26,8 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.models.architectures import parameters
-from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
-from asyncllm.gpu.ops.native_weights import native_type
+from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightSpec
+from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.weights import load_weights
 from benchmarks.common import Report, options
 
@@ -211,8 +211,8 @@ def load(path: Path, dtype: str, threads: int, keep: str) -> dict[str, float]:
         keep: "packed" keeps the forms that native ops take, "plain" dequantises all.
     """
 
-    def takes(form: WeightForm) -> bool:
-        return keep == "packed" and native_type(form) is not None
+    def takes(spec: WeightSpec) -> bool:
+        return keep == "packed" and native_type_code(spec) is not None
 
     torch.set_num_threads(threads)
     if path.is_file():
@@ -222,7 +222,7 @@ def load(path: Path, dtype: str, threads: int, keep: str) -> dict[str, float]:
     start, cpu = time.perf_counter(), time.thread_time()
     with Peak() as peak:
         held = list(
-            load_weights(model, getattr(torch, dtype), torch.device("cpu"), accepts_form=takes)
+            load_weights(model, getattr(torch, dtype), torch.device("cpu"), accepts_weights=takes)
         )
     seconds, cpu = time.perf_counter() - start, time.thread_time() - cpu
     num_bytes = sum(

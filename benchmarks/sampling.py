@@ -91,7 +91,7 @@ class GivenLogits:
 
     attention: Mapping[Any, Any] = MappingProxyType({})
     states = ()
-    argmax = None
+    argmax_function = None
 
     def __init__(self, ops: TorchOps, logits: torch.Tensor) -> None:
         self.ops, self.embedding, self._logits = ops, torch.empty(0), logits

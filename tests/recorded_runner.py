@@ -19,7 +19,7 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import CONVERSIONS
+from asyncllm.gpu.ops.quantise import QUANTISERS
 from tests import static_runner
 from tests.driver import state_of
 from tests.dummy_runner import MODEL as LLAMA
@@ -47,8 +47,8 @@ def make_decoder(
 
     own = context(threads, isa)
     attention = {kind: NativeAttention(own, kind.shape, dtype) for kind in attention_kinds(model)}
-    convert = CONVERSIONS[quantised] if quantised else None
-    decoder = build_decoder(model, NativeOps(own), attention, weights(), convert)
+    quantisers = QUANTISERS[quantised] if quantised else None
+    decoder = build_decoder(model, NativeOps(own), attention, weights(), quantisers)
     decoder.set_max_positions(96)
     return decoder
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.gated_delta import DecayParameters
 from tests.step_inputs import planned
 
 Rows = list[tuple[int, int, int]]
@@ -88,7 +88,7 @@ def check_causal_conv(
 
 
 def delta_in_double(
-    shape: LinearAttentionConfig, qkv: Tensor, gates: Tensor, biases: DeltaBiases, state: Tensor
+    shape: LinearAttentionConfig, qkv: Tensor, gates: Tensor, biases: DecayParameters, state: Tensor
 ) -> Tensor:
     """The rule token by token, through the rows of STEP; ``state``, of float64, becomes theirs."""
     group = shape.num_value_heads // shape.num_key_heads
@@ -123,11 +123,11 @@ def check_gated_delta(
     gates = torch.randn(TOKENS, 2 * heads + 3, generator=generator).mul(2).to(dtype)
     gates = gates[:, : 2 * heads]
     gates[40:44, heads:], gates[20:30, heads:] = 200.0, -200.0
-    biases = DeltaBiases(*torch.randn(2, heads, generator=generator))
+    biases = DecayParameters(*torch.randn(2, heads, generator=generator))
     state = torch.randn(SLOTS, heads, config.key_dim, config.value_dim, generator=generator)
     last = state.double()
     expected = delta_in_double(config, qkv, gates, biases, last)
-    there = DeltaBiases(biases.dt_bias.to(device), biases.log_rate.to(device))
+    there = DecayParameters(biases.dt_bias.to(device), biases.log_rate.to(device))
     delta, qkv, gates = ops.gated_delta(config, there), qkv.to(device), gates.to(device)
 
     def run(rows: Rows, state: Tensor, tokens: slice) -> Tensor:

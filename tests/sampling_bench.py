@@ -31,7 +31,7 @@ class GivenLogits:
 
     attention: Mapping[Any, Any] = {}
     states = ()
-    argmax = None
+    argmax_function = None
 
     def __init__(self, ops: Any) -> None:
         self.ops, self.embedding = ops, torch.empty(0)

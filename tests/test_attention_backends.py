@@ -30,7 +30,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.registry import (
     BUILTIN_BACKENDS,
     ENTRY_POINT_GROUP,
-    NativeChoice,
+    NativeOpsChoice,
     make_attention,
     make_ops,
     ops_without_attention,
@@ -102,7 +102,7 @@ def test_auto_is_native_where_its_vectors_are(monkeypatch, isa, amx, head_dim, e
     assert registry.resolve_backend_name("auto", replace(CPU, shape=shape)) == expected
     assert registry.resolve_backend_name("auto", GPU) == "triton"
     assert registry.resolve_backend_name("torch", CPU) == "torch"
-    named = 'AMX tiles, and attention_backend="torch" does' in registry.choose_native().reason
+    named = 'AMX tiles, and attention_backend="torch" does' in registry.choose_native_ops().reason
     assert named == (amx and isa != b"baseline")
 
 
@@ -215,8 +215,8 @@ def test_the_runner_takes_the_backends_own_block_size(monkeypatch):
 def test_the_op_set_of_a_model_without_attention(monkeypatch, runs, caplog):
     """The one that goes with the backend which a model with attention would have."""
     context()
-    choice = NativeChoice(runs, "for want of a compiler", can_be_built=not runs)
-    monkeypatch.setattr(registry, "choose_native", lambda: choice)
+    choice = NativeOpsChoice(runs, "for want of a compiler", can_be_built=not runs)
+    monkeypatch.setattr(registry, "choose_native_ops", lambda: choice)
     expected = {"auto": "native" if runs else "onednn", "native": "native", "torch": "onednn"}
     for name, op_set in expected.items():
         assert ops_without_attention(name, CPU.device, 1).name == op_set

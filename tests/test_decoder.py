@@ -154,10 +154,10 @@ class SandwichLayer:
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
         before, behind, between, after = self.norms
-        normed, residual = before.add(x, residual)
+        normed, residual = before.add_and_norm(x, residual)
         x = behind(self.mixer(normed, step))
-        residual = residual if step.rows is None else residual[step.rows]
-        normed, residual = between.add(x, residual)
+        residual = residual if step.output_tokens is None else residual[step.output_tokens]
+        normed, residual = between.add_and_norm(x, residual)
         return after(self.mlp(normed)), residual
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.gated_delta import DecayParameters
 from tests.op_sets import BACKENDS, make
 from tests.recurrent_checks import SLOTS, state_inputs
 
@@ -73,7 +73,7 @@ def test_equals_flash_linear_attention(backend, cases, expected):
         state[SLOT] = case["state"]
         before = state.clone()
         rows = ops.state_rows(state_inputs([(SLOT, FIRST, len(qkv))]))
-        delta = ops.gated_delta(config, DeltaBiases(case["dt_bias"], case["A_log"]))
+        delta = ops.gated_delta(config, DecayParameters(case["dt_bias"], case["A_log"]))
         found = delta(qkv, torch.cat((case["b"], case["a"]), 1), state, rows)
         for out, last in references:
             torch.testing.assert_close(found, out.flatten(1), rtol=2e-5, atol=2e-5)

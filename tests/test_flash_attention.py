@@ -207,7 +207,7 @@ def test_a_decode_step_reads_nothing_on_the_host(version, block_size, monkeypatc
         return torch.empty_like(q)
 
     attention = version(SHAPE)
-    attention._with_cache = called
+    attention._attend_with_kv_cache = called
     step = make_step("decodes", block_size)
     rows = step.rows(padded=4)
     with FakeTensorMode() as mode:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from asyncllm import EngineConfig
 from asyncllm.checkpoint.model_config import QUANT_METHODS, ModelConfig
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.gpu.decoder_loading import resolve_conversion
+from asyncllm.gpu.decoder_loading import resolve_quantisers
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.formats.open_checkpoint import FORMATS, open_checkpoint
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -455,5 +455,5 @@ def test_quantising_a_quantised_checkpoint_is_refused(plain, tmp_path, quantizat
     with pytest.raises(
         InvalidRequestError, match=rf"'{quantization}'.*None: .*quantised already \(awq\)"
     ):
-        resolve_conversion(config, model, CPU, TorchOps())
-    assert resolve_conversion(EngineConfig(), model, CPU, TorchOps()) is None
+        resolve_quantisers(config, model, CPU, TorchOps())
+    assert resolve_quantisers(EngineConfig(), model, CPU, TorchOps()) is None

@@ -19,7 +19,7 @@ from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import sum_parameters
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
-from asyncllm.gpu.models.layer_inputs import InputLayer
+from asyncllm.gpu.models.per_layer_embeddings import LayerWithPerLayerEmbedding
 from asyncllm.gpu.models.rope import inverse_frequencies
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.weights import load_weights
@@ -36,7 +36,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def _layers(runner: ModelRunner) -> list[Any]:
     """Its layers without what is around them."""
     state = state_of(runner)
-    return [each.layer if isinstance(each, InputLayer) else each for each in state.model.layers]
+    return [
+        each.layer if isinstance(each, LayerWithPerLayerEmbedding) else each
+        for each in state.model.layers
+    ]
 
 
 def _mixers(runner: ModelRunner) -> list[Any]:
@@ -88,7 +91,7 @@ def _whole_rope(config: ModelConfig) -> ModelConfig:
     )
 
 
-EXPERTS = "parallel_experts"
+EXPERTS = "experts_beside_mlp"
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "the KV of another layer": ("Gemma4-shared", _other_kv),
     "no scalars": ("Gemma4", setting(_layers, "input_norm.scale", 1.0)),

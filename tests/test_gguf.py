@@ -31,7 +31,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.formats.open_checkpoint import open_checkpoint
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.native_weights import native_type
+from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.weights import load_weights
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
@@ -323,7 +323,10 @@ def test_blocks_of_a_scale_and_integers_stay_packed(plain, tmp_path, monkeypatch
     expected = dict(load_weights(model, torch.float32, CPU))
     found = dict(
         load_weights(
-            model, torch.float32, CPU, accepts_form=lambda form: native_type(form) is not None
+            model,
+            torch.float32,
+            CPU,
+            accepts_weights=lambda spec: native_type_code(spec) is not None,
         )
     )
     packed = {name: each for name, each in found.items() if isinstance(each, LinearWeights)}

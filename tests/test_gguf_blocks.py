@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightForm
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightSpec
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.native_weights import BLOCK_TYPES, pack_new_weights
+from asyncllm.gpu.ops.native_weights import BLOCK_TYPE_CODES, pack_new_weights
 from tests.linear_weights import rounded
 from tests.native_library import ISAS, context, each_isa, needs_native
 
@@ -90,10 +90,10 @@ def test_no_sum_overflows(isa, scheme, filling):
 @needs_native
 def test_broken_or_partial_blocks_are_refused():
     ops = NativeOps(context(1))
-    assert set(BLOCK_TYPES) == set(BLOCK_SIZES)
+    assert set(BLOCK_TYPE_CODES) == set(BLOCK_SIZES)
     for scheme in SCHEMES:
-        assert ops.accepts_form(WeightForm((6, 512), scheme))
-        assert not ops.accepts_form(WeightForm((6, 512), scheme, has_order=True))
+        assert ops.accepts_weights(WeightSpec((6, 512), scheme))
+        assert not ops.accepts_weights(WeightSpec((6, 512), scheme, has_column_order=True))
         size = BLOCK_SIZES[scheme][1]
         with pytest.raises(
             ModelLoadError, match=f"columns of values is {size + 1}, expected a mul"

@@ -24,7 +24,7 @@ from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.checkpoint.weights_identity import WeightsIdentity
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.native_weights import native_type
+from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.weights import load_weights
 from tests.linear_weights import dequantised
 from tests.parity import (
@@ -204,7 +204,7 @@ def test_quantised_tensors_equal_plain_file(write, name, kind):
 def test_experts_stay_packed(write):
     path = write("Qwen3Moe", "Q8_0")
     expected = weights(path)
-    found = weights(path, accepts_form=lambda form: native_type(form) is not None)
+    found = weights(path, accepts_weights=lambda spec: native_type_code(spec) is not None)
     packed = [key for key, each in found.items() if isinstance(each, LinearWeights)]
     # Rows of the down projections, of 48 elements, are no multiple of a block.
     assert "layers.2.experts.gate_up.weight" in packed

@@ -29,7 +29,7 @@ from asyncllm.gpu.models.weight_scope import _reorder_rows
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, join_weights
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.native_weights import native_type, pack_new_weights
+from asyncllm.gpu.ops.native_weights import native_type_code, pack_new_weights
 from asyncllm.gpu.packed.packed_file import PackedFile, RecordingPanelSource, write_packed_file
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
@@ -282,11 +282,11 @@ def test_memory_is_little_more_than_the_file(load_case, name):
     held = 0
     weights = load_weights(
         ModelConfig.from_directory(case.path), torch.float32, CPU,
-        accepts_form=lambda form: native_type(form) is not None,
+        accepts_weights=lambda spec: native_type_code(spec) is not None,
     )  # fmt: skip
     for _, each in weights:
         if isinstance(each, LinearWeights):
-            held += sum(pack_new_weights(own, part).num_bytes for part in each.parts)
+            held += sum(pack_new_weights(own, part).num_bytes for part in each.uniform_parts)
         else:
             assert each.dim() == 1
             held += each.nbytes
@@ -297,14 +297,14 @@ def test_memory_is_little_more_than_the_file(load_case, name):
 def test_the_file_of_packed_weights_has_the_same_bits(load_case, tmp_path, name):
     """An embedding of its own, and layers of several types, from the file of a start before."""
     case, own = load_case(name), context(1)
-    accepts: Any = lambda form: native_type(form) is not None  # noqa: E731
+    accepts: Any = lambda spec: native_type_code(spec) is not None  # noqa: E731
     config, recorded, fresh = ModelConfig.from_directory(case.path), [], {}
-    for key, each in load_weights(config, torch.float32, CPU, accepts_form=accepts):
+    for key, each in load_weights(config, torch.float32, CPU, accepts_weights=accepts):
         if isinstance(each, LinearWeights):
             recorder = RecordingPanelSource()
             layer = NativeOps(own).make_linear(dataclasses.replace(each, panels=recorder))
             recorded.append((key, recorder))
-            fresh[key] = layer, each.form
+            fresh[key] = layer, each.spec
     with (tmp_path / "packed").open("w+b") as file:
         write_packed_file(file.fileno(), own, "key", {}, recorded)
     (tmp_path / "packed").chmod(0o600)
@@ -313,11 +313,11 @@ def test_the_file_of_packed_weights_has_the_same_bits(load_case, tmp_path, name)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
     read = dict(found.weights())
     assert list(read) == list(fresh)
-    for key, (layer, form) in fresh.items():
+    for key, (layer, spec) in fresh.items():
         stored: Any = read[key]
-        assert stored.form == form
+        assert stored.spec == spec
         again = NativeOps(own).make_linear(stored)
-        own_x = x[:, : form.shape[1]]
+        own_x = x[:, : spec.shape[1]]
         assert torch.equal(layer(own_x), again(own_x))
 
 

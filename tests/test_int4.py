@@ -7,7 +7,7 @@ import torch
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops import quantise
-from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
+from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightSpec
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, quantise_int4
 from tests.linear_weights import dequantised, rounded
@@ -43,7 +43,7 @@ def test_group_rounding_error_is_bounded(monkeypatch, dtype):
     values[6] = values[6].abs() + 1.0
     values[7] *= 1e-30 if dtype != torch.float16 else 0.0
     whole = quantise_int4(LinearWeights(values, torch.ones(40)))
-    monkeypatch.setattr(quantise, "CHUNK", 1000)
+    monkeypatch.setattr(quantise, "MAX_CHUNK_ELEMENTS", 1000)
     weights = quantise_int4(LinearWeights(values, torch.ones(40)))
     assert weights.scales is not None
     assert weights.zeros is not None
@@ -173,18 +173,18 @@ def test_forms_that_the_kernels_lack_are_refused():
     """And no others: a loader asks before it reads such weights."""
     ops = NativeOps(context(1))
     for form, taken in (
-        (WeightForm((6, 64)), True),
-        (WeightForm((6, 64), "int8", (1, 64)), True),
-        (WeightForm((6, 64), "int8", (1, 64), has_zeros=True), True),
-        (WeightForm((6, 64), "int4", (1, 32), has_zeros=True), True),
-        (WeightForm((6, 50), "int4", (1, 50)), True),
-        (WeightForm((6, 64), "int4", (1, 16)), False),
-        (WeightForm((6, 64), "int8", (2, 64)), False),
-        (WeightForm((6, 64), "int4", (1, 32), has_order=True), False),
-        (WeightForm((6, 64), "e4m3", (1, 64)), False),
-        (WeightForm((6, 64), "e2m1", (1, 32)), False),
+        (WeightSpec((6, 64)), True),
+        (WeightSpec((6, 64), "int8", (1, 64)), True),
+        (WeightSpec((6, 64), "int8", (1, 64), has_zeros=True), True),
+        (WeightSpec((6, 64), "int4", (1, 32), has_zeros=True), True),
+        (WeightSpec((6, 50), "int4", (1, 50)), True),
+        (WeightSpec((6, 64), "int4", (1, 16)), False),
+        (WeightSpec((6, 64), "int8", (2, 64)), False),
+        (WeightSpec((6, 64), "int4", (1, 32), has_column_order=True), False),
+        (WeightSpec((6, 64), "e4m3", (1, 64)), False),
+        (WeightSpec((6, 64), "e2m1", (1, 32)), False),
     ):
-        assert ops.accepts_form(form) == taken, form
+        assert ops.accepts_weights(form) == taken, form
     weights = bundle(6, 64, 16, 4, zeros=True, scales=torch.float32, seed=7)
     with pytest.raises(ModelLoadError, match=r"'int4' with scale_block=\(1, 16\).*multiple of 32"):
         ops.linear(weights)

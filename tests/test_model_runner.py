@@ -22,7 +22,7 @@ from asyncllm.gpu.calibration import (
     min_run_ahead_tokens,
 )
 from asyncllm.gpu.graph.forward_pass import ForwardPass
-from asyncllm.gpu.ops.registry import NativeChoice
+from asyncllm.gpu.ops.registry import NativeOpsChoice
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, state_of
 from tests.dummy_runner import LARGE, MODEL, make
@@ -108,9 +108,9 @@ def test_default_dtype(monkeypatch):
         (False, True, half, torch.bfloat16),
         (True, True, replace(MODEL, dtype="bfloat16"), torch.float32),
     ):
-        choice = NativeChoice(native, "")
+        choice = NativeOpsChoice(native, "")
         monkeypatch.setattr(devices, "computes_in_bfloat16", lambda able=able: able)
-        monkeypatch.setattr(devices, "choose_native", lambda choice=choice: choice)
+        monkeypatch.setattr(devices, "choose_native_ops", lambda choice=choice: choice)
         assert devices.resolve_dtype("auto", model, cpu) == expected
         # Native ops do not run beside another backend's attention.
         other = expected if able else torch.float32

@@ -532,11 +532,11 @@ def test_memory_is_read_whole(isa):
     generator = torch.Generator().manual_seed(0)
     for count in (0, 8, 40_000, 3 * 2**15 + 8):
         memory = torch.randint(-(2**62), 2**62, (count,), generator=generator)
-        assert ops.sum_words(memory) == int(memory.sum())
+        assert ops.sum_int64(memory) == int(memory.sum())
     memory = torch.ones(65, dtype=torch.int64)
     for wrong in (memory[:7], memory[:63]):  # no multiple of 64 bytes
         with pytest.raises(RuntimeError, match="native read: shapes, strides"):
-            ops.sum_words(wrong)
+            ops.sum_int64(wrong)
 
 
 def test_bytes_read_by_a_step():

@@ -9,7 +9,7 @@ from torch import Tensor
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import CONVERSIONS
+from asyncllm.gpu.ops.quantise import QUANTISERS
 from tests.native_library import context, each_isa, needs_native
 
 pytestmark = [
@@ -51,27 +51,27 @@ def assert_same(found: LinearWeights, expected: LinearWeights) -> None:
     assert found.bias is expected.bias
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", QUANTISERS)
 @each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_has_the_bits_of_the_reference(name, isa, dtype):
-    ops, reference = NativeOps(context(2, isa)), CONVERSIONS[name]
+    ops, reference = NativeOps(context(2, isa)), QUANTISERS[name]
     for seed, (rows, columns) in enumerate([(40, 90), (16, 2), (24, 544)]):
         print("seed", seed)
         values = awkward(max(rows, 11), max(columns, 10), dtype, seed)[:rows, :columns]
         weights = LinearWeights(values, torch.ones(rows))
-        assert_same(ops.conversions[name].linear(weights), reference.linear(weights))
-        assert_same(ops.conversions[name].output_head(weights), reference.output_head(weights))
+        assert_same(ops.quantisers[name].linear(weights), reference.linear(weights))
+        assert_same(ops.quantisers[name].output_head(weights), reference.output_head(weights))
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", QUANTISERS)
 @each_isa
 def test_non_finite_inputs_spoil_only_their_scale(name, isa):
     values = awkward(12, 96, torch.float32, 5)
     values[3, 40], values[4, 40], values[5, 95], values[6, 3] = torch.nan, torch.inf, -torch.inf, 1
     spoilt = LinearWeights(values)
     found = NativeOps(context(1, isa)).conversions[name].linear(spoilt)
-    expected = CONVERSIONS[name].linear(spoilt)
+    expected = QUANTISERS[name].linear(spoilt)
     assert found.scales is not None
     assert expected.scales is not None
     torch.testing.assert_close(found.scales, expected.scales, rtol=0, atol=0, equal_nan=True)
@@ -86,8 +86,8 @@ def test_non_contiguous_rows_are_quantised():
     ops = NativeOps(context(2))
     for view in (values[::2], values[:, 32:96], values.t()):
         weights = LinearWeights(view)
-        for name, reference in CONVERSIONS.items():
-            found = ops.conversions[name].linear(weights)
+        for name, reference in QUANTISERS.items():
+            found = ops.quantisers[name].linear(weights)
             assert_same(found, reference.linear(LinearWeights(view.contiguous())))
 
 

@@ -25,10 +25,10 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.gumbel import chunk_exponentials, gumbel_keys, vocab_exponentials
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.onednn_ops import (
-    MAX_PLAIN_ELEMENTS,
+    MAX_TORCH_LINEAR_PRODUCTS,
     BucketedLinear,
     OneDNNOps,
-    SmallLinear,
+    SmallWeightLinear,
     bucket_size,
     onednn_works,
 )
@@ -119,7 +119,7 @@ def test_shape_caching_ops_see_only_buckets(dtype, monkeypatch):
     layers.append(ops.linear(LinearWeights(large, is_tied=True)))
     generator = torch.Generator().manual_seed(4)
     for layer in layers:
-        weight = layer.weight if isinstance(layer, SmallLinear) else layer.linear.weight
+        weight = layer.weight if isinstance(layer, SmallWeightLinear) else layer.linear.weight
         x = torch.randn(300, weight.shape[1], generator=generator).to(dtype)
         expected = F.linear(x, weight)
         for rows in range(17, 300, 40):
@@ -137,10 +137,10 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
     assert isinstance(make_ops(CPU, attention), OneDNNOps)
     small, large = (
-        torch.zeros(10, MAX_PLAIN_ELEMENTS // 10),
-        torch.zeros(11, MAX_PLAIN_ELEMENTS // 10),
+        torch.zeros(10, MAX_TORCH_LINEAR_PRODUCTS // 10),
+        torch.zeros(11, MAX_TORCH_LINEAR_PRODUCTS // 10),
     )
-    for capability, kind in (("AVX512", SmallLinear), ("AVX2", TorchLinear)):
+    for capability, kind in (("AVX512", SmallWeightLinear), ("AVX2", TorchLinear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
         assert type(ops.linear(LinearWeights(small))) is kind
         assert type(ops.linear(LinearWeights(small, is_tied=True))) is kind

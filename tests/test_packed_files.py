@@ -33,7 +33,11 @@ from asyncllm.gpu import calibration
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_linear import NativeLinear
-from asyncllm.gpu.ops.native_weights import pack_new_weights, round_int4, round_int8
+from asyncllm.gpu.ops.native_weights import (
+    pack_new_weights,
+    quantise_int4_native,
+    quantise_int8_native,
+)
 from asyncllm.gpu.packed import packed_folder, packed_store
 from asyncllm.gpu.packed.packed_file import (
     ALIGNMENT,
@@ -123,7 +127,7 @@ def forms(own: Context) -> dict[str, LinearWeights]:
     random = torch.Generator().manual_seed(0)
     values = torch.randn(150, 200, generator=random)
     bias = torch.randn(150, generator=random)
-    eight = round_int8(own, LinearWeights(values))
+    eight = quantise_int8_native(own, LinearWeights(values))
     codes = torch.randint(-127, 128, (150, 200), generator=random, dtype=torch.int8)
     groups = torch.rand(150, 7, generator=random)
     return {
@@ -131,7 +135,7 @@ def forms(own: Context) -> dict[str, LinearWeights]:
         "bfloat16": LinearWeights(values.bfloat16()),
         "float16": LinearWeights(values.half(), bias.half()),
         "int8": eight,
-        "int4": round_int4(own, LinearWeights(values, bias)),
+        "int4": quantise_int4_native(own, LinearWeights(values, bias)),
         "uint8 in groups": LinearWeights(
             codes, scheme="int8", scales=groups, scale_block=(1, 32),
             zeros=codes[:, :7].contiguous(),
@@ -178,7 +182,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
     for name, weights in forms(own).items():
         stored = read[name]
-        assert stored.form == weights.form
+        assert stored.spec == weights.spec
         assert stored.num_bytes == weights.num_bytes
         assert stored.values.dtype == weights.values.dtype
         fresh = NativeLinear(own, weights)

@@ -17,8 +17,8 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.reader import QuantisedTensor
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
-from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightForm
-from asyncllm.gpu.ops.native_weights import native_type
+from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightSpec
+from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.weights import load_weights, packed_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
@@ -58,8 +58,8 @@ def loaded(model: ModelConfig, **settings: Any) -> dict[str, Tensor | LinearWeig
     return dict(load_weights(model, torch.float32, CPU, **settings))
 
 
-def takes(form: WeightForm) -> bool:
-    return native_type(form) is not None
+def takes(spec: WeightSpec) -> bool:
+    return native_type_code(spec) is not None
 
 
 def bundles(weights: Iterable[tuple[str, Tensor | LinearWeights]]) -> dict[str, LinearWeights]:
@@ -79,7 +79,7 @@ def layers(names: Iterable[str]) -> set[str]:
 def test_packed_weights_equal_dequantised(plain, tmp_path, monkeypatch, name):
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 1500)
     model = repacked(plain, tmp_path, CASES[name])
-    expected, found = unpacked(loaded(model)), loaded(model, accepts_form=takes)
+    expected, found = unpacked(loaded(model)), loaded(model, accepts_weights=takes)
     assert list(found) == list(expected)
     packed = bundles(found.items())
     if name not in PACKED:
@@ -155,12 +155,12 @@ def test_parts_of_different_forms_are_beside_each_other(plain, tmp_path):
     values = {index for index, name in enumerate(stored) if "v_proj" in name}
     model = repacked(plain, tmp_path, Case(config, pack))
     expected = unpacked(loaded(model))
-    packed = bundles(loaded(model, accepts_form=takes).items())
+    packed = bundles(loaded(model, accepts_weights=takes).items())
     assert layers(packed) - {"lm_head"} == {"qkv", "o", "gate_up", "down"}
     for each, weights in packed.items():
         schemes = ["int4", "int8"] if "qkv" in each else ["int4"]
-        assert [part.scheme for part in weights.parts] == schemes
-        exact = torch.cat([dequantised(part) for part in weights.parts])
+        assert [part.scheme for part in weights.uniform_parts] == schemes
+        exact = torch.cat([dequantised(part) for part in weights.uniform_parts])
         torch.testing.assert_close(exact.float(), expected[each], rtol=1e-6, atol=0.0)
 
 
@@ -179,7 +179,7 @@ def test_unpackable_weights():
     assert (alike.shape, alike.next_parts) == ((24, 64), ())
     mixed = packed_weights([codes(), codes(), codes(group=64), codes(bits=8), codes()], takes)
     assert mixed is not None
-    assert [(part.shape, part.scheme) for part in mixed.parts] == [
+    assert [(part.shape, part.scheme) for part in mixed.uniform_parts] == [
         ((16, 64), "int4"), ((8, 64), "int4"), ((8, 64), "int8"), ((8, 64), "int4"),
     ]  # fmt: skip
     order = torch.arange(64).flip(0) // 32
@@ -193,13 +193,13 @@ def test_unpackable_weights():
         [codes(zeros=torch.full((8, 2), -3))],
     ):
         assert packed_weights(parts, takes) is None
-    assert packed_weights([codes()], lambda form: form.scheme == "plain") is None
+    assert packed_weights([codes()], lambda spec: spec.scheme == "plain") is None
 
 
 def test_log_line_names_packed_weights(plain, tmp_path, caplog):
     model = repacked(plain, tmp_path, CASES["awq"])
     with caplog.at_level(logging.INFO, logger="asyncllm"):
-        held = loaded(model, accepts_form=takes)
+        held = loaded(model, accepts_weights=takes)
     (line,) = [record.getMessage() for record in caplog.records]
     num_bytes = sum(
         each.num_bytes if isinstance(each, LinearWeights) else each.nbytes for each in held.values()
@@ -213,7 +213,7 @@ def test_less_is_held_than_dequantised(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(reader_module, "SLICE_ELEMENTS", 64)
     model = repacked(plain, tmp_path, CASES["awq"])
     with LiveBytes() as live:
-        held = loaded(model, accepts_form=takes)
+        held = loaded(model, accepts_weights=takes)
         packed = bundles(held.items())
         whole = sum(t.nbytes for t in held.values() if isinstance(t, Tensor))
         num_bytes = sum(each.num_bytes for each in packed.values())

@@ -10,11 +10,11 @@ from asyncllm import LLM, EngineConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.model_files import resolve_model
 from asyncllm.errors import InvalidRequestError
-from asyncllm.gpu.decoder_loading import resolve_conversion
+from asyncllm.gpu.decoder_loading import resolve_quantisers
 from asyncllm.gpu.ops import quantise
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import CONVERSIONS, quantise_int8
+from asyncllm.gpu.ops.quantise import QUANTISERS, quantise_int8
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from benchmarks.quality import REFERENCE, logit_error, perplexity, teacher_forced_logits, texts
 from tests.native_library import INT8_IN_SPANS, ISAS, context, each_isa, needs_native
@@ -29,7 +29,7 @@ def dequantised(weights: LinearWeights) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_elements_round_to_nearest_multiple_of_scale(monkeypatch, dtype):
-    monkeypatch.setattr(quantise, "CHUNK", 1000)
+    monkeypatch.setattr(quantise, "MAX_CHUNK_ELEMENTS", 1000)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(40, 300, generator=generator).to(dtype)
     values[3] = 0.0
@@ -170,15 +170,15 @@ def test_tied_embedding_equals_quantised_head():
         embedding(torch.tensor([1], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", QUANTISERS)
 def test_where_there_are_no_such_layers_it_is_refused(name):
     config, none = EngineConfig(quantization=name), EngineConfig()
     for device, words in (("cuda:0", "device cuda:0"), ("cpu", "op set 'torch'")):
         with pytest.raises(InvalidRequestError, match=words) as caught:
-            resolve_conversion(config, PLAIN, torch.device(device), TorchOps())
+            resolve_quantisers(config, PLAIN, torch.device(device), TorchOps())
         assert caught.value.param == "quantization"
         assert "expected None, or a CPU with native ops" in str(caught.value)
-        assert resolve_conversion(none, PLAIN, torch.device(device), TorchOps()) is None
+        assert resolve_quantisers(none, PLAIN, torch.device(device), TorchOps()) is None
     with (
         pytest.raises(InvalidRequestError, match=f"quantization='{name}'"),
         LLM(device="cpu", attention_backend="torch", quantization=name),

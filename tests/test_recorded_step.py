@@ -25,7 +25,7 @@ from asyncllm.gpu.models.attention_kinds import kv_plan
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
-from asyncllm.gpu.ops.quantise import CONVERSIONS
+from asyncllm.gpu.ops.quantise import QUANTISERS
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_activation_bytes
 from asyncllm.native.context import Context
@@ -104,7 +104,7 @@ def check_equal(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("quantised", [None, *CONVERSIONS])
+@pytest.mark.parametrize("quantised", [None, *QUANTISERS])
 def test_program_equals_its_ops(model, quantised):
     check_equal(make_decoder(MODELS[model], quantised=quantised), (0, 1, 5))
 
@@ -112,7 +112,7 @@ def test_program_equals_its_ops(model, quantised):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each_isa
 def test_in_every_dtype_on_every_instruction_set(dtype, isa):
-    for quantised, model in (*((q, "windows") for q in (None, *CONVERSIONS)), (None, "tied")):
+    for quantised, model in (*((q, "windows") for q in (None, *QUANTISERS)), (None, "tied")):
         check_equal(make_decoder(MODELS[model], dtype, isa=isa, quantised=quantised), (7,))
 
 

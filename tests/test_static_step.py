@@ -35,7 +35,7 @@ from asyncllm.gpu.graph.cuda_graphs import (
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.language_model import StepOutput
-from asyncllm.gpu.ops.torch_attention import FixedPlan, TorchAttention
+from asyncllm.gpu.ops.torch_attention import CapturablePlan, TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.sample.sampling_state import SamplingState
 from asyncllm.gpu.step_runner import StepRunner
@@ -693,7 +693,11 @@ async def test_aborts_and_preemptions_under_the_scheduler(
 # --- the tests bite ----------------------------------------------------------------------
 
 
-WRITE, PLAN, CHANGES = StepBuffer.write, TorchAttention._make_fixed_plan, BlockTable.pop_changes
+WRITE, PLAN, CHANGES = (
+    StepBuffer.write,
+    TorchAttention._make_capturable_plan,
+    BlockTable.pop_changes,
+)
 
 
 def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
@@ -704,7 +708,7 @@ def unpadded(self: StepBuffer, batch: StepBatch, *rows: Any) -> StepSizes:
     return sizes
 
 
-def baked(self: TorchAttention, *step: Any) -> FixedPlan:
+def baked(self: TorchAttention, *step: Any) -> CapturablePlan:
     found = PLAN(self, *step)
     return replace(found, masked_keys=torch.tensor(found.masked_keys.tolist()))
 
@@ -713,7 +717,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "one host block": (step_runner, "cycle", lambda buffers: repeat(buffers[0])),
     "token 0 for one that is not known": (step_runner, "PLACEHOLDER_TOKEN", 0),
     "rows stay behind the batch": (StepBuffer, "write", unpadded),
-    "lengths baked in": (TorchAttention, "_make_fixed_plan", baked),
+    "lengths baked in": (TorchAttention, "_make_capturable_plan", baked),
     "blocks of the last tenant": (
         BlockTable, "pop_changes", lambda self: tuple(each[1:] for each in CHANGES(self)),
     ),

@@ -13,7 +13,7 @@ from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.ops.native_embedding import NativeTable
+from asyncllm.gpu.ops.native_embedding import NativePlainEmbedding
 from asyncllm.gpu.sample.sample_output import NOT_FINITE_MESSAGE
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import Driver, Sequence, outputs_of, packed, state_of
@@ -235,7 +235,7 @@ def test_forward_pass_overlaps_mask_making():
 def test_a_row_without_numbers_fails_alone():
     decoder = make_decoder(QWEN3)
     embedding = decoder.embedding
-    assert isinstance(embedding, NativeTable)
+    assert isinstance(embedding, NativePlainEmbedding)
     embedding.values[77] = torch.nan
     runner = ahead(decoder)
     driver = Driver(runner)

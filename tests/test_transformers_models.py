@@ -183,10 +183,10 @@ def _replace_shape(kind, **fields):
 
 
 def _no_sinks(monkeypatch):
-    scored = torch_attention.scored_attention
+    scored = torch_attention.eager_attention
     monkeypatch.setattr(
         torch_attention,
-        "scored_attention",
+        "eager_attention",
         lambda q, k, v, mask, shape, sinks: scored(q, k, v, mask, shape, None),
     )
 

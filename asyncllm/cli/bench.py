@@ -214,10 +214,10 @@ def _explain_ops(report: ExecutionReport, attention_backend: str) -> str:
         return f"attention_backend={attention_backend!r}"
     if report.device != "cpu":
         return "the kernels for a GPU"
-    from asyncllm.gpu.ops.registry import choose_native
+    from asyncllm.gpu.ops.registry import choose_native_ops
 
-    choice = choose_native()
-    if choice.runs and report.op_set != "native":
+    choice = choose_native_ops()
+    if choice.runs_native and report.op_set != "native":
         return "native ops do not take this model's shapes"
     return choice.reason
 

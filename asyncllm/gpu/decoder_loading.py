@@ -21,7 +21,7 @@ from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
-from asyncllm.gpu.ops.quantise import Conversion
+from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.registry import make_attention, make_ops, ops_without_attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.packed.packed_store import PackedStore, Weights, open_store
@@ -76,7 +76,7 @@ def load_decoder(
     free_at_start = 0
     if device.type == "cuda":
         free_at_start = check_weights_fit(config, device, model_bytes(model, dtype))
-    convert = resolve_conversion(config, model, device, ops)
+    quantisers = resolve_quantisers(config, model, device, ops)
     context = getattr(ops, "context", None)
     store = open_store(config, model, context, dtype, progress, next_to_model=next_to_model)
     if isinstance(model, ModelConfig):
@@ -88,13 +88,15 @@ def load_decoder(
                 set_thread_count(1)
         load = dummy_weights
         if config.load_format != "dummy":
-            accepts_form = ops.accepts_form if ops.schemes != {"plain"} else None
-            load = partial(load_weights, accepts_form=accepts_form, transient=ops.packs_linear)
+            accepts_weights = ops.accepts_weights if ops.schemes != {"plain"} else None
+            load = partial(
+                load_weights, accepts_weights=accepts_weights, transient=ops.packs_linear
+            )
         read = partial(load, model, dtype, device, progress)
 
         def build(weights: Weights, are_converted: bool) -> LanguageModel:
             ops.linear_bytes = 0
-            own = None if are_converted else convert
+            own = None if are_converted else quantisers
             return build_decoder(model, ops, attention, weights, own, dtype)
 
         decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
@@ -103,7 +105,7 @@ def load_decoder(
         from asyncllm.gpu.transformers_model.loading import load_transformers_decoder
 
         decoder = load_transformers_decoder(
-            config, model, plan, ops, attention, groups, dtype, device, convert, progress
+            config, model, plan, ops, attention, groups, dtype, device, quantisers, progress
         )
     return decoder, groups, free_at_start, store
 
@@ -148,13 +150,13 @@ def _make_attention(
     return attention, block_size or ATTENTION_FREE_BLOCK_SIZE
 
 
-def resolve_conversion(
+def resolve_quantisers(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
     device: torch.device,
     ops: TorchOps,
-) -> Conversion | None:
-    """Conversion of linear weights that ``config.quantization`` names; None without quantisation.
+) -> WeightQuantisers | None:
+    """Quantisers of linear weights that ``config.quantization`` names; None without quantisation.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does
@@ -166,14 +168,14 @@ def resolve_conversion(
     if model.quantization is not None:
         accepted = f"None: the checkpoint's weights are quantised already ({model.quantization})"
         raise value_error("quantization", name, accepted)
-    if device.type != "cpu" or name not in ops.conversions:
+    if device.type != "cpu" or name not in ops.quantisers:
         found = f"device {device}" if device.type != "cpu" else f"the op set {ops.name!r}"
         raise InvalidRequestError(
             f"quantization={name!r}: expected None, or a CPU with native ops "
             f'(attention_backend="native"), and this is {found}',
             param="quantization",
         )
-    return ops.conversions[name]
+    return ops.quantisers[name]
 
 
 def model_bytes(model: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:

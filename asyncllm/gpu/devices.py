@@ -10,7 +10,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import EngineError, InvalidRequestError
 from asyncllm.gpu.models.architectures import is_small_model
 from asyncllm.gpu.ops.backend import capability_text
-from asyncllm.gpu.ops.registry import choose_native
+from asyncllm.gpu.ops.registry import choose_native_ops
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
 
@@ -122,7 +122,7 @@ def resolve_dtype(
         return torch.float32
     # The native GEMM reads 16-bit weights and multiplies in float32 on every processor that it is
     # compiled for: a memory-bound step takes half the time that it takes with float32 weights.
-    runs_native = backend == "native" or (backend == "auto" and choose_native().runs)
+    runs_native = backend == "native" or (backend == "auto" and choose_native_ops().runs_native)
     return torch.bfloat16 if runs_native or computes_in_bfloat16() else torch.float32
 
 

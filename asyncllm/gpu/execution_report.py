@@ -27,7 +27,7 @@ def memory_bandwidth(ops: TorchOps) -> float:
     rates = []
     for _ in range(5):
         began = time.perf_counter()
-        ops.sum_words(memory)
+        ops.sum_int64(memory)
         rates.append(memory.nbytes / (time.perf_counter() - began))
     return statistics.median(rates)
 

@@ -286,7 +286,7 @@ class ModelRunner:
         self._thread = thread
         if self._num_threads is not None:
             set_thread_count(self._num_threads)
-        self._require_runner().model.ops.enter_thread()
+        self._require_runner().model.ops.prepare_current_thread()
 
     # --- a step ------------------------------------------------------------------------
 

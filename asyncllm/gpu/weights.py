@@ -19,12 +19,12 @@ from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import PackedSizes, log_sizes, open_checkpoint
 from asyncllm.gpu.formats.reader import row_ranges
-from asyncllm.gpu.models.architectures import is_unused, parameters, sum_parameters
+from asyncllm.gpu.models.architectures import is_unused_tensor, parameters, sum_parameters
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.linear_weights import (
     LinearWeights,
     QuantScheme,
-    WeightForm,
+    WeightSpec,
     join_weights,
 )
 from asyncllm.gpu.weight_upload import PinnedUploader
@@ -46,7 +46,7 @@ def load_weights(
     progress: Progress | None = None,
     staging: PinnedUploader | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
-    accepts_form: Callable[[WeightForm], bool] | None = None,
+    accepts_weights: Callable[[WeightSpec], bool] | None = None,
     *,
     transient: bool = False,
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
@@ -62,8 +62,8 @@ def load_weights(
         staging: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: opens the files in ``model.path`` as plain tensors.
-        accepts_form: whether linear layers compute with quantised weights of a form. Such weights
-            are yielded as stored, on the CPU; None dequantises all weights.
+        accepts_weights: whether linear layers compute with quantised weights of a spec. Such
+            weights are yielded as stored, on the CPU; None dequantises all weights.
         transient: yield weights of linear layers that are valid only until the next one is
             requested, for an op set that packs them on a CPU. Such a weight is a view of the mapped
             file, if the file holds it whole and in the model's dtype, else a view of one reused
@@ -83,7 +83,7 @@ def load_weights(
         packed = PackedSizes()
         short_lived = _TransientWeights(wanted, dtype, reader) if transient else None
         for parameter in wanted:
-            bundle = _quantised_weight(reader, parameter, accepts_form)
+            bundle = _quantised_weight(reader, parameter, accepts_weights)
             whole = None
             if bundle is not None:
                 packed.add(bundle)
@@ -150,14 +150,14 @@ class _TransientWeights:
 def _quantised_weight(
     reader: CheckpointReader,
     parameter: Parameter,
-    accepts_form: Callable[[WeightForm], bool] | None,
+    accepts_weights: Callable[[WeightSpec], bool] | None,
 ) -> LinearWeights | None:
     """Quantised weight of a linear layer or embedding, as stored; None for any other parameter."""
     packable = (parameter.linear or parameter.is_embedding) and parameter.layout is None
-    if accepts_form is None or not packable:
+    if accepts_weights is None or not packable:
         return None
     found = packed_weights(
-        [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_form
+        [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_weights
     )
     if found is not None and found.next_parts and ".experts." in parameter.name:
         # Each expert becomes a layer of its own, and the format may change within an expert.
@@ -167,20 +167,24 @@ def _quantised_weight(
 
 def packed_weights(
     parts: Sequence[QuantisedTensor | BlockTensor | None],
-    accepts_form: Callable[[WeightForm], bool],
+    accepts_weights: Callable[[WeightSpec], bool],
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
 
     Adjacent parts of one format become one LinearWeights; those of the next format follow in its
     ``next_parts``. Returns None if a part is not quantised, or has a form that
-    ``accepts_form`` refuses.
+    ``accepts_weights`` refuses.
     """
     stacks: list[LinearWeights] = []
     for _, group in groupby(parts, _stacking_key):
         found = [part for part in group if part is not None]
         blocks = [part for part in found if isinstance(part, BlockTensor)]
         codes = [part for part in found if isinstance(part, QuantisedTensor)]
-        stack = _stack_blocks(blocks, accepts_form) if blocks else _stack_codes(codes, accepts_form)
+        stack = (
+            _stack_blocks(blocks, accepts_weights)
+            if blocks
+            else _stack_codes(codes, accepts_weights)
+        )
         if stack is None:
             return None
         stacks.append(stack)
@@ -195,11 +199,11 @@ def _stacking_key(part: QuantisedTensor | BlockTensor | None) -> object:
 
 
 def _stack_blocks(
-    parts: Sequence[BlockTensor], accepts_form: Callable[[WeightForm], bool]
+    parts: Sequence[BlockTensor], accepts_weights: Callable[[WeightSpec], bool]
 ) -> LinearWeights | None:
     scheme: Any = parts[0].scheme
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    if not accepts_form(WeightForm((rows, columns), scheme)):
+    if not accepts_weights(WeightSpec((rows, columns), scheme)):
         return None
     # A lone part stays in the mapped file, without a copy.
     values = [part.read_rows(0, part.shape[0]) for part in parts]
@@ -207,7 +211,7 @@ def _stack_blocks(
 
 
 def _stack_codes(
-    codes: Sequence[QuantisedTensor], accepts_form: Callable[[WeightForm], bool]
+    codes: Sequence[QuantisedTensor], accepts_weights: Callable[[WeightSpec], bool]
 ) -> LinearWeights | None:
     if not codes:
         return None
@@ -219,16 +223,16 @@ def _stack_codes(
     zeros = torch.cat([_zero_points(part) for part in codes])
     # Signed 8-bit integers that are centred on 0 need no zero points.
     has_zeros = scheme == "int4" or bool(zeros.any())
-    form = WeightForm((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
+    spec = WeightSpec((sum(c.shape[0] for c in codes), columns), scheme, (1, group), has_zeros)
     low, high = (0, 255) if scheme == "int4" else (-128, 127)
-    if not accepts_form(form) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
+    if not accepts_weights(spec) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
         return None
-    values = _stack_integers(codes, form.shape, scheme)
+    values = _stack_integers(codes, spec.shape, scheme)
     return LinearWeights(
         values,
         scheme=scheme,
         scales=torch.cat([_expand_to_rows(part, part.scales) for part in codes]),
-        scale_block=form.scale_block,
+        scale_block=spec.scale_block,
         zeros=zeros.to(values.dtype) if has_zeros else None,
     )
 
@@ -356,7 +360,11 @@ def _check_tensors(reader: CheckpointReader, model: ModelConfig, wanted: list[Pa
             )
     _check_tied_head(reader, model)
     for name, info in reader.tensors.items():
-        if name not in expected and not is_unused(model, name) and not _is_zero_bias(reader, name):
+        if (
+            name not in expected
+            and not is_unused_tensor(model, name)
+            and not _is_zero_bias(reader, name)
+        ):
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is none of this architecture's: the model would "
                 "be computed without it"

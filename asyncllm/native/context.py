@@ -54,7 +54,7 @@ class Context:
         """Handle of the context in the library, for a direct call of an op.
 
         Raises:
-            Unrecordable: a step is being recorded, and the program would lack the op.
+            UnrecordableError: a step is being recorded, and the program would lack the op.
         """
         if self.recorder is not None:
             self.recorder.refuse_call()

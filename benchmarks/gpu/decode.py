@@ -124,11 +124,11 @@ class DecodeBench:
         share = load.bytes / seconds / self.clock.copy_bandwidth()
         if sum(load.lengths) > LARGE:
             self.shares[name] = share
-        splits = self._attention.splits(load.batch, MAX_LEN, None)
+        splits = self._attention.num_splits(load.batch, MAX_LEN, None)
         note = f"{share:.0%} of copy bandwidth, {splits} splits"
         self.stage.report.add(name, seconds, "µs", note)
         longest = max(load.lengths)
-        exact = self._attention.splits(load.batch, longest, None)
+        exact = self._attention.num_splits(load.batch, longest, None)
         if exact != splits:
             other = self.clock.median(decode_calls(self._attention, inputs, longest))
             share = load.bytes / other / self.clock.copy_bandwidth()

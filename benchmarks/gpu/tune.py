@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS, Tiles
+from asyncllm.gpu.ops.triton.tuning import MIN_SPLIT_TOKENS, Tiles
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.decode import MEMORY_SHARE
 from benchmarks.gpu.paged_inputs import (
@@ -198,7 +198,7 @@ class Sweep:
         inputs = self._inputs(load)
         default = self._attention(load)
         own = default.decode_tiles if load.queries == 1 else default.prefill_tiles
-        splits = default.splits(load.batch, max(load.lengths), None) if load.queries == 1 else 1
+        splits = default.num_splits(load.batch, max(load.lengths), None) if load.queries == 1 else 1
         base = self._measure(inputs, own, splits)
         self._add(title, Entry(load.name, own, splits, base, 1.0, True))
         for shape in tiles:
@@ -210,12 +210,12 @@ class Sweep:
         title, name, inputs = "decode splits", load.name, self._inputs(load)
         known = [entry for entry in self.entries["decode tiles"] if entry.load == name]
         default = self._attention(load)
-        own = default.splits(load.batch, max(load.lengths), None)
+        own = default.num_splits(load.batch, max(load.lengths), None)
         best = min(known, key=lambda entry: entry.seconds, default=None)
         tiles = default.decode_tiles if best is None else best.tiles
         base = next((entry.seconds for entry in known if entry.default), None)
         base = self._measure(inputs, default.decode_tiles, own) if base is None else base
-        most = -(-max(load.lengths) // SPLIT_TOKENS)
+        most = -(-max(load.lengths) // MIN_SPLIT_TOKENS)
         for splits in sorted({own, *(count for count in self.plan.splits if count <= most)}):
             self._try(title, inputs, tiles, splits, base, default=splits == own)
 

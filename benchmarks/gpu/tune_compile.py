@@ -50,10 +50,10 @@ class TunedAttention(TritonAttention):
         if tiles is not None:
             self.decode_tiles = self.prefill_tiles = tiles
 
-    def splits(self, *arguments: Any, **options: Any) -> int:
+    def num_splits(self, *arguments: Any, **options: Any) -> int:
         if self.fixed_splits is not None:
             return self.fixed_splits
-        return super().splits(*arguments, **options)
+        return super().num_splits(*arguments, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig, RoutingConfig
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared
+from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared_expert
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, gumbel_keys, gumbel_sample, vocab_exponentials
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
@@ -126,13 +126,13 @@ def check_norm(ops: Any, width: int, dtype: torch.dtype, device: str) -> None:
     weight = torch.randn(width, generator=random).to(dtype).to(device)
     norm = ops.rms_norm(weight, 1e-6)
     total = residual + x
-    added, kept = norm.add(x, residual.clone())
+    added, kept = norm.add_and_norm(x, residual.clone())
     assert torch.equal(kept, total)
     for found, source in ((norm(x), x), (added, total)):
         assert_close(found, _norm_in_float32(source.cpu().double(), weight), dtype)
     # With a multiple of x, and a weight in float32: rounded once.
     total, weight = residual + x * 0.25, weight.float()
-    found, kept = ops.rms_norm(weight, 1e-6, 0.25).add(x, residual.clone())
+    found, kept = ops.rms_norm(weight, 1e-6, 0.25).add_and_norm(x, residual.clone())
     assert torch.equal(kept, total)
     exact, half_unit = _norm_in_float32(total.cpu().double(), weight), torch.finfo(x.dtype).eps / 2
     assert bool(((found.cpu().double() - exact).abs() <= exact.abs() * half_unit + 1e-5).all())
@@ -141,7 +141,7 @@ def check_norm(ops: Any, width: int, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(plain(torch.stack((total, total * 2), 1))[:, 0], found)
     # The sum is rounded before it is scaled, and again behind.
     rescaled = (total + x) * 0.7
-    found, kept = ops.rms_norm(weight, 1e-6, 1.0, 0.7).add(x, total.clone())
+    found, kept = ops.rms_norm(weight, 1e-6, 1.0, 0.7).add_and_norm(x, total.clone())
     assert torch.equal(kept, rescaled)
     assert torch.equal(found, plain(rescaled))
 
@@ -227,7 +227,9 @@ def check_sum_experts(module: ModuleType, dtype: torch.dtype, device: str) -> No
     gate = torch.randn(tokens, 2, generator=random).mul(3).to(dtype)[:, 1:]
     summed = x.view(tokens, top_k, width).double().sum(1)
     for given in ((None, None), (shared, None), (shared, gate)):
-        expected = add_shared(summed, *(None if each is None else each.double() for each in given))
+        expected = add_shared_expert(
+            summed, *(None if each is None else each.double() for each in given)
+        )
         out = torch.full((tokens, width), torch.nan, dtype=dtype, device=device)
         there = [None if each is None else each.to(device) for each in given]
         module.sum_experts(out, x.to(device), top_k, *there)

@@ -158,16 +158,19 @@ def test_heads_of_512_have_fewer_places() -> None:
 def test_rows_of_like_length_keep_their_splits(length: int) -> None:
     for rows in range(1, 513):
         lengths = np.linspace(0.7 * length, length, rows).astype(np.int64)
-        assert not ATTENTION.is_skewed(rows, lengths, MAX_LEN, None), rows
+        assert not ATTENTION.has_skewed_lengths(rows, lengths, MAX_LEN, None), rows
         assert plan_of(lengths).extra_splits == 0
 
 
 def test_a_window_or_short_rows_are_never_skewed() -> None:
-    assert not ATTENTION.is_skewed(128, skewed(128), MAX_LEN, 4096)
-    assert not ATTENTION.is_skewed(128, skewed(128, 1024, 1), MAX_LEN, None)
-    assert ATTENTION.is_skewed(128, skewed(128, 8192, 1), MAX_LEN, None)
-    assert [ATTENTION.may_be_skewed(length, None) for length in (1024, 1025)] == [False, True]
-    assert not ATTENTION.may_be_skewed(MAX_LEN, 4096)
+    assert not ATTENTION.has_skewed_lengths(128, skewed(128), MAX_LEN, 4096)
+    assert not ATTENTION.has_skewed_lengths(128, skewed(128, 1024, 1), MAX_LEN, None)
+    assert ATTENTION.has_skewed_lengths(128, skewed(128, 8192, 1), MAX_LEN, None)
+    assert [ATTENTION.may_have_skewed_lengths(length, None) for length in (1024, 1025)] == [
+        False,
+        True,
+    ]
+    assert not ATTENTION.may_have_skewed_lengths(MAX_LEN, 4096)
 
 
 def test_a_graph_has_either_form() -> None:

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton
 
-from asyncllm.gpu.ops.triton.tuning import decode_programs
+from asyncllm.gpu.ops.triton.tuning import decode_programs_per_sm
 from tests.slow import slow_but
 from tests.triton.launches import Build, compile_launch
 from tests.triton.variants import SHARED_MEMORY, Variant, variants
@@ -63,7 +63,7 @@ def test_splits_are_chosen_for_the_places_of_decode_attention() -> None:
         if name.startswith("decode"):
             head_dim = 512 if name.endswith("head512") else 128
             expected = programs if head_dim == 512 else programs | {90: 4}
-            assert expected == {sm: decode_programs(sm, head_dim) for sm in programs}
+            assert expected == {sm: decode_programs_per_sm(sm, head_dim) for sm in programs}
 
 
 VARIANTS = variants()

@@ -82,7 +82,9 @@ def test_nodes_of_a_decode_step(rows, merges):
         {"aten::linear": 4} | {f"{name}_kernel": count for name, count in kernels.items()}
     )
     around = ["decode_inputs_kernel", "aten::embedding", "norm_kernel", "aten::linear"]
-    assert two - layer - layer == Counter([*around, "chunk_kernel", "choose_kernel"])
+    assert two - layer - layer == Counter(
+        [*around, "chunk_statistics_kernel", "sample_tokens_kernel"]
+    )
 
 
 def sent_in_a_mixed_step(max_len: int) -> list[int]:
@@ -193,7 +195,7 @@ def test_sampling(vocab_size):
             drawn = RowsToSample(slots, slots, last_sampled_tokens)
             scalars = draw_scalars(states, lines[0], top_k, *lines[1:])
             sampling.sample(logits, scalars, drawn, torch.empty_like(slots))
-    check_one_of_each(launches, {"chunk_kernel", "choose_kernel"})
+    check_one_of_each(launches, {"chunk_statistics_kernel", "sample_tokens_kernel"})
 
 
 TOKENS = 6
@@ -270,7 +272,10 @@ def rotate(qkv: Tensor) -> None:
     ("run", "name"),
     [
         (norm.TritonRMSNorm(HALF, 1e-6), "x"),
-        (lambda x: norm.TritonRMSNorm(HALF, 1e-6).add(torch.zeros(TOKENS, 8), x), "residual"),
+        (
+            lambda x: norm.TritonRMSNorm(HALF, 1e-6).add_and_norm(torch.zeros(TOKENS, 8), x),
+            "residual",
+        ),
         (activation.silu_mul, "gate"),
         (lambda x: activation.gelu_mul(torch.zeros(TOKENS, 8), x), "up"),
         (lambda x: activation.sigmoid_mul(x, x), "gate"),

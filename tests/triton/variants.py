@@ -15,7 +15,7 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.gated_delta import DecayParameters
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.gpu.ops.torch_ops import TorchLinear
@@ -131,7 +131,7 @@ def rope_of_queries(capability: int) -> None:
 
 def norm_add(weight: Tensor, *scales: float) -> Run:
     op = norm.TritonRMSNorm(weight, 1e-6, *scales)
-    return lambda _: op.add(empty(64, len(weight)), empty(64, len(weight)))
+    return lambda _: op.add_and_norm(empty(64, len(weight)), empty(64, len(weight)))
 
 
 def of_experts(tokens: int, dtype: torch.dtype, **options: Any) -> Run:
@@ -171,7 +171,7 @@ DECODES = TritonStateRows(longs(64), longs(64), longs(64), False)
 def of_gated_delta(dtype: torch.dtype, rows: TritonStateRows = MIXED) -> Run:
     """Qwen3-Next's layers: 16 key heads and 32 value heads of 128."""
     shape = LinearAttentionConfig((True,), 16, 32, 128, 128, 4)
-    op = gated_delta.TritonGatedDelta(shape, DeltaBiases(floats(32), floats(32)))
+    op = gated_delta.TritonGatedDelta(shape, DecayParameters(floats(32), floats(32)))
     tokens = rows.positions.shape[0]
     given = empty(tokens, shape.conv_size, dtype=dtype), empty(tokens, 64, dtype=dtype)
     return lambda _: op(*given, floats(257, 32, 128, 128), rows)

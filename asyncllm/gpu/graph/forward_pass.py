@@ -21,7 +21,7 @@ class ForwardPass:
 
     def __init__(self, model: LanguageModel, cache: KVCache, memory: StepMemory) -> None:
         self.model, self.cache, self.memory = model, cache, memory
-        self.finds_greedy_tokens = model.argmax is not None and not memory.on_device
+        self.finds_greedy_tokens = model.argmax_function is not None and not memory.on_device
 
     def prepare(self, step: LaunchedStep) -> bool:
         """Chooses how the step will run, and sets its ``bucket`` and ``balanced``.

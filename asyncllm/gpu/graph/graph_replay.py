@@ -82,12 +82,12 @@ class GraphReplay(ForwardPass):
         mixed = "op by op" if self.piecewise is None else "in segments"
         self.description = f"graphs of decode steps, mixed steps {mixed}"
         most = memory.info.max_model_len
-        # The ``is_skewed`` methods of the attentions that have a balanced plan for skewed batches.
+        # Only attentions with a balanced plan test batches for skewed lengths.
         self._skew_tests = [
-            partial(attention.is_skewed, max_len=most, window=kind.window)
+            partial(attention.has_skewed_lengths, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()
             if isinstance(attention, BalancedAttention)
-            and attention.may_be_skewed(most, kind.window)
+            and attention.may_have_skewed_lengths(most, kind.window)
         ]
 
     @property
@@ -121,7 +121,9 @@ class GraphReplay(ForwardPass):
             step.bucket = self.graphs.bucket(len(step.rows))
             # Choose the balanced plan if the rows' lengths differ too much for equal splits.
             batch = step.bucket or len(step.rows)
-            step.balanced = any(is_skewed(batch, step.positions) for is_skewed in self._skew_tests)
+            step.balanced = any(
+                has_skewed_lengths(batch, step.positions) for has_skewed_lengths in self._skew_tests
+            )
         elif self.piecewise is not None:
             step.bucket = self.piecewise.graphs.bucket(step.batch.num_tokens)
         return step.is_decode

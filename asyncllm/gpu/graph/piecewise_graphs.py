@@ -61,15 +61,15 @@ class PiecewiseGraphs:
         The step's input sections have to be padded to the largest bucket.
         """
         count = self._num_tokens = step.num_tokens
-        context = self._context = self.model.context(step, self.cache)
+        context = self._context = self.model.make_context(step, self.cache)
         try:
             self.graphs.run(GraphKey(bucket, GraphPart.BODY))
         finally:
             self._context = None
         ends = {name: tensor[:count] for name, tensor in self._body_outputs.items()}
-        context.inputs = ends.get("inputs")
+        context.per_layer_embeddings = ends.get("per_layer_embeddings")
         context.shared_kv = {i: (ends["k", i], ends["v", i]) for i in self._shared_kv}
-        return self.model.finish(ends["x"], ends.get("residual"), step, context)
+        return self.model.run_last_layer_and_head(ends["x"], ends.get("residual"), step, context)
 
     def close(self) -> None:
         """Drops the graphs and all tensors."""
@@ -80,11 +80,11 @@ class PiecewiseGraphs:
     def _run(self, key: GraphKey) -> None:
         """Runs all layers but the last, on as many tokens as the key's bucket holds."""
         step = self.memory.padded_inputs(key.bucket)
-        inputs = self.model.token_inputs(step, self.cache)
+        inputs = self.model.token_context_fields(step, self.cache)
         context = _PiecewiseContext(plans=(), piecewise=self, **inputs)
-        x, residual = self.model.body(step, context)
+        x, residual = self.model.run_all_but_last_layer(step, context)
         ends: dict[object, Tensor | None] = {
-            "x": x, "residual": residual, "inputs": context.inputs,
+            "x": x, "residual": residual, "per_layer_embeddings": context.per_layer_embeddings,
         }  # fmt: skip
         self._shared_kv = tuple(context.shared_kv)
         for index, (k, v) in context.shared_kv.items():
@@ -93,17 +93,17 @@ class PiecewiseGraphs:
             if tensor is not None:
                 self._body_outputs[name] = self._copy_to_static_tensor(name, tensor)
 
-    def run_core(self, core: MixerCore, width: int, tensors: Sequence[Tensor]) -> Tensor:
+    def run_mixer_core(self, core: MixerCore, out_width: int, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts the capture at attention or a recurrence; returns the tensor for its output."""
         count, example = len(tensors[0]), tensors[0]
         core_inputs = [
             self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
         ]
-        out = self._static_tensor("out", (width,), example)
-        self._break_graph(partial(self._run_core, core, core_inputs, out))
+        out = self._static_tensor("out", (out_width,), example)
+        self._break_graph(partial(self._run_mixer_core, core, core_inputs, out))
         return out[:count]
 
-    def _run_core(self, core: MixerCore, core_inputs: Sequence[Tensor], out: Tensor) -> None:
+    def _run_mixer_core(self, core: MixerCore, core_inputs: Sequence[Tensor], out: Tensor) -> None:
         """Runs attention or a recurrence on the step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
@@ -141,6 +141,6 @@ class _PiecewiseContext(StepContext):
 
     piecewise: PiecewiseGraphs | None = None
 
-    def run_core(self, core: MixerCore, width: int, *tensors: Tensor) -> Tensor:
+    def run_mixer_core(self, core: MixerCore, out_width: int, *tensors: Tensor) -> Tensor:
         assert self.piecewise is not None
-        return self.piecewise.run_core(core, width, tensors)
+        return self.piecewise.run_mixer_core(core, out_width, tensors)

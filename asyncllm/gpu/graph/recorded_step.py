@@ -15,7 +15,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import NO_TOKENS, LanguageModel, StepOutput
 from asyncllm.gpu.ops.program import Program
-from asyncllm.gpu.ops.recorder import FAKE_ROWS, Recorder, Size, Unrecordable
+from asyncllm.gpu.ops.recorder import FAKE_ROWS, DynamicSize, Recorder, UnrecordableError
 from asyncllm.native.interface import OP_ARG_STRUCTS
 
 
@@ -38,7 +38,7 @@ class RecordedStep(ForwardPass):
             not find them. Set by ``make_program``.
 
     Raises:
-        Unrecordable: a part of the model has no native op.
+        UnrecordableError: a part of the model has no native op.
     """
 
     program: Program
@@ -56,7 +56,7 @@ class RecordedStep(ForwardPass):
     ) -> None:
         for attention in model.attention.values():
             if not getattr(attention, "is_recordable", False):
-                raise Unrecordable(f"attention {attention.name!r} has no native kernel")
+                raise UnrecordableError(f"attention {attention.name!r} has no native kernel")
         rows, tokens = buffer.limits.rows, buffer.limits.tokens
         self._recorder = recorder
         self._capacity = (rows, tokens, tokens, rows, rows)
@@ -64,7 +64,7 @@ class RecordedStep(ForwardPass):
             found = model.forward(_record_inputs(recorder, input_batch, buffer, model), cache)
             recorder.keep_result(found.hidden)
             recorder.keep_result(found.logits)
-            self.finds_greedy_tokens = model.argmax is not None
+            self.finds_greedy_tokens = model.argmax_function is not None
             if self.finds_greedy_tokens:
                 recorder.keep_result(found.tokens.view(-1, 1))
         self.num_bytes = recorder.place_activations(self._capacity)[1]
@@ -105,7 +105,7 @@ def record_step(
         return f"the op set {model.ops.name!r} has no programs"
     try:
         return RecordedStep(recorder, model, cache, input_batch, buffer)
-    except Unrecordable as reason:
+    except UnrecordableError as reason:
         return str(reason)
 
 
@@ -124,7 +124,8 @@ def _record_inputs(
         "counts": arrays["counts"].ctypes.data,
     }
     made = {
-        name: recorder.add_input(arrays[name], Size.TOKENS) for name in ("token_ids", "positions")
+        name: recorder.add_input(arrays[name], DynamicSize.TOKENS)
+        for name in ("token_ids", "positions")
     }
     lines, width = input_batch.token_ids.shape
     args = OP_ARG_STRUCTS["tokens"](
@@ -132,16 +133,16 @@ def _record_inputs(
         table=input_batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
         query_start=host.query_start_loc.ctypes.data, seq_lens=host.seq_lens.ctypes.data,
     )  # fmt: skip
-    recorder.add_op("tokens", Size.TOKENS, args, made, [buffer, input_batch.token_ids])
+    recorder.add_op("tokens", DynamicSize.TOKENS, args, made, [buffer, input_batch.token_ids])
     groups = []
     for group, table in enumerate(input_batch.tables):
-        slots = recorder.add_input(arrays[f"slots_{group}"], Size.TOKENS)
+        slots = recorder.add_input(arrays[f"slots_{group}"], DynamicSize.TOKENS)
         lines, width = table.table.shape
         args = OP_ARG_STRUCTS["slots"](
             **rows, table=table.table.ctypes.data, table_lines=lines, table_width=width,
             block_size=table.block_size,
         )  # fmt: skip
-        recorder.add_op("slots", Size.TOKENS, args, {"slots": slots}, [table.table])
+        recorder.add_op("slots", DynamicSize.TOKENS, args, {"slots": slots}, [table.table])
         blocks = torch.from_numpy(table.table)
         groups.append(KVGroupInputs(slots, blocks, table.table, table.block_size))
     tensors = buffer.tensors
@@ -156,8 +157,8 @@ def _record_inputs(
         groups=groups,
         max_num_seqs=buffer.limits.rows,
         max_len=input_batch.token_ids.shape[1],
-        num_logits=FAKE_ROWS[Size.SAMPLED],
-        num_greedy=FAKE_ROWS[Size.GREEDY] if model.argmax is not None else 0,
-        wanted=recorder.add_input(arrays["wanted"], Size.WANTED),
+        num_logits=FAKE_ROWS[DynamicSize.SAMPLED_TOKENS],
+        num_greedy=FAKE_ROWS[DynamicSize.GREEDY_TOKENS] if model.argmax_function is not None else 0,
+        wanted=recorder.add_input(arrays["wanted"], DynamicSize.OUTPUT_TOKENS),
         host=host,
     )

@@ -1,4 +1,4 @@
-"""parameters, is_unused: the parameters of a decoder, and the checkpoint tensors that it
+"""parameters, is_unused_tensor: the parameters of a decoder, and the checkpoint tensors that it
 ignores."""
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 
-_LAYER_PREFIX = re.compile(r"model\.layers\.(\d{1,6})\.")
+_LAYER_PREFIX_PATTERN = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 MAX_SMALL_MODEL_PARAMETERS = 32_000_000
 """Number of parameters below which a model is bound by the overhead of ops, not by arithmetic."""
 
-_MTP_PREFIX = re.compile(r"mtp\.")
+_MTP_PREFIX_PATTERN = re.compile(r"mtp\.")
 """Prefix of modules for multi-token prediction, in checkpoints of Qwen3-Next and its successors."""
-_KV_PROJECTION = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
+_KV_PROJECTION_PATTERN = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_(proj|norm)\.")
 
-COMPUTED_BUFFER = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+COMPUTED_BUFFER_PATTERN = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 
 class _ParameterRecorder:
@@ -48,7 +48,7 @@ class _ParameterRecorder:
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
     def make_builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
-        """Make a builder of ``layers`` in plain torch that requests its weights from this source.
+        """Make a builder of ``layers`` in plain torch that requests its weights from this recorder.
 
         The layers have no attention.
         """
@@ -64,7 +64,7 @@ def parameters(model: ModelConfig) -> list[Parameter]:
     return recorder.requested_parameters
 
 
-def is_unused(model: ModelConfig, name: str) -> bool:
+def is_unused_tensor(model: ModelConfig, name: str) -> bool:
     """Whether the decoder ignores a checkpoint's tensor.
 
     It ignores a second copy of a tied output head, RoPE tables that older versions of transformers
@@ -72,35 +72,35 @@ def is_unused(model: ModelConfig, name: str) -> bool:
     another layer's KV.
     """
     tied_head = model.tie_word_embeddings and name == "lm_head.weight"
-    if tied_head or COMPUTED_BUFFER.match(name) or _MTP_PREFIX.match(name):
+    if tied_head or COMPUTED_BUFFER_PATTERN.match(name) or _MTP_PREFIX_PATTERN.match(name):
         return True
-    layer = _LAYER_PREFIX.match(name)
+    layer = _LAYER_PREFIX_PATTERN.match(name)
     if layer is None:
         return False
     index, end = int(layer[1]), model.num_layers + model.num_unused_layers
     if index < model.num_layers:
-        return model.layer(index).kv_layer is not None and bool(_KV_PROJECTION.match(name))
+        return model.layer(index).kv_layer is not None and bool(_KV_PROJECTION_PATTERN.match(name))
     return index < end
 
 
-def sum_parameters(model: ModelConfig, size: Callable[[Parameter], int]) -> int:
-    """Sum ``size`` over all parameters.
+def sum_parameters(model: ModelConfig, size_of: Callable[[Parameter], int]) -> int:
+    """Sum ``size_of`` over all parameters.
 
     Layers differ only in mixer, experts and sizes, so only one layer of each kind is built, and its
     sum is multiplied by the number of such layers.
     """
-    kinds, recorder = _kinds_of_layers(model), _ParameterRecorder()
+    kinds, recorder = _count_layers_by_kind(model), _ParameterRecorder()
     make_builder = recorder.make_builder(model, kinds)
     make_builder.decoder((), {}, ())
-    total = sum(map(size, recorder.requested_parameters))
+    total = sum(map(size_of, recorder.requested_parameters))
     for layer, count in kinds.items():
         recorder.requested_parameters.clear()
         make_builder.layer(layer)
-        total += count * sum(map(size, recorder.requested_parameters))
+        total += count * sum(map(size_of, recorder.requested_parameters))
     return total
 
 
-def _kinds_of_layers(model: ModelConfig) -> dict[int, int]:
+def _count_layers_by_kind(model: ModelConfig) -> dict[int, int]:
     """Number of layers of each kind; keys are the indices of the kinds' first layers."""
     with_experts = model.experts.layers if model.experts is not None else ()
     linear = model.linear_attention.layers if model.linear_attention is not None else ()

@@ -71,7 +71,11 @@ class LayerAttention(NamedTuple):
 def attention_by_layer(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention]
 ) -> dict[int, LayerAttention]:
-    """LayerAttention of each attention layer; ``attention`` covers all ``attention_kinds``."""
+    """LayerAttention of each attention layer, with its op from ``attention``, by layer index.
+
+    Args:
+        attention: the Attention of each of ``attention_kinds``.
+    """
     specs, plan, order = rope_specs(model), kv_plan(model), list(attention)
     ropes, layers = list(dict.fromkeys(specs)), {}
     calls = zip(attention_layers(model), plan.kinds, plan.indices, strict=True)

@@ -13,8 +13,8 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import NO_TOKENS, StepOutput
-from asyncllm.gpu.models.layer_inputs import LayerInputs
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
+from asyncllm.gpu.models.per_layer_embeddings import PerLayerEmbeddings
 from asyncllm.gpu.models.rope import RopeSpec, rope_table
 from asyncllm.gpu.ops.base import ArgmaxLinear, Attention, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -30,7 +30,7 @@ class Decoder:
         ropes: content of each RoPE table, by index.
         embedding: embedding of token ids; its dtype and device are the model's.
         states: recurrent states of a sequence; () for a model without recurrent layers.
-        layer_inputs: per-layer embeddings; None for a model without them.
+        per_layer_embeddings: op that embeds tokens for each layer; None for a model without it.
         rope_tables: RoPE tables on the device, made by ``set_max_positions``.
     """
 
@@ -44,7 +44,7 @@ class Decoder:
     lm_head: Linear
     logits_softcap: float | None = None
     states: Sequence[StateSpec] = ()
-    layer_inputs: LayerInputs | None = None
+    per_layer_embeddings: PerLayerEmbeddings | None = None
     rope_tables: Sequence[Tensor] | None = field(default=None, init=False)
 
     def set_max_positions(self, count: int) -> None:
@@ -68,36 +68,40 @@ class Decoder:
 
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
         """See ``LanguageModel.forward``."""
-        context = self.context(step, cache)
-        return self.finish(*self.body(step, context), step, context)
+        context = self.make_context(step, cache)
+        return self.run_last_layer_and_head(
+            *self.run_all_but_last_layer(step, context), step, context
+        )
 
-    def body(self, step: StepInputs, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        """Run all layers but the last and return output and residual, as a Layer does.
+    def run_all_but_last_layer(
+        self, step: StepInputs, context: StepContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the embedding and all layers but the last; return output and residual.
 
         All computations outside the mixers' cores depend on the step's tokens alone, and not on how
         the tokens are divided into rows.
         """
         x, residual = self.embedding(step.token_ids), None
-        if self.layer_inputs is not None:
-            context.inputs = self.layer_inputs(step.token_ids, x)
+        if self.per_layer_embeddings is not None:
+            context.per_layer_embeddings = self.per_layer_embeddings(step.token_ids, x)
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, context)
         return x, residual
 
-    def finish(
+    def run_last_layer_and_head(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, context: StepContext
     ) -> StepOutput:
-        """Run the last layer and the output head.
+        """Run the last layer, the final norm and the output head.
 
         After the last layer's mixer, only the tokens in ``step.wanted`` are computed.
         """
-        context.rows = step.wanted
+        context.output_tokens = step.wanted
         x, residual = self.layers[-1](x, residual, context)
-        hidden, first = self.norm.add(x, residual)[0], step.num_logits
+        hidden, first = self.norm.add_and_norm(x, residual)[0], step.num_logits
         tokens = NO_TOKENS
         if step.num_greedy:
-            assert self.argmax is not None
-            tokens = self.argmax(hidden[first : first + step.num_greedy])
+            assert self.argmax_function is not None
+            tokens = self.argmax_function(hidden[first : first + step.num_greedy])
         return StepOutput(self.logits(hidden[:first]), hidden, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,9 +111,8 @@ class Decoder:
         return logits if cap is None else self.ops.softcap(logits, cap)
 
     @property
-    def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """The output head's ``argmax``, see ``LanguageModel``; None if the head does not have this
-        method.
+    def argmax_function(self) -> Callable[[Tensor], Tensor] | None:
+        """See ``LanguageModel.argmax_function``; None if the output head has no ``argmax``.
 
         It is also None if logits are capped, because the cap may round different logits to equal
         numbers.
@@ -118,7 +121,7 @@ class Decoder:
             return None
         return self.lm_head.argmax
 
-    def context(self, step: StepInputs, cache: KVCache) -> StepContext:
+    def make_context(self, step: StepInputs, cache: KVCache) -> StepContext:
         """Make the StepContext that all layers read in a step."""
         states = cache.states.tensors if cache.states is not None and self.states else ()
         return StepContext(
@@ -128,11 +131,11 @@ class Decoder:
             ],
             states=states,
             state_rows=self.ops.state_rows(step) if self.states else None,
-            **self.token_inputs(step, cache),
+            **self.token_context_fields(step, cache),
         )
 
-    def token_inputs(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
-        """Make the fields of a StepContext that depend on the step's tokens alone."""
+    def token_context_fields(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
+        """Make the StepContext fields that depend on the step's tokens, and not on its rows."""
         if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
         positions, groups = step.positions, step.groups
@@ -140,5 +143,5 @@ class Decoder:
             "positions": positions,
             "slot_mappings": [groups[kind.kv_group].slot_mapping for kind in self.attention],
             "rotary": [self.ops.rotary(table, positions) for table in self.rope_tables],
-            "kv": cache.layers,
+            "kv_caches": cache.layers,
         }

@@ -17,8 +17,7 @@ from asyncllm.gpu.models.attention_kinds import (
     rope_specs,
 )
 from asyncllm.gpu.models.decoder import Decoder
-from asyncllm.gpu.models.experts import ParallelExperts, build_experts, build_parallel_experts
-from asyncllm.gpu.models.layer_inputs import build_input_layer, build_layer_inputs
+from asyncllm.gpu.models.experts import ExpertsBesideMLP, build_experts, build_experts_beside_mlp
 from asyncllm.gpu.models.layers import (
     AttentionKind,
     AttentionMixer,
@@ -30,11 +29,15 @@ from asyncllm.gpu.models.layers import (
 )
 from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
 from asyncllm.gpu.models.parameter import Parameter
+from asyncllm.gpu.models.per_layer_embeddings import (
+    build_per_layer_embeddings,
+    wrap_with_per_layer_embedding,
+)
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
-from asyncllm.gpu.models.weight_scope import ParameterSource, WeightScope, stack_with_rows
+from asyncllm.gpu.models.weight_scope import ParameterSource, WeightScope, rows_by_module
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.quantise import Conversion
+from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 
@@ -44,7 +47,7 @@ def build_decoder(
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     weights: Iterable[tuple[str, Tensor | LinearWeights]],
-    convert: Conversion | None = None,
+    quantisers: WeightQuantisers | None = None,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Build the decoder that ``model`` describes.
@@ -55,20 +58,20 @@ def build_decoder(
             linear layer are a tensor or LinearWeights in a form that ``ops`` accepts. Each is
             handed to its op as it arrives, so that a packing op set holds at most one of them
             twice.
-        convert: quantisation of every linear layer's weights, the output head included, before
-            they are handed to ``ops``; None for no quantisation.
+        quantisers: functions that quantise every linear layer's weights, and the output head's,
+            before ``ops`` gets them; None for no quantisation.
         dtype: dtype of the model; needed only if the embedding arrives as LinearWeights, which have
             no model dtype.
     """
-    source, by_layer = _OrderedSource(iter(weights)), attention_by_layer(model, attention)
-    builder = DecoderBuilder(model, ops, by_layer, source, convert, dtype)
+    source, by_layer = _OrderedWeightSource(iter(weights)), attention_by_layer(model, attention)
+    builder = DecoderBuilder(model, ops, by_layer, source, quantisers, dtype)
     ropes = list(dict.fromkeys(rope_specs(model)))
     decoder = builder.decoder(range(model.num_layers), attention, ropes)
-    source.finish()
+    source.check_exhausted()
     return decoder
 
 
-class _OrderedSource:
+class _OrderedWeightSource:
     """Source of weights that arrive in the order in which they are requested."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor | LinearWeights]]) -> None:
@@ -80,7 +83,7 @@ class _OrderedSource:
             raise RuntimeError(f"weights out of order: {name} where {parameter.name} is due")
         return weights
 
-    def finish(self) -> None:
+    def check_exhausted(self) -> None:
         """Exhaust the weights, which closes their files."""
         for name, _ in self._weights:
             raise RuntimeError(f"weights left over: {name}")
@@ -93,7 +96,7 @@ class DecoderBuilder:
         attention_by_layer: LayerAttention of each attention layer, by layer index.
         source: function that returns the weights of a parameter; called in the order of the
             parameters.
-        convert, dtype: see ``build_decoder``.
+        quantisers, dtype: see ``build_decoder``.
 
     Attributes:
         pending_scale: factor on the output of the last layer built (``layer_scalar``), which the
@@ -106,18 +109,22 @@ class DecoderBuilder:
         ops: TorchOps,
         attention_by_layer: Mapping[int, LayerAttention],
         source: ParameterSource,
-        convert: Conversion | None = None,
+        quantisers: WeightQuantisers | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.ops, self.dtype = model, ops, dtype
         self.attention_by_layer = attention_by_layer
-        self.scope = WeightScope(model, ops, source, None if convert is None else convert.linear)
+        self.scope = WeightScope(
+            model, ops, source, None if quantisers is None else quantisers.linear
+        )
         self.head_scope = replace(
-            self.scope, convert=None if convert is None else convert.output_head
+            self.scope, quantise=None if quantisers is None else quantisers.output_head
         )
         rotary_dim = model.rotary_dim or model.head_dim
-        self.order = rotary_order(model.head_dim, rotary_dim, interleaved=model.interleaved_rope)
-        self.shared_layers = {layer.kv_layer for layer in model.layers}
+        self.head_row_order = rotary_order(
+            model.head_dim, rotary_dim, interleaved=model.interleaved_rope
+        )
+        self.kv_source_layers = {layer.kv_layer for layer in model.layers}
         self.states: list[StateSpec] = []
         self.pending_scale = 1.0
 
@@ -130,14 +137,14 @@ class DecoderBuilder:
         """Build the decoder with these layers."""
         model, ops, hidden = self.model, self.ops, self.model.hidden_size
         embedding, lm_head = self.embedding()
-        inputs = build_layer_inputs(self.scope)
+        inputs = build_per_layer_embeddings(self.scope)
         built_layers = [self.layer(index) for index in layers]
         norm = self.final_norm()
         if lm_head is None:
             lm_head = self.head_scope.linear("lm_head", (("lm_head", model.vocab_size),), hidden)
         return Decoder(
             model, ops, attention, ropes, embedding, built_layers, norm, lm_head,
-            logits_softcap=model.logits_softcap, states=self.states, layer_inputs=inputs,
+            logits_softcap=model.logits_softcap, states=self.states, per_layer_embeddings=inputs,
         )  # fmt: skip
 
     def embedding(self) -> tuple[Embedding, Linear | None]:
@@ -169,22 +176,24 @@ class DecoderBuilder:
             mixer = PostNormBlock(mixer, scope.norm("mixer_norm", names.mixer_norm))
         post_norm = scope.residual_norm("post_norm", names.post_norm)
         mlp, beside = self.mlp(scope, index)
-        layer: Layer = DecoderLayer(self.kind(index), input_norm, mixer, post_norm, mlp, beside)
+        layer: Layer = DecoderLayer(
+            self.layer_kind(index), input_norm, mixer, post_norm, mlp, beside
+        )
         if model.layer_input is not None:
-            layer = build_input_layer(scope, model.layer_input.size, layer, index)
+            layer = wrap_with_per_layer_embedding(scope, model.layer_input.size, layer, index)
         if model.layer_scalar:
             self.pending_scale = scope.tensor("scalar", "layer_scalar", 1, suffix="").item()
         return layer
 
-    def kind(self, index: int) -> Hashable:
+    def layer_kind(self, index: int) -> Hashable:
         """Key that is equal for layers whose ops have the same shapes."""
         model, attention = self.model, self.attention_by_layer.get(index)
         kind = "linear attention" if attention is None else attention.kind
-        sizes = (model.layer(index), index in self.shared_layers) if model.layers else ()
-        extra = (*sizes, "experts") if self.experts_of(index) else sizes
+        sizes = (model.layer(index), index in self.kv_source_layers) if model.layers else ()
+        extra = (*sizes, "experts") if self.experts_config_of(index) else sizes
         return (kind, *extra) if extra else kind
 
-    def experts_of(self, index: int) -> ExpertsConfig | None:
+    def experts_config_of(self, index: int) -> ExpertsConfig | None:
         experts = self.model.experts
         return experts if experts is not None and experts.layers[index] else None
 
@@ -203,14 +212,14 @@ class DecoderBuilder:
         names, gates, order = (
             model.names.qkv,
             queries * model.gated_attention,
-            self.qkv_order(shape),
+            self.qkv_row_order(shape),
         )
         reads_shared_kv, v_norm = sizes.kv_layer is not None, None
         if sizes.value_is_key:
             # If a layer's values equal its keys, project the key's rows twice: this costs less than
             # a branch in every kernel.
             names = (*names[:2], names[1])
-        rows = stack_with_rows(names, (queries + gates, keys, keys))
+        rows = rows_by_module(names, (queries + gates, keys, keys))
         if reads_shared_kv:
             rows, order = ((names[0], queries),), None if order is None else order[:queries]
         qkv = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
@@ -233,11 +242,11 @@ class DecoderBuilder:
             kv_index=layer_attention.kv_index,
             sinks=(scope.vector("sinks", model.num_heads),) if model.sinks else (),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
-            shares_kv=index in self.shared_layers,
+            shares_kv=index in self.kv_source_layers,
             reads_shared_kv=reads_shared_kv,
         )
 
-    def qkv_order(self, shape: AttentionShape) -> Tensor | None:
+    def qkv_row_order(self, shape: AttentionShape) -> Tensor | None:
         """Order in which the ops expect the rows of q, k and v; None for the checkpoint's own
         order.
 
@@ -246,9 +255,9 @@ class DecoderBuilder:
         """
         dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
         gated = self.model.gated_attention
-        if self.order is None and not gated:
+        if self.head_row_order is None and not gated:
             return None
-        rotated = torch.arange(dim) if self.order is None else self.order
+        rotated = torch.arange(dim) if self.head_row_order is None else self.head_row_order
         queries = (torch.arange(heads) * dim * (1 + gated)).unsqueeze(1)
         keys = (heads * (1 + gated) + torch.arange(kv_heads).unsqueeze(1)) * dim
         parts = [queries + rotated, keys + rotated, keys + kv_heads * dim + torch.arange(dim)]
@@ -269,18 +278,20 @@ class DecoderBuilder:
             return None
         width = width if model.norms_whole_projections else shape.head_dim
         weight = scope.norm_weight(name, name, width)
-        if self.order is None:
+        if self.head_row_order is None:
             return weight
-        return weight.view(-1, len(self.order))[:, self.order.to(weight.device)].flatten()
+        return weight.view(-1, len(self.head_row_order))[
+            :, self.head_row_order.to(weight.device)
+        ].flatten()
 
     def mlp(
         self, scope: WeightScope, index: int
-    ) -> tuple[Callable[[Tensor], Tensor], ParallelExperts | None]:
+    ) -> tuple[Callable[[Tensor], Tensor], ExpertsBesideMLP | None]:
         """Build a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
-        names, experts = self.model.names, self.experts_of(index)
+        names, experts = self.model.names, self.experts_config_of(index)
         size = self.model.layer(index).intermediate_size
         if experts is not None and experts.parallel_to_mlp:
-            return build_parallel_experts(scope, experts, size)
+            return build_experts_beside_mlp(scope, experts, size)
         if experts is not None:
             mlp = build_experts(scope, experts)
         else:

@@ -42,20 +42,20 @@ class ExpertsMLP:
 
 
 @dataclass(slots=True)
-class ParallelExperts:
-    """Experts in parallel to an MLP (Gemma 4); their input is the residual.
+class ExpertsBesideMLP:
+    """Experts beside an MLP (Gemma 4), with the residual as their input.
 
     Attributes:
         router_norm, input_norm: norms of the residual before the router and before the experts.
         experts_output_norm: norm of the experts' output.
-        norm: norm of the sum of both outputs.
+        sum_norm: norm of the sum of both outputs.
     """
 
     router_norm: RMSNorm
     input_norm: RMSNorm
     experts: ExpertsMLP
     experts_output_norm: RMSNorm
-    norm: RMSNorm
+    sum_norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Normalise the sum of the MLP's output ``x`` and the experts' output for ``residual``.
@@ -64,7 +64,7 @@ class ParallelExperts:
         """
         ids, weights = self.experts.routing(self.router_norm(residual))
         mixed = self.experts.experts(self.input_norm(residual), ids, weights)
-        return self.norm.add(self.experts_output_norm(mixed), x)[0]
+        return self.sum_norm.add_and_norm(self.experts_output_norm(mixed), x)[0]
 
 
 def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
@@ -87,8 +87,8 @@ def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
         ops.experts(
             ExpertsWeights(
                 count,
-                _stacked_experts(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
-                _stacked_experts(scope, config, "down", ((down, hidden),), inner),
+                _expert_weights(scope, config, "gate_up", ((gate, inner), (up, inner)), hidden),
+                _expert_weights(scope, config, "down", ((down, hidden),), inner),
             ),
             config.activation,
             routing.top_k,
@@ -103,9 +103,9 @@ def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
     return mlp
 
 
-def build_parallel_experts(
+def build_experts_beside_mlp(
     scope: WeightScope, config: ExpertsConfig, size: int
-) -> tuple[PostNormBlock, ParallelExperts]:
+) -> tuple[PostNormBlock, ExpertsBesideMLP]:
     """Build an MLP of intermediate size ``size``, and the experts in parallel to it."""
     model, experts = scope.model, build_experts(scope, config)
     router = scope.norm_weight("router.norm", "router.scale", suffix="")
@@ -116,7 +116,7 @@ def build_parallel_experts(
     mlp = scope.child("", f"{model.names.mlp}.").gated_mlp(size)
     assert model.names.mlp_norm is not None
     sum_norm = scope.norm("mlp_norm", model.names.mlp_norm)
-    return PostNormBlock(mlp, mlp_norm), ParallelExperts(
+    return PostNormBlock(mlp, mlp_norm), ExpertsBesideMLP(
         router_norm, input_norm, experts, output_norm, sum_norm
     )
 
@@ -134,7 +134,7 @@ def _router_parameter(
     return replace(own, alternative=fused)
 
 
-def _stacked_experts(
+def _expert_weights(
     scope: WeightScope,
     config: ExpertsConfig,
     name: str,

@@ -22,7 +22,8 @@ class StepOutput(NamedTuple):
 
     Attributes:
         logits: ``[num_logits, vocab_size]`` in the model's dtype.
-        hidden: ``[E, H]`` after the final norm, at ``StepInputs.wanted``.
+        hidden: ``[E, H]``, hidden states after the final norm of the E tokens in
+            ``StepInputs.wanted``.
         tokens: ``[num_greedy]`` int64, tokens of the largest logits; see ``ArgmaxLinear``.
     """
 
@@ -49,10 +50,10 @@ class LanguageModel(Protocol):
     states: Sequence[StateSpec]
 
     @property
-    def argmax(self) -> Callable[[Tensor], Tensor] | None:
-        """``[S, H] -> [S]`` int64: tokens of the largest logits, without writing the logits.
+    def argmax_function(self) -> Callable[[Tensor], Tensor] | None:
+        """Function ``[S, H] -> [S]`` int64 that finds the tokens of the largest logits.
 
-        See ``ArgmaxLinear``. None if the model has to write the logits to find them.
+        It does not write the logits, see ``ArgmaxLinear``. None if the model has no such function.
         """
         ...
 
@@ -71,7 +72,7 @@ class LanguageModel(Protocol):
         active, the method reads no tensor's values on the host.
 
         Raises:
-            Unrecordable: while a Recorder is active, for an op that is not native.
+            UnrecordableError: while a Recorder is active, for an op that is not native.
         """
         ...
 

@@ -34,12 +34,12 @@ class StepContext:
         slot_mappings: per attention kind ``[T]`` int64, KV slot of each token.
         plans: per attention kind, the step's plan, made by its Attention.
         rotary: per RoPE table, the result of ``TorchOps.rotary``.
-        kv: KV cache of each layer that has one.
+        kv_caches: KV cache of each layer that has one.
         states: tensors of the StateCache; () for a model without recurrent layers.
         state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
-        rows: ``[S]`` int64, tokens to compute after the running layer's mixer:
+        output_tokens: ``[S]`` int64, tokens to compute after the running layer's mixer:
             ``StepInputs.wanted`` in the last layer; None is all.
-        inputs: ``[T, layers, P]``, per-layer embeddings; None for a model without them.
+        per_layer_embeddings: ``[T, layers, P]``; None for a model without them.
         shared_kv: by KV index, k and v of this step's tokens, for later layers that reuse them.
     """
 
@@ -47,15 +47,15 @@ class StepContext:
     slot_mappings: Sequence[Tensor]
     plans: Sequence[Any]
     rotary: Sequence[Any]
-    kv: Sequence[Tensor]
+    kv_caches: Sequence[Tensor]
     states: Sequence[Tensor] = ()
     state_rows: Any = None
-    rows: Tensor | None = None
-    inputs: Tensor | None = None
+    output_tokens: Tensor | None = None
+    per_layer_embeddings: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def run_core(self, core: MixerCore, width: int, *tensors: Tensor) -> Tensor:
-        """Run a mixer's core on tensors ``[T, ...]`` and return ``[T, width]``.
+    def run_mixer_core(self, core: MixerCore, out_width: int, *tensors: Tensor) -> Tensor:
+        """Run the core of a mixer on tensors ``[T, ...]``, and return ``[T, out_width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
         """
@@ -71,8 +71,8 @@ reads the step's plans, states and state rows."""
 Mixer = Callable[[Tensor, StepContext], Tensor]
 """The sublayer in which tokens of a sequence see one another: attention or a recurrence.
 
-It maps ``[T, H]`` to ``[T, H]``, or to ``[S, H]`` for the tokens in ``step.rows``. It writes the KV
-or state of all T tokens."""
+It maps ``[T, H]`` to ``[T, H]``, or to ``[S, H]`` for ``step.output_tokens``. It writes the KV or
+state of all T tokens."""
 
 
 class Layer(Protocol):
@@ -91,7 +91,7 @@ class Layer(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """Return output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.rows``.
+        """Return output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.output_tokens``.
 
         Args:
             x: ``[T, H]``, the output of the previous layer.
@@ -144,7 +144,7 @@ class AttentionMixer:
     reads_shared_kv: bool = False
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        kv, index, rows = step.kv[self.kv_index], self.attention_index, step.rows
+        kv, index, rows = step.kv_caches[self.kv_index], self.attention_index, step.output_tokens
         if self.reads_shared_kv and rows is not None and not len(rows):
             return x[:0]
         rotary, qkv, gate = step.rotary[self.rope_index], self.qkv(x), self.gate
@@ -157,13 +157,13 @@ class AttentionMixer:
                 step.shared_kv[self.kv_index] = k, v
             if rows is not None and not len(rows):
                 return x[:0]
-        mixed = step.run_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_mixer_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.first_column :])
         return self.o(mixed if rows is None else mixed[rows])
 
     def attend(self, step: StepContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv, plan = step.kv[self.kv_index], step.plans[self.attention_index]
+        kv, plan = step.kv_caches[self.kv_index], step.plans[self.attention_index]
         return self.attention(q, k, v, kv, plan, *self.sinks)
 
 
@@ -195,7 +195,7 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        parallel_experts: experts in parallel to the MLP, or None; called with the MLP's output and
+        experts_beside_mlp: experts beside the MLP, or None; called with the MLP's output and
             the residual, they return the MLP's output plus the experts'.
     """
 
@@ -204,7 +204,7 @@ class DecoderLayer:
     mixer: Mixer
     post_norm: RMSNorm
     mlp: Callable[[Tensor], Tensor]
-    parallel_experts: Callable[[Tensor, Tensor], Tensor] | None = None
+    experts_beside_mlp: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -212,14 +212,14 @@ class DecoderLayer:
         if residual is None:
             normed, residual = self.input_norm(x), x
         else:
-            normed, residual = self.input_norm.add(x, residual)
+            normed, residual = self.input_norm.add_and_norm(x, residual)
         x = self.mixer(normed, step)
-        if step.rows is not None:
-            residual = residual[step.rows]
+        if step.output_tokens is not None:
+            residual = residual[step.output_tokens]
             if not len(residual):
                 return x, residual
-        normed, residual = self.post_norm.add(x, residual)
+        normed, residual = self.post_norm.add_and_norm(x, residual)
         x = self.mlp(normed)
         return (
-            x if self.parallel_experts is None else self.parallel_experts(x, residual)
+            x if self.experts_beside_mlp is None else self.experts_beside_mlp(x, residual)
         ), residual

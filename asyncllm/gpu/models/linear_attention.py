@@ -12,7 +12,7 @@ from asyncllm.gpu.models.layers import StepContext
 from asyncllm.gpu.models.weight_scope import WeightScope
 from asyncllm.gpu.ops.base import Linear
 from asyncllm.gpu.ops.causal_conv import CausalConv
-from asyncllm.gpu.ops.gated_delta import DeltaBiases, GatedDelta
+from asyncllm.gpu.ops.gated_delta import DecayParameters, GatedDelta
 from asyncllm.gpu.ops.gated_norm import GatedNorm
 from asyncllm.gpu.state_cache import StateSpec
 
@@ -41,9 +41,9 @@ class GatedDeltaMixer:
     first_state_index: int
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        qkvz, rows = self.qkvz(x), step.rows
+        qkvz, rows = self.qkvz(x), step.output_tokens
         z = qkvz[:, self.conv_size :]
-        mixed = step.run_core(
+        mixed = step.run_mixer_core(
             self.run_recurrence, z.shape[1], qkvz[:, : self.conv_size], self.gates(x)
         )
         if rows is not None:
@@ -80,14 +80,16 @@ def build_linear_attention(
         gates = {"in_proj_b": heads, "in_proj_a": heads}
     order, gates_order = projection_row_order(config) or (None, None)
     return GatedDeltaMixer(
-        qkvz=scope.linear("qkvz", qkvz.items(), hidden, order=order),
+        qkvz=scope.linear("qkvz", qkvz.items(), hidden, row_order=order),
         # Gates are never quantised, because the decay is exponential in them.
-        gates=scope.linear("gates", gates.items(), hidden, order=gates_order, exact=True),
+        gates=scope.linear(
+            "gates", gates.items(), hidden, row_order=gates_order, keep_unquantised=True
+        ),
         conv=ops.causal_conv(
             scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
         ),
         delta=ops.gated_delta(
-            config, DeltaBiases(scope.vector("dt_bias", heads), scope.vector("A_log", heads))
+            config, DecayParameters(scope.vector("dt_bias", heads), scope.vector("A_log", heads))
         ),
         norm=ops.gated_norm(scope.tensor("gated_norm", "norm", config.value_dim), eps),
         out=scope.linear("out", (("out_proj", hidden),), values),

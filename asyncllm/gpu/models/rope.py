@@ -60,34 +60,34 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
         long = max_positions > rope.original_max_position
         factors = torch.tensor(rope.long_factors if long else rope.short_factors, device="cpu")
         return 1.0 / (factors * rope.theta**exponents)
-    kept_fraction = (
-        _llama3_kept_fraction(rope, freqs)
+    extrapolation_factor = (
+        _llama3_smooth_factor(rope, freqs)
         if rope.kind == "llama3"
-        else _yarn_kept_fraction(rope, freqs)
+        else _yarn_extrapolation_factor(rope, freqs)
     )
-    return (1 - kept_fraction) * freqs / rope.factor + kept_fraction * freqs
+    return (1 - extrapolation_factor) * freqs / rope.factor + extrapolation_factor * freqs
 
 
-def _llama3_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """Fraction of each frequency that Llama 3's scaling keeps."""
+def _llama3_smooth_factor(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """Weight of each unscaled frequency in Llama 3's interpolation, from 0 to 1."""
     wavelengths = 2 * math.pi / freqs
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_position / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _yarn_kept_fraction(rope: RopeConfig, freqs: Tensor) -> Tensor:
-    """Fraction of each frequency that YaRN keeps.
+def _yarn_extrapolation_factor(rope: RopeConfig, freqs: Tensor) -> Tensor:
+    """Weight of each unscaled frequency in YaRN's interpolation.
 
     It is a ramp from 1 at the pair with ``beta_fast`` rotations in the original context to 0 at the
     pair with ``beta_slow`` rotations.
     """
     dim = 2 * len(freqs)
 
-    def pair(rotations: float) -> float:
+    def pair_index_of(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(rope.theta))
 
-    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    first, last = pair_index_of(rope.beta_fast), pair_index_of(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)

@@ -14,14 +14,14 @@ from asyncllm.gpu.models.layers import GatedMLP
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.base import Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights, join_weights
-from asyncllm.gpu.ops.quantise import ConvertWeights
+from asyncllm.gpu.ops.quantise import QuantiseWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 ParameterSource = Callable[[Parameter], Tensor | LinearWeights]
-"""Function that returns a parameter's values; those of a ``linear`` parameter may have any form
+"""Function that returns a parameter's values; those of a ``linear`` parameter may have any spec
 that the op set accepts."""
 
-Parts = Collection[tuple[str, int]]
+ModuleRows = Collection[tuple[str, int]]
 """Names of checkpoint modules whose rows are stacked, each with its number of rows."""
 
 
@@ -31,7 +31,7 @@ class WeightScope:
 
     Attributes:
         source: function that returns the values of a parameter; called once for each parameter.
-        convert: quantisation of linear layers' weights; None for no quantisation.
+        quantise: function that quantises a linear layer's weights; None for no quantisation.
         prefix, stored_prefix: prefixes of names in the decoder and in the checkpoint, e.g.
             "layers.3." and "model.layers.3.".
     """
@@ -39,7 +39,7 @@ class WeightScope:
     model: ModelConfig
     ops: TorchOps
     source: ParameterSource
-    convert: ConvertWeights | None = None
+    quantise: QuantiseWeights | None = None
     prefix: str = ""
     stored_prefix: str = ""
 
@@ -50,29 +50,29 @@ class WeightScope:
         )
 
     def parameter(
-        self, name: str, parts: Parts, *width: int, suffix: str = ".weight", **fields: Any
+        self, name: str, modules: ModuleRows, *width: int, suffix: str = ".weight", **fields: Any
     ) -> Parameter:
-        """Describe a parameter that stacks ``parts``, with rows of shape ``width``.
+        """Describe a parameter that stacks ``modules``, with rows of shape ``width``.
 
         Args:
-            suffix: end of the parameter's name, and of the parts' names.
+            suffix: end of the parameter's name, and of the modules' names.
             fields: other fields of Parameter.
         """
-        stored = tuple((f"{self.stored_prefix}{part}{suffix}", rows) for part, rows in parts)
-        shape = (sum(rows for _, rows in parts), *width)
+        stored = tuple((f"{self.stored_prefix}{part}{suffix}", rows) for part, rows in modules)
+        shape = (sum(rows for _, rows in modules), *width)
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
-    def tensor(self, name: str, stored: str, rows: int, *width: int, **fields: Any) -> Tensor:
+    def tensor(self, name: str, stored_name: str, rows: int, *width: int, **fields: Any) -> Tensor:
         """Read a parameter that is one checkpoint tensor.
 
         Args:
             fields: other fields of Parameter.
         """
-        return self.plain_values(self.parameter(name, ((stored, rows),), *width, **fields))
+        return self.plain_values(self.parameter(name, ((stored_name, rows),), *width, **fields))
 
-    def vector(self, name: str, size: int, stored: str | None = None, **fields: Any) -> Tensor:
-        """Values of a float32 vector; its name in the checkpoint is ``stored`` or ``name``."""
-        return self.tensor(name, stored or name, size, suffix="", dtype="float32", **fields)
+    def vector(self, name: str, size: int, stored_name: str | None = None, **fields: Any) -> Tensor:
+        """Read a float32 vector, called ``name`` in the checkpoint if ``stored_name`` is None."""
+        return self.tensor(name, stored_name or name, size, suffix="", dtype="float32", **fields)
 
     def plain_values(self, parameter: Parameter) -> Tensor:
         """Tensor of a parameter that is never quantised, such as a norm's weight."""
@@ -81,61 +81,61 @@ class WeightScope:
         return values
 
     def linear(
-        self, name: str, parts: Parts, width: int, bias: bool = False, order: Tensor | None = None,
-        *, exact: bool = False,
+        self, name: str, modules: ModuleRows, width: int, bias: bool = False,
+        row_order: Tensor | None = None, *, keep_unquantised: bool = False,
     ) -> Linear:  # fmt: skip
-        """Make a linear layer that stacks ``parts``, with ``width`` columns.
+        """Make a linear layer that stacks ``modules``, with ``width`` columns.
 
         Args:
-            order: order of the rows; None keeps the checkpoint's.
-            exact: whether the weight must not be packed or quantised.
+            row_order: order of the rows; None keeps the checkpoint's.
+            keep_unquantised: whether the weight must not be packed or quantised.
         """
-        weight = self.parameter(name, parts, width, linear=not exact)
-        own_bias = self.parameter(name, parts, suffix=".bias") if bias else None
-        return self.ops.linear(self.linear_weights(weight, own_bias, order))
+        weight = self.parameter(name, modules, width, linear=not keep_unquantised)
+        own_bias = self.parameter(name, modules, suffix=".bias") if bias else None
+        return self.ops.linear(self.linear_weights(weight, own_bias, row_order))
 
     def linear_weights(
-        self, weight: Parameter, bias: Parameter | None = None, order: Tensor | None = None
+        self, weight: Parameter, bias: Parameter | None = None, row_order: Tensor | None = None
     ) -> LinearWeights:
-        """Weights of a linear layer for its op, quantised if configured, with rows in ``order``."""
+        """Weights of a linear layer for its op, quantised if configured, in ``row_order``."""
         weights = _as_linear_weights(self.source(weight))
         if bias is not None:
             weights = replace(weights, bias=self.plain_values(bias))
-        if order is not None:
-            weights = _reorder_rows(weights, order)
+        if row_order is not None:
+            weights = _reorder_rows(weights, row_order)
         return self.quantise_if_configured(weights) if weight.linear else weights
 
     def quantise_if_configured(self, weights: Tensor | LinearWeights) -> LinearWeights:
         """Quantise the weights of a linear layer, if that is configured."""
         weights = _as_linear_weights(weights)
-        return weights if self.convert is None else self.convert(weights)
+        return weights if self.quantise is None else self.quantise(weights)
 
-    def norm_weight(self, name: str, stored: str, width: int = 0, **fields: Any) -> Tensor:
+    def norm_weight(self, name: str, stored_name: str, width: int = 0, **fields: Any) -> Tensor:
         """Weight of a norm, ``[width]``; width 0 is the hidden size."""
         model = self.model
         dtype = "float32" if model.float32_norm_weights else None
-        weight = self.tensor(name, stored, width or model.hidden_size, dtype=dtype, **fields)
+        weight = self.tensor(name, stored_name, width or model.hidden_size, dtype=dtype, **fields)
         return weight + model.norm_offset if model.norm_offset else weight
 
-    def norm(self, name: str, stored: str) -> RMSNorm:
+    def norm(self, name: str, stored_name: str) -> RMSNorm:
         """Make a norm without residual addition."""
-        return self.ops.rms_norm(self.norm_weight(name, stored), self.model.rms_norm_eps)
+        return self.ops.rms_norm(self.norm_weight(name, stored_name), self.model.rms_norm_eps)
 
-    def residual_norm(self, name: str, stored: str | None, scale: float = 1.0) -> RMSNorm:
-        """Make the op before a block: it adds its input to the residual and norms the sum.
+    def residual_norm(self, name: str, stored_name: str | None, scale: float = 1.0) -> RMSNorm:
+        """Make the op before a block: it adds its input to the residual and normalises the sum.
 
-        If ``stored`` is None, the op only adds.
+        If ``stored_name`` is None, the op only adds.
         """
         eps, multiplier = self.model.rms_norm_eps, self.model.residual_multiplier
-        if stored is None:
+        if stored_name is None:
             return self.ops.residual_add(multiplier, scale)
-        return self.ops.rms_norm(self.norm_weight(name, stored), eps, multiplier, scale)
+        return self.ops.rms_norm(self.norm_weight(name, stored_name), eps, multiplier, scale)
 
     def gated_mlp(self, size: int) -> GatedMLP:
         """Make this scope's gated MLP with an intermediate size of ``size``."""
         names, hidden, bias = self.model.names, self.model.hidden_size, self.model.mlp_bias
         return GatedMLP(
-            self.linear("gate_up", stack_with_rows(names.gate_up, (size, size)), hidden, bias),
+            self.linear("gate_up", rows_by_module(names.gate_up, (size, size)), hidden, bias),
             self.activation,
             self.linear("down", ((names.down, hidden),), size, bias),
         )
@@ -146,8 +146,8 @@ class WeightScope:
         return self.ops.gelu_mul if self.model.activation == "gelu_tanh" else self.ops.silu_mul
 
 
-def stack_with_rows(names: tuple[str, ...], rows: tuple[int, ...]) -> Parts:
-    """Pair modules with their numbers of rows; a single fused module has all rows."""
+def rows_by_module(names: tuple[str, ...], rows: tuple[int, ...]) -> ModuleRows:
+    """Pair modules with their numbers of rows; one fused module gets the sum of ``rows``."""
     return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
 
 
@@ -159,10 +159,10 @@ def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
     """Reorder the rows of weights; scales and zero points have to be per row.
 
     Raises:
-        ModelLoadError: a row would move to weights of another form.
+        ModelLoadError: a row would move to weights of another spec.
     """
     parts, first = [], 0
-    for part in weights.parts:
+    for part in weights.uniform_parts:
         last = first + part.shape[0]
         part_rows = rows[first:last] - first
         if not bool(((part_rows >= 0) & (part_rows < last - first)).all()):

@@ -21,9 +21,9 @@ from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.validation import explain
 
-UNOWNED_VALUE = 64.0
-"""Value in KV slots that no sequence owns. It is so large that a row that reads such a slot by
-mistake gets a wrong output."""
+UNOWNED_SLOT_FILL = 64.0
+"""Value in KV slots that no sequence owns: large, so that a row that reads one by mistake gets a
+wrong output."""
 
 NUM_PADDED_ROWS = 2
 """Number of padded rows in a decode step."""
@@ -42,15 +42,17 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
     Raises:
         EngineError: a row differs by more than the rounding of its dtype explains, or a step fails.
     """
-    size = request.block_size
-    assert size is not None
+    block_size = request.block_size
+    assert block_size is not None
     setting = f"attention_backend={attention.name!r}"
     remedy = 'install another build of its library, or choose attention_backend="auto"'
     bound = 2 * torch.finfo(request.dtype).eps
     # Shorten windows to less than the sequences' lengths, so that they hide some keys.
-    windows = {None if window is None else min(window, size + 3) for window in request.windows}
+    windows = {
+        None if window is None else min(window, block_size + 3) for window in request.windows
+    }
     with torch.inference_mode():
-        for step, window in itertools.product(_make_steps(request, size), windows):
+        for step, window in itertools.product(_make_steps(request, block_size), windows):
             where = f"{step.name} rows, {'no window' if window is None else f'window {window}'}"
             try:
                 error = step.max_error(attention, window)
@@ -106,17 +108,17 @@ class _Step:
         return attention(q, k, v, cache, plan)
 
 
-def _make_steps(request: AttentionRequest, size: int) -> Iterator[_Step]:
-    decodes = [(2 * size + 5, 1), (0, 1), (size - 1, 1), (size, 1)]
-    prefills = [(0, size + 3), (size + 7, 20), (3, 2), (2 * size, 7)]
+def _make_steps(request: AttentionRequest, block_size: int) -> Iterator[_Step]:
+    decodes = [(2 * block_size + 5, 1), (0, 1), (block_size - 1, 1), (block_size, 1)]
+    prefills = [(0, block_size + 3), (block_size + 7, 20), (3, 2), (2 * block_size, 7)]
     for name, rows in (
         ("decode", decodes), ("prefill", prefills), ("decode and prefill", decodes + prefills),
     ):  # fmt: skip
-        yield _make_step(name, rows, request, size)
+        yield _make_step(name, rows, request, block_size)
 
 
 def _make_step(
-    name: str, rows: list[tuple[int, int]], request: AttentionRequest, size: int
+    name: str, rows: list[tuple[int, int]], request: AttentionRequest, block_size: int
 ) -> _Step:
     """Makes a step of random tensors from rows (cached tokens, tokens of the step), decodes first.
 
@@ -127,14 +129,14 @@ def _make_step(
     head_shape = (shape.num_kv_heads, shape.head_dim)
     starts, counts = zip(*rows, strict=True)
     lengths = [start + count for start, count in rows]
-    width = -(-max(lengths) // size) + 1
+    width = -(-max(lengths) // block_size) + 1
     blocks = np.random.default_rng(len(rows)).permutation(len(rows) * width) + 1
     batch = make_dummy_batch(starts, counts, num_decodes=counts.count(1))
     batch.req_indices.reverse()
     # The last row of the block table is for padded rows.
-    persistent = InputBatch(len(rows) + 1, width * size, [KVCacheSpec((0,), size)])
+    persistent = InputBatch(len(rows) + 1, width * block_size, [KVCacheSpec((0,), block_size)])
     (table,) = persistent.tables
-    cache = torch.full((2, len(blocks) + 1, size, *head_shape), UNOWNED_VALUE)
+    cache = torch.full((2, len(blocks) + 1, block_size, *head_shape), UNOWNED_SLOT_FILL)
     for row, (req_index, length) in enumerate(zip(batch.req_indices, lengths, strict=True)):
         table.append(req_index, blocks[row * width : (row + 1) * width].tolist())
         row_slots = table.slot_mapping(req_index, np.arange(length))
@@ -142,7 +144,7 @@ def _make_step(
     inputs = step_inputs(batch, persistent, device)
     slots = inputs.groups[0].slot_mapping
     if name == "decode":
-        inputs = _add_padded_rows(inputs, width * size)
+        inputs = _add_padded_rows(inputs, width * block_size)
     # Make queries a strided slice, as in the model, where they are part of the projection of q, k
     # and v.
     heads = shape.num_heads + 2 * shape.num_kv_heads

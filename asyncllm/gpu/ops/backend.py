@@ -10,8 +10,8 @@ import torch
 
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 
-CUDA = frozenset({"cuda"})
-HALF = frozenset({torch.float16, torch.bfloat16})
+CUDA_DEVICE_TYPES = frozenset({"cuda"})
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True)

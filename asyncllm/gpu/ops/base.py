@@ -114,7 +114,7 @@ class RMSNorm(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``norm(sum)`` and ``sum = (multiplier * x + residual) * scale``.
 
         ``residual`` may be overwritten.
@@ -205,11 +205,13 @@ class BalancedAttention(Protocol):
     ``plan`` makes the balanced plan where ``StepInputs.balanced`` is set.
     """
 
-    def may_be_skewed(self, max_len: int, window: int | None) -> bool:
+    def may_have_skewed_lengths(self, max_len: int, window: int | None) -> bool:
         """Whether sequences of at most ``max_len`` tokens may need the balanced plan."""
         ...
 
-    def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
+    def has_skewed_lengths(
+        self, batch: int, lengths: np.ndarray, max_len: int, window: int | None
+    ) -> bool:
         """Whether decode rows need the balanced plan; called before every decode step.
 
         Args:

@@ -15,27 +15,27 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops.gumbel import (
-    CHUNK,
+    CHUNK_TOKENS,
     MIN_TEMPERATURE,
     NO_TOKEN_LEFT,
     chunk_exponentials,
     gumbel_keys,
-    kept_tokens,
-    race_in_chunk,
+    has_truncation,
+    sample_in_chunk,
     temperature_factors,
     token_exponentials,
-    truncated_rows,
+    truncation_mask,
 )
 
 LOGITS_PER_BLOCK = 2**20
 """Number of logits to process at a time, rounded to whole rows."""
 
 SPAN_TOKENS = 32
-"""Tokens per span. They lie a stride apart: torch computes maxima over a strided dimension in a
-fraction of the time that it takes over adjacent elements."""
+"""Tokens per span, whose ids differ by a constant stride: torch computes maxima over a strided
+dimension in a fraction of the time that it takes over adjacent elements."""
 
-SPAN_COUNTS = (64, 512)
-"""Numbers of spans to sort, tried one after the other; if none suffices, all spans are sorted."""
+SORTED_SPAN_COUNTS = (64, 512)
+"""Numbers of a row's spans to sort, tried in order; if none suffices, all spans are sorted."""
 
 
 def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor) -> None:
@@ -44,71 +44,81 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, o
     A row's token depends on that row alone.
     """
     out.fill_(-1)
-    width = -(-logits.shape[1] // CHUNK) * CHUNK
+    width = -(-logits.shape[1] // CHUNK_TOKENS) * CHUNK_TOKENS
     sampled_rows = torch.nonzero(rows.req_indices >= 0).flatten()
     for block in sampled_rows.split(max(1, LOGITS_PER_BLOCK // width)):
         requests = rows.req_indices[block]
         temperature = sampling["temperature"][requests]
-        scaled = logits.new_full((len(block), width), -torch.inf, dtype=torch.float32)
+        scaled_logits = logits.new_full((len(block), width), -torch.inf, dtype=torch.float32)
         factors = temperature_factors(temperature).unsqueeze(1)
-        torch.mul(logits[block].float(), factors, out=scaled[:, : logits.shape[1]])
+        torch.mul(logits[block].float(), factors, out=scaled_logits[:, : logits.shape[1]])
         keys = gumbel_keys(sampling["states"][requests], rows.positions[block] + 1)
         top_k, top_p, min_p = (sampling[name][requests] for name in ("top_k", "top_p", "min_p"))
         limits = top_k, top_p, min_p
-        tokens = _sample_rows(scaled, keys, temperature, limits, logits.shape[1])
+        tokens = _sample_rows(scaled_logits, keys, temperature, limits, logits.shape[1])
         out[block] = tokens
         rows.last_sampled_tokens[requests] = tokens.clamp(min=0)
 
 
 def _sample_rows(
-    scaled: Tensor,
+    scaled_logits: Tensor,
     keys: Tensor,
     temperature: Tensor,
     limits: tuple[Tensor, Tensor, Tensor],
     vocab_size: int,
 ) -> Tensor:
-    maxima = scaled.view(len(scaled), SPAN_TOKENS, -1).amax(1)
+    maxima = scaled_logits.view(len(scaled_logits), SPAN_TOKENS, -1).amax(1)
     largest = maxima.amax(-1)
     is_finite = torch.isfinite(largest)
     tokens = torch.where(largest == -torch.inf, NO_TOKEN_LEFT, -1)
     is_greedy = temperature < MIN_TEMPERATURE
-    is_truncated = truncated_rows(*limits, vocab_size)
+    is_truncated = has_truncation(*limits, vocab_size)
     if len(rows := torch.nonzero(is_finite & is_greedy).flatten()):
-        tokens[rows] = scaled[rows].argmax(-1)
+        tokens[rows] = scaled_logits[rows].argmax(-1)
     is_drawn = is_finite & ~is_greedy
     if len(rows := torch.nonzero(is_drawn & ~is_truncated).flatten()):
-        tokens[rows] = _race_untruncated(scaled[rows], largest[rows], keys[rows])
+        tokens[rows] = _sample_untruncated(scaled_logits[rows], largest[rows], keys[rows])
     if len(rows := torch.nonzero(is_drawn & is_truncated).flatten()):
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
-        tokens[rows] = _race_truncated(
-            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, SPAN_COUNTS[0]
+        tokens[rows] = _sample_truncated(
+            scaled_logits[rows], maxima[rows], keys[rows], chosen, vocab_size, SORTED_SPAN_COUNTS[0]
         )
     return tokens
 
 
-def _chunk_mass(scaled: Tensor, largest: Tensor) -> Tensor:
+def _chunk_mass(scaled_logits: Tensor, largest: Tensor) -> Tensor:
     """Probability mass of each chunk, ``[R, chunks]``, relative to the largest token's mass."""
-    return (scaled - largest.unsqueeze(1)).exp_().view(len(scaled), -1, CHUNK).sum(-1)
+    return (
+        (scaled_logits - largest.unsqueeze(1))
+        .exp_()
+        .view(len(scaled_logits), -1, CHUNK_TOKENS)
+        .sum(-1)
+    )
 
 
-def _race_untruncated(scaled: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
-    mass = _chunk_mass(scaled, largest)
+def _sample_untruncated(scaled_logits: Tensor, largest: Tensor, keys: Tensor) -> Tensor:
+    mass = _chunk_mass(scaled_logits, largest)
     score = mass.log() - chunk_exponentials(keys, mass.shape[1]).log()
-    return race_in_chunk(scaled.view(len(scaled), -1, CHUNK), score.argmax(-1), keys)
+    return sample_in_chunk(
+        scaled_logits.view(len(scaled_logits), -1, CHUNK_TOKENS), score.argmax(-1), keys
+    )
 
 
-def _race_truncated(
-    scaled: Tensor,
+def _sample_truncated(
+    scaled_logits: Tensor,
     maxima: Tensor,
     keys: Tensor,
     limits: tuple[Tensor, Tensor, Tensor],
     vocab_size: int,
-    width: int,
+    num_spans: int,
 ) -> Tensor:
-    """Samples truncated rows from the ``width`` spans with the largest maxima, and from more spans
-    if these do not suffice."""
+    """Samples rows with top_k, top_p or min_p.
+
+    Only the ``num_spans`` spans with the largest logits are sorted, and more if these do not
+    suffice.
+    """
     top_k, top_p, min_p = limits
-    values, ids, bound = _find_candidates(scaled, maxima, width)
+    values, ids, bound = _find_candidates(scaled_logits, maxima, num_spans)
     largest = values[:, 0]
     is_known = values > bound.unsqueeze(1)
     limited = (top_k > 0) & (top_k < vocab_size)
@@ -118,40 +128,46 @@ def _race_truncated(
     if len(rows := torch.nonzero(~limited & (min_p == 0.0)).flatten()):
         # Without top_k and min_p, top_p is a fraction of the mass of all tokens, not of the
         # candidates.
-        total[rows] = _chunk_mass(scaled[rows], largest[rows]).sum(-1, dtype=torch.float64)
+        total[rows] = _chunk_mass(scaled_logits[rows], largest[rows]).sum(-1, dtype=torch.float64)
     values = values.masked_fill(~is_known, -torch.inf)
     mass = (values.double() - largest.unsqueeze(1)).exp().sum(-1)
     complete |= (total < torch.inf) & (mass >= top_p * total)
-    is_kept = kept_tokens(values, top_k, top_p, min_p, total)
+    is_kept = truncation_mask(values, top_k, top_p, min_p, total)
     max_kept = int(is_kept.sum(-1).max())
     is_kept, ids = is_kept[:, :max_kept], ids[:, :max_kept]
     score = values[:, :max_kept] - token_exponentials(keys, ids).log()
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     tokens = ids.gather(1, winner).squeeze(1)
     if len(rows := torch.nonzero(~complete & (bound > -torch.inf)).flatten()):
-        wider = next((count for count in SPAN_COUNTS if count > width), maxima.shape[1])
+        more_spans = next(
+            (count for count in SORTED_SPAN_COUNTS if count > num_spans), maxima.shape[1]
+        )
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
-        tokens[rows] = _race_truncated(
-            scaled[rows], maxima[rows], keys[rows], chosen, vocab_size, wider
+        tokens[rows] = _sample_truncated(
+            scaled_logits[rows], maxima[rows], keys[rows], chosen, vocab_size, more_spans
         )
     return tokens
 
 
-def _find_candidates(scaled: Tensor, maxima: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the tokens of the ``width`` spans with the largest maxima.
+def _find_candidates(
+    scaled_logits: Tensor, maxima: Tensor, num_spans: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the tokens of the ``num_spans`` spans with the largest logits.
 
     Returns:
         The tokens' logits ``[R, C]``, descending, with equal logits in the order of token ids; the
         ids ``[R, C]``; and the largest logit of the spans that were not sorted ``[R]``.
     """
     count = maxima.shape[1]
-    ids = torch.arange(scaled.shape[1], device=scaled.device).expand(len(scaled), -1)
-    bound = scaled.new_full((len(scaled),), -torch.inf)
-    if width < count:
-        top = maxima.topk(width + 1)
+    ids = torch.arange(scaled_logits.shape[1], device=scaled_logits.device).expand(
+        len(scaled_logits), -1
+    )
+    bound = scaled_logits.new_full((len(scaled_logits),), -torch.inf)
+    if num_spans < count:
+        top = maxima.topk(num_spans + 1)
         bound = top.values[:, -1]
-        spans = top.indices[:, :width].sort(-1).values
-        spread = torch.arange(SPAN_TOKENS, device=scaled.device).unsqueeze(1) * count
+        spans = top.indices[:, :num_spans].sort(-1).values
+        spread = torch.arange(SPAN_TOKENS, device=scaled_logits.device).unsqueeze(1) * count
         ids = (spread + spans.unsqueeze(1)).flatten(1)
-    values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    values, order = scaled_logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order), bound

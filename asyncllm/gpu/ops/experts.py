@@ -113,7 +113,7 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
 
 
-def add_shared(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+def add_shared_expert(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Adds a shared expert's output ``shared`` to the routed experts' ``out``.
 
     ``sigmoid(gate)`` multiplies it if there is a gate. Without a shared expert, returns ``out``.
@@ -145,7 +145,7 @@ class TorchExperts(ABC):
         shared: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        return add_shared(self.weighted_sum(x, ids, weights), shared, gate)
+        return add_shared_expert(self.weighted_sum(x, ids, weights), shared, gate)
 
     @abstractmethod
     def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -153,8 +153,7 @@ class TorchExperts(ABC):
 
 
 class GroupedExperts(TorchExperts):
-    """Experts by grouped matrix products, without reads on the host, so that CUDA graphs can
-    capture it."""
+    """Experts by grouped matrix products, without host synchronisation, for CUDA graphs."""
 
     def __init__(
         self,
@@ -184,14 +183,14 @@ class GroupedExperts(TorchExperts):
         return out if layer.bias is None else out + layer.bias.view(len(stack), -1)[experts]
 
 
-def chosen_experts(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields each expert that a token was routed to, in ascending order.
+def tokens_by_expert(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Groups tokens by expert, in the order of expert ids; experts without tokens are left out.
 
     Args:
         ids, weights: ``[T, top_k]``.
 
     Yields:
-        The expert, its n tokens ``[n]``, and the weights of its results for them ``[n, 1]``.
+        The expert, its n tokens ``[n]``, and the weights of its outputs for them ``[n, 1]``.
     """
     order = ids.flatten().argsort(stable=True)
     tokens, factors = order // ids.shape[1], weights.reshape(-1, 1)[order]
@@ -225,7 +224,7 @@ class LoopedExperts(TorchExperts):
 
     def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
-        for expert, tokens, factors in chosen_experts(ids, weights):
+        for expert, tokens, factors in tokens_by_expert(ids, weights):
             inner = self.activation(self.gate_up[expert](x[tokens]))
             out.index_add_(0, tokens, self.down[expert](inner).float() * factors)
         return out.to(x.dtype)

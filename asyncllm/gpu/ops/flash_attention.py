@@ -22,7 +22,7 @@ from torch import Tensor
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.attention_check import check_attention
-from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
+from asyncllm.gpu.ops.backend import CUDA_DEVICE_TYPES, HALF_DTYPES, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 AttentionFunction = Callable[..., Tensor]
@@ -81,11 +81,15 @@ class FlashAttention(ABC):
     needs_zeroed_blocks: bool
     table_argument: ClassVar[str]
     constraints: ClassVar = Constraints(
-        device_types=CUDA, min_capability=(8, 0), dtypes=HALF, max_head_dim=256, head_dim_multiple=8
+        device_types=CUDA_DEVICE_TYPES,
+        min_capability=(8, 0),
+        dtypes=HALF_DTYPES,
+        max_head_dim=256,
+        head_dim_multiple=8,
     )
     block_size: ClassVar[int]
-    _with_cache: AttentionFunction
-    _prefill: AttentionFunction
+    _attend_with_kv_cache: AttentionFunction
+    _attend_varlen: AttentionFunction
 
     @classmethod
     def default_block_size(cls, device: torch.device) -> int:
@@ -150,7 +154,7 @@ class FlashAttention(ABC):
 
         The result of a padded row is finite.
         """
-        out = self._with_cache(
+        out = self._attend_with_kv_cache(
             q.unsqueeze(1),
             cache[0],
             cache[1],
@@ -165,7 +169,7 @@ class FlashAttention(ABC):
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
         """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
-        return self._prefill(
+        return self._attend_varlen(
             q,
             cache[0],
             cache[1],

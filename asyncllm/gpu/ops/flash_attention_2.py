@@ -34,10 +34,10 @@ class FlashAttention2(FlashAttention):
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         library = _import_library()
-        self._with_cache = library.flash_attn_with_kvcache
-        self._prefill = library.flash_attn_varlen_func
+        self._attend_with_kv_cache = library.flash_attn_with_kvcache
+        self._attend_varlen = library.flash_attn_varlen_func
         # By default some versions split the keys, which gives wrong results with a paged cache.
-        splits = "num_splits" in inspect.signature(self._prefill).parameters
+        splits = "num_splits" in inspect.signature(self._attend_varlen).parameters
         self._varlen_options = {"num_splits": 1} if splits else {}
 
     def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:

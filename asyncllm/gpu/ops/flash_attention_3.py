@@ -50,7 +50,7 @@ class FlashAttention3(FlashAttention):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self._prefill = self._with_cache = _import_function()
+        self._attend_varlen = self._attend_with_kv_cache = _import_function()
 
     def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:
         return {"cache_seqlens": rows.seq_lens, "num_splits": 0}

@@ -20,7 +20,7 @@ NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaBiases:
+class DecayParameters:
     """Parameters of the decay ``g = -exp(log_rate) * softplus(a + dt_bias)``.
 
     Attributes:
@@ -37,7 +37,7 @@ class GatedDelta(Protocol):
 
     For each token and value head the state becomes ``S = exp(g) S + k (v - exp(g) S^T k)^T beta``
     and the output is ``S^T q``. There q and k are normalised to length 1, and q is then divided by
-    ``sqrt(key_dim)``; ``beta = sigmoid(b)``; the decay g is that of ``DeltaBiases``.
+    ``sqrt(key_dim)``; ``beta = sigmoid(b)``; the decay g is that of ``DecayParameters``.
     """
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: Any) -> Tensor:
@@ -54,7 +54,7 @@ class GatedDelta(Protocol):
 
 
 def _recurrence_inputs(
-    shape: LinearAttentionConfig, biases: DeltaBiases, qkv: Tensor, gates: Tensor
+    shape: LinearAttentionConfig, decay_parameters: DecayParameters, qkv: Tensor, gates: Tensor
 ) -> tuple[Tensor, ...]:
     """Inputs of the gated delta rule for T tokens, in float32.
 
@@ -69,7 +69,7 @@ def _recurrence_inputs(
     )
     v = wide[:, 2 * keys :].unflatten(1, (-1, shape.value_dim))
     b, a = gates.float().chunk(2, 1)
-    decay = -biases.log_rate.exp() * F.softplus(a + biases.dt_bias)
+    decay = -decay_parameters.log_rate.exp() * F.softplus(a + decay_parameters.dt_bias)
     return q * shape.key_dim**-0.5, k, v, b.sigmoid(), decay
 
 
@@ -85,11 +85,11 @@ class TorchGatedDelta:
     write main memory.
     """
 
-    def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
-        self.shape, self.biases = shape, biases
+    def __init__(self, shape: LinearAttentionConfig, decay_parameters: DecayParameters) -> None:
+        self.shape, self.decay_parameters = shape, decay_parameters
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-        inputs = _recurrence_inputs(self.shape, self.biases, qkv, gates)
+        inputs = _recurrence_inputs(self.shape, self.decay_parameters, qkv, gates)
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         if rows.slots is not None and not rows.batch_spans:
             count, states = len(rows.slots), rows.gather(state)
@@ -112,8 +112,8 @@ def _compute_token(
     ``state`` is ``[D, heads, key_dim, value_dim]``, the other arguments are ``[D, heads, ...]``.
     """
     past = decay.exp().unsqueeze(-1)
-    # One pass over the old state S gives S^T k and S^T q. The new state's S^T q, the output, is the
-    # old one's, decayed, plus (q . k) times the change.
+    # One pass over the old state S gives S^T k and S^T q, because the output of the new state is
+    # exp(g) S^T q + (q . k) change.
     found_k, found_q = (torch.stack((k, q), -2) @ state).unbind(-2)
     change = (v - found_k * past) * beta.unsqueeze(-1)
     state.mul_(past.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))

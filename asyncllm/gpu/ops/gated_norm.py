@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncllm.gpu.ops.torch_norms import torch_norm
+from asyncllm.gpu.ops.torch_norms import make_torch_norm
 
 
 class GatedNorm(Protocol):
@@ -18,7 +18,7 @@ class GatedNorm(Protocol):
     """
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Norms and gates each head of ``x [T, heads * D]``; D is the size of the norm's weight.
+        """Normalises and gates each head of ``x [T, heads * D]``, for a norm weight of D elements.
 
         Args:
             gate: of the same shape as x.
@@ -34,7 +34,7 @@ class TorchGatedNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.norm, self.size = torch_norm(weight, eps), len(weight)
+        self.norm, self.size = make_torch_norm(weight, eps), len(weight)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         normed = self.norm(x.view(-1, self.size)).view(x.shape)

@@ -1,10 +1,9 @@
 """gumbel_sample: Gumbel-max sampling in plain torch, the reference of every op set's sampler.
 
 Each token i of a row draws an exponential number ``E_i``. Of the tokens that survive truncation the
-one with the least ``E_i / p_i`` wins: the exponential race, or Gumbel-max trick (Gumbel, 1954;
-Maddison et al., 2014). A row without truncation is raced in two rounds, first the chunks of 256
-tokens by their mass, then the tokens of the winning chunk. The distribution is the same, for a
-hundredth of the random numbers.
+one with the least ``E_i / p_i`` is sampled: the Gumbel-max trick (Gumbel, 1954; Maddison et al.,
+2014). In a row without truncation first a chunk of 256 tokens is sampled by its mass, then a token
+in this chunk. The distribution is the same, for a hundredth of the random numbers.
 
 ``E_i`` depends only on the seed, the position and the token or chunk. So a row's token depends on
 no other row, and a difference in the last bits of logits matters only where two tokens almost tie.
@@ -22,15 +21,14 @@ MIN_TEMPERATURE = 1e-5
 """Temperature below which a row is greedy, as in vLLM: division by a smaller number may
 overflow."""
 
-CHUNK = 256
-"""Tokens per chunk. A chunk's tokens use the same word of Philox's output. A row without truncation
-is sampled in two rounds: first one chunk is drawn by its mass, then a token in it."""
+CHUNK_TOKENS = 256
+"""Tokens per chunk, which all use the same word of Philox's output."""
 
 NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""
 
 _MIN_FLOAT32 = -3.4028234663852886e38
-_LOW32 = 0xFFFFFFFF
+_LOW_32_BITS = 0xFFFFFFFF
 
 
 def gumbel_sample(
@@ -65,20 +63,20 @@ def gumbel_sample(
     """
     vocab_size = logits.shape[1]
     greedy = temperature < MIN_TEMPERATURE
-    scaled = logits.float() * temperature_factors(temperature).unsqueeze(1)
+    scaled_logits = logits.float() * temperature_factors(temperature).unsqueeze(1)
     keys = gumbel_keys(states, positions)
-    order = scaled.sort(dim=-1, descending=True, stable=True)
+    order = scaled_logits.sort(dim=-1, descending=True, stable=True)
     values, ids = order.values, order.indices
     largest = values[:, :1]
-    is_kept = kept_tokens(values, top_k, top_p, min_p)
+    is_kept = truncation_mask(values, top_k, top_p, min_p)
     score = values - vocab_exponentials(keys, vocab_size).gather(1, ids).log()
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
-    is_raced = ~greedy & ~truncated_rows(top_k, top_p, min_p, vocab_size)
-    tokens = torch.where(is_raced, race_in_rounds(scaled, keys), tokens)
+    is_untruncated = ~greedy & ~has_truncation(top_k, top_p, min_p, vocab_size)
+    tokens = torch.where(is_untruncated, sample_untruncated(scaled_logits, keys), tokens)
     # The total mass is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
-    total = (scaled.double() - largest).exp().sum(-1)
+    total = (scaled_logits.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
     return torch.where(total >= 0.5, tokens, none_left)
 
@@ -89,21 +87,20 @@ def temperature_factors(temperature: Tensor) -> Tensor:
     return torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
 
 
-def truncated_rows(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
+def has_truncation(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int) -> Tensor:
     """Returns ``[S]`` bool: rows whose top_k, top_p or min_p may exclude a token."""
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
 
 
-def kept_tokens(
+def truncation_mask(
     values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor | None = None
 ) -> Tensor:
-    """Returns ``[S, C]`` bool: which of the C most likely tokens survive truncation.
+    """Returns ``[S, C]`` bool: which of the C likeliest tokens survive truncation.
 
     Args:
         values: ``[S, C]``, the largest logits divided by the temperature, descending.
-        total: ``[S]`` float64, the mass that top_p is a share of, divided by the likeliest token's;
-            infinity where it is the sum over the kept ``values``, which are all that min_p and
-            top_k keep.
+        total: ``[S]`` float64, the mass to which top_p refers, divided by the likeliest token's;
+            infinity stands for the mass of the ``values`` that min_p and top_k keep.
     """
     largest, count = values[:, :1], values.shape[1]
     is_kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MIN_FLOAT32)
@@ -118,29 +115,32 @@ def kept_tokens(
     return is_kept & (cumulative - mass < allowed.unsqueeze(1))
 
 
-def race_in_rounds(scaled: Tensor, keys: Tensor) -> Tensor:
-    """Returns ``[S]`` int64: winning tokens of rows without truncation.
+def sample_untruncated(scaled_logits: Tensor, keys: Tensor) -> Tensor:
+    """Samples a chunk by its mass, then a token in it; returns tokens ``[S]`` int64.
 
     Args:
-        scaled: ``[S, V]`` float32, logits divided by the temperature.
+        scaled_logits: ``[S, V]`` float32, logits divided by the temperature.
     """
-    count = -(-scaled.shape[1] // CHUNK)
-    chunks = F.pad(scaled, (0, count * CHUNK - scaled.shape[1]), value=-torch.inf)
-    chunks = chunks.view(len(scaled), count, CHUNK)
+    count = -(-scaled_logits.shape[1] // CHUNK_TOKENS)
+    chunks = F.pad(
+        scaled_logits, (0, count * CHUNK_TOKENS - scaled_logits.shape[1]), value=-torch.inf
+    )
+    chunks = chunks.view(len(scaled_logits), count, CHUNK_TOKENS)
     score = chunks.logsumexp(-1) - chunk_exponentials(keys, count).log()
-    return race_in_chunk(chunks, score.argmax(-1), keys)
+    return sample_in_chunk(chunks, score.argmax(-1), keys)
 
 
-def race_in_chunk(chunks: Tensor, chunk: Tensor, keys: Tensor) -> Tensor:
-    """Returns ``[S]`` int64: the winning token of each row's ``chunk [S]``.
+def sample_in_chunk(chunked_logits: Tensor, chunk_index: Tensor, keys: Tensor) -> Tensor:
+    """Samples a token of each row's chunk ``chunk_index [S]``; returns tokens ``[S]`` int64.
 
     Args:
-        chunks: ``[S, C, CHUNK]`` float32, logits divided by the temperature.
+        chunked_logits: ``[S, C, CHUNK_TOKENS]`` float32, logits divided by the temperature.
     """
-    inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk]
-    lanes = torch.arange(CHUNK, device=chunks.device)
-    noise = token_exponentials(keys, chunk.unsqueeze(1) * CHUNK + lanes)
-    return chunk * CHUNK + (inside - noise.log()).argmax(-1)
+    rows = torch.arange(len(chunked_logits), device=chunked_logits.device)
+    lanes = torch.arange(CHUNK_TOKENS, device=chunked_logits.device)
+    noise = token_exponentials(keys, chunk_index.unsqueeze(1) * CHUNK_TOKENS + lanes)
+    in_chunk = (chunked_logits[rows, chunk_index] - noise.log()).argmax(-1)
+    return chunk_index * CHUNK_TOKENS + in_chunk
 
 
 def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
@@ -160,12 +160,14 @@ def vocab_exponentials(keys: Tensor, vocab_size: int) -> Tensor:
 def token_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     """Exponential noise of mean 1 for ``tokens [S, T]``, ``[S, T]`` float32.
 
-    Token t uses word ``t // CHUNK % 4`` of Philox's output for counter ``t // (4 * CHUNK) * CHUNK +
-    t % CHUNK``: the four words of an output belong to four adjacent chunks.
+    Token ``lane`` of chunk c uses word ``c % 4`` of Philox's output for counter
+    ``c // 4 * CHUNK_TOKENS + lane``: the four words of an output belong to four adjacent chunks.
     """
-    counters = tokens // (4 * CHUNK) * CHUNK + tokens % CHUNK
+    counters = tokens // (4 * CHUNK_TOKENS) * CHUNK_TOKENS + tokens % CHUNK_TOKENS
     words = torch.stack(_philox(counters, keys.unsqueeze(1), 0))
-    return _exponential(words.gather(0, (tokens // CHUNK % 4).unsqueeze(0)).squeeze(0))
+    return _exponential_variate(
+        words.gather(0, (tokens // CHUNK_TOKENS % 4).unsqueeze(0)).squeeze(0)
+    )
 
 
 def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
@@ -174,28 +176,28 @@ def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
     Chunk c uses word 0 of Philox's output for counter (c, 1).
     """
     chunks = torch.arange(count, device=keys.device).expand(len(keys), -1)
-    return _exponential(_philox(chunks, keys.unsqueeze(1), 1)[0])
+    return _exponential_variate(_philox(chunks, keys.unsqueeze(1), 1)[0])
 
 
-def _exponential(word: Tensor) -> Tensor:
-    u = ((word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    # Use a series for small u: winners have u near 0, and computing 1 - u would round away the bits
-    # of u.
+def _exponential_variate(random_word: Tensor) -> Tensor:
+    u = ((random_word.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    # Use a series for small u: sampled tokens have u near 0, and 1 - u would round away the bits of
+    # u.
     series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6)))))
     return torch.where(u < 0.0625, u * series, -(1.0 - u).log())
 
 
 def _philox(counters: Tensor, keys: Tensor, domain: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of Philox4x32-10 for (counters, domain), as int64 in [0, 2**32)."""
-    key0, key1 = torch.broadcast_tensors(keys & _LOW32, _logical_right_shift(keys, 32))[:2]
+    key0, key1 = torch.broadcast_tensors(keys & _LOW_32_BITS, _logical_right_shift(keys, 32))[:2]
     zero = torch.zeros_like(counters + keys)
     c0, c1, c2, c3 = counters + zero, zero + domain, zero, zero
     for _ in range(10):
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0 = _logical_right_shift(product2, 32) ^ c1 ^ key0
         c2 = _logical_right_shift(product0, 32) ^ c3 ^ key1
-        c1, c3 = product2 & _LOW32, product0 & _LOW32
-        key0, key1 = (key0 + 0x9E3779B9) & _LOW32, (key1 + 0xBB67AE85) & _LOW32
+        c1, c3 = product2 & _LOW_32_BITS, product0 & _LOW_32_BITS
+        key0, key1 = (key0 + 0x9E3779B9) & _LOW_32_BITS, (key1 + 0xBB67AE85) & _LOW_32_BITS
     return c0, c1, c2, c3
 
 

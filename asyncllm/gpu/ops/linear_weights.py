@@ -28,7 +28,7 @@ BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
 }
 """Number of weights and bytes per block, for the schemes of GGUF blocks."""
 
-_STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
+_DTYPES_AND_PACKING: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "plain": ([torch.float32, torch.bfloat16, torch.float16], (1, 1)),
     "int8": ([torch.int8], (1, 1)),
     "e4m3": ([torch.float8_e4m3fn], (1, 1)),
@@ -36,28 +36,27 @@ _STORAGE: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "e2m1": ([torch.uint8], (2, 1)),
     **{scheme: ([torch.uint8], sizes) for scheme, sizes in BLOCK_SIZES.items()},
 }
-"""Storage by scheme: dtypes that ``values`` may have, and how many weights are in how many stored
-values. ``(2, 1)`` is two weights in one byte."""
+"""Dtypes that ``values`` may have, and the packing as (number of weights, number of stored values)
+of the smallest unit: ``(2, 1)`` is two weights in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightForm:
-    """The layout of a linear layer's weights, without their values.
+class WeightSpec:
+    """Shape and quantisation of a linear layer's weights, without their values.
 
-    ``TorchOps.accepts_form`` decides by it whether an op set can compute with the weights as they
-    are.
+    ``TorchOps.accepts_weights`` decides by it whether an op set can compute with the weights.
 
     Attributes:
         shape: ``(out, in)``.
         scheme, scale_block: see ``LinearWeights``.
-        has_zeros, has_order: whether there are ``zeros`` and a ``column_order``.
+        has_zeros, has_column_order: whether there are ``zeros`` and a ``column_order``.
     """
 
     shape: tuple[int, int]
     scheme: QuantScheme = "plain"
     scale_block: tuple[int, int] | None = None
     has_zeros: bool = False
-    has_order: bool = False
+    has_column_order: bool = False
 
 
 class PanelSource(Protocol):
@@ -66,7 +65,7 @@ class PanelSource(Protocol):
     def pack(self, context: Any, weights: LinearWeights) -> Any:
         """Returns PackedWeights of a native context.
 
-        Called once per layer made from the parameter (an expert is a layer), in order.
+        Called once for each linear layer in the parameter, in order; each expert is a layer.
         """
         ...
 
@@ -93,7 +92,7 @@ class LinearWeights:
             beside a packed copy.
         panels: source of the weights in the native kernels' layout; None to pack them. If the
             source has them already, the tensors above are on the meta device, without values.
-        next_parts: weights of other forms, whose outputs follow those of ``values``. ``bias`` is
+        next_parts: weights of other specs, whose outputs follow those of ``values``. ``bias`` is
             that of all outputs, and ``panels`` packs all parts, one after the other.
 
     Raises:
@@ -112,11 +111,13 @@ class LinearWeights:
     next_parts: tuple[LinearWeights, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_field("scheme", self.scheme, _STORAGE, self.scheme in _STORAGE)
-        dtypes, _ = _STORAGE[self.scheme]
+        self._check_field(
+            "scheme", self.scheme, _DTYPES_AND_PACKING, self.scheme in _DTYPES_AND_PACKING
+        )
+        dtypes, _ = _DTYPES_AND_PACKING[self.scheme]
         self._check_field("dtype of values", self.values.dtype, dtypes, self.values.dtype in dtypes)
         self._check_field("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
-        width, whole = self.values.shape[1], _STORAGE[self.scheme][1][1]
+        width, whole = self.values.shape[1], _DTYPES_AND_PACKING[self.scheme][1][1]
         self._check_field("columns of values", width, f"a multiple of {whole}", width % whole == 0)
         columns, rows = self.shape[1], len(self.values)
         block, grid, order = self.scale_block, None, None
@@ -143,7 +144,7 @@ class LinearWeights:
                 + " or ".join(map(str, choices))
             )
 
-    def quantised(
+    def with_quantised_values(
         self, scheme: QuantScheme, values: Tensor, scales: Tensor, columns: int,
         zeros: Tensor | None = None,
     ) -> LinearWeights:  # fmt: skip
@@ -157,9 +158,9 @@ class LinearWeights:
         )
 
     @property
-    def form(self) -> WeightForm:
+    def spec(self) -> WeightSpec:
         zeros, order = self.zeros is not None, self.column_order is not None
-        return WeightForm(self.shape, self.scheme, self.scale_block, zeros, order)
+        return WeightSpec(self.shape, self.scheme, self.scale_block, zeros, order)
 
     @property
     def num_bytes(self) -> int:
@@ -171,14 +172,14 @@ class LinearWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(out, in)``."""
+        """Shape of the weight matrix, ``(out, in)``."""
         rows, width = self.values.shape
-        weights, values = _STORAGE[self.scheme][1]
+        weights, values = _DTYPES_AND_PACKING[self.scheme][1]
         return rows + sum(part.shape[0] for part in self.next_parts), width // values * weights
 
     @property
-    def parts(self) -> list[LinearWeights]:
-        """These weights and ``next_parts``, each with its part of the bias."""
+    def uniform_parts(self) -> list[LinearWeights]:
+        """These weights and ``next_parts``, each of one scheme and with its part of the bias."""
         if not self.next_parts:
             return [self]
         parts = [replace(self, bias=None, next_parts=()), *self.next_parts]

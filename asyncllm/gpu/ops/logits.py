@@ -41,7 +41,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -
     """
     processed = logits.to(torch.float32, copy=True)
     if stages & SamplingStages.PENALTIES:
-        _count_last_tokens(rows.table_rows(), rows)
+        _add_last_tokens_to_counts(rows.table_rows(), rows)
     for part in _row_chunks(*processed.shape):
         _process_chunk(processed[part], rows.select(part), stages)
     return processed
@@ -94,7 +94,7 @@ def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None
     logits.scatter_reduce_(1, ids, floor, "amin")
 
 
-def _count_last_tokens(table_rows: Tensor, rows: SamplingRows) -> None:
+def _add_last_tokens_to_counts(table_rows: Tensor, rows: SamplingRows) -> None:
     counts = rows.tables.counts
     last_tokens = torch.where(
         rows.host_token_ids < 0, rows.last_sampled_tokens[table_rows], rows.host_token_ids

@@ -15,7 +15,7 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_rope import set_cache_args
-from asyncllm.gpu.ops.program import DTYPES
+from asyncllm.gpu.ops.program import DTYPE_CODES
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
@@ -54,7 +54,7 @@ class NativeAttention:
     is_recordable = True
     needs_zeroed_blocks = False
     constraints: ClassVar = Constraints(
-        device_types=frozenset({"cpu"}), dtypes=frozenset(DTYPES), max_head_dim=512, sinks=True
+        device_types=frozenset({"cpu"}), dtypes=frozenset(DTYPE_CODES), max_head_dim=512, sinks=True
     )
 
     @staticmethod
@@ -101,7 +101,7 @@ class NativeAttention:
             window=window or 0,
             scale=shape.scale,
             softcap=shape.softcap or 0.0,
-            dtype=DTYPES[self.dtype],
+            dtype=DTYPE_CODES[self.dtype],
         )
         return NativeAttentionPlan(op, len(rows.req_indices), step.num_tokens)
 
@@ -126,6 +126,6 @@ class NativeAttention:
             q = q.contiguous()
         set_cache_args(args, cache, shape, self.dtype)
         args.q_token_stride, args.q_head_stride = q.stride(0), q.stride(1)
-        out = op.empty(q, shape.num_heads * shape.head_dim)
+        out = op.empty_output(q, shape.num_heads * shape.head_dim)
         op(q, {"q": q, "out": out}, [cache, sinks], plan.num_rows)
         return out

@@ -1,4 +1,4 @@
-"""NativeTable, NativeEmbedding: embeddings from a plain table or from a tied output head."""
+"""NativePlainEmbedding, NativeEmbedding: embeddings from a plain table or from a tied head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -24,7 +24,7 @@ class NativeEmbedding:
         self.dtype, self.device, self.shape = dtype, torch.device("cpu"), (head.n, head.k)
         self._op = NativeOp(
             head.context, "gather", [head.weights],
-            weights=head.weights.handle, scale=multiplier, dtype=DTYPES[dtype],
+            weights=head.weights.handle, scale=multiplier, dtype=DTYPE_CODES[dtype],
         )  # fmt: skip
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -34,12 +34,12 @@ class NativeEmbedding:
                 f"native {self._op.name}: ids are {tuple(ids.shape)} of {ids.dtype}, expected "
                 "[tokens] int64 on cpu"
             )
-        out = self._op.empty(ids, self.shape[1], self.dtype)
+        out = self._op.empty_output(ids, self.shape[1], self.dtype)
         self._op(ids, {"ids": ids, "out": out})
         return out
 
 
-class NativeTable(NativeEmbedding):
+class NativePlainEmbedding(NativeEmbedding):
     """Embedding with a table of plain values ``[vocab_size, H]``."""
 
     def __init__(self, context: Context, values: Tensor, multiplier: float = 1.0) -> None:
@@ -48,5 +48,5 @@ class NativeTable(NativeEmbedding):
         rows, width = self.shape
         self._op = NativeOp(
             context, "select", x=self.values, x_stride=self.values.stride(0), x_rows=rows,
-            width=width, scale=multiplier, dtype=DTYPES[self.dtype],
+            width=width, scale=multiplier, dtype=DTYPE_CODES[self.dtype],
         )  # fmt: skip

@@ -13,8 +13,8 @@ from asyncllm.gpu.ops.experts import ExpertsWeights, split_experts
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
-from asyncllm.gpu.ops.native_weights import native_type
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.native_weights import native_type_code
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.gpu.ops.routing import RouterWeights
 from asyncllm.native.context import Context
 
@@ -38,15 +38,15 @@ class NativeRouting:
             sigmoid=config.scoring == "sigmoid",
             renormalise=config.renormalise,
             expert_scale=_check_expert_vector("scale of experts", weights.expert_scale, config),
-            dtype=DTYPES[weights.linear.values.dtype],
+            dtype=DTYPE_CODES[weights.linear.values.dtype],
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, op, router = contiguous_rows(x, x.dtype), self._op, self.router
         op.check_shape("x", x, (len(x), router.k))
         logits = router.project(x, router.dtype or x.dtype)
-        ids = op.empty(x, self.top_k, torch.int32)
-        weights = op.empty(x, self.top_k, torch.float32)
+        ids = op.empty_output(x, self.top_k, torch.int32)
+        weights = op.empty_output(x, self.top_k, torch.float32)
         op(x, {"logits": logits, "ids": ids, "weights": weights})
         return ids, weights
 
@@ -68,13 +68,13 @@ class NativeExperts:
     A token's result does not depend on other tokens, to the last bit.
 
     Raises:
-        ModelLoadError: the weights are quantised in a form that ``native_type`` does not cover.
+        ModelLoadError: ``native_type_code`` does not cover the weights' quantisation.
     """
 
     def __init__(self, context: Context, weights: ExpertsWeights, config: ActivationConfig) -> None:
         layers = weights.gate_up, weights.down
         for layer in layers:
-            if layer.scheme != "plain" and native_type(layer.form) is None:
+            if layer.scheme != "plain" and native_type_code(layer.spec) is None:
                 raise ModelLoadError(
                     f"experts of scheme {layer.scheme!r} with scale_block={layer.scale_block}: the "
                     "op set 'native' has no layout for them"
@@ -112,8 +112,8 @@ class NativeExperts:
     ) -> Tensor:
         x, op = contiguous_rows(x, x.dtype), self._op
         top_k = self._check_tensors(x, ids, weights, shared, gate)
-        args, out = op.args, op.empty(x, self.hidden_size)
-        args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPES[x.dtype]
+        args, out = op.args, op.empty_output(x, self.hidden_size)
+        args.x_stride, args.top_k, args.dtype = x.stride(0), top_k, DTYPE_CODES[x.dtype]
         tensors = {"x": x, "ids": ids, "weights": weights, "out": out}
         # Reset the optional pointers, which the previous call may have set.
         args.shared, args.gate = None, None

@@ -8,7 +8,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_weights import pack_weights
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -16,8 +16,8 @@ class NativeLinear:
     """Linear layer on a packed copy of its weights.
 
     Args:
-        weights: weights of a form that ``NativeOps.accepts_form`` accepts. If they are quantised,
-            inputs may have any dtype.
+        weights: weights that ``NativeOps.accepts_weights`` accepts. If they are quantised, inputs
+            may have any dtype.
 
     Raises:
         ModelLoadError: a zero point is not an integer.
@@ -44,21 +44,21 @@ class NativeLinear:
             dtype: dtype of the outputs; has to be float32 for float32 weights, and the dtype of
                 ``x``, or None, for others.
         """
-        y = self._linear.empty(x, self.n, dtype)
-        self.write(x, y)
+        y = self._linear.empty_output(x, self.n, dtype)
+        self.project_into(x, y)
         return y
 
-    def write(self, x: Tensor, y: Tensor) -> None:
+    def project_into(self, x: Tensor, y: Tensor) -> None:
         """Writes the outputs of ``x [T, in]``, as ``project`` returns them, to ``y [T, out]`` with
         contiguous rows."""
         op = self._linear
         op.args.x_stride, op.args.y_stride = x.stride(0), y.stride(0)
-        op.args.dtype = DTYPES[x.dtype]
+        op.args.dtype = DTYPE_CODES[x.dtype]
         op(x, {"x": x, "y": y})
 
-    def empty(self, x: Tensor, width: int) -> Tensor:
+    def empty_output(self, x: Tensor, width: int) -> Tensor:
         """Allocates an output ``[T, width]`` of the dtype of ``x [T, in]``."""
-        return self._linear.empty(x, width)
+        return self._linear.empty_output(x, width)
 
     def argmax(self, x: Tensor) -> Tensor:
         """Index of each row's largest output, ``x [T, in] -> [T]`` int64.
@@ -67,8 +67,8 @@ class NativeLinear:
         ``__call__``.
         """
         x, op = self.check_input(x), self._argmax
-        tokens = op.empty(x, 1, torch.int64)
-        op.args.x_stride, op.args.dtype = x.stride(0), DTYPES[x.dtype]
+        tokens = op.empty_output(x, 1, torch.int64)
+        op.args.x_stride, op.args.dtype = x.stride(0), DTYPE_CODES[x.dtype]
         op(x, {"x": x, "out": tokens})
         return tokens.view(-1)
 
@@ -79,20 +79,20 @@ class NativeLinear:
 
 
 class NativeJoinedLinear:
-    """Linear layer on weights of several forms, such as different types of a GGUF file.
+    """Linear layer on weights of several specs, such as different types of a GGUF file.
 
-    Each form is a layer of its own, which writes its columns of the outputs.
+    Each spec is a layer of its own, which writes its columns of the outputs.
     """
 
     def __init__(self, context: Context, weights: LinearWeights) -> None:
-        self.layers = [NativeLinear(context, part) for part in weights.parts]
+        self.layers = [NativeLinear(context, part) for part in weights.uniform_parts]
         self.n = weights.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         first = self.layers[0]
         x = first.check_input(x)
-        y, column = first.empty(x, self.n), 0
+        y, column = first.empty_output(x, self.n), 0
         for layer in self.layers:
-            layer.write(x, y[:, column : column + layer.n])
+            layer.project_into(x, y[:, column : column + layer.n])
             column += layer.n
         return y

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, checked_parameter, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguous_rows
 from asyncllm.native.context import Context
 
 
 class NativeResidualAdd:
-    """Substitute for the norm in blocks without a norm; its ``add`` only adds to the residual."""
+    """Substitute for the norm in blocks without a norm; ``add_and_norm`` only adds."""
 
     def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self._op = NativeOp(context, "add", multiplier=multiplier, scale=scale)
@@ -19,12 +19,12 @@ class NativeResidualAdd:
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = contiguous_rows(x, x.dtype), contiguous_rows(residual, x.dtype)
         self._op.check_shape("x", x, residual.shape)
         args = self._op.args
         args.x_stride, args.residual_stride = x.stride(0), residual.stride(0)
-        args.width, args.dtype = x.shape[1], DTYPES[x.dtype]
+        args.width, args.dtype = x.shape[1], DTYPE_CODES[x.dtype]
         self._op(x, {"x": x, "residual": residual})
         return residual, residual
 
@@ -40,14 +40,14 @@ class NativeRMSNorm:
         self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        self.weight, self.width = checked_parameter(weight), weight.shape[0]
+        self.weight, self.width = contiguous_parameter(weight), weight.shape[0]
         self._op = NativeOp(
-            context, "rms_norm", weight=self.weight, weight_dtype=DTYPES[weight.dtype],
+            context, "rms_norm", weight=self.weight, weight_dtype=DTYPE_CODES[weight.dtype],
             width=self.width, eps=eps, multiplier=multiplier, scale=scale,
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norms ``x [T, width]``, or each part of a contiguous ``x [T, parts, width]``."""
+        """Normalises ``x [T, width]``, or each part of a contiguous ``x [T, parts, width]``."""
         if x.dim() == 2:
             return self._norm(x, None)
         if not x.is_contiguous():
@@ -57,7 +57,7 @@ class NativeRMSNorm:
             )
         return self._norm(x.view(len(x), -1), None, x.shape[1]).view(x.shape)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual = contiguous_rows(residual, x.dtype)
         return self._norm(x, residual), residual
 
@@ -65,8 +65,8 @@ class NativeRMSNorm:
         weight, op = self.weight, self._op
         x = contiguous_rows(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
         op.check_shape("x", x, (len(x), parts * self.width))
-        args, out = op.args, op.empty(x, parts * self.width)
-        args.x_stride, args.parts, args.dtype = x.stride(0) // parts, parts, DTYPES[x.dtype]
+        args, out = op.args, op.empty_output(x, parts * self.width)
+        args.x_stride, args.parts, args.dtype = x.stride(0) // parts, parts, DTYPE_CODES[x.dtype]
         tensors = {"x": x, "out": out}
         args.residual = None
         if residual is not None:

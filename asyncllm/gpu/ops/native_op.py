@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.gpu.ops.recorder import Size
+from asyncllm.gpu.ops.recorder import DynamicSize
 from asyncllm.native.context import Context, raise_for_status
 from asyncllm.native.interface import NUM_STEP_SIZES, OP_KINDS, STRUCTS, Op
 
-UNBOUNDED = 2**63 - 1
+UNLIMITED_ROWS = 2**63 - 1
 
-_ROWS, _TOKENS = Size.ROWS.value, Size.TOKENS.value
+_ROWS, _TOKENS = DynamicSize.ROWS.value, DynamicSize.TOKENS.value
 
 
 class NativeOp:
@@ -39,7 +39,7 @@ class NativeOp:
     ) -> None:
         self.context, self.name, self._keep_alive = context, name, (*keep_alive, constants)
         ops = (Op * 1)()
-        ops[0].kind, ops[0].size, ops[0].x_size = OP_KINDS.index(name), Size.TOKENS, -1
+        ops[0].kind, ops[0].size, ops[0].x_size = OP_KINDS.index(name), DynamicSize.TOKENS, -1
         self.args = getattr(ops[0].args, name)
         for field, value in constants.items():
             setattr(self.args, field, _address(value))
@@ -48,7 +48,7 @@ class NativeOp:
             num_ops=1,
             op_bytes=ctypes.sizeof(Op),
             num_writing_ops=1,
-            capacity=(UNBOUNDED,) * NUM_STEP_SIZES,
+            capacity=(UNLIMITED_ROWS,) * NUM_STEP_SIZES,
         )
         self._sizes, self._failed = (ctypes.c_int64 * NUM_STEP_SIZES)(), (ctypes.c_int64 * 1)()
 
@@ -62,10 +62,10 @@ class NativeOp:
                 f"native {self.name}: {name} is {tuple(tensor.shape)}, expected {tuple(expected)}"
             )
 
-    def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    def empty_output(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Allocates an output ``[T, width]`` for ``like [T, ...]``, by default of its dtype."""
         if (recorder := self.context.recorder) is not None:
-            return recorder.empty(like, width, dtype)
+            return recorder.empty_output(like, width, dtype)
         return like.new_empty((like.shape[0], width), dtype=dtype)
 
     def __call__(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import Embedding
 from asyncllm.gpu.ops.cpu_ops import CpuOps
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightForm
-from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativeTable
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightSpec
+from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativePlainEmbedding
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
 from asyncllm.gpu.ops.native_linear import NativeJoinedLinear, NativeLinear
 from asyncllm.gpu.ops.native_norms import NativeResidualAdd, NativeRMSNorm
@@ -31,7 +31,7 @@ from asyncllm.gpu.ops.native_recurrent import (
 )
 from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
-from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, conversions, native_type
+from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, native_quantisers, native_type_code
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.native.context import Context
 
@@ -41,7 +41,7 @@ class NativeOps(CpuOps):
 
     name = "native"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4", *BLOCK_SIZES})
-    accepted_weights = (
+    accepted_weights_text = (
         "'plain', or 'int8' and 'int4' with scales per output channel or in blocks of (1, a "
         f"multiple of {INPUTS_PER_SCALE}), or blocks of GGUF, and without column_order"
     )
@@ -50,7 +50,7 @@ class NativeOps(CpuOps):
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.conversions = conversions(context)
+        self.quantisers = native_quantisers(context)
         self.silu_mul = NativeGatedMul(context, SILU)
         self.gelu_mul = NativeGatedMul(context, GELU_TANH)
         self.sigmoid_mul = NativeSigmoidMul(context)
@@ -64,18 +64,18 @@ class NativeOps(CpuOps):
         self.gated_norm = partial(NativeGatedNorm, context)
         self.routing = partial(NativeRouting, context)
         self.make_experts = partial(NativeExperts, context)
-        self.embedding = partial(NativeTable, context)
+        self.embedding = partial(NativePlainEmbedding, context)
         self.sample = partial(sample, context)
         self.process_logits = partial(process_logits, context)
         self.top_logprobs = partial(top_logprobs, context)
 
-    def enter_thread(self) -> None:
+    def prepare_current_thread(self) -> None:
         # The calling thread computes together with the context's threads, so give it the same time
         # slice.
         self.context.functions.lengthen_slice()
 
-    def accepts_form(self, form: WeightForm) -> bool:
-        return form.scheme == "plain" or native_type(form) is not None
+    def accepts_weights(self, spec: WeightSpec) -> bool:
+        return spec.scheme == "plain" or native_type_code(spec) is not None
 
     def make_linear(self, weights: LinearWeights) -> NativeLinear | NativeJoinedLinear:
         if weights.next_parts:
@@ -97,7 +97,7 @@ class NativeOps(CpuOps):
         assert isinstance(head, NativeLinear)
         return NativeEmbedding(head, dtype, multiplier), head
 
-    def sum_words(self, memory: Tensor) -> int:
+    def sum_int64(self, memory: Tensor) -> int:
         total = ctypes.c_uint64()
         self.context.call("read", memory.data_ptr(), memory.nbytes, ctypes.byref(total))
         return ctypes.c_int64(total.value).value

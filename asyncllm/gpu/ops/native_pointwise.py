@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.native.context import Context
 
 SILU, GELU_TANH = 0, 1
@@ -22,8 +22,8 @@ class NativeGatedMul:
     def __init__(self, context: Context, activation: int) -> None:
         self._op = NativeOp(context, "gated_mul", activation=activation)
 
-    def __call__(self, gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        gate, op = contiguous_rows(gate_up, gate_up.dtype), self._op
+    def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        gate, op = contiguous_rows(gate, gate.dtype), self._op
         width = gate.shape[1]
         if up is None:
             width //= 2
@@ -31,9 +31,9 @@ class NativeGatedMul:
         else:
             up = contiguous_rows(up, gate.dtype)
             op.check_shape("up", up, gate.shape)
-        args, out = op.args, op.empty(gate, width)
+        args, out = op.args, op.empty_output(gate, width)
         args.gate_stride, args.up_stride = gate.stride(0), up.stride(0)
-        args.width, args.dtype = width, DTYPES[gate.dtype]
+        args.width, args.dtype = width, DTYPE_CODES[gate.dtype]
         op(gate, {"gate": gate, "up": up, "out": out})
         return out
 
@@ -49,8 +49,8 @@ class NativeSigmoidMul:
         op.check_shape("gate", gate, x.shape)
         args, width = op.args, x.shape[1]
         args.x_stride, args.gate_stride = x.stride(0), gate.stride(0)
-        args.width, args.dtype = width, DTYPES[x.dtype]
-        out = op.empty(x, width)
+        args.width, args.dtype = width, DTYPE_CODES[x.dtype]
+        out = op.empty_output(x, width)
         op(x, {"x": x, "gate": gate, "out": out})
         return out
 
@@ -66,6 +66,6 @@ class NativeSoftcap:
             raise ValueError(f"native softcap: x has strides {x.stride()} on {x.device}")
         args = self._op.args
         args.stride, args.width, args.cap = x.stride(0), x.shape[1], cap
-        args.dtype = DTYPES[x.dtype]
+        args.dtype = DTYPE_CODES[x.dtype]
         self._op(x, {"x": x})
         return x

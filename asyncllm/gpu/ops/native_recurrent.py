@@ -10,9 +10,9 @@ from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.gated_delta import DecayParameters
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.native.context import Context
 
 
@@ -55,9 +55,9 @@ class NativeCausalConv:
         x, op = contiguous_rows(x, x.dtype), self._op
         op.check_shape("x", x, (len(x), self.channels))
         _check_state(op, state, (self.width - 1, self.channels), x.dtype)
-        args, out = op.args, op.empty(x, self.channels)
+        args, out = op.args, op.empty_output(x, self.channels)
         rows.set_args(args.rows, state)
-        args.x_stride, args.state, args.dtype = x.stride(0), state.data_ptr(), DTYPES[x.dtype]
+        args.x_stride, args.state, args.dtype = x.stride(0), state.data_ptr(), DTYPE_CODES[x.dtype]
         op(x, {"x": x, "out": out}, [state, rows], rows.count)
         return out
 
@@ -65,11 +65,13 @@ class NativeCausalConv:
 class NativeGatedDelta:
     """``GatedDelta`` in C++, token by token, so that chunk sizes do not change the result."""
 
-    def __init__(self, context: Context, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
+    def __init__(
+        self, context: Context, shape: LinearAttentionConfig, decay_parameters: DecayParameters
+    ) -> None:
         self.shape = shape
         self._op = NativeOp(
-            context, "gated_delta", dt_bias=biases.dt_bias.float().contiguous(),
-            log_rate=biases.log_rate.float().contiguous(),
+            context, "gated_delta", dt_bias=decay_parameters.dt_bias.float().contiguous(),
+            log_rate=decay_parameters.log_rate.float().contiguous(),
             key_heads=shape.num_key_heads, value_heads=shape.num_value_heads,
             key_dim=shape.key_dim, value_dim=shape.value_dim,
         )  # fmt: skip
@@ -81,10 +83,10 @@ class NativeGatedDelta:
         op.check_shape("gates", gates, (len(qkv), 2 * shape.num_value_heads))
         matrix = (shape.num_value_heads, shape.key_dim, shape.value_dim)
         _check_state(op, state, matrix, torch.float32)
-        args, out = op.args, op.empty(qkv, shape.value_size)
+        args, out = op.args, op.empty_output(qkv, shape.value_size)
         rows.set_args(args.rows, state)
         args.qkv_stride, args.gates_stride = qkv.stride(0), gates.stride(0)
-        args.state, args.dtype = state.data_ptr(), DTYPES[qkv.dtype]
+        args.state, args.dtype = state.data_ptr(), DTYPE_CODES[qkv.dtype]
         op(qkv, {"qkv": qkv, "gates": gates, "out": out}, [state, rows], rows.count)
         return out
 
@@ -98,7 +100,7 @@ class NativeGatedNorm:
 
     def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
         self.weight = weight.contiguous()
-        dtype = DTYPES[weight.dtype]
+        dtype = DTYPE_CODES[weight.dtype]
         self._op = NativeOp(
             context, "gated_norm", weight=self.weight, head_size=len(weight), eps=eps, dtype=dtype
         )
@@ -106,7 +108,7 @@ class NativeGatedNorm:
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         weight, size, op = self.weight, len(self.weight), self._op
         x, gate = contiguous_rows(x, weight.dtype), contiguous_rows(gate, weight.dtype)
-        args, out = op.args, op.empty(x, x.shape[1])
+        args, out = op.args, op.empty_output(x, x.shape[1])
         args.x_stride, args.gate_stride = x.stride(0), gate.stride(0)
         args.heads = x.shape[1] // size
         op.check_shape("x", x, (len(x), args.heads * size))

@@ -10,12 +10,12 @@ from torch import Tensor
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.native_op import NativeOp
-from asyncllm.gpu.ops.program import DTYPES, checked_parameter, contiguous_rows
+from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguous_rows
 from asyncllm.native.context import Context
 
 
-class _Rotation:
-    """Base of the ops that norm and rotate heads in place.
+class _NativeRopeBase:
+    """Base of the ops that normalise and rotate heads in place.
 
     Args:
         kv_heads: number of key/value heads in the input, beside the shape's query heads.
@@ -28,7 +28,7 @@ class _Rotation:
     ) -> None:  # fmt: skip
         self.shape, self._num_heads = shape, shape.num_heads + 2 * kv_heads
         weights: dict[str, Any] = {
-            name: checked_parameter(norm) for name, norm in norms.items() if norm is not None
+            name: contiguous_parameter(norm) for name, norm in norms.items() if norm is not None
         }
         self._norm_dtypes = {norm.dtype for norm in weights.values()} - {torch.float32}
         self._op = NativeOp(
@@ -36,13 +36,13 @@ class _Rotation:
             head_dim=shape.head_dim, **weights,
         )  # fmt: skip
         for norm in weights.values():
-            self._op.args.norm_dtype = DTYPES[norm.dtype]
+            self._op.args.norm_dtype = DTYPE_CODES[norm.dtype]
 
-    def _rotate(
+    def _norm_and_rotate(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], slots: dict[str, Tensor],
         keep_alive: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        """Norms and rotates ``qkv`` in place; returns it as ``[T, heads, D]``."""
+        """Normalises and rotates ``qkv`` in place; returns it as ``[T, heads, D]``."""
         (table, positions), args = rotary, self._op.args
         qkv = contiguous_rows(qkv, table.dtype)
         count = qkv.shape[0]
@@ -53,15 +53,15 @@ class _Rotation:
         for name, index in indices.items():
             if index.dtype != torch.int64 or index.shape[0] != count or not index.is_contiguous():
                 raise ValueError(f"native rope: {name} are not {count} contiguous int64")
-        args.token_stride, args.dtype = qkv.stride(0), DTYPES[qkv.dtype]
+        args.token_stride, args.dtype = qkv.stride(0), DTYPE_CODES[qkv.dtype]
         args.table, args.table_rows = table.data_ptr(), table.shape[0]
         args.table_width = table.stride(0)
         self._op(qkv, {"qkv": qkv} | indices, [table, *keep_alive])
         return heads
 
 
-class NativeRope(_Rotation):
-    """``Rope`` in C++: norms and rotates q in place."""
+class NativeRope(_NativeRopeBase):
+    """``Rope`` in C++, which normalises and rotates q in place."""
 
     def __init__(
         self, context: Context, shape: AttentionShape, norm: Tensor | None, eps: float
@@ -72,11 +72,11 @@ class NativeRope(_Rotation):
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """See ``Rope``; ``rotary`` is the RoPE table and the positions."""
-        return self._rotate(q, rotary, {}, [])
+        return self._norm_and_rotate(q, rotary, {}, [])
 
 
-class NativeRopeAndCache(_Rotation):
-    """``RopeAndCache`` in C++, which norms and rotates q and k in place in ``qkv``."""
+class NativeRopeAndCache(_NativeRopeBase):
+    """``RopeAndCache`` in C++, which normalises and rotates q and k in place in ``qkv``."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class NativeRopeAndCache(_Rotation):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``RopeAndCache``; ``rotary`` is the RoPE table and the positions."""
         set_cache_args(self._op.args, cache, self.shape, rotary[0].dtype)
-        heads = self._rotate(qkv, rotary, {"slots": slot_mapping}, [cache])
+        heads = self._norm_and_rotate(qkv, rotary, {"slots": slot_mapping}, [cache])
         num_q, num_k = self.shape.num_heads, self.shape.num_kv_heads
         return heads[:, :num_q], heads[:, num_q : num_q + num_k], heads[:, num_q + num_k :]
 

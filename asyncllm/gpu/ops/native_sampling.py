@@ -17,7 +17,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     TopLogprobs,
 )
 from asyncllm.gpu.batch.sampling_table import LOGITS_PROCESSING_PARAMS, SAMPLE_OP_PARAMS
-from asyncllm.gpu.ops.program import DTYPES
+from asyncllm.gpu.ops.program import DTYPE_CODES
 from asyncllm.native.context import Context
 from asyncllm.native.interface import STRUCTS
 
@@ -43,7 +43,7 @@ def contiguous_logits(logits: Tensor) -> Tensor:
     Raises:
         ValueError: the logits are not a floating point matrix on the CPU.
     """
-    if logits.dtype not in DTYPES or logits.device.type != "cpu" or logits.dim() != 2:
+    if logits.dtype not in DTYPE_CODES or logits.device.type != "cpu" or logits.dim() != 2:
         raise ValueError(
             f"native sampling: logits are {tuple(logits.shape)} of {logits.dtype} on "
             f"{logits.device}, expected [rows, vocab_size] of a floating point type on cpu"
@@ -58,22 +58,22 @@ def sample_args(
 
     The result holds addresses: the caller has to keep the tensors alive.
     """
-    lines = min(len(sampling["states"]), len(rows.last_sampled_tokens))
+    max_requests = min(len(sampling["states"]), len(rows.last_sampled_tokens))
     return STRUCTS["SampleArgs"](
-        **_row_args(logits, rows, lines),
+        **_row_args(logits, rows, max_requests),
         **{
-            name: checked_address(name, sampling[name], param.dtype, lines)
+            name: checked_address(name, sampling[name], param.dtype, max_requests)
             for name, param in SAMPLE_OP_PARAMS.items()
         },
         out=checked_address("out", out, torch.int64, len(logits)),
     )
 
 
-def _row_args(logits: Tensor, rows: RowsToSample | SamplingRows, lines: int) -> dict[str, Any]:
+def _row_args(logits: Tensor, rows: RowsToSample | SamplingRows, max_requests: int) -> dict[str, Any]:
     """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common.
 
     Args:
-        lines: number of requests that the parameters' arrays have room for.
+        max_requests: number of requests that the parameters' arrays have room for.
     """
     count, last = len(logits), rows.last_sampled_tokens
     return {
@@ -83,9 +83,9 @@ def _row_args(logits: Tensor, rows: RowsToSample | SamplingRows, lines: int) -> 
         "vocab_size": logits.shape[1],
         "req_indices": checked_address("req_indices", rows.req_indices, torch.int64, count),
         "positions": checked_address("positions", rows.positions, torch.int64, count),
-        "last_sampled": checked_address("last_sampled_tokens", last, torch.int64, lines),
-        "lines": lines,
-        "dtype": DTYPES[logits.dtype],
+        "last_sampled": checked_address("last_sampled_tokens", last, torch.int64, max_requests),
+        "lines": max_requests,
+        "dtype": DTYPE_CODES[logits.dtype],
     }
 
 
@@ -177,7 +177,7 @@ def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogpr
         raise ValueError(f"native sampling: {len(logits)} rows of logits, {count} tokens")
     context.call(
         "top_logprobs", logits.data_ptr(), logits.stride(0), count, logits.shape[1],
-        DTYPES[logits.dtype], checked_address("tokens", tokens, torch.int64, count), width - 1,
+        DTYPE_CODES[logits.dtype], checked_address("tokens", tokens, torch.int64, count), width - 1,
         checked_address("values", out.values, torch.float32, count, width),
         checked_address("ids", out.ids, torch.int64, count, width),
     )  # fmt: skip

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightForm
-from asyncllm.gpu.ops.program import DTYPES
-from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, Conversion, check_even_inputs
+from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightSpec
+from asyncllm.gpu.ops.program import DTYPE_CODES
+from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, WeightQuantisers, check_even_inputs
 from asyncllm.native.context import Context, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
-INT8, UINT4, UINT8 = 3, 4, 5
-"""The library's types of quantised weights. INT8 has a scale per output channel; UINT4 and UINT8
-have a scale per output channel and group of inputs."""
+INT8_CODE, UINT4_CODE, UINT8_CODE = 3, 4, 5
+"""The library's types of quantised weights. INT8_CODE has a scale per output channel, the others
+have one per output channel and group of inputs."""
 
-BLOCK_TYPES: Mapping[str, int] = {
+BLOCK_TYPE_CODES: Mapping[str, int] = {
     "q4_1": 6, "q5_0": 7, "q5_1": 8, "q4_k": 9, "q5_k": 10, "q6_k": 11, "iq4_nl": 12,
 }  # fmt: skip
 """The library's types of GGUF blocks, by scheme."""
@@ -29,31 +29,31 @@ INPUTS_PER_SCALE = 32
 has to be a multiple of it."""
 
 
-def native_type(form: WeightForm) -> int | None:
-    """The library's type for quantised weights of this form; None if it does not support them."""
-    block_rows, group = form.scale_block or (0, 0)
-    columns = form.shape[1]
-    if form.scheme in BLOCK_TYPES and not form.has_order:
-        return BLOCK_TYPES[form.scheme]
-    if form.has_order or block_rows != 1:
+def native_type_code(spec: WeightSpec) -> int | None:
+    """The library's type for quantised weights of this spec; None if it does not support them."""
+    block_rows, group = spec.scale_block or (0, 0)
+    columns = spec.shape[1]
+    if spec.scheme in BLOCK_TYPE_CODES and not spec.has_column_order:
+        return BLOCK_TYPE_CODES[spec.scheme]
+    if spec.has_column_order or block_rows != 1:
         return None
-    if form.scheme == "int8" and group == columns and not form.has_zeros:
-        return INT8
+    if spec.scheme == "int8" and group == columns and not spec.has_zeros:
+        return INT8_CODE
     if group % INPUTS_PER_SCALE and group < columns:
         return None
-    return {"int4": UINT4, "int8": UINT8}.get(form.scheme)
+    return {"int4": UINT4_CODE, "int8": UINT8_CODE}.get(spec.scheme)
 
 
-def round_int8(context: Context, weights: LinearWeights) -> LinearWeights:
+def quantise_int8_native(context: Context, weights: LinearWeights) -> LinearWeights:
     """Computes ``quantise.quantise_int8`` in C++, with bit-identical results."""
     rows, columns = weights.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
     scales = torch.empty(rows, 1, dtype=torch.float32, device="cpu")
-    _round_values(context, weights.values, values, scales, None, 8)
-    return weights.quantised("int8", values, scales, columns)
+    _quantise_values(context, weights.values, values, scales, None, 8)
+    return weights.with_quantised_values("int8", values, scales, columns)
 
 
-def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
+def quantise_int4_native(context: Context, weights: LinearWeights) -> LinearWeights:
     """Computes ``quantise.quantise_int4`` in C++, with bit-identical results.
 
     Raises:
@@ -65,26 +65,26 @@ def round_int4(context: Context, weights: LinearWeights) -> LinearWeights:
     values = torch.empty(rows, columns // 2, dtype=torch.uint8, device="cpu")
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device="cpu")
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
-    _round_values(context, weights.values, values, scales, zeros, 4)
-    return weights.quantised("int4", values, scales, INT4_GROUP_SIZE, zeros)
+    _quantise_values(context, weights.values, values, scales, zeros, 4)
+    return weights.with_quantised_values("int4", values, scales, INT4_GROUP_SIZE, zeros)
 
 
-def _round_values(
+def _quantise_values(
     context: Context, values: Tensor, out: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
 ) -> None:
     values = values if values.stride(1) == 1 else values.contiguous()
     n, k = values.shape
     args = STRUCTS["RoundArgs"](
         values=values.data_ptr(), n=n, k=k, row_stride=values.stride(0), values_out=out.data_ptr(),
-        scales=scales.data_ptr(), zeros=_address(zeros), dtype=DTYPES[values.dtype], bits=bits,
+        scales=scales.data_ptr(), zeros=_address(zeros), dtype=DTYPE_CODES[values.dtype], bits=bits,
     )  # fmt: skip
     context.call("round", args)
 
 
-def conversions(context: Context) -> Mapping[str, Conversion]:
-    """``quantise.CONVERSIONS`` in C++, on the context's threads."""
-    int8, int4 = partial(round_int8, context), partial(round_int4, context)
-    return {"int8": Conversion(int8, int8), "int4": Conversion(int4, int8)}
+def native_quantisers(context: Context) -> Mapping[str, WeightQuantisers]:
+    """Functions that quantise weights in C++, with the keys of ``quantise.QUANTISERS``."""
+    int8, int4 = partial(quantise_int8_native, context), partial(quantise_int4_native, context)
+    return {"int8": WeightQuantisers(int8, int8), "int4": WeightQuantisers(int4, int8)}
 
 
 def pack_weights(context: Context, weights: LinearWeights) -> PackedWeights:
@@ -99,7 +99,7 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """Copies weights into the layout of the kernels.
 
     Args:
-        weights: plain weights, or quantised ones of a form that ``native_type`` covers.
+        weights: plain weights, or quantised ones that ``native_type_code`` covers.
 
     Raises:
         ModelLoadError: a zero point is not an integer.
@@ -107,15 +107,15 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
-        stored = native_type(weights.form)
-        if weights.scheme in BLOCK_TYPES:
+        stored = native_type_code(weights.spec)
+        if weights.scheme in BLOCK_TYPE_CODES:
             return _pack_blocks(context, weights, bias)
-        if stored != INT8:
+        if stored != INT8_CODE:
             assert stored is not None
             return _pack_grouped(context, weights, stored, bias)
     values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
     scales = None if weights.scales is None else weights.scales.float().flatten().contiguous()
-    stored = INT8 if weights.scheme == "int8" else DTYPES[values.dtype]
+    stored = INT8_CODE if weights.scheme == "int8" else DTYPE_CODES[values.dtype]
     n, k = values.shape
     handle = context.functions.pack(
         context.handle, values.data_ptr(), stored, n, k, values.stride(0), _address(scales),
@@ -131,17 +131,17 @@ def _pack_grouped(
     assert scales is not None
     assert block is not None
     # The kernels take unsigned integers: an 8-bit value is stored plus 128.
-    offset = 128 if stored == UINT8 else 0
+    offset = 128 if stored == UINT8_CODE else 0
     values = weights.values.contiguous()
     if offset:
         values = values.view(torch.uint8) ^ 128
-    scales = scales if scales.dtype in DTYPES else scales.float()
-    scales, zeros = scales.contiguous(), _pack_zeros(weights.zeros, offset, scales)
+    scales = scales if scales.dtype in DTYPE_CODES else scales.float()
+    scales, zeros = scales.contiguous(), _pack_zero_points(weights.zeros, offset, scales)
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
         group=-(-min(block[1], k) // INPUTS_PER_SCALE) * INPUTS_PER_SCALE,
         scales=scales.data_ptr(), zeros=_address(zeros),
-        bias=_address(bias), dtype=stored, scale_dtype=DTYPES[scales.dtype],
+        bias=_address(bias), dtype=stored, scale_dtype=DTYPE_CODES[scales.dtype],
     )  # fmt: skip
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
@@ -152,12 +152,12 @@ def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) 
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k,
         row_bytes=values.stride(0), group=BLOCK_SIZES[weights.scheme][0], bias=_address(bias),
-        dtype=BLOCK_TYPES[weights.scheme], scale_dtype=DTYPES[torch.float16],
+        dtype=BLOCK_TYPE_CODES[weights.scheme], scale_dtype=DTYPE_CODES[torch.float16],
     )  # fmt: skip
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
 
-def _pack_zeros(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
+def _pack_zero_points(zeros: Tensor | None, offset: int, scales: Tensor) -> Tensor | None:
     """Zero points as bytes; None if all are the default, the middle of the unsigned range.
 
     Raises:

@@ -20,10 +20,11 @@ from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 
-MAX_PLAIN_ELEMENTS = 400_000
-"""Number of rows times weight elements up to which ``F.linear`` is faster in float32. Weights with
-fewer elements are kept in both layouts, at most 1.6 MB each; larger ones are packed. On a processor
-with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any number of rows."""
+MAX_TORCH_LINEAR_PRODUCTS = 400_000
+"""Number of rows times weight elements up to which ``F.linear`` is faster than oneDNN in float32.
+Weights with fewer elements are kept in both layouts, at most 1.6 MB each; larger ones are packed.
+On a processor with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any number of
+rows."""
 
 
 def bucket_size(num_rows: int) -> int:
@@ -69,17 +70,17 @@ class PackedLinear:
         return self.linear(x, self.weight, self.bias, "none", [], "")
 
 
-class SmallLinear:
+class SmallWeightLinear:
     """Linear layer on a small float32 weight: ``F.linear`` for few rows, oneDNN for many."""
 
     def __init__(self, weights: LinearWeights) -> None:
         self.weight = weights.values
         self.bias = weights.bias
         self.packed = BucketedLinear(PackedLinear(weights))
-        self.max_plain_rows = MAX_PLAIN_ELEMENTS // self.weight.numel()
+        self.max_torch_rows = MAX_TORCH_LINEAR_PRODUCTS // self.weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= self.max_plain_rows:
+        if x.shape[0] <= self.max_torch_rows:
             return F.linear(x, self.weight, self.bias)
         return self.packed(x)
 
@@ -90,8 +91,8 @@ class OneDNNOps(CpuOps):
     name = "onednn"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes a packed layer, unless a large weight would be in memory twice."""
-        dtype, small = weights.values.dtype, weights.values.numel() <= MAX_PLAIN_ELEMENTS
+        """Makes a packed layer, without a copy of a large weight that a tied embedding keeps."""
+        dtype, small = weights.values.dtype, weights.values.numel() <= MAX_TORCH_LINEAR_PRODUCTS
         if weights.is_tied and not small and dtype != torch.float32:
             # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.
             return BucketedLinear(TorchLinear(weights))
@@ -103,7 +104,7 @@ class OneDNNOps(CpuOps):
             return BucketedLinear(PackedLinear(weights))
         if torch.backends.cpu.get_cpu_capability() == "AVX2":
             return TorchLinear(weights)
-        return SmallLinear(weights)
+        return SmallWeightLinear(weights)
 
 
 def onednn_works(dtype: torch.dtype = torch.float32) -> bool:

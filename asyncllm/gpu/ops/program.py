@@ -15,7 +15,7 @@ from asyncllm.native.interface import STRUCTS, Op
 STATUS_INVALID = 1
 """Value of ``STATUS_INVALID`` in ``native/src/interface.h``."""
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of ``enum DType`` in ``native/src/interface.h``."""
 
 
@@ -30,15 +30,15 @@ def contiguous_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def checked_parameter(x: Tensor) -> Tensor:
-    """Returns a layer's parameter in contiguous memory, whose address ops may keep.
+def contiguous_parameter(parameter: Tensor) -> Tensor:
+    """Returns a layer's parameter in contiguous memory, whose address ops may store.
 
     Raises:
         ValueError: the parameter is not on the CPU, or of a dtype that no op reads.
     """
-    if x.dtype not in DTYPES or x.device.type != "cpu":
-        raise ValueError(f"native ops: a parameter of {x.dtype} on {x.device}")
-    return x.contiguous()
+    if parameter.dtype not in DTYPE_CODES or parameter.device.type != "cpu":
+        raise ValueError(f"native ops: a parameter of {parameter.dtype} on {parameter.device}")
+    return parameter.contiguous()
 
 
 def _writes_state(name: str, op: Any) -> bool:
@@ -55,7 +55,7 @@ class Program:
     Args:
         ops: array of ``Op``.
         names: names of the ops.
-        capacity: number of rows that the buffers of each Size have.
+        capacity: number of rows that the buffers of each DynamicSize have.
         num_bytes: bytes of the activations.
         results: tensors that contain the results after a run, with rows for the largest step.
         keep_alive: owners of the memory to which the ops point; the program refers to them.
@@ -81,7 +81,7 @@ class Program:
         self._sizes, self._failed = sizes(), (ctypes.c_int64 * 1)()
 
     def run(self, *sizes: int) -> None:
-        """Runs a step on the context's threads; ``sizes`` are in the order of Size.
+        """Runs a step on the context's threads; ``sizes`` are in the order of DynamicSize.
 
         Raises:
             RuntimeError: a size or an index is beyond the buffers; the message names the op.
@@ -94,7 +94,7 @@ class Program:
             raise_for_status(self.describe_failure(status, self._failed[0], self._sizes), status)
 
     def describe_failure(self, status: int, op_index: int, sizes: Iterable[int]) -> str:
-        """Describes the failed part of a run: op ``op_index``, else the step's sizes."""
+        """Names the op at ``op_index``, or, if it is negative, the sizes of the failed step."""
         if op_index >= 0:
             return f"step, op {op_index}, {self.names[op_index]}"
         if status != STATUS_INVALID:

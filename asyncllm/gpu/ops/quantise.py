@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
-CHUNK = 2**22
+MAX_CHUNK_ELEMENTS = 2**22
 """Maximum number of elements converted to float32 at a time."""
 
 INT4_GROUP_SIZE = 32
@@ -40,12 +40,12 @@ def quantise_int8(weights: LinearWeights) -> LinearWeights:
     scales = largest.float().div_(127.0)
     # Divide a channel of zeros by 1, so that it stays zero.
     divisors = scales.masked_fill(scales == 0.0, 1.0)
-    rows = max(1, CHUNK // values.shape[1])
+    rows = max(1, MAX_CHUNK_ELEMENTS // values.shape[1])
     integers = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     chunks = (tensor.split(rows) for tensor in (values, divisors, integers))
     for part, scale, target in zip(*chunks, strict=True):
         target.copy_((part / scale).round_().clamp_(-127.0, 127.0))
-    return weights.quantised("int8", integers, scales, values.shape[1])
+    return weights.with_quantised_values("int8", integers, scales, values.shape[1])
 
 
 def quantise_int4(weights: LinearWeights) -> LinearWeights:
@@ -71,21 +71,25 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=values.device)
     scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=values.device)
     zeros = torch.empty(rows, groups, dtype=torch.uint8, device=values.device)
-    step = max(1, CHUNK // columns)
+    step = max(1, MAX_CHUNK_ELEMENTS // columns)
     for first in range(0, rows, step):
         span = slice(first, first + step)
         part = F.pad(values[span].float(), (0, groups * INT4_GROUP_SIZE - columns)).view(
             -1, groups, INT4_GROUP_SIZE
         )
-        scale, zero, quantised = _nearest_values(part)
+        scale, zero, quantised = _quantise_groups(part)
         scales[span], zeros[span] = scale.squeeze(2), zero.squeeze(2)
         quantised = quantised.flatten(1)[:, :columns]
         torch.bitwise_or(quantised[:, ::2], quantised[:, 1::2] << 4, out=packed[span])
-    return weights.quantised("int4", packed, scales, INT4_GROUP_SIZE, zeros)
+    return weights.with_quantised_values("int4", packed, scales, INT4_GROUP_SIZE, zeros)
 
 
-def _nearest_values(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and zero points ``[rows, groups, 1]``, and integers of the shape of ``values``."""
+def _quantise_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantises ``values [rows, groups, INT4_GROUP_SIZE]``.
+
+    Returns:
+        Scales and zero points ``[rows, groups, 1]``, and integers of the shape of ``values``.
+    """
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
     best, least_error = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
@@ -127,19 +131,19 @@ def check_even_inputs(rows: int, columns: int) -> None:
         )
 
 
-ConvertWeights = Callable[[LinearWeights], LinearWeights]
+QuantiseWeights = Callable[[LinearWeights], LinearWeights]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class WeightQuantisers:
     """The functions that quantise linear layers and the output head."""
 
-    linear: ConvertWeights
-    output_head: ConvertWeights
+    linear: QuantiseWeights
+    output_head: QuantiseWeights
 
 
-CONVERSIONS: Mapping[str, Conversion] = {
-    "int8": Conversion(quantise_int8, quantise_int8),
-    "int4": Conversion(quantise_int4, quantise_int8),
+QUANTISERS: Mapping[str, WeightQuantisers] = {
+    "int8": WeightQuantisers(quantise_int8, quantise_int8),
+    "int4": WeightQuantisers(quantise_int4, quantise_int8),
 }
-"""Conversions by the value of ``EngineConfig.quantization``."""
+"""Functions that quantise weights, by the value of ``EngineConfig.quantization``."""

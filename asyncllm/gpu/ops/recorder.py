@@ -21,33 +21,39 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out_buffers
-from asyncllm.gpu.ops.program import DTYPES, Program
+from asyncllm.gpu.ops.program import DTYPE_CODES, Program
 from asyncllm.native.context import Context
 from asyncllm.native.interface import OP_ARG_STRUCTS, OP_KINDS, Op
 
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 
 
-class Unrecordable(Exception):
+class UnrecordableError(Exception):
     """Error for a step with an op that is not native; the message names the op."""
 
 
-class Size(IntEnum):
+class DynamicSize(IntEnum):
     """First dimensions of tensors that vary by step; ``enum Size`` in ``native/src/interface.h``.
 
-    WANTED counts the tokens whose hidden states are returned. SAMPLED and GREEDY count parts of
-    these tokens: SAMPLED tokens get logits, GREEDY tokens only the index of the largest logit.
+    OUTPUT_TOKENS counts the tokens whose hidden states are returned. SAMPLED_TOKENS of them get
+    logits, GREEDY_TOKENS of them only the index of the largest logit.
     """
 
     ROWS = 0
     TOKENS = 1
-    WANTED = 2
-    SAMPLED = 3
-    GREEDY = 4
+    OUTPUT_TOKENS = 2
+    SAMPLED_TOKENS = 3
+    GREEDY_TOKENS = 4
 
 
-FAKE_ROWS = {Size.ROWS: 2, Size.TOKENS: 11, Size.WANTED: 8, Size.SAMPLED: 3, Size.GREEDY: 4}
-"""Number of rows of a fake tensor by Size; all differ, so that the number identifies the Size."""
+FAKE_ROWS = {
+    DynamicSize.ROWS: 2,
+    DynamicSize.TOKENS: 11,
+    DynamicSize.OUTPUT_TOKENS: 8,
+    DynamicSize.SAMPLED_TOKENS: 3,
+    DynamicSize.GREEDY_TOKENS: 4,
+}
+"""Number of rows of a fake tensor; all differ, so that the number identifies the DynamicSize."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +69,7 @@ class _Buffer:
         first_op, last_op: indices of the first and the last op that use the buffer.
     """
 
-    size: Size
+    size: DynamicSize
     row_bytes: int
     memory: np.ndarray
     array: np.ndarray | None
@@ -81,10 +87,10 @@ def _address(buffer: _Buffer) -> int:
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """A recorded op; a pointer is a buffer and a byte offset in its first row."""
+    """A recorded op, with each pointer as a buffer and a byte offset in the buffer's first row."""
 
     name: str
-    size: Size
+    size: DynamicSize
     x_size: int
     args: ctypes.Structure
     pointers: dict[str, tuple[_Buffer, int]] = field(default_factory=dict)
@@ -94,8 +100,8 @@ class Recorder(TorchDispatchMode):
     """Dispatch mode that records the native ops that are called while it is active.
 
     Raises:
-        Unrecordable: a layer calls another op of torch, or uses a tensor that is neither an input
-            nor the result of a recorded op.
+        UnrecordableError: a layer calls another op of torch, or uses a tensor that is neither an
+            input nor the result of a recorded op.
     """
 
     def __init__(self, context: Context) -> None:
@@ -130,19 +136,19 @@ class Recorder(TorchDispatchMode):
             return self._record_selection(args[0], args[1][0])
         if func.is_view:
             return func(*args, **(kwargs or {}))
-        raise Unrecordable(f"{func} has no native kernel")
+        raise UnrecordableError(f"{func} has no native kernel")
 
     # --- called while recording --------------------------------------------------------
 
-    def add_input(self, array: np.ndarray, size: Size) -> Tensor:
+    def add_input(self, array: np.ndarray, size: DynamicSize) -> Tensor:
         """Makes ``array`` an input of the program; returns its fake tensor."""
         fake = np.zeros(FAKE_ROWS[size], dtype=array.dtype)
         insort(self._buffers, _Buffer(size, array.itemsize, fake, array), key=_address)
         self._keep_alive.append(array)
         return torch.from_numpy(fake)
 
-    def empty(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Makes a fake output ``[T, width]`` of the Size and, by default, the dtype of ``like``."""
+    def empty_output(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Makes a fake output ``[T, width]`` of ``like``'s DynamicSize and, by default, dtype."""
         size, dtype = self._size_of(like), dtype or like.dtype
         row_bytes = width * dtype.itemsize
         memory = np.zeros(FAKE_ROWS[size] * row_bytes, dtype=np.uint8)
@@ -153,7 +159,7 @@ class Recorder(TorchDispatchMode):
     def add_op(
         self,
         name: str,
-        like: Tensor | Size,
+        like: Tensor | DynamicSize,
         args: ctypes.Structure,
         tensors: Mapping[str, Tensor],
         keep_alive: Sequence[object] = (),
@@ -162,21 +168,24 @@ class Recorder(TorchDispatchMode):
         """Records an op.
 
         Args:
-            like: the Size of the op's output, or a tensor of that Size.
+            like: the DynamicSize of the op's output, or a tensor of that DynamicSize.
             args: the op's arguments, which are copied. The pointers to ``tensors`` need not be set
                 yet.
             tensors: the step's tensors that the op reads and writes, by the names of the arguments
                 that point to them.
             keep_alive: objects that own the memory behind the other pointers.
-            x_size: the Size of the input ``x``, for an op that selects rows of ``x``.
+            x_size: the DynamicSize of the input ``x``, for an op that selects rows of ``x``.
         """
-        size = like if isinstance(like, Size) else self._size_of(like)
+        size = like if isinstance(like, DynamicSize) else self._size_of(like)
         copied_args = type(args).from_buffer_copy(args)
         op = _RecordedOp(name, size, x_size, copied_args)
         for pointer, tensor in tensors.items():
-            # At run time the library skips the SAMPLED rows of x, whose number varies by step.
-            skipped = FAKE_ROWS[Size.SAMPLED] if (name, pointer) == ("argmax", "x") else 0
-            location = op.pointers[pointer] = self._find_buffer(name, tensor, skipped)
+            # The library itself skips the leading rows of x, which are the SAMPLED_TOKENS: their
+            # number varies by step.
+            skipped_rows = (
+                FAKE_ROWS[DynamicSize.SAMPLED_TOKENS] if (name, pointer) == ("argmax", "x") else 0
+            )
+            location = op.pointers[pointer] = self._find_buffer(name, tensor, skipped_rows)
             location[0].last_op = len(self._ops)
         self._ops.append(op)
         self._keep_alive += keep_alive
@@ -187,46 +196,47 @@ class Recorder(TorchDispatchMode):
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def refuse_call(self) -> NoReturn:
-        """Raises Unrecordable. The context calls it for an op that cannot be recorded."""
-        raise Unrecordable("a native op cannot be recorded")
+        """Raises UnrecordableError. The context calls it for an op that cannot be recorded."""
+        raise UnrecordableError("a native op cannot be recorded")
 
     def _record_selection(self, x: Tensor, index: Tensor) -> Tensor:
         """Records ``x[index]``, the selection of rows of ``x``, as the native op "select"."""
         if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
-            raise Unrecordable("an index other than one of rows has no native kernel")
-        out = self.empty(index, x.shape[1], x.dtype)
+            raise UnrecordableError("an index other than one of rows has no native kernel")
+        out = self.empty_output(index, x.shape[1], x.dtype)
         args = OP_ARG_STRUCTS["select"](
-            x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPES[x.dtype]
+            x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPE_CODES[x.dtype]
         )
         tensors = {"x": x, "ids": index, "out": out}
         self.add_op("select", index, args, tensors, x_size=self._size_of(x))
         return out
 
-    def _size_of(self, tensor: Tensor) -> Size:
+    def _size_of(self, tensor: Tensor) -> DynamicSize:
         for size, rows in FAKE_ROWS.items():
             if tensor.dim() and tensor.shape[0] == rows:
                 return size
-        raise Unrecordable(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
+        raise UnrecordableError(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
 
-    def _find_buffer(self, name: str, tensor: Tensor, skipped: int = 0) -> tuple[_Buffer, int]:
+    def _find_buffer(self, name: str, tensor: Tensor, skipped_rows: int = 0) -> tuple[_Buffer, int]:
         """Finds the buffer that contains a tensor, and the tensor's byte offset in it.
 
         Args:
-            skipped: number of rows before the tensor that do not count in the offset.
+            skipped_rows: number of rows before the tensor that do not count in the offset.
 
         Raises:
-            Unrecordable: no buffer contains it, or it does not start in the row after ``skipped``.
+            UnrecordableError: no buffer contains it, or it does not start in the row after
+                ``skipped_rows``.
         """
         address = tensor.data_ptr()
         index = bisect_right(self._buffers, address, key=_address) - 1
         buffer = self._buffers[index] if index >= 0 else None
         if buffer is None or address >= buffer.address + buffer.memory.nbytes:
-            raise Unrecordable(f"{name} reads a tensor that no native op made")
+            raise UnrecordableError(f"{name} reads a tensor that no native op made")
         offset, rows = address - buffer.address, FAKE_ROWS[buffer.size]
-        offset -= skipped * buffer.row_bytes
+        offset -= skipped_rows * buffer.row_bytes
         adjacent = tensor.stride(0) * tensor.itemsize == buffer.row_bytes
         if not 0 <= offset < buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
-            raise Unrecordable(f"{name} reads some rows of a tensor")
+            raise UnrecordableError(f"{name} reads some rows of a tensor")
         return buffer, offset
 
     # --- the program -------------------------------------------------------------------
@@ -244,19 +254,19 @@ class Recorder(TorchDispatchMode):
             )
             for buffer in activations
         ]
-        starts, total = lay_out_buffers(lifetimes, ALIGNMENT)
+        starts, total = lay_out_buffers(lifetimes, ALIGNMENT_BYTES)
         return dict(zip(map(id, activations), starts, strict=True)), total
 
     def make_program(self, capacity: Sequence[int]) -> Program:
-        """Makes the program. A buffer with a first dimension of Size s gets ``capacity[s]`` rows.
+        """Makes the program. A buffer of DynamicSize s gets ``capacity[s]`` rows.
 
         Raises:
             MemoryError: the activations cannot be allocated.
         """
         offsets, total = self.place_activations(capacity)
         # The operating system commits memory to a page of zeros only when it is first written.
-        memory = np.zeros(total + ALIGNMENT, dtype=np.uint8)
-        base = -memory.ctypes.data % ALIGNMENT
+        memory = np.zeros(total + ALIGNMENT_BYTES, dtype=np.uint8)
+        base = -memory.ctypes.data % ALIGNMENT_BYTES
 
         def address(buffer: _Buffer) -> int:
             if buffer.array is not None:

@@ -47,7 +47,7 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
     The name "auto" selects
 
     - on CUDA "triton";
-    - on a CPU "native", if native ops use its vector instructions (``choose_native``);
+    - on a CPU "native", if native ops use its vector instructions (``choose_native_ops``);
     - "torch" elsewhere.
 
     Other backends are selected by name only. A backend that cannot be used is an error; no other
@@ -88,27 +88,28 @@ def resolve_backend_name(name: str, request: AttentionRequest) -> str:
 
 
 def _runs_native() -> bool:
-    """Whether ``choose_native`` chooses native ops; warns if only the library is missing."""
-    choice = choose_native()
+    """Whether ``choose_native_ops`` chooses native ops; warns if only the library is missing."""
+    choice = choose_native_ops()
     if choice.can_be_built:
         logger.warning("%s", choice.reason)
-    return choice.runs
+    return choice.runs_native
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NativeChoice:
-    """Choice whether attention backend "auto" runs native ops on this CPU, with the reason.
+class NativeOpsChoice:
+    """Choice whether the attention backend "auto" runs native ops on this CPU.
 
     Attributes:
-        can_be_built: whether only the compiled library is missing; ``reason`` names the remedy.
+        reason: reason of the choice; if ``can_be_built``, it names the remedy.
+        can_be_built: whether only the compiled library is missing.
     """
 
-    runs: bool
+    runs_native: bool
     reason: str
     can_be_built: bool = False
 
 
-def choose_native() -> NativeChoice:
+def choose_native_ops() -> NativeOpsChoice:
     """Chooses native ops, unless the library is missing or has only baseline code for this CPU."""
     try:
         isa = Library().best_isa().decode()
@@ -116,13 +117,15 @@ def choose_native() -> NativeChoice:
         # Log the exception's text, not the exception: a log handler may keep it, and with it all
         # frames of its traceback.
         reason = f"{error}: the CPU runs torch's, which are slower; {BUILD_REMEDY}"
-        return NativeChoice(False, reason, can_be_built=True)
+        return NativeOpsChoice(False, reason, can_be_built=True)
     if isa == "baseline":
-        return NativeChoice(False, "native ops have nothing for this processor's instruction set")
+        return NativeOpsChoice(
+            False, "native ops have nothing for this processor's instruction set"
+        )
     reason = f"native ops are compiled for this processor's {isa}"
     if getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"):
         reason += '; they do not use its AMX tiles, and attention_backend="torch" does'
-    return NativeChoice(True, reason)
+    return NativeOpsChoice(True, reason)
 
 
 def find_backend(name: str) -> AttentionBackend:

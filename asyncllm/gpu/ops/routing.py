@@ -54,7 +54,7 @@ class TorchRouting:
         scores = logits.sigmoid() if config.scoring == "sigmoid" else logits.softmax(-1)
         choice = scores if self.correction is None else scores + self.correction
         if config.num_groups > 1:
-            choice = self._from_best_groups(choice)
+            choice = self._mask_to_best_groups(choice)
         ids = choice.topk(config.top_k, dim=-1).indices
         weights = scores.gather(1, ids)
         if config.renormalise:
@@ -64,8 +64,9 @@ class TorchRouting:
             weights = weights * self.expert_scale[ids]
         return ids.int(), weights
 
-    def _from_best_groups(self, choice: Tensor) -> Tensor:
-        grouped = choice.unflatten(1, (self.config.num_groups, -1))
+    def _mask_to_best_groups(self, scores: Tensor) -> Tensor:
+        """Sets the scores of experts outside the best groups to minus infinity."""
+        grouped = scores.unflatten(1, (self.config.num_groups, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.config.top_groups, dim=-1).indices
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
         return grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)

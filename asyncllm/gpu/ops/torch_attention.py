@@ -22,10 +22,10 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
-GROUP_COST = 256
-"""Cost of one more group per layer, as the number of gathered tokens that take the same time."""
+GROUP_OVERHEAD_TOKENS = 256
+"""Time of one more group per layer, as the number of gathered tokens that take as long."""
 
-MAX_GROUP_BYTES = 8 * 2**20
+MAX_GROUP_KV_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V in a group of more than one row."""
 
 MAX_PADDED_SCORES = 1 << 16
@@ -57,8 +57,8 @@ class AttentionGroup:
 
 
 @dataclass(slots=True)
-class FixedPlan:
-    """Plan of decode rows whose lengths only the device knows.
+class CapturablePlan:
+    """Plan of decode rows for a CUDA graph: only the device knows their lengths.
 
     Attributes:
         blocks: ``[B, W]`` int64, the rows' whole block tables.
@@ -92,9 +92,9 @@ class TorchAttention:
 
     def plan(
         self, step: StepInputs, window: int | None, group: int
-    ) -> list[AttentionGroup] | FixedPlan:
+    ) -> list[AttentionGroup] | CapturablePlan:
         if step.host is None:
-            return self._make_fixed_plan(step, window, group)
+            return self._make_capturable_plan(step, window, group)
         rows, block_size = step.host, step.groups[group].block_size
         first_keys = np.zeros_like(rows.starts)
         if window is not None:
@@ -105,7 +105,9 @@ class TorchAttention:
             for members in self._group_rows(step, rows, lengths, block_size)
         ]
 
-    def _make_fixed_plan(self, step: StepInputs, window: int | None, group: int) -> FixedPlan:
+    def _make_capturable_plan(
+        self, step: StepInputs, window: int | None, group: int
+    ) -> CapturablePlan:
         """Plans decode rows of unknown length, each of which gathers its whole block table.
 
         Each row thus costs as much as the longest possible sequence.
@@ -116,7 +118,7 @@ class TorchAttention:
         masked_keys = keys >= ends
         if window is not None:
             masked_keys = masked_keys | (keys < ends - window)
-        return FixedPlan(blocks, masked_keys)
+        return CapturablePlan(blocks, masked_keys)
 
     def __call__(
         self,
@@ -124,11 +126,11 @@ class TorchAttention:
         k: Tensor,
         v: Tensor,
         cache: Tensor,
-        plan: list[AttentionGroup] | FixedPlan,
+        plan: list[AttentionGroup] | CapturablePlan,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(plan, FixedPlan):
-            return self._attend_fixed(q, cache, plan, sinks)
+        if isinstance(plan, CapturablePlan):
+            return self._attend_whole_tables(q, cache, plan, sinks)
         if len(plan) == 1 and isinstance(plan[0].tokens, slice):
             return self._attend(q, k, v, cache, plan[0], sinks).reshape(q.shape[0], -1)
         out = q.new_empty(q.shape)
@@ -141,8 +143,8 @@ class TorchAttention:
                 out.index_copy_(0, target, result[valid])
         return out.view(q.shape[0], -1)
 
-    def _attend_fixed(
-        self, q: Tensor, cache: Tensor, plan: FixedPlan, sinks: Tensor | None
+    def _attend_whole_tables(
+        self, q: Tensor, cache: Tensor, plan: CapturablePlan, sinks: Tensor | None
     ) -> Tensor:
         """Attention of decode rows over their whole block tables.
 
@@ -172,7 +174,7 @@ class TorchAttention:
         groups = []
         if decodes:
             padded = -(-lengths[:decodes] // block) * block
-            groups += split_by_length(padded, MAX_GROUP_BYTES // self.token_bytes)
+            groups += split_by_length(padded, MAX_GROUP_KV_BYTES // self.token_bytes)
         joined: list[list[int]] = []
         for row in sorted(range(decodes, rows), key=lambda row: (counts[row], lengths[row])):
             if joined and _may_join_group(counts, lengths, joined[-1], row):
@@ -221,7 +223,7 @@ class TorchAttention:
                 )
             else:
                 causal = torch.full((queries, queries), -torch.inf, device=q.device).triu_(1)
-                out = scored_attention(q, k, v, causal, shape, sinks)
+                out = eager_attention(q, k, v, causal, shape, sinks)
             return out.squeeze(0).transpose(0, 1)
         gathered = self._gather_blocks(cache, group.blocks)
         gathered = gathered.view(2, group.num_rows, -1, *cache.shape[3:])
@@ -244,7 +246,7 @@ class TorchAttention:
                 heads, k, v, attn_mask=mask, scale=shape.scale, enable_gqa=True
             )
         else:
-            out = scored_attention(heads, k, v, mask, shape, sinks)
+            out = eager_attention(heads, k, v, mask, shape, sinks)
         return out.transpose(1, 2).reshape(q.shape)
 
     def _gather_blocks(self, cache: Tensor, blocks: Tensor) -> Tensor:
@@ -261,7 +263,7 @@ class TorchAttention:
         return torch.index_select(cache, 1, blocks, out=target)
 
 
-def scored_attention(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -308,7 +310,7 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
         Row indices of each group, ascending.
     """
     order = np.argsort(-lengths, kind="stable")
-    if int(lengths.max()) * len(lengths) - int(lengths.sum()) <= GROUP_COST and (
+    if int(lengths.max()) * len(lengths) - int(lengths.sum()) <= GROUP_OVERHEAD_TOKENS and (
         int(lengths.max()) * len(lengths) <= max_tokens
     ):
         return [np.arange(len(lengths))]
@@ -318,16 +320,18 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
         if index < len(order):
             longest = int(lengths[order[start]])
             padding += longest - int(lengths[order[index]])
-            if padding <= GROUP_COST and (index + 1 - start) * longest <= max_tokens:
+            if padding <= GROUP_OVERHEAD_TOKENS and (index + 1 - start) * longest <= max_tokens:
                 continue
         groups.append(np.sort(order[start:index]))
         start, padding = index, 0
     return groups
 
 
-def _may_join_group(counts: np.ndarray, lengths: np.ndarray, pending: list[int], row: int) -> bool:
-    """Whether a prefill row may join the group of the rows ``pending``."""
-    members = [*pending, row]
+def _may_join_group(
+    counts: np.ndarray, lengths: np.ndarray, group_rows: list[int], row: int
+) -> bool:
+    """Whether a prefill row may join the group that has ``group_rows``."""
+    members = [*group_rows, row]
     padded = len(members) * int(counts[members].max()) * int(lengths[members].max())
     exact = int((counts[members] * lengths[members]).sum())
     return padded <= MAX_PADDED_SCORES and padded <= 2 * exact + 1024

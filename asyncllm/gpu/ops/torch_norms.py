@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TorchResidualAdd:
-    """Substitute for the norm in blocks without a norm; its ``add`` only adds to the residual."""
+    """Substitute for the norm in blocks without a norm; ``add_and_norm`` only adds."""
 
     def __init__(self, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self.multiplier, self.scale = multiplier, scale
@@ -15,7 +15,7 @@ class TorchResidualAdd:
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual.add_(x, alpha=self.multiplier)
         if self.scale != 1.0:
             residual.mul_(self.scale)
@@ -41,23 +41,23 @@ class TorchRMSNorm(TorchResidualAdd):
         return wide * torch.addcmul(self.eps, norm, norm, value=self.inverse_width).rsqrt_()
 
 
-class TorchWideRMSNorm(TorchRMSNorm):
+class TorchFloat32WeightRMSNorm(TorchRMSNorm):
     """Norm in float32, rounded after the multiplication by its weight, as in Gemma and OLMo 2."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._norm_in_float32(x).mul_(self.weight).to(x.dtype)
 
 
-def torch_norm(
+def make_torch_norm(
     weight: Tensor, eps: float, multiplier: float = 1.0, scale: float = 1.0
 ) -> TorchRMSNorm:
-    """Makes the norm for the weight's dtype: TorchWideRMSNorm for float32, else TorchRMSNorm.
+    """Makes the norm for the weight's dtype, float32 or the model's.
 
     It is over the last dimension of ``[T, H]`` or ``[T, parts, H]``.
 
     Args:
-        multiplier: factor on ``x`` in ``RMSNorm.add``.
-        scale: factor on the rounded sum in ``RMSNorm.add``.
+        multiplier: factor on ``x`` in ``RMSNorm.add_and_norm``.
+        scale: factor on the rounded sum in ``RMSNorm.add_and_norm``.
     """
-    kind = TorchWideRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
+    kind = TorchFloat32WeightRMSNorm if weight.dtype == torch.float32 else TorchRMSNorm
     return kind(weight, eps, multiplier, scale)

@@ -27,12 +27,12 @@ from asyncllm.gpu.ops.experts import Experts, ExpertsWeights, GroupedExperts
 from asyncllm.gpu.ops.gated_delta import GatedDelta, TorchGatedDelta
 from asyncllm.gpu.ops.gated_norm import GatedNorm, TorchGatedNorm
 from asyncllm.gpu.ops.gumbel import gumbel_sample
-from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightForm
+from asyncllm.gpu.ops.linear_weights import LinearWeights, QuantScheme, WeightSpec
 from asyncllm.gpu.ops.logits import process_logits, top_logprobs
-from asyncllm.gpu.ops.quantise import Conversion
+from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.recorder import Recorder
 from asyncllm.gpu.ops.routing import RouterWeights, Routing, TorchRouting
-from asyncllm.gpu.ops.torch_norms import TorchResidualAdd, torch_norm
+from asyncllm.gpu.ops.torch_norms import TorchResidualAdd, make_torch_norm
 from asyncllm.gpu.ops.torch_rope import TorchRope, TorchRopeAndCache
 
 
@@ -68,17 +68,17 @@ class TorchOps:
 
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
-    """Quantisation schemes of which the linear layers accept at least one form."""
-    conversions: Mapping[str, Conversion] = MappingProxyType({})
-    """Conversions of plain weights, by the value of ``EngineConfig.quantization``."""
-    accepted_weights: ClassVar[str] = "'plain' only"
-    """Phrase for error messages: the weight forms that ``accepts_form`` accepts."""
+    """Quantisation schemes of which the linear layers accept at least some weights."""
+    quantisers: Mapping[str, WeightQuantisers] = MappingProxyType({})
+    """Functions that quantise plain weights, by the value of ``EngineConfig.quantization``."""
+    accepted_weights_text: ClassVar[str] = "'plain' only"
+    """Phrase for error messages: the weights that ``accepts_weights`` accepts."""
     packs_linear = False
     """Whether linear layers copy their weights and keep no reference to the originals."""
     linear_bytes = 0
     """Weight bytes that a step of one token reads in the linear layers made so far."""
 
-    def enter_thread(self) -> None:
+    def prepare_current_thread(self) -> None:
         """Prepares the calling thread to run steps."""
 
     def recorder(self) -> Recorder | None:
@@ -98,25 +98,25 @@ class TorchOps:
         return self.make_linear(weights)
 
     def _check_and_count_weights(self, weights: LinearWeights) -> None:
-        """Checks the form of the weights, and adds their bytes to ``linear_bytes``.
+        """Checks the weights' specs, and adds their bytes to ``linear_bytes``.
 
         Raises:
             ModelLoadError: the op set cannot compute with weights of this form.
         """
-        for part in weights.parts:
-            if not self.accepts_form(part.form):
+        for part in weights.uniform_parts:
+            if not self.accepts_weights(part.spec):
                 raise ModelLoadError(
                     f"weights of scheme {part.scheme!r} with scale_block={part.scale_block}: the "
-                    f"op set {self.name!r} takes {self.accepted_weights}"
+                    f"op set {self.name!r} takes {self.accepted_weights_text}"
                 )
         self.linear_bytes += weights.num_bytes
 
-    def accepts_form(self, form: WeightForm) -> bool:
-        """Whether ``linear`` accepts weights of this form."""
-        return form.scheme == "plain"
+    def accepts_weights(self, spec: WeightSpec) -> bool:
+        """Whether ``linear`` accepts weights of this spec."""
+        return spec.scheme == "plain"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes a linear layer from weights of a form that ``accepts_form`` accepts."""
+        """Makes a linear layer from weights that ``accepts_weights`` accepts."""
         return TorchLinear(weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
@@ -140,7 +140,7 @@ class TorchOps:
         return self.make_experts(weights, config)
 
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> Experts:
-        """Makes the experts from weights of a form that ``accepts_form`` accepts."""
+        """Makes the experts from weights that ``accepts_weights`` accepts."""
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
     def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class TorchOps:
     def packed_embedding(
         self, weights: LinearWeights, dtype: torch.dtype, multiplier: float = 1.0
     ) -> Embedding:
-        """Makes an embedding from quantised weights of a form that ``accepts_form`` accepts.
+        """Makes an embedding from quantised weights that ``accepts_weights`` accepts.
 
         Args:
             dtype: dtype of the embedding.
@@ -182,13 +182,13 @@ class TorchOps:
         shared = replace(weights, is_tied=True)
         return self.embedding(weights.values, multiplier), self.linear(shared)
 
-    def sum_words(self, memory: Tensor) -> int:
+    def sum_int64(self, memory: Tensor) -> int:
         """Sums ``memory [n]`` int64 modulo 2**64; used to measure the rate at which ops read
         memory."""
         return int(memory.sum())
 
     # Functions that make a layer's ops. The class of an op documents the arguments.
-    rms_norm: Callable[..., RMSNorm] = staticmethod(torch_norm)
+    rms_norm: Callable[..., RMSNorm] = staticmethod(make_torch_norm)
     residual_add: Callable[..., RMSNorm] = staticmethod(TorchResidualAdd)
     rope: Callable[[AttentionShape, Tensor | None, float], Rope] = staticmethod(TorchRope)
     rope_and_cache: Callable[..., RopeAndCache] = staticmethod(TorchRopeAndCache)
@@ -215,23 +215,24 @@ class TorchOps:
 
     @staticmethod
     def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-        """Multiplies ``x [T, N]`` by the sigmoid of ``gate [T, N]``, rounded to its dtype."""
+        """Multiplies ``x [T, N]`` by ``sigmoid(gate)``, rounded to the dtype of ``gate``."""
         return gate.sigmoid().mul_(x)
 
     @staticmethod
-    def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: SiLU of the first half times the second half.
+    def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        """``silu(gate) * up``, ``[T, I]``.
 
-        With ``up [T, I]``, ``gate_up`` is only the gate ``[T, I]``, and the result ``silu(gate_up)
-        * up``.
+        Args:
+            gate: ``[T, I]``; ``[T, 2 * I]`` if its second half is ``up``.
+            up: ``[T, I]``; None for the second half of ``gate``.
         """
-        gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def gelu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    def gelu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
         """``silu_mul`` with GELU (tanh approximation) in place of SiLU."""
-        gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     @staticmethod
@@ -254,10 +255,10 @@ class TorchOps:
             return
         assert step.previous_tokens is not None
         assert step.last_sampled_tokens is not None
-        lines, padded, size = step.table_rows(), step.req_indices < 0, group.block_size
-        sampled = step.last_sampled_tokens[lines]
+        table_rows, padded, size = step.table_rows(), step.req_indices < 0, group.block_size
+        sampled = step.last_sampled_tokens[table_rows]
         tokens = torch.where(step.previous_tokens < 0, sampled, step.previous_tokens)
-        blocks = group.block_table[lines, step.positions // size].long()
+        blocks = group.block_table[table_rows, step.positions // size].long()
         slots = blocks * size + step.positions % size
         step.token_ids.copy_(tokens.masked_fill(padded, 0))
         step.seq_lens.copy_((step.positions + 1).masked_fill(padded, 0))
@@ -280,8 +281,8 @@ class TorchOps:
         """
         req_indices, positions, last_sampled_tokens = rows
         padded = req_indices < 0
-        lines = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        row_sampling = {name: sampling[name][lines] for name in SAMPLE_OP_PARAMS}
+        table_rows = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
+        row_sampling = {name: sampling[name][table_rows] for name in SAMPLE_OP_PARAMS}
         tokens = gumbel_sample(logits, positions=positions + 1, **row_sampling)
-        last_sampled_tokens.index_copy_(0, lines, tokens.masked_fill(padded, 0).clamp_(min=0))
+        last_sampled_tokens.index_copy_(0, table_rows, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
-from asyncllm.gpu.ops.torch_norms import TorchRMSNorm, torch_norm
+from asyncllm.gpu.ops.torch_norms import TorchRMSNorm, make_torch_norm
 
 
 class TorchRopeAndCache:
@@ -31,17 +31,17 @@ class TorchRopeAndCache:
         self.v_norm = None
         if v_norm is not None:
             check_head_norm(shape, v_norm)
-            self.v_norm = torch_norm(v_norm, eps)
+            self.v_norm = make_torch_norm(v_norm, eps)
         self.norm: TorchRMSNorm | None = None
         self.whole_norms: tuple[TorchRMSNorm, TorchRMSNorm] | None = None
         if q_norm is None or k_norm is None:
             return
         if norms_whole_projections(shape, q_norm, k_norm):
-            self.whole_norms = torch_norm(q_norm, eps), torch_norm(k_norm, eps)
+            self.whole_norms = make_torch_norm(q_norm, eps), make_torch_norm(k_norm, eps)
         else:
             counts = shape.num_heads, shape.num_kv_heads
             weights = zip((q_norm, k_norm), counts, strict=True)
-            self.norm = torch_norm(torch.cat([w.expand(n, -1) for w, n in weights]), eps)
+            self.norm = make_torch_norm(torch.cat([w.expand(n, -1) for w, n in weights]), eps)
 
     def __call__(
         self, qkv: Tensor, rotary: tuple[Tensor, Tensor], cache: Tensor, slot_mapping: Tensor
@@ -88,7 +88,7 @@ class TorchRope:
         self.shape, self.norm = shape, None
         if norm is not None:
             check_head_norm(shape, norm)
-            self.norm = torch_norm(norm, eps)
+            self.norm = make_torch_norm(norm, eps)
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         heads = q.view(len(q), self.shape.num_heads, self.shape.head_dim)

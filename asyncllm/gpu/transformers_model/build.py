@@ -13,7 +13,7 @@ from asyncllm.gpu.kv_groups import KVPlan
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, Linear
 from asyncllm.gpu.ops.linear_weights import LinearWeights
-from asyncllm.gpu.ops.quantise import Conversion
+from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import CurrentStep, PagedAttention, attention_kinds
@@ -63,14 +63,14 @@ def build_transformers_decoder(
     modules: Any,
     owner: TensorOwner,
     dtype: torch.dtype,
-    convert: Conversion | None = None,
+    quantisers: WeightQuantisers | None = None,
 ) -> TransformersDecoder:
     """Replace parts of transformers' modules by the engine's ops and return the decoder.
 
     Args:
         modules: the model with its weights. Its linear layers are replaced one by one, so that
             the weight of only one of them is held twice at a time.
-        convert: quantisation of the weights of every linear layer; None for no quantisation.
+        quantisers: quantisation of the weights of every linear layer; None for no quantisation.
     """
     step, probed = CurrentStep(), plan.probe
     for call, kind, index in zip(
@@ -87,12 +87,12 @@ def build_transformers_decoder(
     head = modules.get_output_embeddings()
 
     def make(weights: LinearWeights) -> Linear:
-        return ops.linear(convert.linear(weights) if convert else weights)
+        return ops.linear(quantisers.linear(weights) if quantisers else weights)
 
     def make_head(weights: LinearWeights) -> Linear:
-        return ops.linear(convert.output_head(weights) if convert else weights)
+        return ops.linear(quantisers.output_head(weights) if quantisers else weights)
 
-    _replace_tied_head(modules, probed, ops, owner, convert)
+    _replace_tied_head(modules, probed, ops, owner, quantisers)
     for name in probed.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_kinds():
@@ -123,7 +123,11 @@ def _convert_linear(
 
 
 def _replace_tied_head(
-    modules: Any, probed: Probe, ops: TorchOps, owner: TensorOwner, convert: Conversion | None
+    modules: Any,
+    probed: Probe,
+    ops: TorchOps,
+    owner: TensorOwner,
+    quantisers: WeightQuantisers | None,
 ) -> None:
     """Replace a tied output head, and its embedding too if both can read one table."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
@@ -138,7 +142,7 @@ def _replace_tied_head(
     head.weight.data = owner.take_tensor(head.weight.data)
     weights = LinearWeights(head.weight.detach(), bias, is_tied=True)
     dtype = weights.values.dtype
-    weights = convert.output_head(weights) if convert else weights
+    weights = quantisers.output_head(weights) if quantisers else weights
     if bias is None and (type(embedding) is nn.Embedding or probed.embedding_processes_rows):
         table, linear = ops.tied_embedding(weights, dtype)
         look_up_in(embedding, table)

@@ -88,7 +88,7 @@ class TransformersDecoder:
         states: recurrent states of a sequence; () for a model without recurrent modules.
     """
 
-    argmax = None
+    argmax_function = None
     """None: the output head is the model's own code, which writes all logits."""
 
     def __init__(

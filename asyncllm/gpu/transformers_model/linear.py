@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.gpu.ops.base import Embedding, Linear
-from asyncllm.gpu.ops.experts import chosen_experts
+from asyncllm.gpu.ops.experts import tokens_by_expert
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
@@ -79,7 +79,7 @@ class OpExperts:
         depend on other tokens of the step.
         """
         out = torch.zeros_like(hidden, dtype=torch.float32)
-        for expert, tokens, weights in chosen_experts(top_k_index, top_k_weights):
+        for expert, tokens, weights in tokens_by_expert(top_k_index, top_k_weights):
             inner = self.up[expert](hidden[tokens])
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             result = self.down[expert](inner)

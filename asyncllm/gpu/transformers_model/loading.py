@@ -11,7 +11,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
-from asyncllm.gpu.ops.quantise import Conversion
+from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.build import ModelPlan, build_transformers_decoder
 from asyncllm.gpu.transformers_model.check import Reference
@@ -31,7 +31,7 @@ def load_transformers_decoder(
     groups: Sequence[KVGroup],
     dtype: torch.dtype,
     device: torch.device,
-    convert: Conversion | None,
+    quantisers: WeightQuantisers | None,
     progress: Progress | None,
 ) -> TransformersDecoder:
     """Load the modules and build the decoder.
@@ -45,7 +45,7 @@ def load_transformers_decoder(
     modules, owner = load(model, dtype, device, progress)
     reference = None
     if not is_tested(model):
-        if convert is not None:
+        if quantisers is not None:
             raise value_error(
                 "quantization", config.quantization,
                 f"None for {model.architecture}, which is not among the tested architectures: "
@@ -53,7 +53,7 @@ def load_transformers_decoder(
             )  # fmt: skip
         reference = Reference.of(modules, model, dtype, device)
     decoder = build_transformers_decoder(
-        model, plan, ops, attention, modules, owner, dtype, convert
+        model, plan, ops, attention, modules, owner, dtype, quantisers
     )
     if reference is not None:
         reference.check(decoder, list(groups))

@@ -15,7 +15,7 @@ from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.text_part import TextPart
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import log_sizes, open_checkpoint
-from asyncllm.gpu.models.architectures import COMPUTED_BUFFER
+from asyncllm.gpu.models.architectures import COMPUTED_BUFFER_PATTERN
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, experts_implementation
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
@@ -46,7 +46,7 @@ def load_modules(
         _check_dtypes(reader, model)
         owner = TensorOwner(device, sum(info.num_bytes for info in infos.values()), progress)
         for name, info in infos.items():
-            if not COMPUTED_BUFFER.match(name):
+            if not COMPUTED_BUFFER_PATTERN.match(name):
                 tensors[name] = reader.tensor(name)
             owner.count_read(info.num_bytes)
         modules = _load_tensors(model, tensors, dtype, device)

@@ -17,7 +17,7 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.gated_delta import DecayParameters
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.triton import (
     activation,
@@ -71,7 +71,7 @@ LINES = torch.arange(ROWS)
 def norms(place: Place) -> list[Tensor]:
     layer, residual = norm.TritonRMSNorm(torch.ones(9), 1e-6), place(drawn(ROWS, 9, seed=1))
     x = place(drawn(ROWS, 9))
-    return [layer(x), layer.add(x, residual)[0], residual]
+    return [layer(x), layer.add_and_norm(x, residual)[0], residual]
 
 
 def activations(place: Place) -> list[Tensor]:
@@ -106,7 +106,7 @@ def recurrent(place: Place) -> list[Tensor]:
     rows, held = TritonOps().state_rows(state_inputs(STEP)), drawn(2, 2, SHAPE.conv_size, seed=2)
     matrices = drawn(2, 1, 4, 4, seed=3)
     found = [causal_conv.TritonCausalConv(drawn(SHAPE.conv_size, 3, seed=4))(x, held, rows)]
-    delta = gated_delta.TritonGatedDelta(SHAPE, DeltaBiases(*drawn(2, 1, seed=5)))
+    delta = gated_delta.TritonGatedDelta(SHAPE, DecayParameters(*drawn(2, 1, seed=5)))
     return [*found, delta(x, gates, matrices, rows), held, matrices]
 
 
@@ -174,7 +174,7 @@ def held(slot: int) -> list[Tensor]:
     alone = TritonOps().state_rows(state_inputs([(slot, 5, 1)]))
     inputs, matrices = at(slot, drawn(2, SHAPE.conv_size), drawn(1, 4, 4, seed=1))
     conv = causal_conv.TritonCausalConv(drawn(SHAPE.conv_size, 3, seed=2))
-    delta = gated_delta.TritonGatedDelta(SHAPE, DeltaBiases(*drawn(2, 1, seed=3)))
+    delta = gated_delta.TritonGatedDelta(SHAPE, DecayParameters(*drawn(2, 1, seed=3)))
     found: list[Tensor] = []
     for step, tokens in ((rows, 3), (alone, 1)):
         x = conv(drawn(tokens, SHAPE.conv_size, seed=4), inputs, step)

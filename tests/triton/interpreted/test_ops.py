@@ -10,7 +10,7 @@ import torch
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.gated_delta import DeltaBiases
+from asyncllm.gpu.ops.gated_delta import DecayParameters
 from asyncllm.gpu.ops.routing import TorchRouting
 from asyncllm.gpu.ops.triton import expert_pairs
 from asyncllm.gpu.ops.triton.op_set import TritonOps
@@ -184,7 +184,7 @@ def test_a_row_without_tokens_keeps_its_states(dtype: torch.dtype) -> None:
     before = [each.clone() for each in (matrices, held)]
     of_step = ops.state_rows(recurrent_checks.state_inputs(rows))
     ops.causal_conv(torch.ones(config.conv_size, 4).to(dtype))(x, held, of_step)
-    ops.gated_delta(config, DeltaBiases(*torch.zeros(2, 1)))(x, gates, matrices, of_step)
+    ops.gated_delta(config, DecayParameters(*torch.zeros(2, 1)))(x, gates, matrices, of_step)
     for state, old in zip((matrices, held), before, strict=True):
         kept = [bool(torch.equal(state[slot], old[slot])) for slot in range(6)]
         assert kept == [True, False, False, True, True, True]

@@ -53,13 +53,10 @@ def gated_mul_kernel(
     tl.store(out + row * stride_out + columns, (value * up).to(out.dtype.element_ty), mask=real)
 
 
-def gated_mul(gate_up: Tensor, up: Tensor | None = None, *, activation: str) -> Tensor:
-    """``[T, 2 * I] -> [T, I]``: the activated first half times the second half.
-
-    With ``up [T, I]``, ``gate_up`` is the gate ``[T, I]`` alone.
-    """
-    width = gate_up.shape[1] if up is not None else gate_up.shape[1] // 2
-    gate, up = (gate_up, up) if up is not None else (gate_up, gate_up[:, width:])
+def gated_mul(gate: Tensor, up: Tensor | None = None, *, activation: str) -> Tensor:
+    """``activation(gate) * up``, ``[T, I]``; arguments as in ``TorchOps.silu_mul``."""
+    width = gate.shape[1] if up is not None else gate.shape[1] // 2
+    up = gate[:, width:] if up is None else up
     rows, out = len(gate), up.new_empty((len(gate), width))
     if rows:
         gated_mul_kernel[(rows, cdiv(width, BLOCK.value))](

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.backend import CUDA, HALF, AttentionRequest, Constraints
+from asyncllm.gpu.ops.backend import (
+    CUDA_DEVICE_TYPES,
+    HALF_DTYPES,
+    AttentionRequest,
+    Constraints,
+)
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton import tuning
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
@@ -35,9 +40,9 @@ class TritonAttention:
     name = "triton"
     needs_zeroed_blocks = False
     constraints: ClassVar = Constraints(
-        device_types=CUDA,
+        device_types=CUDA_DEVICE_TYPES,
         min_capability=(8, 0),
-        dtypes=HALF | {torch.float32},
+        dtypes=HALF_DTYPES | {torch.float32},
         max_head_dim=tuning.MAX_HEAD_DIM,
         block_multiple=16,
         sinks=True,
@@ -83,11 +88,11 @@ class TritonAttention:
         self.num_sms: int = num_sms or (
             torch.cuda.get_device_properties(device).multi_processor_count
         )
-        self.programs_per_sm = tuning.decode_programs(capability, shape.head_dim)
+        self.programs_per_sm = tuning.decode_programs_per_sm(capability, shape.head_dim)
         self.decode_tiles = tuning.decode_tiles(capability, shape.head_dim, dtype.itemsize)
         self.prefill_tiles = tuning.prefill_tiles(capability, shape.head_dim, dtype.itemsize)
 
-    def splits(self, batch: int, max_len: int, window: int | None) -> int:
+    def num_splits(self, batch: int, max_len: int, window: int | None) -> int:
         """Chooses the number of splits per row for a batch of decode rows."""
         if window is not None:
             max_len = min(max_len, window)
@@ -95,14 +100,16 @@ class TritonAttention:
             batch, self.shape.num_kv_heads, max_len, self.num_sms, self.programs_per_sm
         )
 
-    def may_be_skewed(self, max_len: int, window: int | None) -> bool:
+    def may_have_skewed_lengths(self, max_len: int, window: int | None) -> bool:
         """Whether decode rows of at most ``max_len`` tokens may need balanced splits.
 
         With a window they never do: all rows then see about as many keys.
         """
         return window is None and max_len > tuning.SKEW_MARGIN_TOKENS
 
-    def is_skewed(self, batch: int, lengths: np.ndarray, max_len: int, window: int | None) -> bool:
+    def has_skewed_lengths(
+        self, batch: int, lengths: np.ndarray, max_len: int, window: int | None
+    ) -> bool:
         """Whether the longest row would hold up the other rows if all had equally many splits.
 
         Args:
@@ -111,11 +118,11 @@ class TritonAttention:
             max_len: length of the longest sequence for which the number of splits is chosen.
         """
         longest = int(lengths.max())
-        if not self.may_be_skewed(longest, window):
+        if not self.may_have_skewed_lengths(longest, window):
             return False
-        splits, kv_heads = self.splits(batch, max_len, None), self.shape.num_kv_heads
+        splits, kv_heads = self.num_splits(batch, max_len, None), self.shape.num_kv_heads
         places = self.programs_per_sm * self.num_sms
-        return tuning.is_skewed(longest, int(lengths.sum()), splits, kv_heads, places)
+        return tuning.has_skewed_lengths(longest, int(lengths.sum()), splits, kv_heads, places)
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> TritonPlan:
         rows, decodes = step.num_rows, step.num_decodes
@@ -128,7 +135,7 @@ class TritonAttention:
             if host is not None:
                 lengths = host.seq_lens[:decodes]
                 max_len = int(lengths.max())
-                balanced = self.is_skewed(decodes, lengths, max_len, window)
+                balanced = self.has_skewed_lengths(decodes, lengths, max_len, window)
             num_partials = self._plan_decodes(plan, max_len, balanced)
         if decodes < rows:
             # A captured step has only decode rows, and no lengths on the host.
@@ -152,7 +159,7 @@ class TritonAttention:
                 self.shape.num_kv_heads, self.num_sms, self.programs_per_sm
             )
             return batch + plan.extra_splits
-        plan.splits = self.splits(batch, max_len, plan.window)
+        plan.splits = self.num_splits(batch, max_len, plan.window)
         return batch * plan.splits if plan.splits > 1 else 0
 
     def _plan_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:

@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.triton.state_rows import TILE_TOKENS, TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
 BLOCK = tl.constexpr(256)
-TOKENS = tl.constexpr(TILE_TOKENS)
+TOKENS_PER_TILE = tl.constexpr(TILE_TOKENS)
 
 
 @triton.jit
@@ -76,20 +76,20 @@ def conv_chunk_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Convolves a tile of TOKENS tokens of a longer row; grid ``(tiles, blocks of channels)``."""
+    """Convolves a tile of a row of several tokens; grid ``(tiles, blocks of channels)``."""
     tile = tl.program_id(0)
-    row = find_sequence(query_start, num_rows, tile, TOKENS)
+    row = find_sequence(query_start, num_rows, tile, TOKENS_PER_TILE)
     first = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first
-    start = (tile - first // TOKENS - row) * TOKENS
+    start = (tile - first // TOKENS_PER_TILE - row) * TOKENS_PER_TILE
     if (count == 1) | (start >= count):
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns[None, :] < CHANNELS
-    tokens = start + tl.arange(0, TOKENS)
+    tokens = start + tl.arange(0, TOKENS_PER_TILE)
     fresh = tl.load(positions + first) == 0
     held = state + tl.load(slots + row) * (WIDTH - 1) * CHANNELS
-    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    total = tl.zeros((TOKENS_PER_TILE, BLOCK), tl.float32)
     for i in tl.static_range(WIDTH):
         at = (tokens + (i - WIDTH + 1))[:, None]
         inside = real & (at >= 0) & (at < count)

@@ -15,7 +15,7 @@ import triton.language as tl
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
 from asyncllm.gpu.ops.triton.attention_tile import LOG2_E, attend_tile, padded_head_dim
-from asyncllm.gpu.ops.triton.merge_attention import balanced_split_keys, split_keys
+from asyncllm.gpu.ops.triton.merge_attention import balanced_keys_per_split, keys_per_split
 from asyncllm.gpu.ops.triton.paged_attention import MergeArguments, PagedAttention
 from asyncllm.gpu.ops.triton.tuning import Tiles, cdiv, next_power_of_2
 
@@ -79,7 +79,7 @@ def decode_kernel(
     per_split = 0
     if MAX_ROWS > 0:
         extra = tl.num_programs(0) - num_rows
-        per_split, ends = balanced_split_keys(seq_lens, num_rows, extra, KEYS, MAX_ROWS)
+        per_split, ends = balanced_keys_per_split(seq_lens, num_rows, extra, KEYS, MAX_ROWS)
         before = ends <= tl.program_id(0)
         row = tl.sum(before.to(tl.int32), 0)
         if row >= num_rows:
@@ -93,7 +93,7 @@ def decode_kernel(
     kv_len = tl.load(seq_lens + row).to(tl.int32)
     first = 0
     if MAX_ROWS == 0:
-        first, per_split = split_keys(kv_len, splits, window, KEYS, WINDOW)
+        first, per_split = keys_per_split(kv_len, splits, window, KEYS, WINDOW)
     start = first + split * per_split
     end = tl.minimum(start + per_split, kv_len)
     if start >= end:

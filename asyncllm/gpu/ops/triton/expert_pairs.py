@@ -19,7 +19,7 @@ BLOCK = tl.constexpr(1024)
 # The number of tokens varies by step. A kernel specialised on it would be compiled again while
 # requests are served.
 @triton.jit(do_not_specialize=["num_tokens"])
-def sort_kernel(
+def sort_pairs_kernel(
     pairs,
     starts,
     ids,
@@ -51,7 +51,7 @@ def sort_kernel(
 
 
 @triton.jit
-def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def tile_ends_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Computes the end of each expert's tiles as a tile index; grid ``(1,)``."""
     experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
     real = experts < EXPERTS
@@ -61,7 +61,7 @@ def tiles_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def sum_kernel(
+def sum_experts_kernel(
     out,
     x,
     shared,
@@ -82,7 +82,7 @@ def sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for place in range(TOP_K):
         total += tl.load(x + (row * TOP_K + place) * width + columns, mask=real, other=0.0)
-    # Round after each operation, as ``add_shared`` does.
+    # Round after each operation, as ``add_shared_expert`` does.
     result = total.to(out.dtype.element_ty)
     if shared is not None:
         beside = tl.load(shared + row * stride_shared + columns, mask=real, other=0.0)
@@ -94,12 +94,11 @@ def sum_kernel(
     tl.store(out + row * width + columns, result, mask=real)
 
 
-def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_pairs(ids: Tensor, num_experts: int, rows_per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts pairs of token and expert by expert.
 
     Args:
         ids: ``[T, top_k]`` int32, each below ``num_experts``.
-        rows: number of rows per tile.
 
     Returns:
         Three int32 tensors: the sorted pairs ``[T, top_k]``, as ``token * top_k + place``; the
@@ -109,10 +108,10 @@ def sort_pairs(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor
     tokens, top_k = ids.shape
     pairs = ids.new_empty((tokens, top_k))
     starts, tile_ends = (ids.new_empty((1, num_experts + more)) for more in (1, 0))
-    sort_kernel[(num_experts,)](
+    sort_pairs_kernel[(num_experts,)](
         pairs, starts, ids, tokens, EXPERTS=num_experts, TOP_K=top_k, num_warps=4
     )
-    tiles_kernel[(1,)](tile_ends, starts, EXPERTS=num_experts, ROWS=rows, num_warps=4)
+    tile_ends_kernel[(1,)](tile_ends, starts, EXPERTS=num_experts, ROWS=rows_per_tile, num_warps=4)
     return pairs, starts, tile_ends
 
 
@@ -126,7 +125,7 @@ def sum_experts(
         shared, gate: see ``Experts``.
     """
     tokens, width = out.shape
-    sum_kernel[(tokens, cdiv(width, BLOCK.value))](
+    sum_experts_kernel[(tokens, cdiv(width, BLOCK.value))](
         out,
         x,
         shared,

@@ -18,7 +18,7 @@ from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.triton.activation import activate_gate
 from asyncllm.gpu.ops.triton.expert_pairs import sort_pairs, sum_experts
-from asyncllm.gpu.ops.triton.tuning import cdiv, product_tiles
+from asyncllm.gpu.ops.triton.tuning import cdiv, grouped_matmul_tiles
 
 
 @triton.jit
@@ -185,7 +185,7 @@ class TritonExperts:
         if not tokens:
             return summed
         config, num_pairs = self.config, tokens * top_k
-        shape = product_tiles(num_pairs, self.num_experts, x.element_size())
+        shape = grouped_matmul_tiles(num_pairs, self.num_experts, x.element_size())
         plan = (*sort_pairs(ids, self.num_experts, shape.rows), self.num_experts)
         # Upper bounds on the number of tiles: an expert adds at most one tile that is not full, and
         # a tile has at least one pair.

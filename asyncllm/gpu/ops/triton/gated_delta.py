@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.gpu.ops.gated_delta import NORM_EPS, DeltaBiases
+from asyncllm.gpu.ops.gated_delta import NORM_EPS, DecayParameters
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-TOKEN_COLUMNS, CHUNK_COLUMNS = tl.constexpr(32), tl.constexpr(16)
+TOKEN_KERNEL_COLUMNS, CHUNK_KERNEL_COLUMNS = tl.constexpr(32), tl.constexpr(16)
 """Columns of a head's state per program of ``delta_token_kernel`` and ``delta_chunk_kernel``."""
 
-CHUNK = tl.constexpr(16)
+CHUNK_TOKENS = tl.constexpr(16)
 """Tokens per chunk."""
 
 
@@ -30,8 +30,8 @@ def _log_decay(a, dt_bias, log_rate, head):
 
 
 @triton.jit
-def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads a program's columns of a head's state; zeros for a ``fresh`` one, without tokens.
+def _load_state(state, is_new, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Loads a program's columns of a head's state; zeros for a new sequence.
 
     Returns the row numbers, column numbers, addresses, mask and values.
     """
@@ -39,7 +39,7 @@ def _load_state(state, fresh, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS:
     values = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
     matrix = state + (keys[:, None] * VALUES + values[None, :])
-    held = tl.load(matrix, mask=own & (fresh == 0), other=0.0)
+    held = tl.load(matrix, mask=own & (is_new == 0), other=0.0)
     return keys, values, matrix, own, held
 
 
@@ -80,8 +80,8 @@ def delta_token_kernel(
     if LONG_ROWS and (count == 0):
         return
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
-    fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, TOKEN_COLUMNS)
+    is_new = tl.load(positions + first) == 0
+    keys, values, matrix, own, held = _load_state(state, is_new, KEYS, VALUES, TOKEN_KERNEL_COLUMNS)
     size = (HEADS // GROUP) * KEYS
     for i in range(count):
         token = first + i
@@ -122,7 +122,7 @@ def delta_chunk_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Computes rows of several tokens in chunks of CHUNK; grid as in ``delta_token_kernel``.
+    """Computes rows of several tokens in chunks of CHUNK_TOKENS; grid as in ``delta_token_kernel``.
 
     The formulas are those of ``_compute_chunk`` in ``gpu/ops/gated_delta.py``. The triangular
     system is solved by forward substitution. Products are in TensorFloat-32, which has at least as
@@ -133,12 +133,12 @@ def delta_chunk_kernel(
     count = tl.load(query_start + row + 1) - first
     if count <= 1:
         return
-    steps = tl.arange(0, CHUNK)
+    steps = tl.arange(0, CHUNK_TOKENS)
     state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
-    fresh = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, fresh, KEYS, VALUES, CHUNK_COLUMNS)
+    is_new = tl.load(positions + first) == 0
+    keys, values, matrix, own, held = _load_state(state, is_new, KEYS, VALUES, CHUNK_KERNEL_COLUMNS)
     size = (HEADS // GROUP) * KEYS
-    for start in range(0, count, CHUNK):
+    for start in range(0, count, CHUNK_TOKENS):
         real = start + steps < count
         token = first + start + steps
         # Tokens after the last one change nothing: their log decay, key and value are 0.
@@ -166,7 +166,7 @@ def delta_chunk_kernel(
         wanted = real[:, None] & (values[None, :] < VALUES)
         v = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
         change = (v - from_state) * beta[:, None]
-        for i in range(1, CHUNK):
+        for i in range(1, CHUNK_TOKENS):
             system_row = tl.sum(tl.where((steps == i)[:, None], system, 0.0), 0)
             less = tl.sum(system_row[:, None] * change, 0)
             change -= tl.where((steps == i)[:, None], less[None, :], 0.0)
@@ -189,14 +189,14 @@ class TritonGatedDelta:
     many registers.
     """
 
-    def __init__(self, shape: LinearAttentionConfig, biases: DeltaBiases) -> None:
-        self.shape, self.biases = shape, biases
+    def __init__(self, shape: LinearAttentionConfig, decay_parameters: DecayParameters) -> None:
+        self.shape, self.decay_parameters = shape, decay_parameters
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: TritonStateRows) -> Tensor:
-        shape, biases = self.shape, self.biases
+        shape, decay = self.shape, self.decay_parameters
         out = qkv.new_empty((qkv.shape[0], shape.value_size))
         arguments = (
-            out, qkv, gates, state, biases.dt_bias, biases.log_rate, rows.slots, rows.positions,
+            out, qkv, gates, state, decay.dt_bias, decay.log_rate, rows.slots, rows.positions,
             rows.query_start, qkv.stride(0), gates.stride(0), NORM_EPS,
         )  # fmt: skip
         sizes = {
@@ -211,7 +211,7 @@ class TritonGatedDelta:
 
         exact = qkv.dtype == torch.float32
         if rows.num_rows:
-            delta_token_kernel[grid(TOKEN_COLUMNS.value)](
+            delta_token_kernel[grid(TOKEN_KERNEL_COLUMNS.value)](
                 *arguments,
                 **sizes,
                 LONG_ROWS=exact and rows.is_mixed,
@@ -219,5 +219,5 @@ class TritonGatedDelta:
                 num_warps=8,
             )
         if rows.is_mixed and not exact:
-            delta_chunk_kernel[grid(CHUNK_COLUMNS.value)](*arguments, **sizes, num_warps=4)
+            delta_chunk_kernel[grid(CHUNK_KERNEL_COLUMNS.value)](*arguments, **sizes, num_warps=4)
         return out

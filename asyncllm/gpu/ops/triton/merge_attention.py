@@ -14,18 +14,18 @@ exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in o
 import triton
 import triton.language as tl
 
+from asyncllm.gpu.ops.triton import tuning
 from asyncllm.gpu.ops.triton.attention_tile import padded_head_dim
-from asyncllm.gpu.ops.triton.tuning import SPLIT_TOKENS
 
-MIN_SPLIT_TOKENS = tl.constexpr(SPLIT_TOKENS)
+MIN_SPLIT_TOKENS = tl.constexpr(tuning.MIN_SPLIT_TOKENS)
 
-MERGED_SPLITS = tl.constexpr(8)
+SPLITS_PER_ITERATION = tl.constexpr(8)
 """Number of splits whose partial results a program reads at a time."""
 
 
 @triton.jit
-def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """First key of a sequence's first visible tile, and keys per split, a multiple of KEYS."""
+def keys_per_split(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """First key of a sequence's first visible tile, and keys per split (a multiple of KEYS)."""
     first = 0
     if WINDOW:
         first = tl.maximum(kv_len - window, 0) // KEYS * KEYS
@@ -34,7 +34,7 @@ def split_keys(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.constexpr)
 
 
 @triton.jit
-def balanced_split_keys(seq_lens, num_rows, extra, KEYS: tl.constexpr, MAX_ROWS: tl.constexpr):
+def balanced_keys_per_split(seq_lens, num_rows, extra, KEYS: tl.constexpr, MAX_ROWS: tl.constexpr):
     """Keys per balanced split, and cumulative numbers of splits of the rows ``[MAX_ROWS]``.
 
     There are at most ``num_rows + extra`` splits: only the last split of a row is not full.
@@ -77,7 +77,8 @@ def merge_kernel(
 
     Args:
         seq_lens: lengths of decode rows; with PREFILL the number of query tokens, padding excluded.
-        splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of ``balanced_split_keys``.
+        splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of
+            ``balanced_keys_per_split``.
         first_row: index of the first row in ``out``.
     """
     BLOCK_DIM: tl.constexpr = padded_head_dim(HEAD_DIM)
@@ -91,20 +92,22 @@ def merge_kernel(
         if row >= tl.load(seq_lens):
             return
     elif MAX_ROWS > 0:
-        per_split, ends = balanced_split_keys(seq_lens, tl.num_programs(0), splits, KEYS, MAX_ROWS)
+        per_split, ends = balanced_keys_per_split(
+            seq_lens, tl.num_programs(0), splits, KEYS, MAX_ROWS
+        )
         used = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), per_split)
         end = tl.sum(tl.where(tl.arange(0, MAX_ROWS) == row, ends, 0), 0)
         step = tl.num_programs(1)
         base = (end - used).to(tl.int64) * step + head
     else:
         kv_len = tl.load(seq_lens + row).to(tl.int32)
-        first, per_split = split_keys(kv_len, splits, window, KEYS, WINDOW)
+        first, per_split = keys_per_split(kv_len, splits, window, KEYS, WINDOW)
         used = tl.cdiv(kv_len - first, tl.maximum(per_split, 1))
     acc = tl.zeros([BLOCK_DIM], tl.float32)
     total_max = tl.full([], float("-inf"), tl.float32)
     total_sum = tl.zeros([], tl.float32)
-    for start in range(0, used, MERGED_SPLITS):
-        split = start + tl.arange(0, MERGED_SPLITS)
+    for start in range(0, used, SPLITS_PER_ITERATION):
+        split = start + tl.arange(0, SPLITS_PER_ITERATION)
         exists = split < used
         at = base + split * step
         maxima = tl.load(partial_max + at, mask=exists, other=float("-inf"))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.triton.operands import row_stride
-from asyncllm.gpu.ops.triton.tuning import row_warps
+from asyncllm.gpu.ops.triton.tuning import num_row_warps
 
 
 @triton.jit
@@ -87,7 +87,7 @@ class TritonRMSNorm:
         """Replaces ``x [T, H]`` by its norm."""
         self._launch(x, None, x)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``norm(sum)`` and ``sum = scale * (multiplier * x + residual)``.
 
         The sum replaces ``residual``.
@@ -112,7 +112,7 @@ class TritonRMSNorm:
                 row_stride("x", x),
                 None if residual is None else row_stride("residual", residual),
                 WIDTH=width,
-                num_warps=row_warps(width),
+                num_warps=num_row_warps(width),
             )
         return out
 
@@ -161,6 +161,6 @@ class TritonGatedNorm:
         if rows:
             gated_norm_kernel[(rows, width // size)](
                 out, x, gate, self.weight, self.eps, row_stride("x", x), row_stride("gate", gate),
-                HEADS=width // size, SIZE=size, num_warps=row_warps(size),
+                HEADS=width // size, SIZE=size, num_warps=num_row_warps(size),
             )  # fmt: skip
         return out

@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.triton.rope_cache import TritonRope, TritonRopeAndCache
 from asyncllm.gpu.ops.triton.routing import TritonRouting
 from asyncllm.gpu.ops.triton.sampling import sample
 from asyncllm.gpu.ops.triton.state_rows import TritonStateRows
-from asyncllm.gpu.ops.triton.tuning import SMALL_GROUP_ROWS
+from asyncllm.gpu.ops.triton.tuning import MAX_SMALL_GROUP_ROWS
 
 
 class TritonOps(TorchOps):
@@ -52,7 +52,7 @@ class TritonOps(TorchOps):
         return TritonExperts(weights, config)
 
     def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        return (SMALL_GROUP_ROWS * num_experts // top_k + 1,)
+        return (MAX_SMALL_GROUP_ROWS * num_experts // top_k + 1,)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the table and the positions, because the kernel itself looks up the rows."""

@@ -17,7 +17,7 @@ from asyncllm.gpu.ops.triton.tuning import Tiles, block_dim_of
 
 
 class MergeArguments(NamedTuple):
-    """The merge of partial results.
+    """Arguments of the merge of partial results.
 
     Attributes:
         num_partials: number of partial results per query head.
@@ -39,8 +39,8 @@ class RepeatedLaunch:
     """A kernel launch that the layers of a step repeat with other tensors.
 
     The first call goes through Triton's JIT, which inspects every argument of each launch. Later
-    calls launch the compiled kernel that it returned. In Triton's interpreter there is none, and
-    every call goes the same way.
+    calls launch the compiled kernel that it returned. Triton's interpreter returns no compiled
+    kernel, so that every call goes through the JIT.
 
     Args:
         kernel: kernel whose compile-time constants come last.
@@ -60,8 +60,8 @@ class RepeatedLaunch:
         """Launches the kernel.
 
         Args:
-            aligned: whether all tensors that differ by layer start at a multiple of 16 bytes, for
-                which kernels are compiled.
+            aligned: whether all tensors that differ by layer start at a multiple of 16 bytes, as
+                the compiled kernel assumes.
         """
         if aligned and self._launch_compiled is not None:
             self._launch_compiled(*arguments, *self._constants)
@@ -125,12 +125,13 @@ class PagedAttention:
             )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Writes the attention of the kernel's rows of ``q [T, Hq, D]`` to ``out [T, Hq, D]``.
+        """Computes attention for the decode rows of q, or for its prefill rows, and writes ``out``.
 
         Args:
-            q: queries, with a contiguous last dimension; D is up to 512.
+            q: ``[T, Hq, D]`` with a contiguous last dimension; D is up to 512.
             cache: ``[2, num_blocks, block_size, Hk, D]``, which already contains the rows' own keys
                 and values. Strides may be any, but a head spans less than 2**31 elements.
+            out: ``[T, Hq, D]``.
             sinks: ``[Hq]`` float32 if the shape has sinks, else None.
 
         Raises:

@@ -1,17 +1,19 @@
 """sample: Gumbel-max sampling in two kernels, without a sort of the vocabulary.
 
-The kernels compute ``gumbel.gumbel_sample``. The first reduces each chunk of 256 tokens to its
-maximum and its sum of exponentials, and, in truncated rows, to the winner of the race among its
-tokens. The second kernel has one program per row. If the row is not truncated, first the chunks
-race by their mass, then the tokens of the winning chunk. Otherwise:
+The kernels compute ``gumbel.gumbel_sample``: to draw from a set of tokens is to take the largest of
+their logits with Gumbel noise. Tokens are in the order of their logits, descending, then of their
+ids; a token is ahead of those after it. The first kernel reduces each chunk of 256 tokens to its
+maximum and its sum of exponentials, and, in truncated rows, to the token drawn from it. The second
+kernel has one program per row. If the row is not truncated, it draws a chunk by its mass, then a
+token from that chunk. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Only
   chunks with tokens above this bound, rarely many more than k, are read again; ``top_k.py`` finds
   the top-k threshold in them.
-- top_p: the winner of the race is the result if the tokens ahead of it have less than top_p of the
-  mass. Otherwise top_p excludes the winner and every token after it, and the tokens ahead of it
-  race again. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here the
-  noise is fixed, so that the loop ends at the winner among all tokens that survive truncation.
+- top_p: the drawn token is the result if the tokens ahead of it have less than top_p of the mass.
+  Otherwise top_p excludes the drawn token and every token after it, and the next draw is from the
+  tokens ahead of it. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here
+  the noise is fixed, so that the loop ends at the token drawn from all that survive truncation.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -28,26 +30,26 @@ from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.ops import gumbel
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.top_k import (
-    MAX_SORTED,
-    SCANNED_CHUNKS,
+    CHUNKS_PER_SCAN,
+    MAX_SORTED_TOKENS,
     is_ahead,
     kth_largest,
-    listed_values,
+    load_listed_chunks,
     scaled_logit_of,
     sortable_bits_of,
     top_k_threshold,
 )
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
-CHUNK = tl.constexpr(gumbel.CHUNK)
+CHUNK_TOKENS = tl.constexpr(gumbel.CHUNK_TOKENS)
 MIN_TEMPERATURE = tl.constexpr(gumbel.MIN_TEMPERATURE)
 NO_TOKEN_LEFT = tl.constexpr(gumbel.NO_TOKEN_LEFT)
 LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)
 
-COUNTER_ROWS = tl.constexpr(4)
-"""Rows of Philox counters per program of ``chunk_kernel``; a row covers four chunks."""
+COUNTER_ROWS_PER_PROGRAM = tl.constexpr(4)
+"""Rows of Philox counters per program of ``chunk_statistics_kernel``; a row covers four chunks."""
 
-CHUNK_ARGUMENTS = ["listed", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
+CHUNK_ARGUMENT_NAMES = ["listed_chunks", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
 """Kernel arguments that lie in one allocation, so that their alignments depend on the number of
 rows. A kernel specialised on the alignments would be compiled again while requests are served."""
 
@@ -68,9 +70,9 @@ def philox_key(states, positions, row, req_index):
 
 
 @triton.jit
-def log_exponential(word):
-    """Logarithm of the exponential noise of a random word, as in ``gumbel._exponential``."""
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+def log_exponential_variate(random_word):
+    """Logarithm of the exponential noise of a random word, see ``gumbel._exponential_variate``."""
+    u = tl.minimum((random_word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667))))
     return tl.log(tl.where(u < 0.0625, u * series, -tl.log(1.0 - u)))
 
@@ -82,8 +84,8 @@ def temperature_factor(temperature):
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
 
 
-@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
-def chunk_kernel(
+@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENT_NAMES)
+def chunk_statistics_kernel(
     chunk_max,
     chunk_sum,
     chunk_score,
@@ -100,43 +102,46 @@ def chunk_kernel(
     num_chunks,
     stride_logits,
 ):
-    """Computes the statistics of chunks; grid ``(rows, num_chunks / (4 * COUNTER_ROWS))``."""
+    """Computes the statistics of chunks.
+
+    Grid ``(rows, num_chunks / (4 * COUNTER_ROWS_PER_PROGRAM))``.
+    """
     row = tl.program_id(0).to(tl.int64)
     req_index = tl.load(req_indices + row).to(tl.int64)
     if req_index < 0:
         return
-    group = tl.program_id(1) * COUNTER_ROWS + tl.arange(0, COUNTER_ROWS)
-    lane = tl.arange(0, CHUNK)
-    greedy, factor = temperature_factor(tl.load(temperatures + req_index))
-    counter = (group[:, None] * CHUNK + lane[None, :]).to(tl.uint32)
+    group = tl.program_id(1) * COUNTER_ROWS_PER_PROGRAM + tl.arange(0, COUNTER_ROWS_PER_PROGRAM)
+    lane = tl.arange(0, CHUNK_TOKENS)
+    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
+    counter = (group[:, None] * CHUNK_TOKENS + lane[None, :]).to(tl.uint32)
     zero = counter * 0
     key = philox_key(states, positions, row, req_index)
     k = tl.load(top_ks + req_index).to(tl.int32)
     limited = (k > 0) & (k < vocab_size)
     truncated = limited | (tl.load(min_ps + req_index) > 0.0) | (tl.load(top_ps + req_index) < 1.0)
-    races = (greedy == 0) & truncated
+    draws = (greedy == 0) & truncated
     word0 = zero
     word1 = zero
     word2 = zero
     word3 = zero
-    if races:
+    if draws:
         word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
     for index in tl.static_range(4):
         chunk = group * 4 + index
-        token = chunk[:, None] * CHUNK + lane[None, :]
+        token = chunk[:, None] * CHUNK_TOKENS + lane[None, :]
         real = token < vocab_size
         at = logits + row * stride_logits + token
-        value = tl.load(at, mask=real, other=float("-inf")).to(tl.float32) * factor
+        value = tl.load(at, mask=real, other=float("-inf")).to(tl.float32) * logit_factor
         score = value
-        if races:
+        if draws:
             if index == 0:
-                score = value - log_exponential(word0)
+                score = value - log_exponential_variate(word0)
             elif index == 1:
-                score = value - log_exponential(word1)
+                score = value - log_exponential_variate(word1)
             elif index == 2:
-                score = value - log_exponential(word2)
+                score = value - log_exponential_variate(word2)
             else:
-                score = value - log_exponential(word3)
+                score = value - log_exponential_variate(word3)
         largest = tl.max(value, 1)
         base = tl.where(largest == float("-inf"), 0.0, largest)
         best = tl.max(score, 1)
@@ -150,42 +155,42 @@ def chunk_kernel(
 
 
 @triton.jit
-def log_noise(key, chunk, lane):
+def log_exponential_noise(key, chunk, lane):
     """Logarithm of the exponential noise of tokens, given by chunk and index ``lane`` in it."""
-    counter = (chunk // 4 * CHUNK + lane).to(tl.uint32)
+    counter = (chunk // 4 * CHUNK_TOKENS + lane).to(tl.uint32)
     zero = counter * 0
     word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
     index = chunk % 4
     word = tl.where(
         index < 2, tl.where(index == 0, word0, word1), tl.where(index == 2, word2, word3)
     )
-    return log_exponential(word)
+    return log_exponential_variate(word)
 
 
 @triton.jit
-def race_in_chunk(logits, chunk, factor, vocab_size, key):
-    """The winner of the race among a chunk's tokens."""
-    lane = tl.arange(0, CHUNK)
-    token = chunk * CHUNK + lane
+def sample_in_chunk(logits, chunk, logit_factor, vocab_size, key):
+    """Token drawn from a chunk: that with the largest logit with Gumbel noise."""
+    lane = tl.arange(0, CHUNK_TOKENS)
+    token = chunk * CHUNK_TOKENS + lane
     value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))
-    score = value.to(tl.float32) * factor - log_noise(key, chunk, lane)
+    score = value.to(tl.float32) * logit_factor - log_exponential_noise(key, chunk, lane)
     first = tl.min(tl.where(score == tl.max(score, 0), token, vocab_size), 0)
     return tl.minimum(first, vocab_size - 1)
 
 
 @triton.jit
-def race_ahead_of_pivot(
-    logits, listed, count, factor, vocab_size, largest, key, pivot_value, pivot
+def sample_ahead_of_pivot(
+    logits, listed_chunks, num_listed, logit_factor, vocab_size, largest, key, pivot_value, pivot
 ):
-    """Probability mass of the tokens that rank above a pivot, and the token drawn among them. Only
-    tokens of the chunks in ``listed`` count. The draw takes the largest of the logits with Gumbel
-    noise."""
-    mass = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.float32)
-    best = tl.full([SCANNED_CHUNKS, CHUNK], float("-inf"), tl.float32)
-    winner = tl.full([SCANNED_CHUNKS, CHUNK], 0, tl.int32)
-    for start in range(0, count, SCANNED_CHUNKS):
-        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        noise = log_noise(key, token // CHUNK, token % CHUNK)
+    """Mass of the tokens ahead of a pivot in ``listed_chunks``, and a token drawn from them."""
+    mass = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.float32)
+    best = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], float("-inf"), tl.float32)
+    winner = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], 0, tl.int32)
+    for start in range(0, num_listed, CHUNKS_PER_SCAN):
+        token, value, real = load_listed_chunks(
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, start
+        )
+        noise = log_exponential_noise(key, token // CHUNK_TOKENS, token % CHUNK_TOKENS)
         ahead = real & is_ahead(value, token, pivot_value, pivot)
         mass += tl.where(ahead, tl.exp(value - largest), 0.0)
         score = tl.where(ahead, value - noise, float("-inf"))
@@ -197,12 +202,12 @@ def race_ahead_of_pivot(
     return tl.sum(tl.sum(mass, 1), 0), tl.minimum(tl.min(tl.min(first, 1), 0), vocab_size - 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENTS)
-def choose_kernel(
+@triton.jit(do_not_specialize_on_alignment=CHUNK_ARGUMENT_NAMES)
+def sample_tokens_kernel(
     out,
     last_sampled_tokens,
     candidates,
-    listed,
+    listed_chunks,
     chunk_max,
     chunk_sum,
     chunk_score,
@@ -238,13 +243,15 @@ def choose_kernel(
     key = philox_key(states, positions, row, req_index)
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
-    by_mass = tl.where(sums > 0.0, maxima + tl.log(sums) - log_exponential(word), float("-inf"))
-    # Race the chunks for every row, even if the result is unused: keeping the inputs for a branch
+    by_mass = tl.where(
+        sums > 0.0, maxima + tl.log(sums) - log_exponential_variate(word), float("-inf")
+    )
+    # Draw a chunk for every row, even if the result is unused: keeping the inputs for a branch
     # would spill registers.
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
-    greedy, factor = temperature_factor(tl.load(temperatures + req_index))
+    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
     k = tl.load(top_ks + req_index).to(tl.int32)
     top_p = tl.load(top_ps + req_index)
     min_p = tl.load(min_ps + req_index)
@@ -254,11 +261,11 @@ def choose_kernel(
     valid = total >= 0.5
     logits += row * stride_logits
     if valid & (greedy == 0) & (cut == 0) & (top_p >= 1.0):
-        token = race_in_chunk(logits, heaviest, factor, vocab_size, key)
+        token = sample_in_chunk(logits, heaviest, logit_factor, vocab_size, key)
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
-        listed += row * num_chunks
+        listed_chunks += row * num_chunks
         floor_value = tl.maximum(largest + tl.log(min_p), LOWEST_FLOAT32)
-        bound = scaled_logit_of(logits, token, factor)
+        bound = scaled_logit_of(logits, token, logit_factor)
         order = sortable_bits_of(maxima)
         lowest_order = sortable_bits_of(bound)
         if cut:
@@ -268,29 +275,29 @@ def choose_kernel(
                 lowest_order = kth_largest(tl.where(exists, order, -1), k)
         wanted = exists & (order >= lowest_order) & (maxima >= bound)
         place = tl.cumsum(wanted.to(tl.int32), 0) - 1
-        tl.store(listed + place, chunk, mask=wanted)
-        count = tl.sum(wanted.to(tl.int32), 0)
+        tl.store(listed_chunks + place, chunk, mask=wanted)
+        num_listed = tl.sum(wanted.to(tl.int32), 0)
         tl.debug_barrier()
-        among = (logits, listed, count, factor, vocab_size)
+        among = (logits, listed_chunks, num_listed, logit_factor, vocab_size)
         if cut:
             cut_value = floor_value
             cut_token = vocab_size
             if limited:
                 cut_value, cut_token = top_k_threshold(
-                    logits, candidates + row * MAX_SORTED, listed, count, factor, vocab_size,
-                    floor_value, lowest_order, k,
+                    logits, candidates + row * MAX_SORTED_TOKENS, listed_chunks, num_listed,
+                    logit_factor, vocab_size, floor_value, lowest_order, k,
                 )  # fmt: skip
-            total, token = race_ahead_of_pivot(*among, largest, key, cut_value, cut_token)
+            total, token = sample_ahead_of_pivot(*among, largest, key, cut_value, cut_token)
         if top_p < 1.0:
-            mass, following = race_ahead_of_pivot(
-                *among, largest, key, scaled_logit_of(logits, token, factor), token
+            mass, following = sample_ahead_of_pivot(
+                *among, largest, key, scaled_logit_of(logits, token, logit_factor), token
             )
-            # The loop ends however the mass is rounded, because the mass is 0 once no token is
-            # ahead of the winner.
+            # The loop ends however ``mass`` is rounded, because it is the mass of the tokens ahead
+            # of ``token``, and 0 once there are none.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
-                mass, following = race_ahead_of_pivot(
-                    *among, largest, key, scaled_logit_of(logits, token, factor), token
+                mass, following = sample_ahead_of_pivot(
+                    *among, largest, key, scaled_logit_of(logits, token, logit_factor), token
                 )
     # Check the total mass, not the maximum: NaN in a chunk makes the total NaN, but a maximum may
     # hide it.
@@ -308,18 +315,20 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, o
     (count, vocab_size), (req_indices, positions, last_sampled_tokens) = logits.shape, rows
     if not count:
         return
-    num_chunks = cdiv(vocab_size, gumbel.CHUNK)
+    num_chunks = cdiv(vocab_size, gumbel.CHUNK_TOKENS)
     floats = torch.empty((3, count, num_chunks), dtype=torch.float32, device=logits.device)
     indices = torch.empty((2, count, num_chunks), dtype=torch.int32, device=logits.device)
-    candidates = torch.empty((count, MAX_SORTED.value), dtype=torch.int64, device=logits.device)
+    candidates = torch.empty(
+        (count, MAX_SORTED_TOKENS.value), dtype=torch.int64, device=logits.device
+    )
     chunks = (*floats, indices[0])
     of_rows = (logits, sampling["states"], positions, sampling["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))
     limits = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
-    chunk_kernel[(count, cdiv(num_chunks, 4 * COUNTER_ROWS.value))](
+    chunk_statistics_kernel[(count, cdiv(num_chunks, 4 * COUNTER_ROWS_PER_PROGRAM.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )
-    choose_kernel[(count,)](
+    sample_tokens_kernel[(count,)](
         out,
         last_sampled_tokens,
         candidates,

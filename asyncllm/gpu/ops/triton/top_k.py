@@ -3,8 +3,8 @@
 The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. There are rarely
 many more than k tokens at or above this bound. One pass over the chunks that contain such tokens,
 which the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there
-are more than MAX_SORTED, because k is large or many logits are equal, quickselect (Hoare, 1961)
-finds the threshold in several passes over the listed chunks.
+are more than MAX_SORTED_TOKENS, because k is large or many logits are equal, quickselect (Hoare,
+1961) finds the threshold in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -15,17 +15,17 @@ import triton.language as tl
 
 from asyncllm.gpu.ops import gumbel
 
-CHUNK = tl.constexpr(gumbel.CHUNK)
+CHUNK_TOKENS = tl.constexpr(gumbel.CHUNK_TOKENS)
 
-KEY_FACTOR = tl.constexpr(0x9E3779B1)
+SHUFFLE_KEY_FACTOR = tl.constexpr(0x9E3779B1)
 """Odd factor that maps token ids, modulo 2**32, to keys in a pseudo-random order."""
 
-KEY_FACTOR_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
+SHUFFLE_KEY_FACTOR_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
-SCANNED_CHUNKS = tl.constexpr(4)
+CHUNKS_PER_SCAN = tl.constexpr(4)
 """Number of chunks that a program reads at a time."""
 
-MAX_SORTED = tl.constexpr(256)
+MAX_SORTED_TOKENS = tl.constexpr(256)
 """Maximum number of tokens to sort: two for each thread of a program."""
 
 
@@ -49,13 +49,13 @@ def kth_largest(order, k):
 
 
 @triton.jit
-def listed_values(logits, listed, count, factor, vocab_size, start):
-    """Ids and logits of the tokens in chunks ``listed[start:start + SCANNED_CHUNKS]``."""
-    entry = start + tl.arange(0, SCANNED_CHUNKS)
-    chunk = tl.load(listed + entry, mask=entry < count, other=0)
-    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    real = (entry < count)[:, None] & (token < vocab_size)
-    value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32) * factor
+def load_listed_chunks(logits, listed_chunks, num_listed, logit_factor, vocab_size, start):
+    """Ids and logits of the tokens in chunks ``listed_chunks[start:start + CHUNKS_PER_SCAN]``."""
+    entry = start + tl.arange(0, CHUNKS_PER_SCAN)
+    chunk = tl.load(listed_chunks + entry, mask=entry < num_listed, other=0)
+    token = chunk[:, None] * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)[None, :]
+    real = (entry < num_listed)[:, None] & (token < vocab_size)
+    value = tl.load(logits + token, mask=real, other=float("-inf")).to(tl.float32) * logit_factor
     return token, value, real
 
 
@@ -66,26 +66,38 @@ def is_ahead(value, token, other_value, other_token):
 
 
 @triton.jit
-def scaled_logit_of(logits, token, factor):
-    return tl.load(logits + token).to(tl.float32) * factor
+def scaled_logit_of(logits, token, logit_factor):
+    return tl.load(logits + token).to(tl.float32) * logit_factor
 
 
 @triton.jit
 def count_ahead_of(
-    logits, listed, count, factor, vocab_size, pivot_value, pivot, high_value, high, low_value, low
+    logits,
+    listed_chunks,
+    num_listed,
+    logit_factor,
+    vocab_size,
+    pivot_value,
+    pivot,
+    high_value,
+    high,
+    low_value,
+    low,
 ):
     """Counts the tokens ahead of the pivot in the listed chunks, and picks the next two pivots.
 
     The first is a random token between ``high`` and the pivot, the second a random token between
     the pivot and ``low``.
     """
-    ranks = tl.zeros([SCANNED_CHUNKS, CHUNK], tl.int32)
-    above = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
-    below = tl.full([SCANNED_CHUNKS, CHUNK], -2147483648, tl.int32)
-    for start in range(0, count, SCANNED_CHUNKS):
-        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
-        # Order tokens by keys: the token with the largest key among some tokens is a random one.
-        key = (token.to(tl.uint32) * KEY_FACTOR).to(tl.int32, bitcast=True)
+    ranks = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.int32)
+    above = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
+    below = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
+    for start in range(0, num_listed, CHUNKS_PER_SCAN):
+        token, value, real = load_listed_chunks(
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, start
+        )
+        # Give tokens pseudo-random keys: the largest key in a set of tokens picks a random token.
+        key = (token.to(tl.uint32) * SHUFFLE_KEY_FACTOR).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)
         ranks += (real & ahead).to(tl.int32)
@@ -105,14 +117,16 @@ def count_ahead_of(
 
 @triton.jit
 def token_of_key(key):
-    """Token id of a key, see ``KEY_FACTOR``."""
-    return (key.to(tl.uint32, bitcast=True) * KEY_FACTOR_INVERSE).to(tl.int32, bitcast=True)
+    """Token id of a key, see ``SHUFFLE_KEY_FACTOR``."""
+    return (key.to(tl.uint32, bitcast=True) * SHUFFLE_KEY_FACTOR_INVERSE).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def threshold_by_quickselect(logits, listed, count, factor, vocab_size, floor_value, k):
+def threshold_by_quickselect(
+    logits, listed_chunks, num_listed, logit_factor, vocab_size, floor_value, k
+):
     """Finds the top-k threshold by quickselect; see ``top_k_threshold``."""
-    among = (logits, listed, count, factor, vocab_size)
+    among = (logits, listed_chunks, num_listed, logit_factor, vocab_size)
     infinite = floor_value * 0.0 + float("inf")
     pivot_value = floor_value
     pivot = vocab_size
@@ -133,7 +147,7 @@ def threshold_by_quickselect(logits, listed, count, factor, vocab_size, floor_va
             high_value = pivot_value
             high = pivot
             pivot = below
-        pivot_value = scaled_logit_of(logits, pivot, factor)
+        pivot_value = scaled_logit_of(logits, pivot, logit_factor)
         rank, above, below = count_ahead_of(
             *among, pivot_value, pivot, high_value, high, low_value, low
         )
@@ -143,34 +157,44 @@ def threshold_by_quickselect(logits, listed, count, factor, vocab_size, floor_va
 
 @triton.jit
 def threshold_by_sort(
-    logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+    logits,
+    candidates,
+    listed_chunks,
+    num_listed,
+    logit_factor,
+    vocab_size,
+    floor_value,
+    lowest_order,
+    k,
 ):
     """Finds the top-k threshold by a sort; see ``top_k_threshold``.
 
     It sorts the tokens of the listed chunks that are at or above both ``floor_value`` and
     ``lowest_order``. Returns the threshold's value and id, and the number of tokens to sort. If
-    that is more than MAX_SORTED, the threshold is invalid.
+    that is more than MAX_SORTED_TOKENS, the threshold is invalid.
 
     Args:
-        candidates: ``[MAX_SORTED]`` int64, scratch memory of the row.
+        candidates: ``[MAX_SORTED_TOKENS]`` int64, scratch memory of the row.
         lowest_order: lower bound of the k-th largest ``sortable_bits_of(logit)``; 0 if unknown.
-        k: at most MAX_SORTED.
+        k: at most MAX_SORTED_TOKENS.
     """
-    found = count * 0
-    for start in range(0, count, SCANNED_CHUNKS):
-        token, value, real = listed_values(logits, listed, count, factor, vocab_size, start)
+    found = num_listed * 0
+    for start in range(0, num_listed, CHUNKS_PER_SCAN):
+        token, value, real = load_listed_chunks(
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, start
+        )
         order = sortable_bits_of(value)
         wanted = real & (value >= floor_value) & (order >= lowest_order)
         # Ranks order tokens by logit, then by id, so that no two ranks are equal.
         rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
-        rank = tl.reshape(rank, [SCANNED_CHUNKS * CHUNK])
-        chosen = tl.reshape(wanted.to(tl.int32), [SCANNED_CHUNKS * CHUNK])
+        rank = tl.reshape(rank, [CHUNKS_PER_SCAN * CHUNK_TOKENS])
+        chosen = tl.reshape(wanted.to(tl.int32), [CHUNKS_PER_SCAN * CHUNK_TOKENS])
         place = found + tl.cumsum(chosen, 0) - 1
-        tl.store(candidates + place, rank, mask=(chosen > 0) & (place < MAX_SORTED))
+        tl.store(candidates + place, rank, mask=(chosen > 0) & (place < MAX_SORTED_TOKENS))
         found += tl.sum(chosen, 0)
     # Wait for the program's other threads: the code below reads ranks that they write.
     tl.debug_barrier()
-    number = tl.arange(0, MAX_SORTED)
+    number = tl.arange(0, MAX_SORTED_TOKENS)
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
     rank = tl.sort(rank, descending=True)
     last_in = tl.sum(tl.where(number == k - 1, rank, 0), 0)
@@ -180,30 +204,46 @@ def threshold_by_sort(
         # Any id after the k-th token's, up to the next token's, is a valid threshold: take the
         # least.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
-        threshold_value = scaled_logit_of(logits, token, factor)
+        threshold_value = scaled_logit_of(logits, token, logit_factor)
         threshold = token + 1
     return threshold_value, threshold, found
 
 
 @triton.jit
 def top_k_threshold(
-    logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+    logits,
+    candidates,
+    listed_chunks,
+    num_listed,
+    logit_factor,
+    vocab_size,
+    floor_value,
+    lowest_order,
+    k,
 ):
     """Finds the top-k threshold: a logit and an id that exclude all but the first k tokens.
 
     Tokens are sorted as by ``is_ahead``, and those ahead of the threshold are kept: the first k
-    among the tokens of the chunks ``listed`` whose logit is at least ``floor_value``, or all of
+    among the tokens of the ``listed_chunks`` whose logit is at least ``floor_value``, or all of
     these if they are fewer. The threshold's id need not be that of a token.
     """
     threshold_value = floor_value
     threshold = vocab_size
-    found = vocab_size * 0 + MAX_SORTED + 1
-    if k <= MAX_SORTED:
+    found = vocab_size * 0 + MAX_SORTED_TOKENS + 1
+    if k <= MAX_SORTED_TOKENS:
         threshold_value, threshold, found = threshold_by_sort(
-            logits, candidates, listed, count, factor, vocab_size, floor_value, lowest_order, k
+            logits,
+            candidates,
+            listed_chunks,
+            num_listed,
+            logit_factor,
+            vocab_size,
+            floor_value,
+            lowest_order,
+            k,
         )
-    if found > MAX_SORTED:
+    if found > MAX_SORTED_TOKENS:
         threshold_value, threshold = threshold_by_quickselect(
-            logits, listed, count, factor, vocab_size, floor_value, k
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, floor_value, k
         )
     return threshold_value, threshold

@@ -14,29 +14,29 @@ from functools import lru_cache
 INT32_END = 2**31
 """One more than the largest signed 32-bit integer."""
 
-SPLIT_TOKENS = 256
+MIN_SPLIT_TOKENS = 256
 """Minimum number of tokens per split of a sequence in decode attention; shorter splits are
 slower."""
 
 MAX_WAVE_SPLITS = 8
-"""Number up to which a sequence is split only to fill the last wave of programs."""
+"""Maximum number of splits of a sequence that serve only to fill the last wave of programs."""
 
 PROGRAMS_PER_SM = 4
 """Number of decode attention programs that fit a multiprocessor's shared memory and registers, for
 heads of up to 256 elements."""
 
-_REDUCED_PROGRAMS_PER_SM = 2
+_LOW_MEMORY_PROGRAMS_PER_SM = 2
 """Number of decode attention programs that fit a multiprocessor with 100 KB of shared memory, and,
 for heads of more than 256 elements, any other multiprocessor."""
 
-TILE_SPLIT_TOKENS = 512
+MIN_TILE_SPLIT_TOKENS = 512
 """Minimum number of keys per split of a prefill tile. Shorter splits do not pay: a split's partial
 result, which has to be merged, is twice as large as the keys and values that one step of its loop
 reads."""
 
 SKEW_MARGIN_TOKENS = 1024
-"""A batch is skewed if its longest split has this many tokens more than twice the average number of
-tokens per program."""
+"""A batch is skewed if its longest split has more tokens than this number plus twice the average
+number of tokens per program."""
 
 _HEAD_DIMS = (64, 128, 256, 512)
 MAX_HEAD_DIM = _HEAD_DIMS[-1]
@@ -60,9 +60,9 @@ class Tiles:
 
 
 # Keys are the lowest compute capability, values the tiles for heads of up to 64, 128, 256 and 512
-# elements. Each buffered tile of K and V takes two stages, one for the look-up in the block table:
-# n tiles take 2n + 1 stages. With heads of 512 elements, a tile of 32 keys takes 32 KB for K and as
-# much for V.
+# elements. Each buffered tile of K and V takes two stages, of which one is for the look-up in the
+# block table: with the stage that computes, n tiles take 2n + 1 stages. With heads of 512
+# elements, a tile of 32 keys takes 32 KB for K and as much for V.
 _DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
     86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
@@ -120,22 +120,22 @@ def _find_tiles(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: 
     return table[max(known)][bisect_left(_HEAD_DIMS, head_dim)]
 
 
-def decode_programs(capability: int, head_dim: int) -> int:
+def decode_programs_per_sm(capability: int, head_dim: int) -> int:
     """Number of decode attention programs per multiprocessor for which splits are chosen.
 
-    It is the number that runs at the same time, but for Hopper's heads of 65 to 128 elements, whose
-    shared memory lets three run: with three, short rows would have splits whose merge costs more
-    than the last wave (on an H100, one split of 256 rows of 512 tokens took 0.87 of the time of
-    two).
+    It is the number that runs at the same time, except for heads of 65 to 128 elements on Hopper.
+    There three programs run, but a choice for three would give short rows splits whose merge costs
+    more than the last wave (on an H100, 256 rows of 512 tokens took 0.87 of the time with one split
+    instead of two).
     """
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
-        return 1 if has_less else _REDUCED_PROGRAMS_PER_SM
-    return _REDUCED_PROGRAMS_PER_SM if has_less else PROGRAMS_PER_SM
+        return 1 if has_less else _LOW_MEMORY_PROGRAMS_PER_SM
+    return _LOW_MEMORY_PROGRAMS_PER_SM if has_less else PROGRAMS_PER_SM
 
 
 @dataclass(frozen=True, slots=True)
-class ProductTiles:
+class GroupedMatmulTiles:
     """Launch shape of a grouped matrix product.
 
     Attributes:
@@ -151,23 +151,23 @@ class ProductTiles:
     stages: int
 
 
-SMALL_GROUP_ROWS = 16
+MAX_SMALL_GROUP_ROWS = 16
 """Average number of rows per group up to which a grouped product uses its smallest tiles."""
 
 
-def product_tiles(num_rows: int, num_groups: int, element_size: int) -> ProductTiles:
+def grouped_matmul_tiles(num_rows: int, num_groups: int, element_size: int) -> GroupedMatmulTiles:
     """Launch shape of a grouped matrix product of ``num_rows`` rows in ``num_groups`` groups.
 
     It depends on shapes alone, so that it is fixed in a captured graph.
     """
-    rows = SMALL_GROUP_ROWS if num_rows <= SMALL_GROUP_ROWS * num_groups else 64
+    rows = MAX_SMALL_GROUP_ROWS if num_rows <= MAX_SMALL_GROUP_ROWS * num_groups else 64
     if element_size > 2:
         # Use small tiles: tensor cores multiply full-precision float32 in software, which takes
         # many registers.
-        return ProductTiles(
-            rows // 2 if rows > SMALL_GROUP_ROWS else SMALL_GROUP_ROWS, 32, 32, 4, 1
+        return GroupedMatmulTiles(
+            rows // 2 if rows > MAX_SMALL_GROUP_ROWS else MAX_SMALL_GROUP_ROWS, 32, 32, 4, 1
         )
-    return ProductTiles(rows, 64, 64, 4, 3)
+    return GroupedMatmulTiles(rows, 64, 64, 4, 3)
 
 
 def num_splits(
@@ -178,8 +178,8 @@ def num_splits(
     Programs run in waves, and a last wave of few programs takes as long as a full one. So the
     result is the smallest number of splits that keeps the GPU nearly as busy as the best number, as
     in FlashAttention's num_splits_heuristic. If a sequence has ``max_len`` tokens, none of its
-    splits has fewer than SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed in a
-    captured graph.
+    splits has fewer than MIN_SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed
+    in a captured graph.
 
     Args:
         batch: number of rows of the launch, padding included.
@@ -189,7 +189,8 @@ def num_splits(
     """
     num_concurrent_programs, programs = programs_per_sm * num_sms, batch * kv_heads
     max_splits = min(
-        max(cdiv(num_concurrent_programs, programs), MAX_WAVE_SPLITS), cdiv(max_len, SPLIT_TOKENS)
+        max(cdiv(num_concurrent_programs, programs), MAX_WAVE_SPLITS),
+        cdiv(max_len, MIN_SPLIT_TOKENS),
     )
     return _fewest_splits(programs, num_concurrent_programs, max(1, max_splits))
 
@@ -202,7 +203,7 @@ def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAM
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
 
-def is_skewed(
+def has_skewed_lengths(
     longest: int, total: int, splits: int, kv_heads: int, num_concurrent_programs: int
 ) -> bool:
     """Whether the longest sequence would hold up a batch of decode rows.
@@ -219,9 +220,9 @@ def is_skewed(
     return cdiv(longest, splits) > 2 * fair + SKEW_MARGIN_TOKENS
 
 
-def num_tiles(num_tokens: int, num_seqs: int, group: int, tiles: Tiles) -> int:
+def num_tiles(num_tokens: int, num_seqs: int, group_size: int, tiles: Tiles) -> int:
     """Upper bound of the number of prefill tiles, for sequences of any lengths."""
-    return num_tokens // (tiles.rows // next_power_of_2(group)) + num_seqs
+    return num_tokens // (tiles.rows // next_power_of_2(group_size)) + num_seqs
 
 
 def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -> int:
@@ -234,7 +235,7 @@ def num_tile_splits(num_tiles: int, kv_heads: int, max_len: int, num_sms: int) -
         max_len: maximum number of keys that a tile sees.
     """
     programs = num_tiles * kv_heads
-    max_splits = min(cdiv(num_sms, programs), cdiv(max_len, TILE_SPLIT_TOKENS))
+    max_splits = min(cdiv(num_sms, programs), cdiv(max_len, MIN_TILE_SPLIT_TOKENS))
     return _fewest_splits(programs, num_sms, max(1, max_splits))
 
 
@@ -253,7 +254,7 @@ def wave_utilisation(programs: int, num_concurrent_programs: int) -> float:
     return programs / (cdiv(programs, num_concurrent_programs) * num_concurrent_programs)
 
 
-def row_warps(width: int) -> int:
+def num_row_warps(width: int) -> int:
     """Number of warps for a kernel that holds a row of ``width`` elements in registers."""
     return 4 if width <= 2048 else 8 if width <= 8192 else 16
 

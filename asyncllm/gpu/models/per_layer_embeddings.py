@@ -1,4 +1,4 @@
-"""LayerInputs: per-layer embeddings, an input of each layer beside the hidden states."""
+"""PerLayerEmbeddings: embeddings of tokens for each layer, beside the hidden states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asyncllm.gpu.ops.base import Embedding, Linear, RMSNorm
 
 
 @dataclass(slots=True)
-class LayerInputs:
-    """Per-layer embeddings: a table entry per token, plus a projection of the first layer's input.
+class PerLayerEmbeddings:
+    """Embeddings for each layer: a table entry per token, plus the projected input of layer 0.
 
     Each layer gets P elements per token.
 
@@ -23,13 +23,13 @@ class LayerInputs:
         token_embedding: ``[T] -> [T, layers * P]``.
         projection: ``[T, H] -> [T, layers * P]``.
         norm: norm of each layer's P projected elements.
-        add: op that adds two tensors.
+        residual_add: op that adds two tensors.
     """
 
     token_embedding: Embedding
     projection: Linear
     norm: RMSNorm
-    add: RMSNorm
+    residual_add: RMSNorm
     num_layers: int
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
@@ -40,23 +40,22 @@ class LayerInputs:
         """
         projected = self.projection(embedded).unflatten(1, (self.num_layers, -1))
         normed = self.norm(projected)
-        return self.add.add(normed.flatten(1), self.token_embedding(token_ids))[0].view(
-            normed.shape
-        )
+        looked_up = self.token_embedding(token_ids)
+        return self.residual_add.add_and_norm(normed.flatten(1), looked_up)[0].view(normed.shape)
 
 
 @dataclass(slots=True)
-class InputLayer:
+class LayerWithPerLayerEmbedding:
     """A layer, followed by a residual block that multiplies by the layer's own embedding.
 
     Attributes:
-        add: op that adds the layer's output to the residual.
+        residual_add: op that adds the layer's output to the residual.
         activation: activation of the gate, multiplied by the layer's embedding.
         index: index of the layer.
     """
 
     layer: Layer
-    add: RMSNorm
+    residual_add: RMSNorm
     gate: Linear
     activation: Callable[[Tensor, Tensor], Tensor]
     projection: Linear
@@ -70,15 +69,15 @@ class InputLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.add.add(*self.layer(x, residual, step))
-        assert step.inputs is not None
-        own = step.inputs[:, self.index]
-        if step.rows is not None:
-            own = own[step.rows]
+        hidden, residual = self.residual_add.add_and_norm(*self.layer(x, residual, step))
+        assert step.per_layer_embeddings is not None
+        own = step.per_layer_embeddings[:, self.index]
+        if step.output_tokens is not None:
+            own = own[step.output_tokens]
         return self.norm(self.projection(self.activation(self.gate(hidden), own))), residual
 
 
-def build_layer_inputs(scope: WeightScope) -> LayerInputs | None:
+def build_per_layer_embeddings(scope: WeightScope) -> PerLayerEmbeddings | None:
     """Build the per-layer embeddings; None for a model without them.
 
     As in Gemma 4, the table is multiplied by ``size ** 0.5``, the projection by ``hidden_size **
@@ -95,20 +94,22 @@ def build_layer_inputs(scope: WeightScope) -> LayerInputs | None:
     projection = scope.linear("projection", rows, model.hidden_size)
     weight = scope.norm_weight("norm", "per_layer_projection_norm", config.size)
     norm = ops.rms_norm(weight * 0.5**0.5, model.rms_norm_eps * model.hidden_size)
-    token_embedding, add = ops.embedding(values, multiplier), ops.residual_add()
-    return LayerInputs(token_embedding, projection, norm, add, model.num_layers)
+    token_embedding, residual_add = ops.embedding(values, multiplier), ops.residual_add()
+    return PerLayerEmbeddings(token_embedding, projection, norm, residual_add, model.num_layers)
 
 
-def build_input_layer(scope: WeightScope, size: int, layer: Layer, index: int) -> InputLayer:
-    """Make an InputLayer: ``layer``, then a residual block for its per-layer embedding.
+def wrap_with_per_layer_embedding(
+    scope: WeightScope, size: int, layer: Layer, index: int
+) -> LayerWithPerLayerEmbedding:
+    """Append to ``layer`` a residual block that reads its per-layer embedding.
 
     Args:
         size: columns of the per-layer embedding.
     """
     hidden, scope = scope.model.hidden_size, scope.child("input.", "")
-    return InputLayer(
+    return LayerWithPerLayerEmbedding(
         layer,
-        add=scope.ops.residual_add(scope.model.residual_multiplier),
+        residual_add=scope.ops.residual_add(scope.model.residual_multiplier),
         gate=scope.linear("gate", (("per_layer_input_gate", size),), hidden),
         activation=scope.activation,
         projection=scope.linear("projection", (("per_layer_projection", hidden),), size),
