@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from asyncllm.checkpoint.small_file import check_regular
+from asyncllm.checkpoint.small_file import check_regular_file
 from asyncllm.errors import ModelLoadError
 
 
@@ -34,5 +34,5 @@ class FileVersion:
 
 def _size_and_time(path: Path) -> tuple[int, int]:
     status = path.stat()
-    check_regular(path, status)
+    check_regular_file(path, status)
     return status.st_size, status.st_mtime_ns

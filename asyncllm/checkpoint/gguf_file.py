@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.gguf_choice import missing_parts_error, part_names
-from asyncllm.checkpoint.small_file import read_errors
+from asyncllm.checkpoint.small_file import converting_read_errors
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import describe
 
@@ -23,14 +23,14 @@ MAX_NAME_BYTES = 256
 messages contain names, so their size is bounded."""
 
 MAX_ARRAY_LENGTH = 2**12
-"""Maximum number of elements of an array that ``GGUFFile.metadata`` contains. A longer array, such
-as a vocabulary, is replaced by its length."""
+"""Maximum length of an array in ``GGUFFile.metadata``; a longer one, such as a vocabulary, is
+replaced by its length."""
 
-MAX_STRINGS = 2**21
+MAX_TOTAL_ARRAY_STRINGS = 2**21
 """Maximum number of strings in all arrays of a file: twice that of the largest tokenizer."""
 
-MAX_NUMBERS = 2**18
-"""Maximum number of elements of all arrays that are kept in memory."""
+MAX_TOTAL_ARRAY_NUMBERS = 2**18
+"""Maximum total length of the number arrays that ``GGUFFile.metadata`` contains."""
 
 MAX_HEADER_BYTES = 2**26
 """Maximum size in bytes of a file's metadata and tensor table; real ones have at most 20 MiB."""
@@ -70,7 +70,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 }
 """GGML tensor types by number (``ggml.h``): name, elements per block, bytes per block."""
 
-PLAIN_TYPES = ("F32", "F16", "BF16")
+UNQUANTISED_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class GGUFTensor:
         return GGML_TYPES[self.type][0]
 
     @property
-    def is_plain(self) -> bool:
+    def is_unquantised(self) -> bool:
         """Whether the tensor is not quantised."""
-        return self.type_name in PLAIN_TYPES
+        return self.type_name in UNQUANTISED_TYPES
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -155,7 +155,7 @@ class GGUFFile:
 
     def _read_part(self, path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         try:
-            with read_errors(path):
+            with converting_read_errors(path):
                 self.versions.append(FileVersion(path))
                 with (
                     path.open("rb") as file,
@@ -202,7 +202,7 @@ class GGUFFile:
                 f"{self.path}: metadata {key!r} is {value:.300}, expected an array"
             )
         start, end = self._arrays[key]
-        with read_errors(self.path), self.path.open("rb") as file:
+        with converting_read_errors(self.path), self.path.open("rb") as file:
             file.seek(start)
             cursor = _Cursor(self.path, file.read(end - start))
         return cursor.read_elements(key, cursor.read_number("I"), cursor.read_number("Q"))
@@ -361,9 +361,10 @@ class _Cursor:
     def _read_array(self, key: str, kind: int, count: int) -> Any:
         if kind == _STRING:
             self.num_strings += count
-            if self.num_strings > MAX_STRINGS:
+            if self.num_strings > MAX_TOTAL_ARRAY_STRINGS:
                 raise self.error(
-                    f"metadata {key!r} has {count} strings, expected at most {MAX_STRINGS} in all"
+                    f"metadata {key!r} has {count} strings, expected at most "
+                    f"{MAX_TOTAL_ARRAY_STRINGS} in all"
                 )
             for _ in range(count):
                 self.skip(self.read_number("Q"))
@@ -378,9 +379,9 @@ class _Cursor:
             self.skip(size)
             return count
         self.num_numbers += count
-        if self.num_numbers > MAX_NUMBERS:
+        if self.num_numbers > MAX_TOTAL_ARRAY_NUMBERS:
             raise self.error(
-                f"metadata {key!r} has {count} numbers, expected at most {MAX_NUMBERS} in all "
-                f"arrays of up to {MAX_ARRAY_LENGTH}"
+                f"metadata {key!r} has {count} numbers, expected at most "
+                f"{MAX_TOTAL_ARRAY_NUMBERS} in all arrays of up to {MAX_ARRAY_LENGTH}"
             )
         return list(struct.unpack(f"<{count}{struct_format}", self.read_bytes(size)))

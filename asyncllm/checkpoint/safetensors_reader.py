@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
 from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
-from asyncllm.checkpoint.small_file import read_errors
+from asyncllm.checkpoint.small_file import converting_read_errors
 from asyncllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class SafetensorsReader:
             files have a tensor of the same name; if there are no tensors.
     """
 
-    label = ignored = ""
+    quantisation_label = ignored_quantisation = ""
 
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
@@ -44,11 +44,11 @@ class SafetensorsReader:
             raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
     def _add_tensors(self, path: Path) -> None:
-        with read_errors(path):
+        with converting_read_errors(path):
             version = self._file_versions[path] = FileVersion(path)
         try:
             # safe_open checks the header against the file's length.
-            with read_errors(path):
+            with converting_read_errors(path):
                 self._mapped_file(path)
                 with path.open("rb") as file:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -78,7 +78,7 @@ class SafetensorsReader:
         """Read a tensor, as a view of the mapped file."""
         path = self.tensors[name].file
         try:
-            with read_errors(path):
+            with converting_read_errors(path):
                 return self._mapped_file(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error

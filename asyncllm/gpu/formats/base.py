@@ -41,14 +41,14 @@ class WeightFormat(Protocol):
 
     Attributes:
         label: phrase for the log: the method's name, bits and group sizes.
-        ignored: phrase for the log: settings for activations or the KV cache, which the engine
-            ignores because both stay in the model's dtype; "" if there are none.
+        ignored_quantisation: phrase for the log: quantisation of activations or the KV cache, which
+            is not applied because both stay in the model's dtype; "" if there is none.
         ignored_tensor_suffixes: ends of names of tensors that concern only activations or the KV
             cache.
     """
 
     label: str
-    ignored: str = ""
+    ignored_quantisation: str = ""
     ignored_tensor_suffixes: tuple[str, ...] = ()
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:

@@ -95,7 +95,7 @@ class CompressedTensors(WeightFormat):
         self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
         ignored = {_describe_activations(section) for section in sections} - {""}
         ignored |= {"KV cache scales"} if config.values.get("kv_cache_scheme") else set()
-        self.ignored = ", ".join(sorted(ignored))
+        self.ignored_quantisation = ", ".join(sorted(ignored))
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for parts in TensorParts.find_all_with(reader, "weight_packed"):

@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import CurrentStep
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.probe import logits_of, output_head
+from asyncllm.gpu.transformers_model.probe import compute_logits, make_output_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class TransformersDecoder:
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
         self.embedding = embedding
         self.base = getattr(modules, base)
-        self.head = output_head(modules, base)
+        self.head = make_output_head(modules, base)
         self.long_ropes = LongRope.find_all(modules, model.config)
 
     def set_max_positions(self, count: int) -> None:
@@ -127,7 +127,7 @@ class TransformersDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
-        return logits_of(self.head, hidden)
+        return compute_logits(self.head, hidden)
 
     def _run_base(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         step = self.step

@@ -19,7 +19,7 @@ from torch import nn
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
-from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
+from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, ProbeResult
 from asyncllm.gpu.transformers_model.recurrent_probe import (
     UnsupportedFeature,
     cache_parameter_by_module,
@@ -61,7 +61,7 @@ def check_modules(model: TransformersConfig) -> None:
             )
 
 
-def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
+def check_calls(model: TransformersConfig, probe: ProbeResult) -> list[int | None]:
     """Check that layers call attention and recurrent modules in a supported way.
 
     Returns:
@@ -80,7 +80,7 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     return [_window(model, call) for call in probe.attention_calls]
 
 
-def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeature]:
+def _unsupported_layers(probe: ProbeResult, config: Any) -> Iterator[UnsupportedFeature]:
     """Yield unsupported layers: each has to call attention once or to keep a state.
 
     A layer needs neither if the configuration says that it has an MLP or experts only. Calls
@@ -132,13 +132,13 @@ def _layers_without_attention(config: Any) -> set[int]:
     return set()
 
 
-def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
+def _unsupported_recurrence(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
     """Yield unsupported recurrent modules, and other modules that mix tokens or take a cache."""
     recurrent = tuple(f"{call.module}." for call in probe.recurrent_calls)
     for call in probe.recurrent_calls:
         if call.unsupported_feature is not None:
             feature, accepted = call.unsupported_feature
-            yield f"{call.module} ({call.kind}) {feature}", accepted
+            yield f"{call.module} ({call.class_name}) {feature}", accepted
     for name, module in probe.model.named_modules():
         if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(recurrent):
             yield (
@@ -158,18 +158,18 @@ def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
             )
 
 
-def _unsupported_calls(probe: Probe) -> Iterator[UnsupportedFeature]:
+def _unsupported_calls(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
     """Yield the arguments of attention calls that the engine's attention does not support."""
     for call in probe.attention_calls:
-        queries, keys, heads = call.num_queries, call.num_keys, call.key_heads
+        queries, keys, heads = call.num_queries, call.num_keys, call.num_key_heads
         if (queries, keys) != (NUM_TOKENS, NUM_TOKENS):
             feature = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"
             yield f"{call.module} {feature}", "a query and a key of every token"
         for name, value in call.options.items():
             feature = f"passes {name}={_describe_option(value)} to attention"
             yield f"{call.module} {feature}", "scaling, sliding_window, softcap and s_aux"
-        if call.heads % heads:
-            feature = f"has {call.heads} heads and {heads} of keys"
+        if call.num_heads % heads:
+            feature = f"has {call.num_heads} heads and {heads} of keys"
             yield f"{call.module} {feature}", "a multiple of them"
         if call.scale is None:
             yield f"{call.module} passes no scaling to attention", "a number"
