@@ -56,7 +56,7 @@ PRE_NORM_TENSOR_NAMES = TensorNames()
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Model sizes that a family's ``read`` function needs.
+    """Model sizes that a family's ``read_fields`` function needs.
 
     Attributes:
         rotary_dim: number of elements of a head that RoPE rotates.
@@ -82,7 +82,7 @@ class Family:
         can_be_text_part: whether the entry also applies to text models of multimodal checkpoints.
         is_supported: function that returns whether the decoder supports a file's model; None if it
             supports every model of the family.
-        read: function that reads further fields of ModelConfig from a file.
+        read_fields: function that reads further fields of ModelConfig from a file.
     """
 
     architecture: str
@@ -93,7 +93,7 @@ class Family:
     partial_rotary_factor: float | None = None
     can_be_text_part: bool = False
     is_supported: Callable[[ConfigFile], bool] | None = None
-    read: Callable[[ConfigFile, ModelSizes], Fields] = lambda config, sizes: {}
+    read_fields: Callable[[ConfigFile, ModelSizes], Fields] = lambda config, sizes: {}
 
 
 # --- readers shared by several families ------------------------------------------------------
@@ -105,13 +105,13 @@ def read_biases(config: ConfigFile, default: bool = False) -> Fields:
     return {"attention_bias": bias, "output_bias": bias}
 
 
-def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
+def read_window(config: ConfigFile, default_layers: tuple[bool, ...]) -> Fields:
     """Read the sliding window and the layers that have it.
 
     Args:
-        layers: per layer, whether it has the window if ``layer_types`` is absent.
+        default_layers: per layer, whether it has the window if ``layer_types`` is absent.
     """
-    layers = _read_sliding_layers(config, layers)
+    layers = _read_sliding_layers(config, default_layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     if any(layers) and window is None:
         raise config.invalid_field(
@@ -120,22 +120,23 @@ def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
-def read_nullable_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
+def read_nullable_window(config: ConfigFile, default_layers: tuple[bool, ...]) -> Fields:
     """Read the sliding window like ``read_window``; null means that no layer has a window."""
     is_sliding = "sliding_window" in config
-    return read_window(config, tuple(is_sliding and each for each in layers))
+    return read_window(config, tuple(is_sliding and each for each in default_layers))
 
 
-def read_optional_window(config: ConfigFile, sizes: ModelSizes, layers: tuple[bool, ...]) -> Fields:
-    """Read the sliding window if ``use_sliding_window`` is true; otherwise no layer has a
-    window.
+def read_optional_window(
+    config: ConfigFile, sizes: ModelSizes, default_layers: tuple[bool, ...]
+) -> Fields:
+    """Read the sliding window if ``use_sliding_window`` is true; else no layer has a window.
 
     Args:
-        layers: per layer, whether it has the window if ``layer_types`` is absent and
+        default_layers: per layer, whether it has the window if ``layer_types`` is absent and
             ``sliding_window`` is not null.
     """
     if config.boolean("use_sliding_window", False):
-        return read_nullable_window(config, layers)
+        return read_nullable_window(config, default_layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
     return read_window(file, (False,) * sizes.num_layers)
 
@@ -233,11 +234,11 @@ def _read_optional_ropes(
     return {"layer_ropes": tuple(rope if each else NO_ROPE for each in has_rope)}
 
 
-def _ropes_by_layer(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
+def _layer_rope_fields(ropes: Mapping[str, RopeConfig], sliding_layers: tuple[bool, ...]) -> Fields:
     """Choose each layer's RoPE: that of sliding layers or that of full-attention layers."""
     return {
         "layer_ropes": tuple(
-            ropes[SLIDING_ATTENTION if each else FULL_ATTENTION] for each in sliding
+            ropes[SLIDING_ATTENTION if each else FULL_ATTENTION] for each in sliding_layers
         )
     }
 
@@ -260,7 +261,7 @@ def _read_olmo3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {
         **_read_olmo2(config, sizes),
         **window,
-        **_ropes_by_layer(ropes, window["sliding_layers"]),
+        **_layer_rope_fields(ropes, window["sliding_layers"]),
     }
 
 
@@ -337,7 +338,7 @@ def _read_gemma3(config: ConfigFile, sizes: ModelSizes) -> Fields:
         SLIDING_ATTENTION: config.number("rope_local_base_freq", 1e4, open_low=True),
     }
     ropes = read_layer_ropes(config, sizes.rotary_dim, default_thetas)
-    layers = _ropes_by_layer(ropes, window["sliding_layers"])
+    layers = _layer_rope_fields(ropes, window["sliding_layers"])
     return {**_read_gemma(config, sizes), "qk_norm": True, **window, **layers}
 
 
@@ -381,13 +382,13 @@ _GEMMA3_DEFAULTS = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", MHA_DEFAULTS, (2,), read=_read_llama),
+    "llama": Family("LlamaForCausalLM", MHA_DEFAULTS, (2,), read_fields=_read_llama),
     "mistral": Family(
-        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read=_read_uniform_window
+        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read_fields=_read_uniform_window
     ),
-    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_read_qwen2),
+    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read_fields=_read_qwen2),
     "qwen3": Family(
-        "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_read_qwen3
+        "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read_fields=_read_qwen3
     ),
     # Qwen3-VL's multimodal RoPE has a time, a height and a width position. Text tokens have the
     # same value for all three, so plain RoPE computes the same.
@@ -395,34 +396,34 @@ FAMILIES: dict[str, Family] = {
         "Qwen3ForCausalLM",
         {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},
         can_be_text_part=True,
-        read=_read_qwen3,
+        read_fields=_read_qwen3,
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1e-5},
         (2,),
         can_be_text_part=True,
-        read=_read_ministral3,
+        read_fields=_read_ministral3,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
         (128_001,),
-        read=_read_smollm3,
+        read_fields=_read_smollm3,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         MHA_DEFAULTS | {"rms_norm_eps": 1e-5},
         (50_279,),
         tensor_names=POST_NORM_TENSOR_NAMES,
-        read=_read_olmo2,
+        read_fields=_read_olmo2,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         MHA_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
         (50_279,),
         tensor_names=POST_NORM_TENSOR_NAMES,
-        read=_read_olmo3,
+        read_fields=_read_olmo3,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -430,16 +431,16 @@ FAMILIES: dict[str, Family] = {
         (32_000,),
         tensor_names=FUSED_TENSOR_NAMES,
         partial_rotary_factor=1.0,
-        read=_read_phi3,
+        read_fields=_read_phi3,
     ),
-    "granite": Family("GraniteForCausalLM", MHA_DEFAULTS, (2,), read=_read_granite),
+    "granite": Family("GraniteForCausalLM", MHA_DEFAULTS, (2,), read_fields=_read_granite),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         MHA_DEFAULTS | {"shared_intermediate_size": 1024},
         (2,),
         tensor_names=SHARED_MLP_TENSOR_NAMES,
         is_supported=_is_dense_granite4,
-        read=_read_granite4,
+        read_fields=_read_granite4,
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
@@ -447,7 +448,7 @@ FAMILIES: dict[str, Family] = {
         (151_329, 151_336, 151_338),
         tensor_names=GLM4_TENSOR_NAMES,
         partial_rotary_factor=0.5,
-        read=_read_glm4,
+        read_fields=_read_glm4,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -455,7 +456,7 @@ FAMILIES: dict[str, Family] = {
         (1,),
         tensor_names=SANDWICH_NORM_TENSOR_NAMES,
         activation_field="hidden_activation",
-        read=_read_gemma2,
+        read_fields=_read_gemma2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -464,7 +465,7 @@ FAMILIES: dict[str, Family] = {
         tensor_names=SANDWICH_NORM_TENSOR_NAMES,
         activation_field="hidden_activation",
         can_be_text_part=True,
-        read=_read_gemma3,
+        read_fields=_read_gemma3,
     ),
 }
 """Families by ``model_type``."""

@@ -58,7 +58,7 @@ def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
         ):
             raise
         except Exception:  # huggingface_hub's HTTP errors have no common base class.
-            # Pass no file patterns: an incomplete cache is then accepted.
+            # Without file patterns, a cache that lacks some files is accepted.
             cached = snapshot_download(
                 model,
                 revision=revision,

@@ -36,7 +36,12 @@ from asyncllm.checkpoint.layer_config import (
     apply_kv_sharing,
 )
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.checkpoint.rope_config import ROPE_PARAMETERS, RopeConfig, RopeKind, read_rope_section
+from asyncllm.checkpoint.rope_config import (
+    ROPE_PARAMETERS_FIELD,
+    RopeConfig,
+    RopeKind,
+    read_rope_section,
+)
 
 LINEAR_ATTENTION = "linear_attention"
 
@@ -155,7 +160,7 @@ def _read_mixtral(config: ConfigFile, sizes: ModelSizes) -> Fields:
             projections=("w1", "w3", "w2"),
         ),
     )
-    return {**FAMILIES["mistral"].read(config, sizes), "experts": experts}
+    return {**FAMILIES["mistral"].read_fields(config, sizes), "experts": experts}
 
 
 def _read_qwen2_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
@@ -378,8 +383,8 @@ def _read_gemma4_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> lis
 
 def _read_gemma4_rope(config: ConfigFile, sizes: ModelSizes, kind: str) -> RopeConfig:
     sections = (
-        config.section(ROPE_PARAMETERS)
-        if ROPE_PARAMETERS in config
+        config.section(ROPE_PARAMETERS_FIELD)
+        if ROPE_PARAMETERS_FIELD in config
         else ConfigFile(config.path, _GEMMA4_ROPES)
     )
     section = sections.section(kind)
@@ -446,17 +451,24 @@ MIXED_FAMILIES: dict[str, Family] = {
         "MixtralForCausalLM",
         {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         (2,),
-        read=_read_mixtral,
+        read_fields=_read_mixtral,
     ),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", {"sliding_window": 4096}, read=_read_qwen2_moe),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"sliding_window": 4096}, read=_read_qwen3_moe),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", {"sliding_window": 4096}, read_fields=_read_qwen2_moe
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {"sliding_window": 4096}, read_fields=_read_qwen3_moe
+    ),
     "olmoe": Family(
-        "OlmoeForCausalLM", MHA_DEFAULTS | {"rms_norm_eps": 1e-5}, (50_279,), read=_read_olmoe
+        "OlmoeForCausalLM",
+        MHA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        (50_279,),
+        read_fields=_read_olmoe,
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
         MHA_DEFAULTS | {"sliding_window": 4096, "first_k_dense_replace": 0},
-        read=_read_dots1,
+        read_fields=_read_dots1,
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -468,13 +480,13 @@ MIXED_FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 1,
         },
         partial_rotary_factor=0.5,
-        read=_read_glm4_moe,
+        read_fields=_read_glm4_moe,
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
         {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0},
         (2,),
-        read=_read_ernie4_5_moe,
+        read_fields=_read_ernie4_5_moe,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -485,7 +497,7 @@ MIXED_FAMILIES: dict[str, Family] = {
             "rope_theta": 150_000.0,
             "rope_parameters": _GPT_OSS_ROPE,
         },
-        read=_read_gpt_oss,
+        read_fields=_read_gpt_oss,
     ),
     # Qwen3.5's multimodal RoPE has a time, a height and a width position. Text tokens have the
     # same value for all three, so plain RoPE computes the same.
@@ -494,20 +506,20 @@ MIXED_FAMILIES: dict[str, Family] = {
         _GATED_DELTA_DEFAULTS,
         partial_rotary_factor=0.25,
         can_be_text_part=True,
-        read=_read_gated_delta,
+        read_fields=_read_gated_delta,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
         _GATED_DELTA_DEFAULTS,
         partial_rotary_factor=0.25,
         can_be_text_part=True,
-        read=_read_qwen3_5_moe,
+        read_fields=_read_qwen3_5_moe,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         _GATED_DELTA_DEFAULTS | {"norm_topk_prob": True},
         partial_rotary_factor=0.25,
-        read=_read_qwen3_next,
+        read_fields=_read_qwen3_next,
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
@@ -516,7 +528,7 @@ MIXED_FAMILIES: dict[str, Family] = {
         tensor_names=SANDWICH_NORM_TENSOR_NAMES,
         activation_field="hidden_activation",
         can_be_text_part=True,
-        read=_read_gemma4,
+        read_fields=_read_gemma4,
     ),
 }
 """Families by ``model_type``."""

@@ -208,7 +208,7 @@ class ModelConfig:
         fields = heads | {
             "rotary_dim": rotary_dim if rotary_dim < sizes.head_dim else None,
             "sliding_layers": (False,) * num_layers,
-            **family.read(config, sizes),
+            **family.read_fields(config, sizes),
         }
         if "experts" in fields and not any(fields["experts"].layers):
             del fields["experts"]

@@ -16,9 +16,9 @@ from asyncllm.gpu.formats.base import (
     RowReader,
     TensorParts,
     WeightFormat,
-    block_size,
     check_fields,
     dequantise_rows,
+    read_block_size,
 )
 
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
@@ -63,17 +63,17 @@ class Fp8(WeightFormat):
             config.choice("expert_dtype", ("fp8",), "fp8")
             scheme = config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
             if "weight_block_size" in config:
-                self.block = block_size(config, "weight_block_size")
+                self.block = read_block_size(config, "weight_block_size")
         size = f"blocks of {self.block[0]} x {self.block[1]}" if self.block else "channel or tensor"
         self.label = f"{config.values['quant_method']}, scales per {size}"
         self.ignored_quantisation = f"{scheme} FP8 activations"
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         yield from map(
-            self._packed_tensor, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"])
+            self._make_packed_tensor, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"])
         )
 
-    def _packed_tensor(self, parts: TensorParts) -> PackedTensor:
+    def _make_packed_tensor(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
         suffix = next(
             (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]

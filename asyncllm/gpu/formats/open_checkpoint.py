@@ -22,7 +22,7 @@ from asyncllm.gpu.formats.reader import DequantisingReader
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.logger import get_logger
 
-FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
+WEIGHT_FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": Fp8,
@@ -79,7 +79,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
     section = ConfigFile.read_if_present(path / "config.json").section("quantization_config")
     if not section.values:
         return SafetensorsReader(path)
-    fmt = FORMATS[section.choice("quant_method", tuple(FORMATS))](section)
+    fmt = WEIGHT_FORMATS[section.choice("quant_method", tuple(WEIGHT_FORMATS))](section)
     source = SafetensorsReader(path)
     try:
         return DequantisingReader(source, fmt, dtype)

@@ -28,7 +28,7 @@ from asyncllm.validation import describe, explain
 if TYPE_CHECKING:
     from torch import nn
 
-UNLIMITED_CONTEXT = 131_072
+UNLIMITED_CONTEXT_TOKENS = 131_072
 """Context in tokens assumed for a model without attention or positions, which has no limit of its
 own: buffers need one."""
 
@@ -121,7 +121,7 @@ class TransformersConfig:
                 if context is None and set(getattr(config, "layer_types", ())) == {
                     "linear_attention"
                 }:
-                    context = UNLIMITED_CONTEXT
+                    context = UNLIMITED_CONTEXT_TOKENS
                 fields = ConfigFile(
                     file.path, {**fields.values, "max_position_embeddings": context}
                 )
