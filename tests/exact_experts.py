@@ -18,7 +18,7 @@ ROUTINGS = {
     "softmax": SOFTMAX,
     "renormalised": replace(SOFTMAX, renormalise=True),
     "all of them": replace(SOFTMAX, top_k=12, renormalise=True),
-    "router with a bias": replace(SOFTMAX, bias=True, renormalise=True),
+    "router with a bias": replace(SOFTMAX, has_bias=True, renormalise=True),
     "sigmoid": replace(SOFTMAX, scoring="sigmoid", scale=2.5),
     "correction": replace(SOFTMAX, scoring="sigmoid", has_correction_bias=True, renormalise=True),
     "scaled experts": replace(SOFTMAX, renormalise=True, scale=1.5, has_expert_scale=True),

@@ -24,9 +24,11 @@ class FileVersion:
         self.path = path
         self.size, self._time = _size_and_time(path)
 
-    def check(self) -> None:
-        """Raise ModelLoadError if the file has changed. A deleted file is accepted, because its
-        mapping stays valid."""
+    def check_unchanged(self) -> None:
+        """Raise ModelLoadError if the file has changed.
+
+        A deleted file is accepted, because its mapping stays valid.
+        """
         with suppress(FileNotFoundError):
             if _size_and_time(self.path) != (self.size, self._time):
                 raise ModelLoadError(f"{self.path}: was changed while it was loaded")

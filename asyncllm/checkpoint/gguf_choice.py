@@ -47,7 +47,7 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     if len(stems) != 1:
         raise ModelLoadError(_explain_choice(files, stems, quantization, where))
     parts = files[stems[0]]
-    expected = part_names(parts[0])
+    expected = split_part_names(parts[0])
     if len(parts) > len(expected):
         raise ModelLoadError(f"{where}: parts of several split files: {', '.join(parts[:4])}")
     if missing := [name.rsplit("/", 1)[-1] for name in expected if name not in parts]:
@@ -55,7 +55,7 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     return parts
 
 
-def part_names(name: str) -> list[str]:
+def split_part_names(name: str) -> list[str]:
     """Names of all parts of a split GGUF file, one of which is ``name``; else ``name`` alone."""
     match = _SPLIT_NAME_PATTERN.fullmatch(name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]):

@@ -93,7 +93,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         "dtype": _model_dtype(file),
         **_head_sizes(fields, family),
         **_sliding_window_fields(fields, family, _num_layers(fields)),
-        **_rope_scaling(file, fields, family),
+        **_rope_scaling_fields(file, fields, family),
         **(_linear_attention_fields(fields) if "ssm.group_count" in family.fields else {}),
     }
     if "rope.freq_base_swa" in fields:
@@ -231,7 +231,7 @@ def _model_dtype(file: GGUFFile) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope_scaling(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
+def _rope_scaling_fields(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
     """Fields of config.json for RoPE scaling. As in llama.cpp, a factor without a type means linear
     scaling."""
     implied = "linear" if "rope.scaling.factor" in fields else "none"

@@ -80,7 +80,7 @@ _LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
 _OLMO2 = GGUFFamily("Olmo2ForCausalLM")
 _SLIDING_ROPE_KEY = "rope.freq_base_swa"
 _ATTENTION_TEMPERATURE_KEY = "attention.temperature_scale"
-_SIGMOID_ROUTING = {"expert_gating_func": 2}
+_SIGMOID_GATING_VALUES = {"expert_gating_func": 2}
 _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
@@ -198,7 +198,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Glm4MoeForCausalLM",
         _DEEPSEEK_FIELDS,
         {"num_nextn_predict_layers": 0},
-        expected_values=_SIGMOID_ROUTING,
+        expected_values=_SIGMOID_GATING_VALUES,
         extra_keys=("nextn_predict_layers",),
         has_partial_rope=True,
     ),
@@ -206,7 +206,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         "Dots1ForCausalLM",
         _DEEPSEEK_FIELDS,
         {"sliding_window": None, "num_nextn_predict_layers": 0},
-        expected_values=_SIGMOID_ROUTING,
+        expected_values=_SIGMOID_GATING_VALUES,
     ),
     "gpt-oss": GGUFFamily(
         "GptOssForCausalLM",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm.checkpoint.file_version import FileVersion
-from asyncllm.checkpoint.gguf_choice import missing_parts_error, part_names
+from asyncllm.checkpoint.gguf_choice import missing_parts_error, split_part_names
 from asyncllm.checkpoint.small_file import converting_read_errors
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import describe
@@ -39,7 +39,7 @@ MAX_STRING_BYTES = 2**24
 """Maximum size in bytes of a string in the metadata; the longest are chat templates."""
 
 _SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING_TYPE, _ARRAY_TYPE = 8, 9
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
@@ -107,7 +107,7 @@ def gguf_parts(path: Path) -> list[Path]:
     Raises:
         ModelLoadError: if a part is missing.
     """
-    parts = [path.with_name(name) for name in part_names(path.name)]
+    parts = [path.with_name(name) for name in split_part_names(path.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing and len(missing) < len(parts):
         raise missing_parts_error(str(path), missing, len(parts))
@@ -169,13 +169,15 @@ class GGUFFile:
             self._arrays = cursor.arrays
         return header
 
-    def _check_part(self, path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
+    def _check_part(
+        self, path: Path, metadata: dict[str, Any], part_index: int, num_parts: int
+    ) -> None:
         """Raise ModelLoadError if metadata contradicts the file name or first part."""
-        places = metadata.get("split.count", 1) or 1, metadata.get("split.no", number)
-        if places != (count, number):
+        places = metadata.get("split.count", 1) or 1, metadata.get("split.no", part_index)
+        if places != (num_parts, part_index):
             raise ModelLoadError(
                 f"{path}: split.count is {describe(places[0])} and split.no is "
-                f"{describe(places[1])}, expected {count} and {number}, as its name says"
+                f"{describe(places[1])}, expected {num_parts} and {part_index}, as its name says"
             )
         for key, value in metadata.items():
             differs_by_part = key.startswith("split.") or key == "general.alignment"
@@ -188,7 +190,7 @@ class GGUFFile:
     def check_unchanged(self) -> None:
         """Raise ModelLoadError if a part has changed since its header was read."""
         for version in self.versions:
-            version.check()
+            version.check_unchanged()
 
     def read_array(self, key: str) -> list[Any]:
         """Read an array of the metadata in full, however long it is.
@@ -335,14 +337,14 @@ class _Cursor:
     def read_value(self, key: str, kind: int) -> Any:
         if kind in _SCALAR_FORMATS:
             return self.read_number(_SCALAR_FORMATS[kind])
-        if kind == _STRING:
+        if kind == _STRING_TYPE:
             size = self.read_number("Q")
             if size > MAX_STRING_BYTES:
                 raise self.error(
                     f"metadata {key!r} has {size} bytes, expected at most {MAX_STRING_BYTES}"
                 )
             return self.read_bytes(size).decode("utf-8", "replace")
-        if kind == _ARRAY:
+        if kind == _ARRAY_TYPE:
             start = self.position
             value = self._read_array(key, self.read_number("I"), self.read_number("Q"))
             self.arrays[key] = start, self.position
@@ -350,7 +352,7 @@ class _Cursor:
         raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
     def read_elements(self, key: str, kind: int, count: int) -> list[Any]:
-        if kind != _STRING:
+        if kind != _STRING_TYPE:
             struct_format = f"<{count}{_SCALAR_FORMATS[kind]}"
             return list(struct.unpack(struct_format, self.data[self.position :]))
         try:
@@ -359,7 +361,7 @@ class _Cursor:
             raise self.error(f"metadata {key!r} has a string that is not UTF-8") from error
 
     def _read_array(self, key: str, kind: int, count: int) -> Any:
-        if kind == _STRING:
+        if kind == _STRING_TYPE:
             self.num_strings += count
             if self.num_strings > MAX_TOTAL_ARRAY_STRINGS:
                 raise self.error(

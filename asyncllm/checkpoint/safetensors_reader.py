@@ -24,8 +24,10 @@ MAX_MAPPED_FILES = 2
 
 
 class SafetensorsReader:
-    """CheckpointReader for the safetensors files of a model directory. Only the most recently used
-    files stay mapped, so that little of the checkpoint is in memory beside the loaded weights.
+    """CheckpointReader for the safetensors files of a model directory.
+
+    Only the most recently used files stay mapped, so that little of the checkpoint is in memory
+    beside the loaded weights.
 
     Raises:
         ModelLoadError: if a file is missing or damaged; if a file changes while it is read; if two
@@ -65,7 +67,7 @@ class SafetensorsReader:
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
     def _mapped_file(self, path: Path) -> Any:
-        self._file_versions[path].check()
+        self._file_versions[path].check_unchanged()
         file = self._mapped_files.pop(path, None)
         if file is None:
             file = safe_open(path, framework="pt", device="cpu")

@@ -90,7 +90,7 @@ def build_transformers_decoder(
         place += len(call.states)
     head = modules.get_output_embeddings()
 
-    def make(weights: LinearWeights) -> Linear:
+    def make_linear(weights: LinearWeights) -> Linear:
         return ops.linear(convert.linear(weights) if convert else weights)
 
     def make_head(weights: LinearWeights) -> Linear:
@@ -100,12 +100,12 @@ def build_transformers_decoder(
     for name in probed.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_classes():
-            make_linear = make_head if linear is head else make
-            _replace_module(modules, name, _convert_linear(linear, make_linear, owner))
+            make_layer = make_head if linear is head else make_linear
+            _replace_module(modules, name, _convert_linear(linear, make_layer, owner))
     if experts_implementation(owner.device) == ENGINE_NAME:
         for name in probed.experts:
             module = modules.get_submodule(name)
-            set_call_handler(module, OpSetExperts(module, make, owner.take_tensor))
+            set_call_handler(module, OpSetExperts(module, make_linear, owner.take_tensor))
     owner.take_all_tensors(modules)
     owner.finish()
     embedding = torch.empty(0, dtype=dtype, device=owner.device)
@@ -115,7 +115,7 @@ def build_transformers_decoder(
 
 
 def _convert_linear(
-    linear: Any, make: Callable[[LinearWeights], Linear], owner: TensorOwner
+    linear: Any, make_linear: Callable[[LinearWeights], Linear], owner: TensorOwner
 ) -> OpSetLinear:
     """Make the op set's linear layer from transformers' layer and drop that layer's weights."""
     bias = None if linear.bias is None else owner.take_tensor(linear.bias.detach())
@@ -123,7 +123,7 @@ def _convert_linear(
     if type(linear) is not nn.Linear:
         values = values.t().contiguous()
     linear._parameters.clear()
-    return OpSetLinear(make(LinearWeights(values, bias)), *reversed(values.shape))
+    return OpSetLinear(make_linear(LinearWeights(values, bias)), *reversed(values.shape))
 
 
 def _replace_tied_head(

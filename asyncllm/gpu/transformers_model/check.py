@@ -32,7 +32,7 @@ STEP_TOKEN_COUNTS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
 """Numbers of tokens of the two sequences in each step: two chunks of different sizes, then three
 decodes."""
 
-TOLERANCE = 4.0
+TOLERANCE_IN_NOISE = 4.0
 """Maximum accepted difference, as a multiple of ``ReferenceLogprobs.noise``."""
 
 MIN_NOISE_EPSILONS = 16
@@ -41,7 +41,7 @@ MIN_NOISE_EPSILONS = 16
 MAX_NOISE = 1.0
 """Maximum of ``ReferenceLogprobs.noise``; beyond it, wrong results would pass the check."""
 
-SEED = 0
+SEQUENCES_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ReferenceLogprobs:
     def compute(
         cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
     ) -> ReferenceLogprobs:
-        """Compute with ``modules``, before any part of them is replaced."""
+        """Compute the log-probabilities with ``modules``, before any of them is replaced."""
         if model.max_position_embeddings < max(SEQUENCE_LENGTHS):
             raise ModelLoadError(
                 f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "
@@ -74,7 +74,7 @@ class ReferenceLogprobs:
             )
         config = modules.config
         ours = config._attn_implementation, config._experts_implementation
-        generator = torch.Generator(device="cpu").manual_seed(SEED)
+        generator = torch.Generator(device="cpu").manual_seed(SEQUENCES_SEED)
         sequences = [
             torch.randint(model.vocab_size, (length,), generator=generator, device="cpu")
             for length in SEQUENCE_LENGTHS
@@ -107,10 +107,10 @@ class ReferenceLogprobs:
         """Compare the log-probabilities of the engine's steps with transformers'.
 
         Raises:
-            ModelLoadError: log-probabilities differ by more than ``TOLERANCE`` times the noise.
+            ModelLoadError: log-probabilities differ by more than ``TOLERANCE_IN_NOISE * noise``.
         """
         model, difference = decoder.model, self.max_logprob_difference(decoder, groups)
-        limit = TOLERANCE * self.noise
+        limit = TOLERANCE_IN_NOISE * self.noise
         if not difference <= limit:
             raise ModelLoadError(
                 f"{model.path}: {model.architecture} is not among the tested architectures, and in "

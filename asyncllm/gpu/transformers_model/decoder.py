@@ -80,7 +80,7 @@ class TransformersDecoder:
 
     Args:
         modules: the model, whose attention modules have PagedAttention handlers that read ``step``.
-        base: name of the submodule that ends with the last norm.
+        base_name: name of the submodule that ends with the last norm.
 
     Attributes:
         embedding: empty tensor from which the runner reads the model's dtype and device; the real
@@ -97,7 +97,7 @@ class TransformersDecoder:
         ops: TorchOps,
         attention: Mapping[AttentionKind, Attention],
         modules: Any,
-        base: str,
+        base_name: str,
         step: CurrentStep,
         embedding: Tensor,
         states: Sequence[StateSpec],
@@ -105,8 +105,8 @@ class TransformersDecoder:
         self.states = states
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
         self.embedding = embedding
-        self.base = getattr(modules, base)
-        self.head = make_output_head(modules, base)
+        self.base = getattr(modules, base_name)
+        self.head = make_output_head(modules, base_name)
         self.long_ropes = LongRope.find_all(modules, model.config)
 
     def set_max_positions(self, count: int) -> None:

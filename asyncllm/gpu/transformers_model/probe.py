@@ -28,7 +28,7 @@ from asyncllm.gpu.transformers_model.recurrent_probe import (
 )
 from asyncllm.validation import explain
 
-NUM_TOKENS = 3
+NUM_PROBE_TOKENS = 3
 """Number of tokens of the forward pass: more than one, and different from usual sizes of other
 dimensions."""
 
@@ -92,7 +92,7 @@ class ProbeResult:
     idle_modules: set[str] = field(default_factory=set)
 
 
-_HARMLESS_OPTIONS = frozenset(
+_IGNORED_ATTENTION_OPTIONS = frozenset(
     "dropout is_causal use_cache cache_position position_ids output_attentions "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
@@ -133,7 +133,7 @@ class _CallRecorder:
                 options={
                     name: value
                     for name, value in set_options.items()
-                    if name not in _HARMLESS_OPTIONS
+                    if name not in _IGNORED_ATTENTION_OPTIONS
                 },
             )
         )
@@ -174,7 +174,7 @@ class _WatchedLinear(nn.Module):
         return super().__getattr__(name)
 
 
-class _WatchedLookup(nn.Embedding):
+class _WatchedEmbedding(nn.Embedding):
     """Base class that records whether a subclass calls ``nn.Embedding.forward``."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -214,16 +214,16 @@ def probe_model(model: TransformersConfig) -> ProbeResult:
     base, embedding = getattr(skeleton, result.base_name), skeleton.get_input_embeddings()
     kind: Any = type(embedding)
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
-        embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
+        embedding.__class__ = type(kind.__name__, (kind, _WatchedEmbedding), {})
     try:
         with torch.no_grad(), CacheCallRecorder(skeleton) as cache_calls:
             hidden = base(
-                input_ids=torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta"),
-                position_ids=torch.arange(NUM_TOKENS, device="meta").unsqueeze(0),
+                input_ids=torch.zeros((1, NUM_PROBE_TOKENS), dtype=torch.int64, device="meta"),
+                position_ids=torch.arange(NUM_PROBE_TOKENS, device="meta").unsqueeze(0),
                 # The mask says that no token is padding: without a mask, transformers reads the
                 # positions to find packed sequences. The mask is on the host, because recurrent
                 # layers read it there.
-                attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
+                attention_mask=torch.ones((1, NUM_PROBE_TOKENS), dtype=torch.int64, device="cpu"),
                 use_cache=False,
             ).last_hidden_state
             compute_logits(make_output_head(skeleton, result.base_name), hidden[0])
@@ -238,7 +238,7 @@ def probe_model(model: TransformersConfig) -> ProbeResult:
             f"{explain(error)}"
         ) from error
     result.embedding_processes_rows = (
-        isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
+        isinstance(embedding, _WatchedEmbedding) and "called" in embedding.__dict__
     )
     result.linears = {
         name

@@ -19,7 +19,7 @@ from asyncllm.validation import explain
 CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
 """Names that modules use for the parameter of ``forward`` that takes a cache."""
 
-_BATCH_SIZE = 2
+_PROBE_BATCH_SIZE = 2
 _CACHE_INTERFACE_PHRASE = (
     "transformers' interface of linear attention: get_conv_state, update_conv_state, "
     "get_recurrent_state, update_recurrent_state"
@@ -301,7 +301,7 @@ def _unsupported_call(
     call.states = recorder.states
     if not call.states:
         return "updates no state of its cache", _CACHE_INTERFACE_PHRASE
-    token = chunk[:, :1].expand(_BATCH_SIZE, -1, -1)
+    token = chunk[:, :1].expand(_PROBE_BATCH_SIZE, -1, -1)
     for description, tokens in (
         (f"a chunk of {chunk.shape[1]} tokens", chunk),
         ("single tokens", token),

@@ -53,7 +53,7 @@ def load_modules(
             owner.count_read(info.num_bytes)
         modules = _load_tensors(model, tensors, dtype, device)
         log_weight_sizes(model.path, reader, dtype)
-        owner.track(modules, tensors.values())
+        owner.track_tensors(modules, tensors.values())
         if device.type != "cpu":
             owner.take_all_tensors(modules)
         return modules, owner
@@ -94,7 +94,7 @@ def dummy_modules(
         tensors[name] = dummy_tensor(name, drawn, generator).to(dtype)
         owner.count_read(tensors[name].nbytes)
     modules = _load_tensors(model, tensors, dtype, device)
-    owner.track(modules)
+    owner.track_tensors(modules)
     owner.take_all_tensors(modules)
     return modules, owner
 
@@ -179,7 +179,7 @@ class TensorOwner:
         self._num_bytes_read += num_bytes
         self._report_progress()
 
-    def track(self, modules: nn.Module, mapped_tensors: Iterable[Tensor] = ()) -> None:
+    def track_tensors(self, modules: nn.Module, mapped_tensors: Iterable[Tensor] = ()) -> None:
         """Note the size of ``modules``, and the tensors that are views of mapped files."""
         self._num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         self._mapped_addresses = {tensor.untyped_storage().data_ptr() for tensor in mapped_tensors}
