@@ -18,12 +18,19 @@ ROUTINGS = {
     "softmax": SOFTMAX,
     "renormalised": replace(SOFTMAX, renormalise=True),
     "all of them": replace(SOFTMAX, top_k=12, renormalise=True),
-    "router with a bias": replace(SOFTMAX, bias=True, renormalise=True),
+    "router with a bias": replace(SOFTMAX, has_bias=True, renormalise=True),
     "sigmoid": replace(SOFTMAX, scoring="sigmoid", scale=2.5),
-    "correction": replace(SOFTMAX, scoring="sigmoid", correction=True, renormalise=True),
-    "scaled experts": replace(SOFTMAX, renormalise=True, scale=1.5, expert_scale=True),
+    "correction": replace(SOFTMAX, scoring="sigmoid", has_correction_bias=True, renormalise=True),
+    "scaled experts": replace(SOFTMAX, renormalise=True, scale=1.5, has_expert_scale=True),
     "groups": RoutingConfig(
-        12, 4, "sigmoid", renormalise=True, scale=1.8, num_groups=4, top_groups=2, correction=True
+        12,
+        4,
+        "sigmoid",
+        renormalise=True,
+        scale=1.8,
+        num_groups=4,
+        top_groups=2,
+        has_correction_bias=True,
     ),
 }
 
@@ -34,10 +41,10 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 def router_weights(config: RoutingConfig, dtype: torch.dtype = torch.float32) -> RouterWeights:
     count = config.num_experts
-    bias = randn(count, seed=2).to(dtype) if config.bias else None
-    correction = randn(count, seed=3) * 0.3 if config.correction else None
+    bias = randn(count, seed=2).to(dtype) if config.has_bias else None
+    correction = randn(count, seed=3) * 0.3 if config.has_correction_bias else None
     rows = LinearWeights(randn(count, 40, seed=1).to(dtype) * 0.3, bias)
-    scale = 1 + randn(count, seed=11) * 0.3 if config.expert_scale else None
+    scale = 1 + randn(count, seed=11) * 0.3 if config.has_expert_scale else None
     return RouterWeights(rows, correction, scale)
 
 

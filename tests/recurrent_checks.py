@@ -118,7 +118,7 @@ def check_gated_delta(
     """Tokens that repeat a key among them, and decays that leave nothing, and all."""
     config, generator = LinearAttentionConfig((True,), *shape, 4), torch.Generator().manual_seed(12)
     heads = config.num_value_heads
-    qkv = torch.randn(TOKENS, config.conv_size, generator=generator).to(dtype)
+    qkv = torch.randn(TOKENS, config.conv_channels, generator=generator).to(dtype)
     qkv[10:30] = qkv[10].clone()
     gates = torch.randn(TOKENS, 2 * heads + 3, generator=generator).mul(2).to(dtype)
     gates = gates[:, : 2 * heads]

@@ -20,7 +20,7 @@ from asyncllm.checkpoint.model_config import QUANT_METHODS, ModelConfig
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.gpu.decoder_loading import resolve_quantisers
 from asyncllm.gpu.formats import reader as reader_module
-from asyncllm.gpu.formats.open_checkpoint import FORMATS, open_checkpoint
+from asyncllm.gpu.formats.open_checkpoint import WEIGHT_FORMATS, open_checkpoint
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.weight_upload import PinnedUploader
 from asyncllm.gpu.weights import load_weights
@@ -257,7 +257,7 @@ def test_beside_the_parameters_a_slice_is_held(plain, tmp_path, monkeypatch, nam
 
 
 def test_every_configured_method_has_a_reader():
-    assert {*FORMATS, "gguf"} == set(QUANT_METHODS)
+    assert {*WEIGHT_FORMATS, "gguf"} == set(QUANT_METHODS)
 
 
 GPTQ4 = {"quant_method": "gptq", "bits": 4, "group_size": 32}

@@ -157,7 +157,7 @@ def test_tokens_equal_transformers_in_every_way(load, name, backend):
     [
         ("Llama-yarn", {"permutes_heads": False}),
         ("Gemma2", {"full_attention_interval": 3}),
-        ("Qwen3_5Moe", {"grouped_gates": "ssm_ba.weight"}),
+        ("Qwen3_5Moe", {"grouped_gates_tensor": "ssm_ba.weight"}),
     ],
 )
 def test_a_rule_left_out_is_seen(load, monkeypatch, name, mistake):

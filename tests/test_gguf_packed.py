@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from asyncllm import EngineConfig
 from asyncllm.checkpoint.experts_config import ActivationConfig
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.reader import BlockTensor
+from asyncllm.checkpoint.reader import GGUFQuantisedTensor
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats.gguf_reader import GGUFReader
@@ -254,7 +254,7 @@ def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutation):
 
     def mutated(self: GGUFReader, name: str) -> Any:
         found = quantised_tensor(self, name)
-        if not isinstance(found, BlockTensor):
+        if not isinstance(found, GGUFQuantisedTensor):
             return found
         rows = found.read_rows(0, found.shape[0]).clone()
         mutate(found.scheme, rows.view(len(rows), -1, BLOCK_SIZES[found.scheme][1]))  # pyright: ignore[reportArgumentType]
@@ -386,7 +386,7 @@ def test_llama_cpp_types_stay_packed(tmp_path, tied):
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     with closing(GGUFReader(path, torch.float32)) as reader:
-        assert reader.label == "gguf, F32, Q4_K, Q6_K"
+        assert reader.quantisation_label == "gguf, F32, Q4_K, Q6_K"
         meant = {name: reader.tensor(name) for name in reader.tensors}
     case = case_of(path, model, meant)
     assert difference(case, run(case.path, company=True)) < LIMIT

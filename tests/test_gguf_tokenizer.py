@@ -258,7 +258,7 @@ def test_a_vocabulary_that_takes_long_to_read_is_refused(load, monkeypatch):
     tokens[-1] = "a" * 10_000
     with pytest.raises(ModelLoadError, match="tokens of up to 10000 characters"):
         load(values)
-    monkeypatch.setattr("asyncllm.checkpoint.gguf_vocabulary.MAX_TOKENS", 30)
+    monkeypatch.setattr("asyncllm.checkpoint.gguf_vocabulary.MAX_VOCABULARY_SIZE", 30)
     with pytest.raises(ModelLoadError, match=r"tokens' has 40 strings, expected at most 30"):
         load(values)
 

@@ -258,7 +258,7 @@ def fuse(path: Path, target: Path) -> None:
             stem = f"{there}{names.experts}."
             return torch.stack([tensors.pop(f"{stem}{i}.{part}.weight") for i in range(count)])
 
-        gate, up, down = map(take, names.parts)
+        gate, up, down = map(take, names.projections)
         tensors[f"{there}{names.fused_experts}.gate_up_proj"] = torch.cat((gate, up), 1)
         tensors[f"{there}{names.fused_experts}.down_proj"] = down
         router = tensors.pop(f"{there}{names.router}.weight")

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model import families
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.recurrent_probe import CallCache
+from asyncllm.gpu.transformers_model.recurrent_probe import RecurrentCacheAdapter
 from tests.driver import Driver, state_of
 from tests.families import NEMOTRON_H, TINY, make
 from tests.recurrent_checkpoint import MISTAKES, OUTPUT, PROMPTS, Checkpoint
@@ -121,7 +121,7 @@ def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
         driver.launch([(seq, count) for seq in live])
         driver.collect()
     before = [tensor.clone() for tensor in state_of(runner).cache.states.tensors]
-    update = CallCache.get_conv_state
+    update = RecurrentCacheAdapter.get_conv_state
 
     def fail(self, layer_idx, state_idx=0):
         if layer_idx == 2:
@@ -130,7 +130,7 @@ def test_a_failed_step_leaves_no_state_advanced(lfm2, monkeypatch):
 
     driver.launch([(seq, 0) for seq in seqs])
     with monkeypatch.context() as patch:
-        patch.setattr(CallCache, "get_conv_state", fail)
+        patch.setattr(RecurrentCacheAdapter, "get_conv_state", fail)
         with pytest.raises(StepOutOfMemoryError):
             runner.collect()
     changed = [

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.small_file import MAX_BYTES, MAX_TOKENIZER_BYTES, read_small_file
+from asyncllm.checkpoint.small_file import (
+    MAX_SMALL_FILE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    read_small_file,
+)
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.tokenizer import Tokenizer
 from tests.checkpoints import DEMO_MODEL
@@ -48,7 +52,7 @@ def test_fifos_and_links_to_devices_are_refused(tmp_path: Path, name: str, make:
 
 @pytest.mark.parametrize("name", [name for name in READERS if name != "model.gguf"])
 def test_a_sparse_file_takes_no_memory(tmp_path: Path, name: str) -> None:
-    file, most = directory(tmp_path, name), MAX_BYTES
+    file, most = directory(tmp_path, name), MAX_SMALL_FILE_BYTES
     if name == "tokenizer.json":
         most = MAX_TOKENIZER_BYTES
     with file.open("wb") as sparse:

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.text_part import text_name
+from asyncllm.checkpoint.text_part import text_model_tensor_name
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.build import build_model_runner
@@ -159,4 +159,4 @@ def test_names_of_a_text_part():
         "vision_tower.transformer.layers.0.x": None,
         "multi_modal_projector.linear_1.weight": None,
     }
-    assert {name: text_name(name) for name in names} == names
+    assert {name: text_model_tensor_name(name) for name in names} == names

@@ -20,7 +20,7 @@ from asyncllm.gpu.transformers_model import attention as paged
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import LongRope
 from asyncllm.gpu.transformers_model.families import TESTED_ARCHITECTURES, is_tested
-from asyncllm.gpu.transformers_model.linear import OpExperts
+from asyncllm.gpu.transformers_model.linear import OpSetExperts
 from tests.driver import Driver, state_of
 from tests.families import CASES, make
 from tests.native_library import context
@@ -195,12 +195,12 @@ def _experts(change):
     """``change`` of the chosen experts, their weights and how many there are."""
 
     def mutate(monkeypatch):
-        experts = OpExperts.experts
+        experts = OpSetExperts.experts
 
         def changed(self, module, hidden, index, weights):
             return experts(self, module, hidden, *change(index, weights, len(self.up)))
 
-        monkeypatch.setattr(OpExperts, "experts", changed)
+        monkeypatch.setattr(OpSetExperts, "experts", changed)
 
     return mutate
 

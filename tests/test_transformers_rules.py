@@ -17,7 +17,7 @@ from asyncllm import LLM, EngineConfig, InvalidRequestError, ModelLoadError
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.transformers_model import check, families
 from asyncllm.gpu.transformers_model.config import TransformersConfig, read_config
-from asyncllm.gpu.transformers_model.probe import probe
+from asyncllm.gpu.transformers_model.probe import probe_model
 from tests import remote_code
 from tests.checkpoints import copy_tokenizer
 from tests.driver import Driver, state_of
@@ -125,14 +125,14 @@ def test_refused_by_the_rules(tmp_path, reason):
         ({"num_keys": 5}, "attends with 3 queries to 5 keys of 3 tokens; expected a query and a"),
         ({"scale": None}, "passes no scaling to attention; expected a number"),
         ({"mask": None}, "passes the mask None; expected one that transformers' mask functions"),
-        ({"key_heads": 3}, "has 4 heads and 3 of keys; expected a multiple of them"),
+        ({"num_key_heads": 3}, "has 4 heads and 3 of keys; expected a multiple of them"),
     ],
 )
 def test_refused_by_layer_arguments(tmp_path, monkeypatch, change, message):
     from asyncllm.gpu.transformers_model import build
 
     configure(tmp_path, "MistralConfig", **SLIDING)
-    probe = build.probe
+    probe = build.probe_model
 
     def changed(model):
         found = probe(model)
@@ -140,7 +140,7 @@ def test_refused_by_layer_arguments(tmp_path, monkeypatch, change, message):
             setattr(found.attention_calls[1], {"sliding_window": "window"}.get(name, name), value)
         return found
 
-    monkeypatch.setattr(build, "probe", changed)
+    monkeypatch.setattr(build, "probe_model", changed)
     found = re.escape(f"{tmp_path}: MistralForCausalLM: model.layers.1.self_attn {message}")
     with pytest.raises(ModelLoadError, match=f"^{found}"):
         load(tmp_path)
@@ -155,7 +155,7 @@ def test_a_layer_without_attention(tmp_path, monkeypatch, layer_types, kind):
 
     configure(tmp_path, "LlamaConfig", num_hidden_layers=2)
     model = TransformersConfig.from_directory(tmp_path)
-    found = probe(model)
+    found = probe_model(model)
     del found.attention_calls[1]
     found.idle_modules |= {"model.layers.1", "model.layers.1.self_attn"}
     model.config.layer_types = layer_types
@@ -174,7 +174,7 @@ def test_a_module_with_a_cache_of_its_own(tmp_path, monkeypatch):
     from asyncllm.gpu.transformers_model import build
 
     configure(tmp_path, "LlamaConfig")
-    probe = build.probe
+    probe = build.probe_model
 
     class Memory(torch.nn.Module):
         def forward(self, x, cache_params=None):
@@ -185,7 +185,7 @@ def test_a_module_with_a_cache_of_its_own(tmp_path, monkeypatch):
         found.model.model.layers[2].memory = Memory()
         return found
 
-    monkeypatch.setattr(build, "probe", changed)
+    monkeypatch.setattr(build, "probe_model", changed)
     with pytest.raises(ModelLoadError) as caught:
         load(tmp_path)
     assert str(caught.value) == (
@@ -333,7 +333,7 @@ def test_unsupported_custom_code_fails_the_check(tmp_path):
 @pytest.mark.usefixtures("own_code")
 def test_noise_that_would_hide_everything_is_refused(tmp_path, monkeypatch):
     path = remote_code.write(tmp_path / "own_noisy")
-    monkeypatch.setattr(check, "_max_change", lambda *_: 2.0)
+    monkeypatch.setattr(check, "_max_logprob_difference", lambda *_: 2.0)
     with pytest.raises(ModelLoadError, match="vary by 2, so that others cannot be told from them"):
         load(path, trust_remote_code=True)
 

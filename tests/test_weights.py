@@ -99,7 +99,7 @@ def test_parameters_are_packed_in_order(source):
 class DictReader:
     """A checkpoint in memory."""
 
-    label = ignored = ""
+    quantisation_label = ignored_quantisation = ""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.held = tensors

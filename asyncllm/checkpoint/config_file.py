@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncllm import validation as check
-from asyncllm.checkpoint.small_file import read_errors, read_small_file
+from asyncllm.checkpoint.small_file import converting_read_errors, read_small_file
 from asyncllm.errors import ModelLoadError
 
 MAX_SIZE = 2**24
@@ -46,7 +46,7 @@ class ConfigFile:
         Raises:
             ModelLoadError: if it is missing, unreadable, too large or no JSON object.
         """
-        with read_errors(path):
+        with converting_read_errors(path):
             content = read_small_file(path)
         try:
             values = json.loads(content.decode())

@@ -19,13 +19,13 @@ class RoutingConfig:
         num_groups: number of groups of experts, all of equal size.
         top_groups: number of groups from which a token's experts are chosen: those whose two best
             scores have the greatest sum.
-        correction: whether the router has a bias per expert that is added to the scores to choose
-            experts, but not to compute routing weights.
+        has_correction_bias: whether the router has a bias per expert that is added to the scores
+            to choose experts, but not to compute routing weights.
         correction_rows: first dimension of the correction bias in a file, if it has two dimensions.
-        bias: whether the router's logits have a bias.
-        float32: whether the router's weights and logits are in float32.
-        expert_scale: whether each expert has a factor, by which its routing weight is multiplied
-            last.
+        has_bias: whether the router's logits have a bias.
+        is_float32: whether the router's weights and logits are in float32.
+        has_expert_scale: whether each expert has a factor, by which its routing weight is
+            multiplied last.
     """
 
     num_experts: int
@@ -36,11 +36,11 @@ class RoutingConfig:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
-    correction: bool = False
+    has_correction_bias: bool = False
     correction_rows: int | None = None
-    bias: bool = False
-    float32: bool = False
-    expert_scale: bool = False
+    has_bias: bool = False
+    is_float32: bool = False
+    has_expert_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ActivationConfig:
     - by default ``silu(gate) * up``;
     - with ``gelu``: ``gelu_tanh(gate) * up``;
     - with a ``limit``, gpt-oss's clamped SwiGLU: ``(up + 1) * gate * sigmoid(alpha * gate)``, with
-      gate clamped to at most ``limit``, and up to ``±limit``.
+      ``gate`` clamped to at most ``limit`` and ``up`` to ``[-limit, limit]``.
     """
 
     limit: float | None = None
@@ -59,28 +59,29 @@ class ActivationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsNames:
-    """Tensor names of a layer with experts that families choose differently.
+class ExpertsTensorNames:
+    """Names of the tensors of a layer's experts, which differ between families.
 
     All are without the prefix ``model.layers.N.``.
 
     Attributes:
         router: name of the router. In files with fused experts it may also be "mlp.gate".
         experts: module that contains one module per expert; None if files only have fused experts.
-        parts: names of an expert's gate, up and down projections.
+        projections: names of an expert's gate, up and down projections.
         fused_experts: module that contains the fused ``gate_up_proj`` and ``down_proj`` of all
             experts.
-        transposed: whether fused tensors are ``[experts, in, out]``, with gate and up interleaved.
-        correction: the router's correction bias.
+        is_transposed: whether fused tensors are ``[experts, in, out]``, with gate and up
+            interleaved.
+        correction_bias: the router's correction bias.
         shared_expert: the shared expert.
     """
 
     router: str = "mlp.gate"
     experts: str | None = "mlp.experts"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused_experts: str = "mlp.experts"
-    transposed: bool = False
-    correction: str = "mlp.gate.e_score_correction_bias"
+    is_transposed: bool = False
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
     shared_expert: str = "mlp.shared_experts"
 
 
@@ -95,7 +96,7 @@ class ExpertsConfig:
             for none.
         has_shared_expert_gate: whether the shared expert's output is multiplied by
             ``sigmoid(logit)``; a projection of the hidden state to one number gives the logit.
-        bias: whether the experts' projections have biases.
+        has_bias: whether the experts' projections have biases.
         parallel_to_mlp: whether layers with experts also have an ordinary MLP; else experts replace
             the MLP. The MLP, the router and the experts all read the residual, each through its own
             norm.
@@ -107,6 +108,6 @@ class ExpertsConfig:
     activation: ActivationConfig = ActivationConfig()
     shared_expert_size: int = 0
     has_shared_expert_gate: bool = False
-    bias: bool = False
+    has_bias: bool = False
     parallel_to_mlp: bool = False
-    names: ExpertsNames = ExpertsNames()
+    names: ExpertsTensorNames = ExpertsTensorNames()

@@ -21,7 +21,7 @@ from asyncllm.checkpoint.rope_config import (
     rope_section,
 )
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 Fields = dict[str, Any]
 """Fields of a ModelConfig, by name."""
@@ -50,13 +50,13 @@ class TensorNames:
     down: str = "down_proj"
 
 
-PRE_NORMS = TensorNames()
+PRE_NORM_TENSOR_NAMES = TensorNames()
 """Tensor names of a layer with norms before attention and MLP, as in Llama."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of a model that a family's ``read`` function needs.
+class ModelSizes:
+    """Model sizes that a family's ``read_fields`` function needs.
 
     Attributes:
         rotary_dim: number of elements of a head that RoPE rotates.
@@ -76,24 +76,24 @@ class Family:
         architecture: transformers' class, as in the field ``architectures``.
         defaults: transformers' defaults of fields that a file may leave out.
         eos_token_ids: ids to use if neither config.json nor generation_config.json has any.
-        names: names of a layer's tensors.
-        activation: name of the field with the MLP's activation.
+        tensor_names: names of a layer's tensors.
+        activation_field: name of the field with the MLP's activation.
         partial_rotary_factor: default of config.json's field of this name; None if it must be 1.
-        text_part: whether the entry also applies to the text model of multimodal checkpoints.
+        can_be_text_part: whether the entry also applies to text models of multimodal checkpoints.
         is_supported: function that returns whether the decoder supports a file's model; None if it
             supports every model of the family.
-        read: function that reads further fields of ModelConfig from a file.
+        read_fields: function that reads further fields of ModelConfig from a file.
     """
 
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
-    names: TensorNames = PRE_NORMS
-    activation: str = "hidden_act"
+    tensor_names: TensorNames = PRE_NORM_TENSOR_NAMES
+    activation_field: str = "hidden_act"
     partial_rotary_factor: float | None = None
-    text_part: bool = False
+    can_be_text_part: bool = False
     is_supported: Callable[[ConfigFile], bool] | None = None
-    read: Callable[[ConfigFile, Sizes], Fields] = lambda config, sizes: {}
+    read_fields: Callable[[ConfigFile, ModelSizes], Fields] = lambda config, sizes: {}
 
 
 # --- readers shared by several families ------------------------------------------------------
@@ -105,45 +105,48 @@ def read_biases(config: ConfigFile, default: bool = False) -> Fields:
     return {"attention_bias": bias, "output_bias": bias}
 
 
-def read_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
+def read_window(config: ConfigFile, default_layers: tuple[bool, ...]) -> Fields:
     """Read the sliding window and the layers that have it.
 
     Args:
-        layers: per layer, whether it has the window if ``layer_types`` is absent.
+        default_layers: per layer, whether it has the window if ``layer_types`` is absent.
     """
-    layers = _read_sliding_layers(config, layers)
+    layers = _read_sliding_layers(config, default_layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     if any(layers) and window is None:
-        raise config.invalid_field("layer_types", f"{FULL} alone where no sliding window is in use")
+        raise config.invalid_field(
+            "layer_types", f"{FULL_ATTENTION} alone where no sliding window is in use"
+        )
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
-def read_nullable_window(config: ConfigFile, layers: tuple[bool, ...]) -> Fields:
+def read_nullable_window(config: ConfigFile, default_layers: tuple[bool, ...]) -> Fields:
     """Read the sliding window like ``read_window``; null means that no layer has a window."""
     is_sliding = "sliding_window" in config
-    return read_window(config, tuple(is_sliding and each for each in layers))
+    return read_window(config, tuple(is_sliding and each for each in default_layers))
 
 
-def read_optional_window(config: ConfigFile, sizes: Sizes, layers: tuple[bool, ...]) -> Fields:
-    """Read the sliding window if ``use_sliding_window`` is true; otherwise no layer has a
-    window.
+def read_optional_window(
+    config: ConfigFile, sizes: ModelSizes, default_layers: tuple[bool, ...]
+) -> Fields:
+    """Read the sliding window if ``use_sliding_window`` is true; else no layer has a window.
 
     Args:
-        layers: per layer, whether it has the window if ``layer_types`` is absent and
+        default_layers: per layer, whether it has the window if ``layer_types`` is absent and
             ``sliding_window`` is not null.
     """
     if config.boolean("use_sliding_window", False):
-        return read_nullable_window(config, layers)
+        return read_nullable_window(config, default_layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
     return read_window(file, (False,) * sizes.num_layers)
 
 
-def _read_uniform_window(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_uniform_window(config: ConfigFile, sizes: ModelSizes) -> Fields:
     """Read ``sliding_window``, which all layers have; null means that no layer has a window."""
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     implied = (window is not None,) * sizes.num_layers
     if _read_sliding_layers(config, implied) != implied:
-        kind = FULL if window is None else SLIDING
+        kind = FULL_ATTENTION if window is None else SLIDING_ATTENTION
         raise config.invalid_field(
             "layer_types", f"{kind!r} alone, as sliding_window={window} implies"
         )
@@ -154,46 +157,51 @@ def _read_sliding_layers(config: ConfigFile, default: tuple[bool, ...]) -> tuple
     """Read from ``layer_types`` whether each layer has a sliding window; ``default`` if absent."""
     if "layer_types" not in config:
         return default
-    return tuple(kind == SLIDING for kind in read_layer_types(config, len(default), SLIDING))
+    return tuple(
+        kind == SLIDING_ATTENTION
+        for kind in read_layer_types(config, len(default), SLIDING_ATTENTION)
+    )
 
 
-def read_layer_types(config: ConfigFile, count: int, kind: str) -> list[str]:
-    """Read ``layer_types``, a list in which each layer is either full attention or ``kind``."""
-    accepted = f"a list of num_hidden_layers={count} names, {FULL} or {kind}"
-    return config.entries("layer_types", accepted, (FULL, kind).__contains__, count)
+def read_layer_types(config: ConfigFile, num_layers: int, other_type: str) -> list[str]:
+    """Read ``layer_types``, in which each layer is either full attention or ``other_type``."""
+    accepted = f"a list of num_hidden_layers={num_layers} names, {FULL_ATTENTION} or {other_type}"
+    return config.entries(
+        "layer_types", accepted, (FULL_ATTENTION, other_type).__contains__, num_layers
+    )
 
 
-def all_but_every_nth(count: int, sizes: Sizes) -> tuple[bool, ...]:
-    """Make one bool per layer: False for every ``count``-th layer, True for the others."""
-    return tuple((index + 1) % count != 0 for index in range(sizes.num_layers))
+def layer_mask_except_every_nth(interval: int, num_layers: int) -> tuple[bool, ...]:
+    """Make one bool per layer: False for every ``interval``-th layer, True for the others."""
+    return tuple((index + 1) % interval != 0 for index in range(num_layers))
 
 
-def layers_from(first: int, sizes: Sizes) -> tuple[bool, ...]:
-    """Make one bool per layer: True from layer ``first`` on."""
-    return tuple(index >= first for index in range(sizes.num_layers))
+def layer_mask_from(first_layer: int, num_layers: int) -> tuple[bool, ...]:
+    """Make one bool per layer: True from ``first_layer`` on."""
+    return tuple(index >= first_layer for index in range(num_layers))
 
 
 # --- readers of configurations, one for each model family ------------------------------------
 
 
-def _read_llama(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_llama(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {**read_biases(config), "mlp_bias": config.boolean("mlp_bias", False)}
 
 
-def _read_qwen(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen(config: ConfigFile, sizes: ModelSizes) -> Fields:
     first = config.integer("max_window_layers", 28, low=0)
-    return read_optional_window(config, sizes, layers_from(first, sizes))
+    return read_optional_window(config, sizes, layer_mask_from(first, sizes.num_layers))
 
 
-def _read_qwen2(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen2(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {"attention_bias": True, **_read_qwen(config, sizes)}
 
 
-def _read_qwen3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {"qk_norm": True, **read_biases(config), **_read_qwen(config, sizes)}
 
 
-def _read_ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_ministral3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     section = rope_section(config)
     if not section.values:
         raise config.invalid_field("rope_parameters", "a JSON object, with llama_4_scaling_beta")
@@ -205,9 +213,9 @@ def _read_ministral3(config: ConfigFile, sizes: Sizes) -> Fields:
     return {"rope": rope, **_read_uniform_window(config, sizes)}
 
 
-def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_smollm3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     interval = config.integer("no_rope_layer_interval", 4)
-    has_rope = all_but_every_nth(interval, sizes)
+    has_rope = layer_mask_except_every_nth(interval, sizes.num_layers)
     if "no_rope_layers" in config:
         accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
         flags = config.entries("no_rope_layers", accepted, (0, 1).__contains__)
@@ -218,18 +226,24 @@ def _read_smollm3(config: ConfigFile, sizes: Sizes) -> Fields:
     return {**_read_llama(config, sizes), **window, **_read_optional_ropes(config, sizes, has_rope)}
 
 
-def _read_optional_ropes(config: ConfigFile, sizes: Sizes, has_rope: tuple[bool, ...]) -> Fields:
+def _read_optional_ropes(
+    config: ConfigFile, sizes: ModelSizes, has_rope: tuple[bool, ...]
+) -> Fields:
     """Read the RoPE that some layers have; the other layers have none."""
     rope = read_rope(config, sizes.rotary_dim)
     return {"layer_ropes": tuple(rope if each else NO_ROPE for each in has_rope)}
 
 
-def _ropes_by_layer(ropes: Mapping[str, RopeConfig], sliding: tuple[bool, ...]) -> Fields:
+def _layer_rope_fields(ropes: Mapping[str, RopeConfig], sliding_layers: tuple[bool, ...]) -> Fields:
     """Choose each layer's RoPE: that of sliding layers or that of full-attention layers."""
-    return {"layer_ropes": tuple(ropes[SLIDING if each else FULL] for each in sliding)}
+    return {
+        "layer_ropes": tuple(
+            ropes[SLIDING_ATTENTION if each else FULL_ATTENTION] for each in sliding_layers
+        )
+    }
 
 
-def _read_olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_olmo2(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {
         "qk_norm": True,
         "norms_whole_projections": True,
@@ -238,24 +252,26 @@ def _read_olmo2(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
-def _read_olmo3(config: ConfigFile, sizes: Sizes) -> Fields:
-    window = read_window(config, all_but_every_nth(4, sizes))
+def _read_olmo3(config: ConfigFile, sizes: ModelSizes) -> Fields:
+    window = read_window(config, layer_mask_except_every_nth(4, sizes.num_layers))
     theta = config.number("rope_theta", 500_000.0, open_low=True)
-    ropes = read_layer_ropes(config, sizes.rotary_dim, {FULL: theta, SLIDING: theta})
+    ropes = read_layer_ropes(
+        config, sizes.rotary_dim, {FULL_ATTENTION: theta, SLIDING_ATTENTION: theta}
+    )
     return {
         **_read_olmo2(config, sizes),
         **window,
-        **_ropes_by_layer(ropes, window["sliding_layers"]),
+        **_layer_rope_fields(ropes, window["sliding_layers"]),
     }
 
 
-def _read_phi3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_phi3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     # The first Phi-3 checkpoints call the RoPE kind longrope "su" or "yarn".
     rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
     return {"rope": rope, **_read_uniform_window(config, sizes)}
 
 
-def _read_granite(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_granite(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {
         **_read_llama(config, sizes),
         "embedding_multiplier": config.number("embedding_multiplier", 1.0, open_low=True),
@@ -268,23 +284,25 @@ def _read_granite(config: ConfigFile, sizes: Sizes) -> Fields:
 def _is_dense_granite4(config: ConfigFile) -> bool:
     """Whether a Granite 4 model has no experts, and attention in every layer."""
     kinds = config.values.get("layer_types")
-    attends = isinstance(kinds, list) and all(each in ("attention", FULL) for each in kinds)
+    attends = isinstance(kinds, list) and all(
+        each in ("attention", FULL_ATTENTION) for each in kinds
+    )
     return attends and config.values.get("num_local_experts") == 0
 
 
-def _read_granite4(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_granite4(config: ConfigFile, sizes: ModelSizes) -> Fields:
     fields = _read_granite(config, sizes)
     fields |= {"mlp_bias": False, "intermediate_size": config.integer("shared_intermediate_size")}
     has_rope = config.choice("position_embedding_type", ("rope",), None) is not None
     return {**fields, **_read_optional_ropes(config, sizes, (has_rope,) * sizes.num_layers)}
 
 
-def _read_glm4(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_glm4(config: ConfigFile, sizes: ModelSizes) -> Fields:
     bias = config.boolean("attention_bias", True)
     return {"attention_bias": bias, "interleaved_rope": True}
 
 
-def _read_gemma(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_gemma(config: ConfigFile, sizes: ModelSizes) -> Fields:
     """Read the fields that Gemma 2 and 3 have in common.
 
     Their norms multiply by ``1 + weight`` in float32, and their embeddings are scaled.
@@ -302,33 +320,34 @@ def _read_gemma(config: ConfigFile, sizes: Sizes) -> Fields:
     }
 
 
-def _read_gemma2(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_gemma2(config: ConfigFile, sizes: ModelSizes) -> Fields:
     softcap = config.number("attn_logit_softcapping", None, open_low=True)
-    window = read_window(config, all_but_every_nth(2, sizes))
+    window = read_window(config, layer_mask_except_every_nth(2, sizes.num_layers))
     return {**_read_gemma(config, sizes), **window, "attention_softcap": softcap}
 
 
-def _read_gemma3(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_gemma3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     if "attn_logit_softcapping" in config:
         raise config.invalid_field("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
     window = read_window(
-        config, all_but_every_nth(config.integer("sliding_window_pattern", 6), sizes)
+        config,
+        layer_mask_except_every_nth(config.integer("sliding_window_pattern", 6), sizes.num_layers),
     )
     default_thetas = {
-        FULL: config.number("rope_theta", 1e6, open_low=True),
-        SLIDING: config.number("rope_local_base_freq", 1e4, open_low=True),
+        FULL_ATTENTION: config.number("rope_theta", 1e6, open_low=True),
+        SLIDING_ATTENTION: config.number("rope_local_base_freq", 1e4, open_low=True),
     }
     ropes = read_layer_ropes(config, sizes.rotary_dim, default_thetas)
-    layers = _ropes_by_layer(ropes, window["sliding_layers"])
+    layers = _layer_rope_fields(ropes, window["sliding_layers"])
     return {**_read_gemma(config, sizes), "qk_norm": True, **window, **layers}
 
 
-SANDWICH_NORMS = TensorNames(
+SANDWICH_NORM_TENSOR_NAMES = TensorNames(
     post_norm="pre_feedforward_layernorm",
     mixer_norm="post_attention_layernorm",
     mlp_norm="post_feedforward_layernorm",
 )
-POST_NORMS = replace(SANDWICH_NORMS, input_norm=None, post_norm=None)
+POST_NORM_TENSOR_NAMES = replace(SANDWICH_NORM_TENSOR_NAMES, input_norm=None, post_norm=None)
 FUSED_TENSOR_NAMES = TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 SHARED_MLP_TENSOR_NAMES = TensorNames(
     mlp="shared_mlp", gate_up=("input_linear",), down="output_linear"
@@ -339,110 +358,114 @@ GLM4_TENSOR_NAMES = TensorNames(
     gate_up=("gate_up_proj",),
 )
 
-MULTI_HEAD = {"num_key_value_heads": None}
-"""Default for families that have as many key/value heads as query heads."""
+MHA_DEFAULTS = {"num_key_value_heads": None}
+"""Defaults of families with multi-head attention: as many key/value heads as query heads."""
 
-_GEMMA: Fields = {
+_GEMMA_DEFAULTS: Fields = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "sliding_window": 4096,
 }
-_GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **_GEMMA}
+_GEMMA2_DEFAULTS = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    **_GEMMA_DEFAULTS,
+}
 # Multimodal checkpoints leave out fields whose value is transformers' default, even sizes.
-_GEMMA3 = {
+_GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    **_GEMMA,
+    **_GEMMA_DEFAULTS,
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", MULTI_HEAD, (2,), read=_read_llama),
+    "llama": Family("LlamaForCausalLM", MHA_DEFAULTS, (2,), read_fields=_read_llama),
     "mistral": Family(
-        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read=_read_uniform_window
+        "MistralForCausalLM", {"sliding_window": 4096}, (2,), read_fields=_read_uniform_window
     ),
-    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read=_read_qwen2),
+    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, read_fields=_read_qwen2),
     "qwen3": Family(
-        "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read=_read_qwen3
+        "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, read_fields=_read_qwen3
     ),
     # Qwen3-VL's multimodal RoPE has a time, a height and a width position. Text tokens have the
     # same value for all three, so plain RoPE computes the same.
     "qwen3_vl_text": Family(
         "Qwen3ForCausalLM",
         {"sliding_window": 4096, "head_dim": 128, "rope_theta": 500_000.0},
-        text_part=True,
-        read=_read_qwen3,
+        can_be_text_part=True,
+        read_fields=_read_qwen3,
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1e-5},
         (2,),
-        text_part=True,
-        read=_read_ministral3,
+        can_be_text_part=True,
+        read_fields=_read_ministral3,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
         (128_001,),
-        read=_read_smollm3,
+        read_fields=_read_smollm3,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        MULTI_HEAD | {"rms_norm_eps": 1e-5},
+        MHA_DEFAULTS | {"rms_norm_eps": 1e-5},
         (50_279,),
-        names=POST_NORMS,
-        read=_read_olmo2,
+        tensor_names=POST_NORM_TENSOR_NAMES,
+        read_fields=_read_olmo2,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        MULTI_HEAD | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        MHA_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
         (50_279,),
-        names=POST_NORMS,
-        read=_read_olmo3,
+        tensor_names=POST_NORM_TENSOR_NAMES,
+        read_fields=_read_olmo3,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        MULTI_HEAD | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        MHA_DEFAULTS | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         (32_000,),
-        names=FUSED_TENSOR_NAMES,
+        tensor_names=FUSED_TENSOR_NAMES,
         partial_rotary_factor=1.0,
-        read=_read_phi3,
+        read_fields=_read_phi3,
     ),
-    "granite": Family("GraniteForCausalLM", MULTI_HEAD, (2,), read=_read_granite),
+    "granite": Family("GraniteForCausalLM", MHA_DEFAULTS, (2,), read_fields=_read_granite),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
-        MULTI_HEAD | {"shared_intermediate_size": 1024},
+        MHA_DEFAULTS | {"shared_intermediate_size": 1024},
         (2,),
-        names=SHARED_MLP_TENSOR_NAMES,
+        tensor_names=SHARED_MLP_TENSOR_NAMES,
         is_supported=_is_dense_granite4,
-        read=_read_granite4,
+        read_fields=_read_granite4,
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
         {"head_dim": 128, "rms_norm_eps": 1.5625e-7},
         (151_329, 151_336, 151_338),
-        names=GLM4_TENSOR_NAMES,
+        tensor_names=GLM4_TENSOR_NAMES,
         partial_rotary_factor=0.5,
-        read=_read_glm4,
+        read_fields=_read_glm4,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
-        _GEMMA2,
+        _GEMMA2_DEFAULTS,
         (1,),
-        names=SANDWICH_NORMS,
-        activation="hidden_activation",
-        read=_read_gemma2,
+        tensor_names=SANDWICH_NORM_TENSOR_NAMES,
+        activation_field="hidden_activation",
+        read_fields=_read_gemma2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        _GEMMA3,
+        _GEMMA3_DEFAULTS,
         (1,),
-        names=SANDWICH_NORMS,
-        activation="hidden_activation",
-        text_part=True,
-        read=_read_gemma3,
+        tensor_names=SANDWICH_NORM_TENSOR_NAMES,
+        activation_field="hidden_activation",
+        can_be_text_part=True,
+        read_fields=_read_gemma3,
     ),
 }
 """Families by ``model_type``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from asyncllm.checkpoint.small_file import check_regular
+from asyncllm.checkpoint.small_file import check_regular_file
 from asyncllm.errors import ModelLoadError
 
 
@@ -24,9 +24,11 @@ class FileVersion:
         self.path = path
         self.size, self._time = _size_and_time(path)
 
-    def check(self) -> None:
-        """Raise ModelLoadError if the file has changed. A deleted file is accepted, because its
-        mapping stays valid."""
+    def check_unchanged(self) -> None:
+        """Raise ModelLoadError if the file has changed.
+
+        A deleted file is accepted, because its mapping stays valid.
+        """
         with suppress(FileNotFoundError):
             if _size_and_time(self.path) != (self.size, self._time):
                 raise ModelLoadError(f"{self.path}: was changed while it was loaded")
@@ -34,5 +36,5 @@ class FileVersion:
 
 def _size_and_time(path: Path) -> tuple[int, int]:
     status = path.stat()
-    check_regular(path, status)
+    check_regular_file(path, status)
     return status.st_size, status.st_mtime_ns

@@ -9,12 +9,12 @@ from pathlib import Path
 from asyncllm.errors import ModelLoadError
 
 GGUF_SUFFIX = ".gguf"
-_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""Pattern of the name of a split file's part, in llama.cpp's form."""
-_SEPARATORS = re.compile(r"[-_./ ]+")
-_MAX_NAMES = 16
-_CONTINUATIONS = frozenset("k s m l p xs xl xxs xxl nl moe".split())
-"""Parts of file names that continue a quantisation's name, as "M" in "Q4_K_M" continues "Q4_K"."""
+_SPLIT_NAME_PATTERN = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Pattern of the name of one part of a split file, as llama.cpp writes it."""
+_SEPARATOR_PATTERN = re.compile(r"[-_./ ]+")
+_MAX_LISTED_NAMES = 16
+_QUANTIZATION_NAME_SUFFIXES = frozenset("k s m l p xs xl xxs xxl nl moe".split())
+"""Parts of file names that belong to the preceding quantisation, as "M" in "Q4_K_M"."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -39,7 +39,7 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     for name in sorted(names):
         # Vision encoders and importance matrices are no models.
         if name.endswith(GGUF_SUFFIX) and {"mmproj", "imatrix"}.isdisjoint(_name_parts(name)):
-            split = _SPLIT_NAME.fullmatch(name)
+            split = _SPLIT_NAME_PATTERN.fullmatch(name)
             files.setdefault(split[1] if split else name[: -len(GGUF_SUFFIX)], []).append(name)
     stems = [stem for stem in files if quantization in (None, *files[stem])]
     if not stems and quantization:
@@ -47,7 +47,7 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     if len(stems) != 1:
         raise ModelLoadError(_explain_choice(files, stems, quantization, where))
     parts = files[stems[0]]
-    expected = part_names(parts[0])
+    expected = split_part_names(parts[0])
     if len(parts) > len(expected):
         raise ModelLoadError(f"{where}: parts of several split files: {', '.join(parts[:4])}")
     if missing := [name.rsplit("/", 1)[-1] for name in expected if name not in parts]:
@@ -55,9 +55,9 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     return parts
 
 
-def part_names(name: str) -> list[str]:
+def split_part_names(name: str) -> list[str]:
     """Names of all parts of a split GGUF file, one of which is ``name``; else ``name`` alone."""
-    match = _SPLIT_NAME.fullmatch(name)
+    match = _SPLIT_NAME_PATTERN.fullmatch(name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [name]
     numbers = range(1, int(match[3]) + 1)
@@ -66,39 +66,41 @@ def part_names(name: str) -> list[str]:
 
 def missing_parts_error(file: str, missing: list[str], count: int) -> ModelLoadError:
     """Make the error for a split file that lacks some of its ``count`` parts."""
-    listed = first_names(missing, 3)
+    listed = join_first_names(missing, 3)
     return ModelLoadError(f"{file}: {len(missing)} of its {count} parts are missing: {listed}")
 
 
-def first_names(names: list[str], count: int) -> str:
+def join_first_names(names: list[str], count: int) -> str:
     """Join the first ``count`` names for an error message."""
     return ", ".join(names[:count]) + (", …" if len(names) > count else "")
 
 
 def _has_quantization(stem: str, quantization: str) -> bool:
     """Whether a file's name contains exactly this quantisation: "Q4_K" is not in "Q4_K_M"."""
-    parts, quantization_parts = _name_parts(stem), _SEPARATORS.split(quantization.lower())
+    parts, quantization_parts = _name_parts(stem), _SEPARATOR_PATTERN.split(quantization.lower())
     for start in range(len(parts) - len(quantization_parts) + 1):
         end = start + len(quantization_parts)
         if parts[start:end] != quantization_parts or (start and parts[start - 1] == "ud"):
             continue
         following = parts[end] if end < len(parts) else ""
-        if following not in _CONTINUATIONS and not (following.isdigit() and len(following) == 1):
+        if following not in _QUANTIZATION_NAME_SUFFIXES and not (
+            following.isdigit() and len(following) == 1
+        ):
             return True
     return False
 
 
 def _name_parts(path: str) -> list[str]:
-    return _SEPARATORS.split(path.rsplit("/", 1)[-1].lower())
+    return _SEPARATOR_PATTERN.split(path.rsplit("/", 1)[-1].lower())
 
 
 def _explain_choice(
     files: dict[str, list[str]], stems: list[str], quantization: str | None, where: str
 ) -> str:
     shown = [files[stem][0][-100:] for stem in stems or files]
-    listed = ", ".join(shown[:_MAX_NAMES])
-    if len(shown) > _MAX_NAMES:
-        listed += f" and {len(shown) - _MAX_NAMES} more"
+    listed = ", ".join(shown[:_MAX_LISTED_NAMES])
+    if len(shown) > _MAX_LISTED_NAMES:
+        listed += f" and {len(shown) - _MAX_LISTED_NAMES} more"
     if not files:
         return f"{where}: has no GGUF file"
     if quantization is None:

@@ -26,7 +26,7 @@ _RENAMED_KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-_OTHER_KEYS = (
+_COMMON_ACCEPTED_KEYS = (
     "attention.key_length attention.value_length attention.causal attention.sliding_window "
     "attention.sliding_window_pattern rope.dimension_count "
     "rope.scaling.type rope.scaling.factor rope.scaling.original_context_length "
@@ -34,6 +34,8 @@ _OTHER_KEYS = (
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
     "rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count"
 ).split()
+"""Further metadata keys that files of every architecture may have."""
+
 _YARN_KEYS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -48,7 +50,7 @@ GGUF file does not store them, only the frequency factors computed from them."""
 
 
 def gguf_family(file: GGUFFile) -> GGUFFamily:
-    """Row of ``GGUF_FAMILIES`` for a file.
+    """Find the row of ``GGUF_FAMILIES`` for a file.
 
     Raises:
         ModelLoadError: for an unsupported architecture.
@@ -70,7 +72,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     family = gguf_family(file)
     prefix = f"{file.metadata['general.architecture']}."
     values = {
-        key.removeprefix(prefix): _collapse_equal(key.removeprefix(prefix), value)
+        key.removeprefix(prefix): _single_value_if_equal(key.removeprefix(prefix), value)
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
@@ -90,9 +92,9 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         "eos_token_id": end_token_ids(file) or None,
         "dtype": _model_dtype(file),
         **_head_sizes(fields, family),
-        **_window(fields, family, _num_layers(fields)),
-        **_rope_scaling(file, fields, family),
-        **(_linear_attention(fields) if "ssm.group_count" in family.fields else {}),
+        **_sliding_window_fields(fields, family, _num_layers(fields)),
+        **_rope_scaling_fields(file, fields, family),
+        **(_linear_attention_fields(fields) if "ssm.group_count" in family.fields else {}),
     }
     if "rope.freq_base_swa" in fields:
         # Sliding layers have their own base, and only full-attention layers are scaled.
@@ -103,15 +105,21 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     return ConfigFile(file.path, config)
 
 
-def _collapse_equal(name: str, value: Any) -> Any:
+def _single_value_if_equal(key: str, value: Any) -> Any:
     """Replace a per-layer list of equal values by that value; return any other value unchanged."""
-    is_listed = name in _RENAMED_KEYS and isinstance(value, list) and len(value) > 0
+    is_listed = key in _RENAMED_KEYS and isinstance(value, list) and len(value) > 0
     return value[0] if is_listed and value.count(value[0]) == len(value) else value
 
 
 def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
     """Raise ModelLoadError for an unknown or missing key, or an unsupported value."""
-    known = (_RENAMED_KEYS, _OTHER_KEYS, family.fields, family.expected_values, family.extra_keys)
+    known = (
+        _RENAMED_KEYS,
+        _COMMON_ACCEPTED_KEYS,
+        family.fields,
+        family.expected_values,
+        family.extra_keys,
+    )
     for name in fields.values:
         if not any(name in names for names in known):
             raise fields.invalid_field(
@@ -136,17 +144,21 @@ def _has_tensor(file: GGUFFile, name: str) -> bool:
     return any(stored.startswith("blk.") and stored.endswith(f".{name}") for stored in file.tensors)
 
 
-def _window(fields: ConfigFile, family: GGUFFamily, num_layers: int) -> dict[str, Any]:
-    """Read the sliding window and the layers that have it. If the file does not list these layers,
-    their order is that of llama.cpp's code for the architecture."""
+def _sliding_window_fields(
+    fields: ConfigFile, family: GGUFFamily, num_layers: int
+) -> dict[str, Any]:
+    """Read the sliding window and the layers that have it.
+
+    If the file does not list these layers, their order is that of llama.cpp's code.
+    """
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     window = fields.integer(name, family.constants.get("sliding_window"), low=0, high=2**31 - 1)
     if not window:
         return {"sliding_window": None} if family.full_attention_interval is not None else {}
-    every = family.full_attention_interval
-    if every is None:
+    interval = family.full_attention_interval
+    if interval is None:
         raise fields.invalid_field(name, "0: which layers slide is not in the file")
-    sliding = [every == 0 or (layer + 1) % every != 0 for layer in range(num_layers)]
+    sliding = [interval == 0 or (layer + 1) % interval != 0 for layer in range(num_layers)]
     if pattern in fields:
         sliding = _layer_flags(fields, pattern)
     kinds = ["sliding_attention" if slides else "full_attention" for slides in sliding]
@@ -160,7 +172,7 @@ def _layer_flags(fields: ConfigFile, name: str) -> list[bool]:
     return fields.entries(name, accepted, lambda flag: type(flag) is bool, count)
 
 
-def _linear_attention(fields: ConfigFile) -> dict[str, Any]:
+def _linear_attention_fields(fields: ConfigFile) -> dict[str, Any]:
     """Read the value head size of linear attention and, if the file lists them, its layers."""
     heads = fields.integer("ssm.time_step_rank")
     size = fields.integer("ssm.inner_size")
@@ -175,7 +187,8 @@ def _linear_attention(fields: ConfigFile) -> dict[str, Any]:
 
 
 def is_quantised(file: GGUFFile) -> bool:
-    return not all(tensor.is_plain for tensor in file.tensors.values())
+    """Whether any tensor of the file is quantised."""
+    return not all(tensor.is_unquantised for tensor in file.tensors.values())
 
 
 def _head_dim(fields: ConfigFile) -> int:
@@ -189,8 +202,8 @@ def _head_dim(fields: ConfigFile) -> int:
 def _head_sizes(fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
     """Size of a head, the part of it that RoPE rotates, and Gemma's query scale."""
     name, size = "rope.dimension_count", _head_dim(fields)
-    rotated = fields.integer(name, size, high=size if family.partial_rope else MAX_POSITIONS)
-    if rotated != size and not family.partial_rope:
+    rotated = fields.integer(name, size, high=size if family.has_partial_rope else MAX_POSITIONS)
+    if rotated != size and not family.has_partial_rope:
         raise fields.invalid_field(name, f"{size}, as the keys have")
     # Round the factor up, because its product with the head size is rounded down later.
     factor = 1.0 if rotated == size else math.nextafter(rotated / size, 1.0)
@@ -218,7 +231,7 @@ def _model_dtype(file: GGUFFile) -> str:
     return "float16" if kinds <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope_scaling(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
+def _rope_scaling_fields(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
     """Fields of config.json for RoPE scaling. As in llama.cpp, a factor without a type means linear
     scaling."""
     implied = "linear" if "rope.scaling.factor" in fields else "none"
@@ -234,7 +247,7 @@ def _rope_scaling(file: GGUFFile, fields: ConfigFile, family: GGUFFamily) -> dic
         return {"rope_scaling": None}
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
     if kind == "yarn":
-        rope |= family.rope
+        rope |= family.yarn_parameters
         for key, name in _YARN_KEYS.items():
             if f"rope.scaling.{key}" in fields:
                 rope[name] = fields.number(f"rope.scaling.{key}")

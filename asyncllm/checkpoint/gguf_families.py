@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-_EXPERT_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_QWEN_MOE_FIELDS = _EXPERT_COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"}
+_EXPERT_COUNT_FIELDS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_MOE_FIELDS = _EXPERT_COUNT_FIELDS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _QWEN_SHARED_EXPERT_FIELDS = _QWEN_MOE_FIELDS | {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size"
 }
@@ -47,16 +47,16 @@ class GGUFFamily:
         extra_keys: further metadata keys that a file may have: some are read only for this
             architecture, others do not change the model for text.
         permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
-        grouped_gates: name of the tensor with both gates of linear attention, grouped by key head.
-            "" if each gate has its own tensor; then the value heads are stored in the order
-            ``[value heads per key head, key heads]``, instead of the reverse.
+        grouped_gates_tensor: name of the tensor with both gates of linear attention, grouped by
+            key head. "" if each gate has its own tensor; then the value heads are stored in the
+            order ``[value heads per key head, key heads]``, instead of the reverse.
         full_attention_interval: interval of full-attention layers among sliding-window layers; 0 if
             all layers have a sliding window; None if no file of the architecture has one.
-        partial_rope: whether ``rope.dimension_count`` may be less than the head size.
-        hidden_scale_num_layers: number of layers by which the one model of the architecture is
-            recognised whose query scale comes from the hidden size divided by the number of heads,
-            instead of the head size; 0 if there is no such model.
-        rope: further RoPE parameters of YaRN, which the metadata lacks.
+        has_partial_rope: whether ``rope.dimension_count`` may be less than the head size.
+        hidden_scale_num_layers: number of layers of the one model of the architecture that scales
+            queries by the hidden size divided by the number of heads, instead of the head size; 0
+            if there is no such model.
+        yarn_parameters: further RoPE parameters of YaRN, which the metadata lacks.
         variant: pair ``(key, family)`` for an architecture name that two models share: files whose
             metadata value of ``key`` is neither absent nor 0 are read by ``family``.
     """
@@ -68,19 +68,19 @@ class GGUFFamily:
     expected_values: Mapping[str, Any] = field(default_factory=dict)
     extra_keys: tuple[str, ...] = ()
     permutes_heads: bool = False
-    grouped_gates: str = ""
+    grouped_gates_tensor: str = ""
     full_attention_interval: int | None = None
-    partial_rope: bool = False
+    has_partial_rope: bool = False
     hidden_scale_num_layers: int = 0
-    rope: Mapping[str, Any] = field(default_factory=dict)
+    yarn_parameters: Mapping[str, Any] = field(default_factory=dict)
     variant: tuple[str, GGUFFamily] | None = None
 
 
 _LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
 _OLMO2 = GGUFFamily("Olmo2ForCausalLM")
-_SLIDING_ROPE_KEY = ("rope.freq_base_swa",)
-_TEMPERATURE_KEY = ("attention.temperature_scale",)
-_SIGMOID_ROUTING = {"expert_gating_func": 2}
+_SLIDING_ROPE_KEY = "rope.freq_base_swa"
+_ATTENTION_TEMPERATURE_KEY = "attention.temperature_scale"
+_SIGMOID_GATING_VALUES = {"expert_gating_func": 2}
 _QWEN3_5 = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
@@ -89,7 +89,7 @@ _QWEN3_5 = GGUFFamily(
         *("rope.dimension_sections", "nextn_predict_layers"),
         *("ssm.inner_size", "attention.recurrent_layers"),
     ),
-    partial_rope=True,
+    has_partial_rope=True,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
@@ -106,16 +106,20 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             replace(
                 _LLAMA,
                 architecture="MixtralForCausalLM",
-                fields=_EXPERT_COUNTS | {"expert_count": "num_local_experts"},
+                fields=_EXPERT_COUNT_FIELDS | {"expert_count": "num_local_experts"},
             ),
         ),
     ),
     "mistral3": replace(
         _LLAMA,
-        extra_keys=_TEMPERATURE_KEY,
+        extra_keys=(_ATTENTION_TEMPERATURE_KEY,),
         variant=(
-            _TEMPERATURE_KEY[0],
-            replace(_LLAMA, architecture="Ministral3ForCausalLM", extra_keys=_TEMPERATURE_KEY),
+            _ATTENTION_TEMPERATURE_KEY,
+            replace(
+                _LLAMA,
+                architecture="Ministral3ForCausalLM",
+                extra_keys=(_ATTENTION_TEMPERATURE_KEY,),
+            ),
         ),
     ),
     "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM"),
@@ -147,7 +151,7 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}),
     # Qwen3-Next is stored like Qwen3.5, except that value heads are not reordered and gates are
     # grouped by key head.
-    "qwen3next": replace(_QWEN3_5_MOE, grouped_gates="ssm_ba.weight"),
+    "qwen3next": replace(_QWEN3_5_MOE, grouped_gates_tensor="ssm_ba.weight"),
     "qwen35": _QWEN3_5,
     "qwen35moe": _QWEN3_5_MOE,
     "gemma2": GGUFFamily(
@@ -163,14 +167,14 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     "gemma3": GGUFFamily(
         "Gemma3ForCausalLM",
         fields={"final_logit_softcapping": "final_logit_softcapping"},
-        extra_keys=_SLIDING_ROPE_KEY,
+        extra_keys=(_SLIDING_ROPE_KEY,),
         full_attention_interval=6,
         hidden_scale_num_layers=62,
     ),
     "phi3": GGUFFamily(
         "Phi3ForCausalLM",
         full_attention_interval=0,
-        partial_rope=True,
+        has_partial_rope=True,
     ),
     "olmo2": replace(
         _OLMO2,
@@ -179,37 +183,37 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
             replace(
                 _OLMO2,
                 architecture="Olmo3ForCausalLM",
-                extra_keys=_SLIDING_ROPE_KEY,
+                extra_keys=(_SLIDING_ROPE_KEY,),
                 full_attention_interval=4,
             ),
         ),
     ),
     "olmoe": GGUFFamily(
         "OlmoeForCausalLM",
-        _EXPERT_COUNTS | {"expert_feed_forward_length": "intermediate_size"},
+        _EXPERT_COUNT_FIELDS | {"expert_feed_forward_length": "intermediate_size"},
         {"norm_topk_prob": False},
     ),
-    "glm4": GGUFFamily("Glm4ForCausalLM", partial_rope=True),
+    "glm4": GGUFFamily("Glm4ForCausalLM", has_partial_rope=True),
     "glm4moe": GGUFFamily(
         "Glm4MoeForCausalLM",
         _DEEPSEEK_FIELDS,
         {"num_nextn_predict_layers": 0},
-        expected_values=_SIGMOID_ROUTING,
+        expected_values=_SIGMOID_GATING_VALUES,
         extra_keys=("nextn_predict_layers",),
-        partial_rope=True,
+        has_partial_rope=True,
     ),
     "dots1": GGUFFamily(
         "Dots1ForCausalLM",
         _DEEPSEEK_FIELDS,
         {"sliding_window": None, "num_nextn_predict_layers": 0},
-        expected_values=_SIGMOID_ROUTING,
+        expected_values=_SIGMOID_GATING_VALUES,
     ),
     "gpt-oss": GGUFFamily(
         "GptOssForCausalLM",
-        _EXPERT_COUNTS
+        _EXPERT_COUNT_FIELDS
         | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
         full_attention_interval=2,
-        rope={"truncate": False},
+        yarn_parameters={"truncate": False},
     ),
 }
 """Rules for reading GGUF files, by the metadata's ``general.architecture``."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm.checkpoint.file_version import FileVersion
-from asyncllm.checkpoint.gguf_choice import missing_parts_error, part_names
-from asyncllm.checkpoint.small_file import read_errors
+from asyncllm.checkpoint.gguf_choice import missing_parts_error, split_part_names
+from asyncllm.checkpoint.small_file import converting_read_errors
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import describe
 
@@ -23,14 +23,14 @@ MAX_NAME_BYTES = 256
 messages contain names, so their size is bounded."""
 
 MAX_ARRAY_LENGTH = 2**12
-"""Maximum number of elements of an array that ``GGUFFile.metadata`` contains. A longer array, such
-as a vocabulary, is replaced by its length."""
+"""Maximum length of an array in ``GGUFFile.metadata``; a longer one, such as a vocabulary, is
+replaced by its length."""
 
-MAX_STRINGS = 2**21
+MAX_TOTAL_ARRAY_STRINGS = 2**21
 """Maximum number of strings in all arrays of a file: twice that of the largest tokenizer."""
 
-MAX_NUMBERS = 2**18
-"""Maximum number of elements of all arrays that are kept in memory."""
+MAX_TOTAL_ARRAY_NUMBERS = 2**18
+"""Maximum total length of the number arrays that ``GGUFFile.metadata`` contains."""
 
 MAX_HEADER_BYTES = 2**26
 """Maximum size in bytes of a file's metadata and tensor table; real ones have at most 20 MiB."""
@@ -39,7 +39,7 @@ MAX_STRING_BYTES = 2**24
 """Maximum size in bytes of a string in the metadata; the longest are chat templates."""
 
 _SCALAR_FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING_TYPE, _ARRAY_TYPE = 8, 9
 
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
@@ -70,7 +70,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 }
 """GGML tensor types by number (``ggml.h``): name, elements per block, bytes per block."""
 
-PLAIN_TYPES = ("F32", "F16", "BF16")
+UNQUANTISED_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class GGUFTensor:
         return GGML_TYPES[self.type][0]
 
     @property
-    def is_plain(self) -> bool:
+    def is_unquantised(self) -> bool:
         """Whether the tensor is not quantised."""
-        return self.type_name in PLAIN_TYPES
+        return self.type_name in UNQUANTISED_TYPES
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -107,7 +107,7 @@ def gguf_parts(path: Path) -> list[Path]:
     Raises:
         ModelLoadError: if a part is missing.
     """
-    parts = [path.with_name(name) for name in part_names(path.name)]
+    parts = [path.with_name(name) for name in split_part_names(path.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing and len(missing) < len(parts):
         raise missing_parts_error(str(path), missing, len(parts))
@@ -155,7 +155,7 @@ class GGUFFile:
 
     def _read_part(self, path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         try:
-            with read_errors(path):
+            with converting_read_errors(path):
                 self.versions.append(FileVersion(path))
                 with (
                     path.open("rb") as file,
@@ -169,13 +169,15 @@ class GGUFFile:
             self._arrays = cursor.arrays
         return header
 
-    def _check_part(self, path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
+    def _check_part(
+        self, path: Path, metadata: dict[str, Any], part_index: int, num_parts: int
+    ) -> None:
         """Raise ModelLoadError if metadata contradicts the file name or first part."""
-        places = metadata.get("split.count", 1) or 1, metadata.get("split.no", number)
-        if places != (count, number):
+        places = metadata.get("split.count", 1) or 1, metadata.get("split.no", part_index)
+        if places != (num_parts, part_index):
             raise ModelLoadError(
                 f"{path}: split.count is {describe(places[0])} and split.no is "
-                f"{describe(places[1])}, expected {count} and {number}, as its name says"
+                f"{describe(places[1])}, expected {num_parts} and {part_index}, as its name says"
             )
         for key, value in metadata.items():
             differs_by_part = key.startswith("split.") or key == "general.alignment"
@@ -188,7 +190,7 @@ class GGUFFile:
     def check_unchanged(self) -> None:
         """Raise ModelLoadError if a part has changed since its header was read."""
         for version in self.versions:
-            version.check()
+            version.check_unchanged()
 
     def read_array(self, key: str) -> list[Any]:
         """Read an array of the metadata in full, however long it is.
@@ -202,7 +204,7 @@ class GGUFFile:
                 f"{self.path}: metadata {key!r} is {value:.300}, expected an array"
             )
         start, end = self._arrays[key]
-        with read_errors(self.path), self.path.open("rb") as file:
+        with converting_read_errors(self.path), self.path.open("rb") as file:
             file.seek(start)
             cursor = _Cursor(self.path, file.read(end - start))
         return cursor.read_elements(key, cursor.read_number("I"), cursor.read_number("Q"))
@@ -335,14 +337,14 @@ class _Cursor:
     def read_value(self, key: str, kind: int) -> Any:
         if kind in _SCALAR_FORMATS:
             return self.read_number(_SCALAR_FORMATS[kind])
-        if kind == _STRING:
+        if kind == _STRING_TYPE:
             size = self.read_number("Q")
             if size > MAX_STRING_BYTES:
                 raise self.error(
                     f"metadata {key!r} has {size} bytes, expected at most {MAX_STRING_BYTES}"
                 )
             return self.read_bytes(size).decode("utf-8", "replace")
-        if kind == _ARRAY:
+        if kind == _ARRAY_TYPE:
             start = self.position
             value = self._read_array(key, self.read_number("I"), self.read_number("Q"))
             self.arrays[key] = start, self.position
@@ -350,7 +352,7 @@ class _Cursor:
         raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
 
     def read_elements(self, key: str, kind: int, count: int) -> list[Any]:
-        if kind != _STRING:
+        if kind != _STRING_TYPE:
             struct_format = f"<{count}{_SCALAR_FORMATS[kind]}"
             return list(struct.unpack(struct_format, self.data[self.position :]))
         try:
@@ -359,11 +361,12 @@ class _Cursor:
             raise self.error(f"metadata {key!r} has a string that is not UTF-8") from error
 
     def _read_array(self, key: str, kind: int, count: int) -> Any:
-        if kind == _STRING:
+        if kind == _STRING_TYPE:
             self.num_strings += count
-            if self.num_strings > MAX_STRINGS:
+            if self.num_strings > MAX_TOTAL_ARRAY_STRINGS:
                 raise self.error(
-                    f"metadata {key!r} has {count} strings, expected at most {MAX_STRINGS} in all"
+                    f"metadata {key!r} has {count} strings, expected at most "
+                    f"{MAX_TOTAL_ARRAY_STRINGS} in all"
                 )
             for _ in range(count):
                 self.skip(self.read_number("Q"))
@@ -378,9 +381,9 @@ class _Cursor:
             self.skip(size)
             return count
         self.num_numbers += count
-        if self.num_numbers > MAX_NUMBERS:
+        if self.num_numbers > MAX_TOTAL_ARRAY_NUMBERS:
             raise self.error(
-                f"metadata {key!r} has {count} numbers, expected at most {MAX_NUMBERS} in all "
-                f"arrays of up to {MAX_ARRAY_LENGTH}"
+                f"metadata {key!r} has {count} numbers, expected at most "
+                f"{MAX_TOTAL_ARRAY_NUMBERS} in all arrays of up to {MAX_ARRAY_LENGTH}"
             )
         return list(struct.unpack(f"<{count}{struct_format}", self.read_bytes(size)))

@@ -17,13 +17,13 @@ END_TOKENS = frozenset(
 id of only one end token. llama.cpp's "</s>" is left out: where "</s>" ends an answer, the file has
 it as ``eos_token_id``, and in Gemma's vocabulary it is an HTML tag."""
 
-_NAMED_END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_END_TOKEN_ID_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
-MAX_TOKENS = 2**19
+MAX_VOCABULARY_SIZE = 2**19
 """Maximum number of tokens: twice the size of the largest vocabularies."""
 
-NO_TOKEN = 2**32 - 1
+ABSENT_TOKEN_ID = 2**32 - 1
 """Token id -1 as uint32, which files store for a special token that the model does not have."""
 
 
@@ -31,13 +31,13 @@ def read_tokens(file: GGUFFile) -> list[str]:
     """Read a file's tokens in the order of their ids.
 
     Raises:
-        ModelLoadError: if there are none or more than ``MAX_TOKENS``, or two are equal.
+        ModelLoadError: if there are none or more than ``MAX_VOCABULARY_SIZE``, or two are equal.
     """
     count = file.metadata.get("tokenizer.ggml.tokens", 0)
-    if isinstance(count, int) and count > MAX_TOKENS:
+    if isinstance(count, int) and count > MAX_VOCABULARY_SIZE:
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has {count} strings, expected at most "
-            f"{MAX_TOKENS}"
+            f"{MAX_VOCABULARY_SIZE}"
         )
     tokens = file.read_array("tokenizer.ggml.tokens")
     if not tokens or not all(isinstance(token, str) for token in tokens):
@@ -61,11 +61,11 @@ def end_token_ids(file: GGUFFile) -> list[int]:
     "<|flush|>" (gpt-oss): it then ends a message, not the answer.
     """
     metadata = ConfigFile(file.path, file.metadata)
-    ids = [metadata.integer(name, low=0) for name in _NAMED_END_TOKENS if name in metadata]
+    ids = [metadata.integer(name, low=0) for name in _END_TOKEN_ID_KEYS if name in metadata]
     if "tokenizer.ggml.tokens" in metadata:
         end_tokens = {token: i for i, token in enumerate(read_tokens(file)) if token in END_TOKENS}
         ids += end_tokens.values()
         calls, ends = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
         if end_tokens.keys() & calls and end_tokens.keys() & ends:
             ids = [i for i in ids if i != end_tokens.get("<|end|>")]
-    return [i for i in dict.fromkeys(ids) if i != NO_TOKEN]
+    return [i for i in dict.fromkeys(ids) if i != ABSENT_TOKEN_ID]

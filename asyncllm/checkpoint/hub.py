@@ -39,14 +39,14 @@ class HubOptions(TypedDict, total=False):
 
 
 def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
-    """Names of a repository's files; of its cached files when offline.
+    """List a repository's files, or its cached files when offline.
 
     Raises:
         ModelLoadError: if the model does not exist, or is neither reachable nor cached.
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
-    with _download_errors(model, revision):
+    with _converting_download_errors(model, revision):
         try:
             info = HfApi(endpoint=hub.get("endpoint"), library_name="asyncllm").model_info(
                 model, revision=revision
@@ -58,7 +58,7 @@ def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
         ):
             raise
         except Exception:  # huggingface_hub's HTTP errors have no common base class.
-            # Name no files: a cache that lacks some of them is then no error.
+            # Without file patterns, a cache that lacks some files is accepted.
             cached = snapshot_download(
                 model,
                 revision=revision,
@@ -71,7 +71,7 @@ def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
 
 
 def list_directory(directory: Path) -> list[str]:
-    """Names of all files below a directory, relative to that directory."""
+    """List all files below a directory, relative to that directory."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path.relative_to(directory).as_posix() for path in files)
 
@@ -98,7 +98,8 @@ def download(model: str, revision: str | None, patterns: tuple[str, ...], hub: H
     """Download the files of a repository that match ``patterns`` and return their directory.
 
     Raises:
-        ModelLoadError: if the download fails, or ``announce`` is given and the disk is too full.
+        ModelLoadError: if the download fails. If ``hub`` has ``announce``, also if the disk has
+            less space than the download, before any of it.
     """
     from huggingface_hub import snapshot_download
 
@@ -110,15 +111,17 @@ def download(model: str, revision: str | None, patterns: tuple[str, ...], hub: H
         "endpoint": hub.get("endpoint"),
         "library_name": "asyncllm",
     }
-    with _download_errors(model, revision):
+    with _converting_download_errors(model, revision):
         if "announce" in hub:
-            _announce(model, options, hub["announce"])
+            _announce_download_size(model, options, hub["announce"])
         progress = _make_quiet_bar(hub.get("progress"))
         return Path(snapshot_download(model, tqdm_class=progress, **options))
 
 
-def _announce(model: str, options: dict[str, Any], announce: Callable[[int], None]) -> None:
-    """Report a download's size; raise ModelLoadError if the disk has less space."""
+def _announce_download_size(
+    model: str, options: dict[str, Any], announce: Callable[[int], None]
+) -> None:
+    """Pass a download's size to ``announce``; raise ModelLoadError if the disk has less space."""
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
@@ -140,9 +143,11 @@ def _announce(model: str, options: dict[str, Any], announce: Callable[[int], Non
 
 
 @contextmanager
-def _download_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Convert every exception to ModelLoadError. huggingface_hub also raises exceptions of its HTTP
-    library, which have no common base class."""
+def _converting_download_errors(model: str, revision: str | None) -> Iterator[None]:
+    """Convert every exception to ModelLoadError.
+
+    huggingface_hub also raises exceptions of its HTTP library, which have no common base class.
+    """
     try:
         yield
     except ModelLoadError:

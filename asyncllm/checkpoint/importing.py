@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-IMPORT_SECONDS = 60.0
+IMPORT_LOCK_TIMEOUT_SECONDS = 60.0
 """Maximum seconds that an engine waits while another engine imports transformers."""
 
 _IMPORT_LOCK = threading.Lock()
@@ -20,9 +20,9 @@ def importing_transformers() -> Iterator[None]:
 
     transformers and many of its packages replace themselves in ``sys.modules`` once they are
     imported; another thread that imports them at the same time keeps the incomplete module. An
-    engine whose import hangs blocks other engines for IMPORT_SECONDS only.
+    engine whose import hangs blocks other engines for IMPORT_LOCK_TIMEOUT_SECONDS only.
     """
-    is_locked = _IMPORT_LOCK.acquire(timeout=IMPORT_SECONDS)
+    is_locked = _IMPORT_LOCK.acquire(timeout=IMPORT_LOCK_TIMEOUT_SECONDS)
     try:
         # The application may import transformers at the same time. Unlike the ``import``
         # statement, import_module looks into ``sys.modules`` again after the import.

@@ -27,7 +27,7 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputConfig:
+class PerLayerInputConfig:
     """Configuration of per-layer embeddings (Gemma 3n and 4).
 
     They are an input of each layer beside the hidden states. Each layer gets its slice of a second
@@ -75,16 +75,16 @@ def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> l
     return changed
 
 
-def share_kv(
-    config: ConfigFile, layers: Sequence[LayerConfig], kinds: Sequence[Hashable]
+def apply_kv_sharing(
+    config: ConfigFile, layers: Sequence[LayerConfig], layer_kinds: Sequence[Hashable]
 ) -> tuple[LayerConfig, ...]:
-    """Copy of ``layers`` in which the last ``num_kv_shared_layers`` read earlier layers' KV.
+    """Make the last ``num_kv_shared_layers`` layers read earlier layers' KV, in a copy.
 
     Such a layer reads the KV of the last layer of its kind that has KV of its own. With
     ``use_double_wide_mlp`` its MLP has twice the size.
 
     Args:
-        kinds: kind of each layer, such as full or sliding attention.
+        layer_kinds: kind of each layer, such as full or sliding attention.
 
     Raises:
         ModelLoadError: if no earlier layer of the same kind has KV, or the heads of the two layers
@@ -92,12 +92,14 @@ def share_kv(
     """
     count = config.integer("num_kv_shared_layers", 0, low=0, high=len(layers) - 1)
     first, result = len(layers) - count, list(layers)
-    last = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    last = {kind: layer for layer, kind in enumerate(layer_kinds[:first])}
     width = 2 if config.boolean("use_double_wide_mlp", False) else 1
     for index in range(first, len(layers)):
-        layer, source = result[index], last.get(kinds[index])
+        layer, source = result[index], last.get(layer_kinds[index])
         if source is None:
-            accepted = f"fewer: layer {index} is {kinds[index]!r}, and no layer with its own KV is"
+            accepted = (
+                f"fewer: layer {index} is {layer_kinds[index]!r}, and no layer with its own KV is"
+            )
             raise config.invalid_field("num_kv_shared_layers", accepted)
         heads = result[source].num_kv_heads, result[source].head_dim
         if (layer.num_kv_heads, layer.head_dim) != heads:

@@ -40,6 +40,6 @@ class LinearAttentionConfig:
         return self.num_value_heads * self.value_dim
 
     @property
-    def conv_size(self) -> int:
+    def conv_channels(self) -> int:
         """Number of channels of the convolution: those of q, k and v."""
         return 2 * self.key_size + self.value_size

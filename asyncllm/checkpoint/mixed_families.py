@@ -9,20 +9,20 @@ from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.experts_config import (
     ActivationConfig,
     ExpertsConfig,
-    ExpertsNames,
+    ExpertsTensorNames,
     RoutingConfig,
 )
 from asyncllm.checkpoint.families import (
     FAMILIES,
-    FULL,
-    MULTI_HEAD,
-    SANDWICH_NORMS,
-    SLIDING,
+    FULL_ATTENTION,
+    MHA_DEFAULTS,
+    SANDWICH_NORM_TENSOR_NAMES,
+    SLIDING_ATTENTION,
     Family,
     Fields,
-    Sizes,
-    all_but_every_nth,
-    layers_from,
+    ModelSizes,
+    layer_mask_except_every_nth,
+    layer_mask_from,
     read_biases,
     read_layer_types,
     read_nullable_window,
@@ -31,14 +31,19 @@ from asyncllm.checkpoint.families import (
 )
 from asyncllm.checkpoint.layer_config import (
     LayerConfig,
-    LayerInputConfig,
+    PerLayerInputConfig,
     apply_head_overrides,
-    share_kv,
+    apply_kv_sharing,
 )
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.checkpoint.rope_config import ROPE_PARAMETERS, RopeConfig, RopeKind, read_rope_section
+from asyncllm.checkpoint.rope_config import (
+    ROPE_PARAMETERS_FIELD,
+    RopeConfig,
+    RopeKind,
+    read_rope_section,
+)
 
-LINEAR = "linear_attention"
+LINEAR_ATTENTION = "linear_attention"
 
 MAX_EXPERTS = 1024
 MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
@@ -69,7 +74,7 @@ def _read_routing(
     return RoutingConfig(count, top_k, **fields)
 
 
-def _read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
+def _read_sparse_layers(config: ConfigFile, sizes: ModelSizes) -> tuple[bool, ...]:
     """Read which of Qwen's layers have experts: every ``decoder_sparse_step``-th layer, except
     those in ``mlp_only_layers``."""
     step = config.integer("decoder_sparse_step", 1)
@@ -85,7 +90,7 @@ def _read_sparse_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
     )
 
 
-def _read_groups(config: ConfigFile, routing: RoutingConfig) -> RoutingConfig:
+def _read_expert_groups(config: ConfigFile, routing: RoutingConfig) -> RoutingConfig:
     """Read ``n_group`` and ``topk_group``. The chosen groups must have at least ``top_k`` experts
     together."""
     count, top_k = routing.num_experts, routing.top_k
@@ -104,7 +109,7 @@ def _read_groups(config: ConfigFile, routing: RoutingConfig) -> RoutingConfig:
     return replace(routing, num_groups=groups, top_groups=top_groups)
 
 
-def _read_gated_experts(
+def _read_qwen_experts(
     config: ConfigFile, layers: tuple[bool, ...], routing: RoutingConfig
 ) -> Fields:
     """Read Qwen's experts, which include a shared expert with a gate."""
@@ -114,12 +119,12 @@ def _read_gated_experts(
         config.integer("moe_intermediate_size"),
         shared_expert_size=config.integer("shared_expert_intermediate_size"),
         has_shared_expert_gate=True,
-        names=ExpertsNames(shared_expert="mlp.shared_expert"),
+        names=ExpertsTensorNames(shared_expert="mlp.shared_expert"),
     )
     return {"experts": experts}
 
 
-def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_deepseek_v3_experts(config: ConfigFile, sizes: ModelSizes) -> Fields:
     """Read experts with DeepSeek-V3's routing, in all but the first ``first_k_dense_replace``
     layers. The routing has sigmoid scores, groups and a correction bias (arXiv 2412.19437, section
     2.1.2).
@@ -131,11 +136,11 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
         scoring="sigmoid",
         min_weight_sum=1e-20,
         scale=config.number("routed_scaling_factor", 1.0, high=1e3, open_low=True),
-        correction=True,
-        float32=True,
+        has_correction_bias=True,
+        is_float32=True,
     )
-    routing = _read_groups(config, routing)
-    layers = layers_from(config.integer("first_k_dense_replace", low=0), sizes)
+    routing = _read_expert_groups(config, routing)
+    layers = layer_mask_from(config.integer("first_k_dense_replace", low=0), sizes.num_layers)
     size = config.integer("moe_intermediate_size")
     shared = size * config.integer("n_shared_experts", high=MAX_EXPERTS)
     return {"experts": ExpertsConfig(layers, routing, size, shared_expert_size=shared)}
@@ -144,32 +149,32 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: Sizes) -> Fields:
 # --- readers of configurations, one for each model family ------------------------------------
 
 
-def _read_mixtral(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_mixtral(config: ConfigFile, sizes: ModelSizes) -> Fields:
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
         _read_routing(config, "num_local_experts", "num_experts", renormalise=True),
         config.integer("intermediate_size"),
-        names=ExpertsNames(
+        names=ExpertsTensorNames(
             router="block_sparse_moe.gate",
             experts="block_sparse_moe.experts",
-            parts=("w1", "w3", "w2"),
+            projections=("w1", "w3", "w2"),
         ),
     )
-    return {**FAMILIES["mistral"].read(config, sizes), "experts": experts}
+    return {**FAMILIES["mistral"].read_fields(config, sizes), "experts": experts}
 
 
-def _read_qwen2_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen2_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     # In Qwen2-MoE every second layer below max_window_layers has the sliding window; in dense Qwen2
     # all layers from max_window_layers on have it.
     end = config.integer("max_window_layers", 28, low=0)
     layers = tuple(layer % 2 == 0 and layer < end for layer in range(sizes.num_layers))
     window = read_optional_window(config, sizes, layers)
     routing = _read_routing(config, "num_experts")
-    experts = _read_gated_experts(config, _read_sparse_layers(config, sizes), routing)
+    experts = _read_qwen_experts(config, _read_sparse_layers(config, sizes), routing)
     return {"attention_bias": config.boolean("qkv_bias", True), **window, **experts}
 
 
-def _read_qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen3_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     experts = ExpertsConfig(
         _read_sparse_layers(config, sizes),
         _read_routing(config, "num_experts", "num_local_experts"),
@@ -179,7 +184,7 @@ def _read_qwen3_moe(config: ConfigFile, sizes: Sizes) -> Fields:
     return {"qk_norm": True, **read_biases(config), **window, "experts": experts}
 
 
-def _read_olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_olmoe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     if "clip_qkv" in config:
         raise config.invalid_field("clip_qkv", "null: projections are not clipped")
     experts = ExpertsConfig(
@@ -191,20 +196,20 @@ def _read_olmoe(config: ConfigFile, sizes: Sizes) -> Fields:
     return {**norms, **read_biases(config), "experts": experts}
 
 
-def _read_dots1(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_dots1(config: ConfigFile, sizes: ModelSizes) -> Fields:
     first = config.integer("max_window_layers", 62, low=0)
-    window = read_nullable_window(config, layers_from(first, sizes))
+    window = read_nullable_window(config, layer_mask_from(first, sizes.num_layers))
     fields = {"qk_norm": True, **read_biases(config), **window}
     return {**fields, **_read_deepseek_v3_experts(config, sizes)}
 
 
-def _read_glm4_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_glm4_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     fields = {"qk_norm": config.boolean("use_qk_norm", False)}
     fields["attention_bias"] = config.boolean("attention_bias", False)
     return {**fields, **_read_deepseek_v3_experts(config, sizes)}
 
 
-def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_ernie4_5_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     if config.boolean("use_bias", False):
         raise config.invalid_field("use_bias", "false: the output head has none")
     step = config.integer("moe_layer_interval", 1)
@@ -220,40 +225,40 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
         per_token_name="moe_k",
         renormalise=True,
         min_weight_sum=config.number("moe_norm_min", 1e-12, high=1.0),
-        correction=True,
+        has_correction_bias=True,
         correction_rows=1,
-        float32=True,
+        is_float32=True,
     )
     size = config.integer("moe_intermediate_size")
     shared = size * config.integer("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS)
-    names = ExpertsNames(correction="mlp.moe_statics.e_score_correction_bias")
+    names = ExpertsTensorNames(correction_bias="mlp.moe_statics.e_score_correction_bias")
     experts = ExpertsConfig(layers, routing, size, shared_expert_size=shared, names=names)
     return {"interleaved_rope": True, "experts": experts}
 
 
-def _read_gpt_oss(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_gpt_oss(config: ConfigFile, sizes: ModelSizes) -> Fields:
     limits = {"high": 1e6, "open_low": True}
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
         # gpt-oss applies the softmax to the chosen experts' logits alone. A softmax over all
         # experts, renormalised over the chosen ones, is the same.
-        _read_routing(config, "num_local_experts", "num_experts", renormalise=True, bias=True),
+        _read_routing(config, "num_local_experts", "num_experts", renormalise=True, has_bias=True),
         config.integer("intermediate_size"),
         ActivationConfig(
             limit=config.number("swiglu_limit", 7.0, **limits),
             alpha=config.number("swiglu_alpha", 1.702, **limits),
         ),
-        bias=True,
-        names=ExpertsNames(router="mlp.router", transposed=True),
+        has_bias=True,
+        names=ExpertsTensorNames(router="mlp.router", is_transposed=True),
     )
-    window = read_window(config, all_but_every_nth(2, sizes))
+    window = read_window(config, layer_mask_except_every_nth(2, sizes.num_layers))
     return {"sinks": True, **read_biases(config, True), **window, "experts": experts}
 
 
 # --- gated delta rules -----------------------------------------------------------------------
 
 
-def _read_linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
+def _read_linear_layers(config: ConfigFile, sizes: ModelSizes) -> tuple[bool, ...]:
     """Read which layers have linear attention: those that ``layer_types`` names; without that
     field, all but every ``full_attention_interval``-th."""
     count = sizes.num_layers
@@ -262,15 +267,17 @@ def _read_linear_layers(config: ConfigFile, sizes: Sizes) -> tuple[bool, ...]:
         if interval > count:
             accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
             raise config.invalid_field("full_attention_interval", accepted)
-        return all_but_every_nth(interval, sizes)
-    kinds = read_layer_types(config, count, LINEAR)
-    if FULL not in kinds:
-        raise config.invalid_field("layer_types", f"a list of {FULL}, at least once, and {LINEAR}")
-    return tuple(kind == LINEAR for kind in kinds)
+        return layer_mask_except_every_nth(interval, sizes.num_layers)
+    kinds = read_layer_types(config, count, LINEAR_ATTENTION)
+    if FULL_ATTENTION not in kinds:
+        raise config.invalid_field(
+            "layer_types", f"a list of {FULL_ATTENTION}, at least once, and {LINEAR_ATTENTION}"
+        )
+    return tuple(kind == LINEAR_ATTENTION for kind in kinds)
 
 
 def _read_gated_delta(
-    config: ConfigFile, sizes: Sizes, *, grouped_by_key_head: bool = False
+    config: ConfigFile, sizes: ModelSizes, *, grouped_by_key_head: bool = False
 ) -> Fields:
     """Read the fields of a model with gated-delta-rule layers and gated attention."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
@@ -301,33 +308,33 @@ def _read_gated_delta(
     }
 
 
-def _read_qwen3_5_moe(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen3_5_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     routing = _read_routing(config, "num_experts", renormalise=True)
-    experts = _read_gated_experts(config, (True,) * sizes.num_layers, routing)
+    experts = _read_qwen_experts(config, (True,) * sizes.num_layers, routing)
     # Qwen3.5-MoE has no layer with an ordinary MLP, so the file has no ``intermediate_size``.
     dense = {"intermediate_size": config.integer("moe_intermediate_size")}
     return {**_read_gated_delta(config, sizes), **experts, **dense}
 
 
-def _read_qwen3_next(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_qwen3_next(config: ConfigFile, sizes: ModelSizes) -> Fields:
     routing = _read_routing(config, "num_experts")
-    experts = _read_gated_experts(config, _read_sparse_layers(config, sizes), routing)
+    experts = _read_qwen_experts(config, _read_sparse_layers(config, sizes), routing)
     return {**_read_gated_delta(config, sizes, grouped_by_key_head=True), **experts}
 
 
 # --- Gemma 4, whose layers differ in heads, KV and MLP size ----------------------------------
 
 
-def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
+def _read_gemma4(config: ConfigFile, sizes: ModelSizes) -> Fields:
     """Read the fields of Gemma 4, dense or with experts beside the MLP of every layer."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise config.invalid_field(
             "use_bidirectional_attention", "null, or 'vision' for images alone"
         )
-    window = read_window(config, all_but_every_nth(6, sizes))
+    window = read_window(config, layer_mask_except_every_nth(6, sizes.num_layers))
     # As in transformers, the last layer has full attention even if the file says sliding.
     is_sliding = (*window["sliding_layers"][:-1], False)
-    kinds = tuple(SLIDING if each else FULL for each in is_sliding)
+    kinds = tuple(SLIDING_ATTENTION if each else FULL_ATTENTION for each in is_sliding)
     ropes = {kind: _read_gemma4_rope(config, sizes, kind) for kind in sorted(set(kinds))}
     fields = {
         **read_biases(config),
@@ -341,12 +348,12 @@ def _read_gemma4(config: ConfigFile, sizes: Sizes) -> Fields:
         "logits_softcap": config.number("final_logit_softcapping", None, open_low=True),
         "sliding_window": window["sliding_window"] if any(is_sliding) else None,
         "sliding_layers": is_sliding,
-        "layers": share_kv(config, _read_gemma4_layers(config, is_sliding), kinds),
+        "layers": apply_kv_sharing(config, _read_gemma4_layers(config, is_sliding), kinds),
         "layer_ropes": tuple(ropes[kind] for kind in kinds),
     }
     if size := config.integer("hidden_size_per_layer_input", low=0):
         rows = config.integer("vocab_size_per_layer_input", low=config.integer("vocab_size"))
-        fields["layer_input"] = LayerInputConfig(size, rows)
+        fields["layer_input"] = PerLayerInputConfig(size, rows)
     if config.boolean("enable_moe_block", False):
         fields["experts"] = _read_gemma4_experts(config, sizes)
     return fields
@@ -374,10 +381,10 @@ def _read_gemma4_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> lis
     return apply_head_overrides(config, [sliding if each else full for each in is_sliding])
 
 
-def _read_gemma4_rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig:
+def _read_gemma4_rope(config: ConfigFile, sizes: ModelSizes, kind: str) -> RopeConfig:
     sections = (
-        config.section(ROPE_PARAMETERS)
-        if ROPE_PARAMETERS in config
+        config.section(ROPE_PARAMETERS_FIELD)
+        if ROPE_PARAMETERS_FIELD in config
         else ConfigFile(config.path, _GEMMA4_ROPES)
     )
     section = sections.section(kind)
@@ -387,7 +394,7 @@ def _read_gemma4_rope(config: ConfigFile, sizes: Sizes, kind: str) -> RopeConfig
     return read_rope_section(section, config, theta, sizes.rotary_dim, aliases)
 
 
-def _read_gemma4_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
+def _read_gemma4_experts(config: ConfigFile, sizes: ModelSizes) -> ExpertsConfig:
     return ExpertsConfig(
         (True,) * sizes.num_layers,
         _read_routing(
@@ -395,12 +402,12 @@ def _read_gemma4_experts(config: ConfigFile, sizes: Sizes) -> ExpertsConfig:
             "num_experts",
             per_token_name="top_k_experts",
             renormalise=True,
-            expert_scale=True,
+            has_expert_scale=True,
         ),
         config.integer("moe_intermediate_size"),
         ActivationConfig(gelu=True),
         parallel_to_mlp=True,
-        names=ExpertsNames(router="router.proj", experts=None, fused_experts="experts"),
+        names=ExpertsTensorNames(router="router.proj", experts=None, fused_experts="experts"),
     )
 
 
@@ -414,7 +421,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_GATED_DELTA: Fields = {
+_GATED_DELTA_DEFAULTS: Fields = {
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -423,10 +430,10 @@ _GATED_DELTA: Fields = {
     "linear_num_value_heads": 32,
 }
 _GEMMA4_ROPES = {
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
 }
-_GEMMA4 = {
+_GEMMA4_DEFAULTS = {
     "vocab_size": 262_144,
     "max_position_embeddings": 131_072,
     "num_attention_heads": 8,
@@ -444,17 +451,24 @@ MIXED_FAMILIES: dict[str, Family] = {
         "MixtralForCausalLM",
         {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         (2,),
-        read=_read_mixtral,
+        read_fields=_read_mixtral,
     ),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", {"sliding_window": 4096}, read=_read_qwen2_moe),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"sliding_window": 4096}, read=_read_qwen3_moe),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM", {"sliding_window": 4096}, read_fields=_read_qwen2_moe
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {"sliding_window": 4096}, read_fields=_read_qwen3_moe
+    ),
     "olmoe": Family(
-        "OlmoeForCausalLM", MULTI_HEAD | {"rms_norm_eps": 1e-5}, (50_279,), read=_read_olmoe
+        "OlmoeForCausalLM",
+        MHA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        (50_279,),
+        read_fields=_read_olmoe,
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
-        MULTI_HEAD | {"sliding_window": 4096, "first_k_dense_replace": 0},
-        read=_read_dots1,
+        MHA_DEFAULTS | {"sliding_window": 4096, "first_k_dense_replace": 0},
+        read_fields=_read_dots1,
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -466,13 +480,13 @@ MIXED_FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 1,
         },
         partial_rotary_factor=0.5,
-        read=_read_glm4_moe,
+        read_fields=_read_glm4_moe,
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
         {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0},
         (2,),
-        read=_read_ernie4_5_moe,
+        read_fields=_read_ernie4_5_moe,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -483,38 +497,38 @@ MIXED_FAMILIES: dict[str, Family] = {
             "rope_theta": 150_000.0,
             "rope_parameters": _GPT_OSS_ROPE,
         },
-        read=_read_gpt_oss,
+        read_fields=_read_gpt_oss,
     ),
     # Qwen3.5's multimodal RoPE has a time, a height and a width position. Text tokens have the
     # same value for all three, so plain RoPE computes the same.
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        _GATED_DELTA,
+        _GATED_DELTA_DEFAULTS,
         partial_rotary_factor=0.25,
-        text_part=True,
-        read=_read_gated_delta,
+        can_be_text_part=True,
+        read_fields=_read_gated_delta,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        _GATED_DELTA,
+        _GATED_DELTA_DEFAULTS,
         partial_rotary_factor=0.25,
-        text_part=True,
-        read=_read_qwen3_5_moe,
+        can_be_text_part=True,
+        read_fields=_read_qwen3_5_moe,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        _GATED_DELTA | {"norm_topk_prob": True},
+        _GATED_DELTA_DEFAULTS | {"norm_topk_prob": True},
         partial_rotary_factor=0.25,
-        read=_read_qwen3_next,
+        read_fields=_read_qwen3_next,
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
-        _GEMMA4,
+        _GEMMA4_DEFAULTS,
         (1,),
-        names=SANDWICH_NORMS,
-        activation="hidden_activation",
-        text_part=True,
-        read=_read_gemma4,
+        tensor_names=SANDWICH_NORM_TENSOR_NAMES,
+        activation_field="hidden_activation",
+        can_be_text_part=True,
+        read_fields=_read_gemma4,
     ),
 }
 """Families by ``model_type``."""

@@ -12,11 +12,11 @@ from asyncllm import validation as check
 from asyncllm.checkpoint.config_file import REQUIRED, ConfigFile
 from asyncllm.checkpoint.experts_config import ExpertsConfig
 from asyncllm.checkpoint.families import FAMILIES as DENSE_FAMILIES
-from asyncllm.checkpoint.families import PRE_NORMS, Family, Sizes, TensorNames
+from asyncllm.checkpoint.families import PRE_NORM_TENSOR_NAMES, Family, ModelSizes, TensorNames
 from asyncllm.checkpoint.gguf_choice import is_gguf
 from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
-from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
+from asyncllm.checkpoint.layer_config import LayerConfig, PerLayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.mixed_families import MIXED_FAMILIES
 from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
@@ -107,7 +107,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str = "float32"
     is_text_part: bool = False
-    names: TensorNames = PRE_NORMS
+    names: TensorNames = PRE_NORM_TENSOR_NAMES
     activation: Activation = "silu"
     qk_norm: bool = False
     value_norm: bool = False
@@ -130,7 +130,7 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     layers: tuple[LayerConfig, ...] = ()
-    layer_input: LayerInputConfig | None = None
+    layer_input: PerLayerInputConfig | None = None
     layer_scalar: bool = False
     sinks: bool = False
     gated_attention: bool = False
@@ -195,7 +195,7 @@ class ModelConfig:
         generation_config: ConfigFile,
         defaults: Mapping[str, Any],
     ) -> ModelConfig:
-        family, config, is_text_part = _resolve_family(file)
+        family, config, is_text_part = _apply_family_defaults(file)
         vocab_size = config.integer("vocab_size")
         num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         context = config.integer("max_position_embeddings", high=MAX_POSITIONS)
@@ -204,11 +204,11 @@ class ModelConfig:
             eos_token_ids = tuple(each for each in family.eos_token_ids if each < vocab_size)
         heads = _read_head_sizes(config)
         rotary_dim = _read_rotary_dim(config, family, heads["head_dim"])
-        sizes = Sizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
+        sizes = ModelSizes(num_layers, heads["hidden_size"], heads["head_dim"], rotary_dim)
         fields = heads | {
             "rotary_dim": rotary_dim if rotary_dim < sizes.head_dim else None,
             "sliding_layers": (False,) * num_layers,
-            **family.read(config, sizes),
+            **family.read_fields(config, sizes),
         }
         if "experts" in fields and not any(fields["experts"].layers):
             del fields["experts"]
@@ -229,8 +229,10 @@ class ModelConfig:
             dtype=_read_dtype(config),
             num_unused_layers=config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS),
             is_text_part=is_text_part,
-            names=family.names,
-            activation=ACTIVATIONS[config.choice(family.activation, tuple(ACTIVATIONS), "silu")],
+            names=family.tensor_names,
+            activation=ACTIVATIONS[
+                config.choice(family.activation_field, tuple(ACTIVATIONS), "silu")
+            ],
             quantization=quant_method(config),
             generation_defaults=defaults,
             eos_token_ids=eos_token_ids,
@@ -244,10 +246,13 @@ def has_native_decoder(config: ConfigFile) -> bool:
 
 
 def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
-    """Family of a file's architecture, and whether the model is the text part of a multimodal one.
+    """Find the family of a file; None if the decoder does not support the architecture.
 
-    None if the decoder does not support the architecture. ``architectures`` is absent in a
-    configuration that was saved without its model; ``model_type`` then decides.
+    ``architectures`` is absent in a configuration that was saved without its model; ``model_type``
+    then decides.
+
+    Returns:
+        The family, and whether the model is the text part of a multimodal one.
     """
     text, names = config.values.get("text_config"), config.values.get("architectures")
     is_text_part = isinstance(text, dict)
@@ -259,15 +264,18 @@ def _find_family(config: ConfigFile) -> tuple[Family, bool] | None:
             f for f in FAMILIES.values() if isinstance(names, list) and f.architecture in names
         )
         family = next(families, None)
-    if family is None or (is_text_part and not family.text_part):
+    if family is None or (is_text_part and not family.can_be_text_part):
         return None
     is_supported = family.is_supported is None or family.is_supported(config)
     return (family, is_text_part) if is_supported else None
 
 
-def _resolve_family(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
-    """Family of a file's architecture, the file's fields with the family's defaults, and whether
-    the fields are those of a multimodal model's text part.
+def _apply_family_defaults(config: ConfigFile) -> tuple[Family, ConfigFile, bool]:
+    """Add the defaults of the family to a file's fields.
+
+    Returns:
+        The family, the file with the defaults, and whether the model is the text part of a
+        multimodal one.
 
     Raises:
         ModelLoadError: if the decoder does not support the architecture.
@@ -326,8 +334,8 @@ def _read_head_sizes(config: ConfigFile) -> dict[str, Any]:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     # null means as many key/value heads as query heads. An absent field means the same only in
-    # families with the default MULTI_HEAD; in others it is an error, because transformers' default
-    # is the number of the family's first checkpoint.
+    # families with MHA_DEFAULTS; in others it is an error, because transformers' default is the
+    # number of the family's first checkpoint.
     stated = "num_key_value_heads" in config.values
     num_kv_heads = config.integer("num_key_value_heads", num_heads if stated else REQUIRED)
     if num_heads % num_kv_heads:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf, first_names, is_gguf
+from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf, is_gguf, join_first_names
 from asyncllm.checkpoint.gguf_file import gguf_parts
 from asyncllm.checkpoint.hub import (
     HubOptions,
@@ -18,11 +18,11 @@ from asyncllm.checkpoint.hub import (
     list_directory,
     list_files,
 )
-from asyncllm.checkpoint.small_file import read_errors
+from asyncllm.checkpoint.small_file import converting_read_errors
 from asyncllm.errors import ModelLoadError
 
-_INDEX_FILE = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
+_WEIGHT_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_WEIGHT_FILE = "model.safetensors"
 _CONFIG_PATTERNS = ("config.json", "generation_config.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 _TOKENIZER_PATTERNS = tuple(
@@ -32,7 +32,7 @@ _TOKENIZER_PATTERNS = tuple(
 _TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
-_MODEL_WITH_QUANTIZATION = re.compile(r"([^:]{2,}):([A-Za-z0-9][A-Za-z0-9._/-]*)")
+_MODEL_WITH_QUANTIZATION_PATTERN = re.compile(r"([^:]{2,}):([A-Za-z0-9][A-Za-z0-9._/-]*)")
 """Pattern of a model name with a quantisation, such as "org/repo:Q4_K_M"; a drive "C:" does not
 match."""
 
@@ -70,13 +70,15 @@ def resolve_model(
     """
     patterns = _CONFIG_PATTERNS + _TOKENIZER_PATTERNS + (_WEIGHT_PATTERNS if with_weights else ())
     patterns += ("*.py",) if with_code else ()
-    preferred = (_SINGLE_FILE, _INDEX_FILE) if with_weights else ("config.json",)
-    with read_errors(model):
+    preferred_names = (
+        (_SINGLE_WEIGHT_FILE, _WEIGHT_INDEX_FILE) if with_weights else ("config.json",)
+    )
+    with converting_read_errors(model):
         if model is None:
-            directory = _bundled_model()
+            directory = _bundled_model_path()
             _refuse_revision("the model in the package", revision)
         else:
-            directory = _resolve_location(model, revision, patterns, preferred, hub)
+            directory = _resolve_location(model, revision, patterns, preferred_names, hub)
         if is_gguf(directory):
             return directory
         if not (directory / "config.json").is_file():
@@ -94,7 +96,7 @@ def resolve_tokenizer(
     """Find a tokenizer's directory or GGUF file; arguments and errors as for ``resolve_model``."""
     # If tokenizer.json is missing, transformers reads the tokenizer's class from config.json.
     patterns = ("config.json", *_TOKENIZER_PATTERNS)
-    with read_errors(tokenizer):
+    with converting_read_errors(tokenizer):
         directory = _resolve_location(tokenizer, revision, patterns, _TOKENIZER_FILES, hub)
         if is_gguf(directory):
             return directory
@@ -110,21 +112,22 @@ def _resolve_location(
     location: str | os.PathLike[str],
     revision: str | None,
     patterns: tuple[str, ...],
-    preferred: tuple[str, ...],
+    preferred_names: tuple[str, ...],
     hub: HubOptions,
 ) -> Path:
     """Find a directory or GGUF file, and download it if needed.
 
     Args:
         patterns: files to download.
-        preferred: file names; a directory that has one is used itself, not its GGUF file.
+        preferred_names: file names; a directory that contains one of them is returned instead of
+            its GGUF file.
     """
     path, quantization = Path(location).expanduser(), None
     if is_gguf(path) and path.is_file():
         _refuse_revision(str(path), revision)
         return gguf_parts(path)[0]
     if isinstance(location, str) and not path.exists():
-        match = _MODEL_WITH_QUANTIZATION.fullmatch(location)
+        match = _MODEL_WITH_QUANTIZATION_PATTERN.fullmatch(location)
         if match:
             location, quantization = match.groups()
             path = Path(location).expanduser()
@@ -133,8 +136,8 @@ def _resolve_location(
         if quantization is None:
             names = [entry.name for entry in path.iterdir()]
         else:
-            names, preferred = list_directory(path), ()
-        return _directory_or_gguf(path, names, quantization, preferred)
+            names, preferred_names = list_directory(path), ()
+        return _directory_or_gguf(path, names, quantization, preferred_names)
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
         reason = "is a file" if path.is_file() else "does not exist"
         raise ModelLoadError(
@@ -143,7 +146,7 @@ def _resolve_location(
     where = f"model={location!r}"
     if quantization is None:
         directory = download(location, revision, patterns, hub)
-        if any((directory / name).is_file() for name in preferred):
+        if any((directory / name).is_file() for name in preferred_names):
             return directory
         names = list_files(location, revision, hub)
         if not any(name.endswith(GGUF_SUFFIX) for name in names):
@@ -155,12 +158,14 @@ def _resolve_location(
 
 
 def _directory_or_gguf(
-    directory: Path, names: list[str], quantization: str | None, preferred: tuple[str, ...]
+    directory: Path, names: list[str], quantization: str | None, preferred_names: tuple[str, ...]
 ) -> Path:
-    """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or if it
-    has a file of ``preferred``."""
+    """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or one
+    of ``preferred_names``."""
     has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
-    if any((directory / name).is_file() for name in preferred) or not (has_gguf or quantization):
+    if any((directory / name).is_file() for name in preferred_names) or not (
+        has_gguf or quantization
+    ):
         return directory
     return directory / choose_gguf(names, quantization, str(directory))[0]
 
@@ -177,7 +182,7 @@ def _refuse_revision(where: str, revision: str | None) -> None:
         )
 
 
-def _bundled_model() -> Path:
+def _bundled_model_path() -> Path:
     directory = Path(str(importlib.resources.files("asyncllm") / "demo_model"))
     if not directory.is_dir():
         raise ModelLoadError(
@@ -189,7 +194,7 @@ def _bundled_model() -> Path:
 
 def _describe_contents(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
-    return f"found {first_names(names, 8)}" if names else "the directory is empty"
+    return f"found {join_first_names(names, 8)}" if names else "the directory is empty"
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -198,13 +203,13 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ModelLoadError: if a file is missing, or the index is damaged.
     """
-    index = directory / _INDEX_FILE
+    index = directory / _WEIGHT_INDEX_FILE
     if not index.is_file():
-        single = directory / _SINGLE_FILE
+        single = directory / _SINGLE_WEIGHT_FILE
         if not single.is_file():
             raise ModelLoadError(
-                f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE}, the only weight format "
-                f"that is read; {_describe_contents(directory)}"
+                f"{directory}: neither {_SINGLE_WEIGHT_FILE} nor {_WEIGHT_INDEX_FILE}, the only "
+                f"weight format that is read; {_describe_contents(directory)}"
             )
         return [single]
     config = ConfigFile.read(index)
@@ -213,7 +218,7 @@ def weight_files(directory: Path) -> list[Path]:
     if missing:
         raise ModelLoadError(
             f"{index}: {len(missing)} of {len(shards)} files in weight_map are missing: "
-            f"{first_names(missing, 3)}"
+            f"{join_first_names(missing, 3)}"
         )
     if not shards:
         raise config.invalid_field("weight_map", "the file of each tensor")

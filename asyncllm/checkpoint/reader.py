@@ -58,7 +58,7 @@ class QuantisedTensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockTensor:
+class GGUFQuantisedTensor:
     """Quantised matrix ``[out, in]`` in blocks of a GGUF type, which include their scales.
 
     Attributes:
@@ -77,12 +77,12 @@ class CheckpointReader(Protocol):
     """Access to all tensors of a checkpoint, under their names in the files."""
 
     @property
-    def label(self) -> str:
+    def quantisation_label(self) -> str:
         """Name and parameters of the quantisation; empty if the checkpoint is not quantised."""
         ...
 
     @property
-    def ignored(self) -> str:
+    def ignored_quantisation(self) -> str:
         """The part of the quantisation that is not applied; empty if all of it is.
 
         Quantisation of activations and of the KV cache is not applied: both stay in the model's
@@ -111,7 +111,7 @@ class CheckpointReader(Protocol):
         """
         ...
 
-    def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | GGUFQuantisedTensor | None:
         """Integer codes and scales, or GGUF blocks, of a quantised tensor. None for any other
         tensor."""
         ...

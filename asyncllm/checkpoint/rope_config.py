@@ -60,14 +60,18 @@ class RopeConfig:
 
 NO_ROPE = RopeConfig(kind="none")
 
-ROPE_PARAMETERS = "rope_parameters"
+ROPE_PARAMETERS_FIELD = "rope_parameters"
 """Name of the config.json field with RoPE parameters since transformers 5."""
 
 
 def rope_section(config: ConfigFile) -> ConfigFile:
-    """Section with the RoPE parameters: ``rope_scaling`` or ``rope_parameters``. ``rope_scaling``
-    wins if a file has both, as in transformers."""
-    return config.section("rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS)
+    """Read the section with the RoPE parameters: ``rope_scaling`` or ``rope_parameters``.
+
+    ``rope_scaling`` wins if a file has both, as in transformers.
+    """
+    return config.section(
+        "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS_FIELD
+    )
 
 
 def read_rope(
@@ -85,7 +89,7 @@ def read_rope(
     """
     section = rope_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
-        name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS
+        name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS_FIELD
         raise config.invalid_field(name, "one set of RoPE parameters for all layers")
     theta = config.number("rope_theta", 10_000.0, open_low=True)
     return read_rope_section(section, config, theta, rotary_dim, aliases)
@@ -108,7 +112,7 @@ def read_layer_ropes(
     ropes: dict[str, RopeConfig] = {}
     legacy = config.section("rope_scaling")
     for name, theta in default_thetas.items():
-        parameters = config.section(ROPE_PARAMETERS).section(name)
+        parameters = config.section(ROPE_PARAMETERS_FIELD).section(name)
         scaled = legacy if legacy.values and name == "full_attention" else parameters
         section = ConfigFile(config.path, {**parameters.values, **scaled.values})
         ropes[name] = read_rope_section(section, config, theta, rotary_dim)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from asyncllm.checkpoint.file_version import FileVersion
 from asyncllm.checkpoint.model_files import weight_files
 from asyncllm.checkpoint.reader import QuantisedTensor, TensorInfo
-from asyncllm.checkpoint.small_file import read_errors
+from asyncllm.checkpoint.small_file import converting_read_errors
 from asyncllm.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -24,15 +24,17 @@ MAX_MAPPED_FILES = 2
 
 
 class SafetensorsReader:
-    """CheckpointReader for the safetensors files of a model directory. Only the most recently used
-    files stay mapped, so that little of the checkpoint is in memory beside the loaded weights.
+    """CheckpointReader for the safetensors files of a model directory.
+
+    Only the most recently used files stay mapped, so that little of the checkpoint is in memory
+    beside the loaded weights.
 
     Raises:
         ModelLoadError: if a file is missing or damaged; if a file changes while it is read; if two
             files have a tensor of the same name; if there are no tensors.
     """
 
-    label = ignored = ""
+    quantisation_label = ignored_quantisation = ""
 
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, TensorInfo] = {}
@@ -44,11 +46,11 @@ class SafetensorsReader:
             raise ModelLoadError(f"{directory}: its safetensors files have no tensor")
 
     def _add_tensors(self, path: Path) -> None:
-        with read_errors(path):
+        with converting_read_errors(path):
             version = self._file_versions[path] = FileVersion(path)
         try:
             # safe_open checks the header against the file's length.
-            with read_errors(path):
+            with converting_read_errors(path):
                 self._mapped_file(path)
                 with path.open("rb") as file:
                     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -65,7 +67,7 @@ class SafetensorsReader:
             self.tensors[name] = TensorInfo(path, shape, entry["dtype"], end - start)
 
     def _mapped_file(self, path: Path) -> Any:
-        self._file_versions[path].check()
+        self._file_versions[path].check_unchanged()
         file = self._mapped_files.pop(path, None)
         if file is None:
             file = safe_open(path, framework="pt", device="cpu")
@@ -78,7 +80,7 @@ class SafetensorsReader:
         """Read a tensor, as a view of the mapped file."""
         path = self.tensors[name].file
         try:
-            with read_errors(path):
+            with converting_read_errors(path):
                 return self._mapped_file(path).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{path}: tensor {name!r} cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncllm.errors import ModelLoadError
 
-MAX_BYTES = 2**26
+MAX_SMALL_FILE_BYTES = 2**26
 """Maximum size in bytes of a configuration, a weight index or a chat template."""
 
 MAX_TOKENIZER_BYTES = 2**29
@@ -18,9 +18,11 @@ MAX_TOKENIZER_BYTES = 2**29
 
 
 @contextmanager
-def read_errors(path: object) -> Iterator[None]:
-    """Convert errors of reading ``path`` to ModelLoadError. torch and safetensors raise some errors
-    of the operating system as RuntimeError."""
+def converting_read_errors(path: object) -> Iterator[None]:
+    """Convert errors of reading ``path`` to ModelLoadError.
+
+    torch and safetensors raise some errors of the operating system as RuntimeError.
+    """
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -28,14 +30,16 @@ def read_errors(path: object) -> Iterator[None]:
         raise ModelLoadError(f"{path!s:.300}: cannot be read ({reason})") from error
 
 
-def check_regular(path: Path, status: os.stat_result) -> None:
-    """Raise ModelLoadError if ``status`` is not a regular file's. Opening a FIFO would wait
-    forever, and reading a device might never end."""
+def check_regular_file(path: Path, status: os.stat_result) -> None:
+    """Raise ModelLoadError unless ``status`` is that of a regular file.
+
+    Opening a FIFO would wait forever, and reading a device might never end.
+    """
     if not stat.S_ISREG(status.st_mode):
         raise ModelLoadError(f"{path}: is no regular file")
 
 
-def read_small_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+def read_small_file(path: Path, max_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
     """Read a regular file of at most ``max_bytes`` bytes; links are followed.
 
     Raises:
@@ -47,7 +51,7 @@ def read_small_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
-        check_regular(path, status)
+        check_regular_file(path, status)
         # The file may grow after fstat, so the read is bounded too.
         if status.st_size > max_bytes or len(content := file.read(max_bytes + 1)) > max_bytes:
             raise ModelLoadError(

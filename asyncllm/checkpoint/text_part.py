@@ -1,4 +1,4 @@
-"""TextPart: reads the text model's tensors in a multimodal checkpoint."""
+"""TextModelReader: reads the text model's tensors in a multimodal checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from asyncllm.checkpoint.reader import BlockTensor, CheckpointReader, QuantisedTensor, TensorInfo
+from asyncllm.checkpoint.reader import (
+    CheckpointReader,
+    GGUFQuantisedTensor,
+    QuantisedTensor,
+    TensorInfo,
+)
 from asyncllm.errors import ModelLoadError
 from asyncllm.logger import get_logger
 
@@ -16,21 +21,25 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_BODY_PREFIX = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)")
-_HEAD_PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
+_BASE_MODEL_PREFIX_PATTERN = re.compile(
+    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?!lm_head)"
+)
+_LM_HEAD_PREFIX_PATTERN = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_head\.)")
 
 
-def text_name(name: str) -> str | None:
-    """Convert a tensor name of a multimodal checkpoint to that in the text-only model; None for a
-    tensor of a vision or audio tower."""
-    head = _HEAD_PREFIX.match(name)
+def text_model_tensor_name(name: str) -> str | None:
+    """Convert a tensor name of a multimodal checkpoint to that in the text-only model.
+
+    None for a tensor of a vision or audio tower.
+    """
+    head = _LM_HEAD_PREFIX_PATTERN.match(name)
     if head is not None:
         return head.group(1) + name[head.end() :]
-    body = _BODY_PREFIX.match(name)
+    body = _BASE_MODEL_PREFIX_PATTERN.match(name)
     return None if body is None else "model." + name[body.end() :]
 
 
-class TextPart:
+class TextModelReader:
     """CheckpointReader for the text model in a multimodal checkpoint.
 
     It renames tensors as in a text-only model, and logs how many it leaves out.
@@ -45,9 +54,12 @@ class TextPart:
 
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:
         self._reader = reader
-        self.label, self.ignored = reader.label, reader.ignored
+        self.quantisation_label = reader.quantisation_label
+        self.ignored_quantisation = reader.ignored_quantisation
         self._stored_names = {
-            new_name: name for name in reader.tensors if (new_name := text_name(name)) is not None
+            new_name: name
+            for name in reader.tensors
+            if (new_name := text_model_tensor_name(name)) is not None
         }
         self.tensors: Mapping[str, TensorInfo] = {
             new_name: reader.tensors[name] for new_name, name in self._stored_names.items()
@@ -72,7 +84,7 @@ class TextPart:
     def slices(self, name: str) -> Iterator[Tensor]:
         return self._reader.slices(self._stored_names[name])
 
-    def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | GGUFQuantisedTensor | None:
         return self._reader.quantised_tensor(self._stored_names[name])
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from asyncllm.checkpoint.gguf_file import gguf_parts
 from asyncllm.checkpoint.model_files import weight_files
 from asyncllm.checkpoint.small_file import read_small_file
 
-_HUB_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_HUB_HASH_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class WeightsIdentity:
         paths: the files that have weights.
         files: one description per file. In the hub's cache, where a file's name is the hash of its
             content, that hash and the size; elsewhere path, size, times and inode.
-        names: name and size of each file; a copy of the files has the same.
-        config: digest of config.json, whose quantisation section says how to read the weights;
+        names_and_sizes: name and size of each file; a copy of the files has the same.
+        config_digest: digest of config.json, whose quantisation section tells how to read weights;
             empty for GGUF.
     """
 
     paths: tuple[Path, ...]
     files: tuple[dict[str, Any], ...]
-    names: tuple[tuple[str, int], ...]
-    config: str
+    names_and_sizes: tuple[tuple[str, int], ...]
+    config_digest: str
 
     @classmethod
     def of(cls, path: Path) -> WeightsIdentity:
@@ -53,15 +53,19 @@ class WeightsIdentity:
         config = b"" if gguf else read_small_file(path / "config.json")
         return cls(
             paths,
-            tuple(_describe(each, status) for each, status in statuses),
+            tuple(_describe_file(each, status) for each, status in statuses),
             tuple((each.name, status.st_size) for each, status in statuses),
             hashlib.blake2b(config, digest_size=16).hexdigest() if config else "",
         )
 
 
-def _describe(path: Path, status: os.stat_result) -> dict[str, Any]:
+def _describe_file(path: Path, status: os.stat_result) -> dict[str, Any]:
     target = path.resolve()
-    if path.is_symlink() and target.parent.name == "blobs" and _HUB_HASH.fullmatch(target.name):
+    if (
+        path.is_symlink()
+        and target.parent.name == "blobs"
+        and _HUB_HASH_PATTERN.fullmatch(target.name)
+    ):
         return {"name": path.name, "size": status.st_size, "hash": target.name}
     return {
         "path": str(target),

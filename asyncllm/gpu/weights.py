@@ -14,10 +14,14 @@ from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.checkpoint.progress import Progress
-from asyncllm.checkpoint.reader import BlockTensor, CheckpointReader, QuantisedTensor
-from asyncllm.checkpoint.text_part import TextPart
+from asyncllm.checkpoint.reader import CheckpointReader, GGUFQuantisedTensor, QuantisedTensor
+from asyncllm.checkpoint.text_part import TextModelReader
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.open_checkpoint import PackedSizes, log_sizes, open_checkpoint
+from asyncllm.gpu.formats.open_checkpoint import (
+    PackedWeightStats,
+    log_weight_sizes,
+    open_checkpoint,
+)
 from asyncllm.gpu.formats.reader import row_ranges
 from asyncllm.gpu.models.architectures import is_unused_tensor, parameters, sum_parameters
 from asyncllm.gpu.models.parameter import Parameter
@@ -73,14 +77,16 @@ def load_weights(
         ModelLoadError: naming the file, the tensor, and the expected and the found shape.
     """
     reader = open_reader(model.path, dtype)
-    with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
+    with closing(
+        TextModelReader(reader, model.architecture) if model.is_text_part else reader
+    ) as reader:
         wanted = [parameter.choose_layout(reader.tensors) for parameter in parameters(model)]
         _check_tensors(reader, model, wanted)
         if staging is None and device.type == "cuda":
             staging = PinnedUploader(device)
         tensors = reader.tensors
         done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
-        packed = PackedSizes()
+        packed = PackedWeightStats()
         short_lived = _TransientWeights(wanted, dtype, reader) if transient else None
         for parameter in wanted:
             bundle = _quantised_weight(reader, parameter, accepts_weights)
@@ -105,7 +111,7 @@ def load_weights(
             yield parameter.name, target
         if staging is not None:
             staging.finish()
-        log_sizes(model.path, reader, dtype, packed)
+        log_weight_sizes(model.path, reader, dtype, packed)
 
 
 class _TransientWeights:
@@ -166,7 +172,7 @@ def _quantised_weight(
 
 
 def packed_weights(
-    parts: Sequence[QuantisedTensor | BlockTensor | None],
+    parts: Sequence[QuantisedTensor | GGUFQuantisedTensor | None],
     accepts_weights: Callable[[WeightSpec], bool],
 ) -> LinearWeights | None:
     """Stacks quantised parts along the outputs, with their integers and scales unchanged.
@@ -178,7 +184,7 @@ def packed_weights(
     stacks: list[LinearWeights] = []
     for _, group in groupby(parts, _stacking_key):
         found = [part for part in group if part is not None]
-        blocks = [part for part in found if isinstance(part, BlockTensor)]
+        blocks = [part for part in found if isinstance(part, GGUFQuantisedTensor)]
         codes = [part for part in found if isinstance(part, QuantisedTensor)]
         stack = (
             _stack_blocks(blocks, accepts_weights)
@@ -191,7 +197,7 @@ def packed_weights(
     return join_weights(stacks)
 
 
-def _stacking_key(part: QuantisedTensor | BlockTensor | None) -> object:
+def _stacking_key(part: QuantisedTensor | GGUFQuantisedTensor | None) -> object:
     """Grouping key, equal for parts that can be stacked in one tensor."""
     if isinstance(part, QuantisedTensor):
         return part.bits, min(part.block[1], part.shape[-1])
@@ -199,7 +205,7 @@ def _stacking_key(part: QuantisedTensor | BlockTensor | None) -> object:
 
 
 def _stack_blocks(
-    parts: Sequence[BlockTensor], accepts_weights: Callable[[WeightSpec], bool]
+    parts: Sequence[GGUFQuantisedTensor], accepts_weights: Callable[[WeightSpec], bool]
 ) -> LinearWeights | None:
     scheme: Any = parts[0].scheme
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from asyncllm.checkpoint.config_file import ConfigFile
 from asyncllm.checkpoint.gguf_file import GGUFFile
-from asyncllm.checkpoint.gguf_vocabulary import END_TOKENS, NO_TOKEN, read_tokens
+from asyncllm.checkpoint.gguf_vocabulary import ABSENT_TOKEN_ID, END_TOKENS, read_tokens
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from asyncllm.validation import explain
@@ -247,7 +247,7 @@ def _named_tokens(
     special_tokens: dict[str, str] = {}
     for name, label in _NAMED_TOKENS.items():
         key = f"tokenizer.ggml.{name}_token_id"
-        if metadata.values.get(key, NO_TOKEN) != NO_TOKEN:
+        if metadata.values.get(key, ABSENT_TOKEN_ID) != ABSENT_TOKEN_ID:
             special_tokens[label] = tokens[metadata.integer(key, low=0, high=len(tokens) - 1)]
         elif default_ids.get(name, len(tokens)) < len(tokens):
             special_tokens[label] = tokens[default_ids[name]]

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.checkpoint.families import SANDWICH_NORMS
-from asyncllm.checkpoint.layer_config import LayerConfig, LayerInputConfig
+from asyncllm.checkpoint.families import SANDWICH_NORM_TENSOR_NAMES
+from asyncllm.checkpoint.layer_config import LayerConfig, PerLayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig, RopeConfig
 from asyncllm.core.kv_cache_spec import KVCacheSpec
@@ -59,8 +59,8 @@ def wide_fields(num_kv_heads: int) -> dict[str, Any]:
         "layers": (sliding, full, *shared),
         "sliding_layers": (True, False) * 2,
         "layer_ropes": (RopeConfig(), RopeConfig(1e6, "proportional", rotated_fraction=0.25)) * 2,
-        "layer_input": LayerInputConfig(8, 300),
-        "names": SANDWICH_NORMS,
+        "layer_input": PerLayerInputConfig(8, 300),
+        "names": SANDWICH_NORM_TENSOR_NAMES,
         "activation": "gelu_tanh",
         "value_norm": True,
         "float32_norm_weights": True,

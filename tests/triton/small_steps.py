@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": False,
         "attention_bias": True,
         "output_bias": True,
-        "experts": replace(MOE, activation=ActivationConfig(7.0, 1.7), bias=True),
+        "experts": replace(MOE, activation=ActivationConfig(7.0, 1.7), has_bias=True),
     },
     "experts": {"experts": replace(MOE, shared_expert_size=32, has_shared_expert_gate=True)},
     # Three KV groups, heads of 512 in one, and what Gemma has beside.

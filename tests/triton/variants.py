@@ -173,7 +173,7 @@ def of_gated_delta(dtype: torch.dtype, rows: TritonStateRows = MIXED) -> Run:
     shape = LinearAttentionConfig((True,), 16, 32, 128, 128, 4)
     op = gated_delta.TritonGatedDelta(shape, DecayParameters(floats(32), floats(32)))
     tokens = rows.positions.shape[0]
-    given = empty(tokens, shape.conv_size, dtype=dtype), empty(tokens, 64, dtype=dtype)
+    given = empty(tokens, shape.conv_channels, dtype=dtype), empty(tokens, 64, dtype=dtype)
     return lambda _: op(*given, floats(257, 32, 128, 128), rows)
 
 

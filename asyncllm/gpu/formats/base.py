@@ -41,14 +41,14 @@ class WeightFormat(Protocol):
 
     Attributes:
         label: phrase for the log: the method's name, bits and group sizes.
-        ignored: phrase for the log: settings for activations or the KV cache, which the engine
-            ignores because both stay in the model's dtype; "" if there are none.
+        ignored_quantisation: phrase for the log: quantisation of activations or the KV cache, which
+            is not applied because both stay in the model's dtype; "" if there is none.
         ignored_tensor_suffixes: ends of names of tensors that concern only activations or the KV
             cache.
     """
 
     label: str
-    ignored: str = ""
+    ignored_quantisation: str = ""
     ignored_tensor_suffixes: tuple[str, ...] = ()
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
@@ -140,10 +140,10 @@ class TensorParts:
         )
 
 
-def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -> None:
-    """Check the names of the fields, and the types of the fields ``module_lists``.
+def check_fields(config: ConfigFile, known_fields: Iterable[str], *module_list_fields: str) -> None:
+    """Check the names of the fields, and the types of the fields ``module_list_fields``.
 
-    The contents of ``module_lists`` are not used: the tensors themselves show which modules are
+    The lists of modules are not used: the tensors themselves show which modules are
     quantised.
 
     Raises:
@@ -151,18 +151,17 @@ def check_fields(config: ConfigFile, known: Iterable[str], *module_lists: str) -
             modules is no list of strings.
     """
     for name in config.values:
-        if name in config and name not in known:
+        if name in config and name not in known_fields:
             raise config.invalid_field(
                 name, "no such field, which may change what the weights mean"
             )
-    for name in module_lists:
+    for name in module_list_fields:
         if name in config:
             config.entries(name, "a list of module names", lambda entry: isinstance(entry, str))
 
 
-def group_size(config: ConfigFile) -> int | None:
-    """Read ``group_size``, the number of inputs that share a scale; None (-1 in the file) means a
-    whole row.
+def read_group_size(config: ConfigFile) -> int | None:
+    """Read the number of inputs that share a scale; None, -1 in the file, means a whole row.
 
     Raises:
         ModelLoadError: the value is neither a positive integer nor -1.
@@ -172,7 +171,7 @@ def group_size(config: ConfigFile) -> int | None:
     return config.integer("group_size")
 
 
-def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
+def read_block_size(config: ConfigFile, name: str) -> tuple[int, int]:
     """Read the field ``name``: size of a quantisation block, as rows and columns.
 
     Raises:
@@ -185,7 +184,7 @@ def block_size(config: ConfigFile, name: str) -> tuple[int, int]:
     return rows, columns
 
 
-def check_groups(name: str, groups: Tensor, count: int) -> None:
+def check_group_indices(name: str, groups: Tensor, count: int) -> None:
     """Check the group index of each input, stored in tensor ``name``.
 
     Raises:
@@ -199,7 +198,7 @@ def check_groups(name: str, groups: Tensor, count: int) -> None:
         )
 
 
-def unpack(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> Tensor:
+def unpack_integers(words: Tensor, bits: int, dim: int, order: Tensor | None = None) -> Tensor:
     """Unpack unsigned integers of ``bits`` from int32 words, lowest bits first.
 
     Args:

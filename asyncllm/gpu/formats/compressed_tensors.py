@@ -19,12 +19,12 @@ from asyncllm.gpu.formats.base import (
     RowReader,
     TensorParts,
     WeightFormat,
-    block_size,
     check_fields,
-    check_groups,
+    check_group_indices,
     dequantise_rows,
-    group_size,
-    unpack,
+    read_block_size,
+    read_group_size,
+    unpack_integers,
 )
 
 _KNOWN_FIELDS = (
@@ -37,12 +37,12 @@ _KNOWN_WEIGHTS_FIELDS = (
     "zp_dtype observer observer_kwargs"
 ).split()
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+FORMAT_NAMES = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
-    """Entry of ``config_groups``: modules and the storage of their weights.
+class WeightScheme:
+    """Entry of ``config_groups``: modules and how their weights are stored.
 
     Attributes:
         targets: module names, "re:" with a regular expression, or classes of modules.
@@ -54,7 +54,7 @@ class Scheme:
     targets: tuple[str, ...]
     bits: int
     is_float: bool
-    symmetric: bool
+    is_symmetric: bool
     block: tuple[int, int] | None
 
 
@@ -79,7 +79,7 @@ class CompressedTensors(WeightFormat):
     def __init__(self, config: ConfigFile) -> None:
         check_fields(config, _KNOWN_FIELDS, "ignore")
         config.choice("quantization_status", ("compressed",), "compressed")
-        formats = (*FORMATS, "mixed-precision")
+        formats = (*FORMAT_NAMES, "mixed-precision")
         default = config.choice("format", formats, "pack-quantized")
         for name in ("transform_config", "moe_sparsity_config"):
             if config.values.get(name):
@@ -95,7 +95,7 @@ class CompressedTensors(WeightFormat):
         self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
         ignored = {_describe_activations(section) for section in sections} - {""}
         ignored |= {"KV cache scales"} if config.values.get("kv_cache_scheme") else set()
-        self.ignored = ", ".join(sorted(ignored))
+        self.ignored_quantisation = ", ".join(sorted(ignored))
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for parts in TensorParts.find_all_with(reader, "weight_packed"):
@@ -116,7 +116,7 @@ class CompressedTensors(WeightFormat):
                 f"'weight_packed' is of shape {(rows, words)}, expected words of 32 bits with "
                 f"{scheme.bits}-bit integers"
             )
-        return self._make_packed(parts, scheme, (rows, columns))
+        return self._make_packed_tensor(parts, scheme, (rows, columns))
 
     def _make_unpacked_layout(self, parts: TensorParts) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight")
@@ -124,10 +124,10 @@ class CompressedTensors(WeightFormat):
         rows, columns = parts.require("weight", [dtype], dims=2).shape
         if scheme.bits != 8:
             raise parts.part_error("weight", f"'weight_packed' of {scheme.bits} bits")
-        return self._make_packed(parts, scheme, (rows, columns))
+        return self._make_packed_tensor(parts, scheme, (rows, columns))
 
-    def _make_packed(
-        self, parts: TensorParts, scheme: Scheme, shape: tuple[int, int]
+    def _make_packed_tensor(
+        self, parts: TensorParts, scheme: WeightScheme, shape: tuple[int, int]
     ) -> PackedTensor:
         """Check the parts that packed and unpacked layouts share and make the PackedTensor."""
         (rows, columns), block = shape, scheme.block
@@ -137,7 +137,7 @@ class CompressedTensors(WeightFormat):
         scale = parts.require("weight_scale", SCALE_DTYPES)
         if scale.shape != grid and not (block is None and scale.shape in ((), (1, 1))):
             raise parts.part_error("weight_scale", f"shape {grid}")
-        if not scheme.symmetric:
+        if not scheme.is_symmetric:
             if "weight_packed" in parts.names and block is not None:
                 words = -(-grid[0] * scheme.bits // 32)
                 parts.require("weight_zero_point", ["I32"], (words, *grid[1:]))
@@ -165,18 +165,18 @@ class CompressedTensors(WeightFormat):
         zeros = _zero_points(scheme, parts, scale)
         groups = _column_groups(tensor, parts, scale.shape[1])
 
-        def rows(start: int, stop: int) -> Tensor:
+        def read_rows(start: int, stop: int) -> Tensor:
             if "weight" in parts:
                 return parts["weight"][start:stop]
-            return unpack(parts["weight_packed"][start:stop], scheme.bits, 1)[:, :columns]
+            return unpack_integers(parts["weight_packed"][start:stop], scheme.bits, 1)[:, :columns]
 
         signed = "weight" in parts
         codes = QuantisedTensor(
-            scheme.bits, tensor.shape, rows, scale, block, zeros, groups, signed
+            scheme.bits, tensor.shape, read_rows, scale, block, zeros, groups, signed
         )
         return partial(dequantise_rows, codes) if scheme.is_float else codes
 
-    def _scheme_of(self, parts: TensorParts, suffix: str) -> Scheme:
+    def _scheme_of(self, parts: TensorParts, suffix: str) -> WeightScheme:
         name = parts.stem + suffix
         scheme = self._match_scheme(parts.stem.removesuffix("."))
         if scheme is None:
@@ -187,9 +187,8 @@ class CompressedTensors(WeightFormat):
             )
         return scheme
 
-    def _match_scheme(self, module: str) -> Scheme | None:
-        """Find the first scheme that names the module, else the first that targets linear
-        layers."""
+    def _match_scheme(self, module: str) -> WeightScheme | None:
+        """Find the first scheme that names the module, else the first for all linear layers."""
         for scheme in self.schemes:
             for target in scheme.targets:
                 if target == module or (
@@ -199,35 +198,35 @@ class CompressedTensors(WeightFormat):
         return next((s for s in self.schemes if "Linear" in s.targets), None)
 
 
-def _zero_points(scheme: Scheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
+def _zero_points(scheme: WeightScheme, parts: Mapping[str, Tensor], scale: Tensor) -> Tensor | None:
     """Zero points of the stored values, in the shape of the scales; None if there are none.
 
     Packed values are unsigned: the signed values plus ``2 ** (bits - 1)``. The same is added to
     their zero points.
     """
     packed, half = "weight_packed" in parts, 1 << (scheme.bits - 1)
-    if scheme.symmetric:
+    if scheme.is_symmetric:
         if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
             raise ModelLoadError("'weight_zero_point' is not 0 and the weights are symmetric")
         return torch.full(scale.shape, float(half)) if packed else None
     zero = parts["weight_zero_point"]
     if zero.dtype == torch.int32:
-        return unpack(zero, scheme.bits, 0)[: scale.shape[0]].float()
+        return unpack_integers(zero, scheme.bits, 0)[: scale.shape[0]].float()
     return zero.reshape(scale.shape).float() + (half if packed else 0)
 
 
 def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
-    """Index of each column's group; None if groups are in order."""
+    """Find the group of each column; None if groups are in order."""
     groups = parts.get("weight_g_idx")
     # A ``weight_g_idx`` whose elements are all -1 means that groups are in order.
     if groups is None or bool((groups == -1).all()):
         return None
-    check_groups(tensor.parts["weight_g_idx"], groups, count)
+    check_group_indices(tensor.parts["weight_g_idx"], groups, count)
     return groups.long()
 
 
-def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
-    """Read the Scheme of one of ``config_groups``; None if it is for activations only."""
+def _read_scheme(group: ConfigFile, default: str) -> WeightScheme | None:
+    """Read an entry of ``config_groups``; None if it is for activations only."""
     check_fields(group, _KNOWN_GROUP_FIELDS, "targets")
     targets = tuple(group.values.get("targets") or ())
     for target in targets:
@@ -237,13 +236,13 @@ def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
             raise group.invalid_field(
                 "targets", f"valid expressions ({target!r}: {error})"
             ) from error
-    form = group.choice("format", FORMATS, None) or default
+    form = group.choice("format", FORMAT_NAMES, None) or default
     weights = group.section("weights")
     if not weights.values:
         return None
     check_fields(weights, _KNOWN_WEIGHTS_FIELDS)
     if form == "mixed-precision":
-        raise group.invalid_field("format", " or ".join(FORMATS))
+        raise group.invalid_field("format", " or ".join(FORMAT_NAMES))
     if weights.boolean("dynamic", False):
         raise weights.invalid_field("dynamic", "false")
     kind = weights.choice("type", ("int", "float"), "int")
@@ -258,11 +257,11 @@ def _read_scheme(group: ConfigFile, default: str) -> Scheme | None:
         raise weights.invalid_field("type", f"that of format {form!r}")
     if is_float and not symmetric:
         raise weights.invalid_field("symmetric", "true for floating point numbers")
-    return Scheme(targets, bits, is_float, symmetric, _read_block(weights))
+    return WeightScheme(targets, bits, is_float, symmetric, _read_block(weights))
 
 
 def _read_block(weights: ConfigFile) -> tuple[int, int] | None:
-    group = group_size(weights) if "group_size" in weights else None
+    group = read_group_size(weights) if "group_size" in weights else None
     # If the field ``strategy`` is missing, infer it as compressed-tensors does.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
     strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), implied)
@@ -272,7 +271,7 @@ def _read_block(weights: ConfigFile) -> tuple[int, int] | None:
         return 1, 0
     if strategy == "group":
         return 1, group or weights.integer("group_size")
-    return block_size(weights, "block_structure")
+    return read_block_size(weights, "block_structure")
 
 
 def _describe_block(block: tuple[int, int] | None) -> str:

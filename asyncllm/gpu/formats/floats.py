@@ -16,21 +16,21 @@ from asyncllm.gpu.formats.base import (
     RowReader,
     TensorParts,
     WeightFormat,
-    block_size,
     check_fields,
     dequantise_rows,
+    read_block_size,
 )
 
 _SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
 """Suffixes of scale tensors. A scale multiplies the weight under either suffix, although "inv"
 suggests division."""
 
-_KNOWN_FIELDS = (
+_KNOWN_FP8_FIELDS = (
     "quant_method activation_scheme weight_block_size dequantize modules_to_not_convert "
     "modules_to_convert ignored_layers scale_fmt fmt expert_dtype kv_cache_scheme"
 ).split()
-_MODULE_LISTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers")
-_KNOWN_FBGEMM = "quant_method activation_scale_ub modules_to_not_convert".split()
+_MODULE_LIST_FIELDS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers")
+_KNOWN_FBGEMM_FIELDS = "quant_method activation_scale_ub modules_to_not_convert".split()
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
@@ -54,24 +54,26 @@ class Fp8(WeightFormat):
     def __init__(self, config: ConfigFile) -> None:
         self.block: tuple[int, int] | None = None
         if config.values["quant_method"] == "fbgemm_fp8":
-            check_fields(config, _KNOWN_FBGEMM, *_MODULE_LISTS)
+            check_fields(config, _KNOWN_FBGEMM_FIELDS, *_MODULE_LIST_FIELDS)
             scheme = "dynamic"
         else:
-            check_fields(config, _KNOWN_FIELDS, *_MODULE_LISTS)
+            check_fields(config, _KNOWN_FP8_FIELDS, *_MODULE_LIST_FIELDS)
             config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
             config.choice("scale_fmt", ("float", "ue8m0"), "float")
             config.choice("expert_dtype", ("fp8",), "fp8")
             scheme = config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
             if "weight_block_size" in config:
-                self.block = block_size(config, "weight_block_size")
+                self.block = read_block_size(config, "weight_block_size")
         size = f"blocks of {self.block[0]} x {self.block[1]}" if self.block else "channel or tensor"
         self.label = f"{config.values['quant_method']}, scales per {size}"
-        self.ignored = f"{scheme} FP8 activations"
+        self.ignored_quantisation = f"{scheme} FP8 activations"
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        yield from map(self._make_packed, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"]))
+        yield from map(
+            self._make_packed_tensor, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"])
+        )
 
-    def _make_packed(self, parts: TensorParts) -> PackedTensor:
+    def _make_packed_tensor(self, parts: TensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
         suffix = next(
             (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]
@@ -122,11 +124,11 @@ class Mxfp4(WeightFormat):
         blocks, scales = parts["_blocks"], parts["_scales"]
         table = torch.tensor(_E2M1_VALUES + tuple(-value for value in _E2M1_VALUES))
 
-        def rows(start: int, stop: int) -> Tensor:
+        def read_rows(start: int, stop: int) -> Tensor:
             bytes_ = blocks[start:stop]
             nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
             exponents = scales[start:stop].to(torch.int32) - _EXPONENT_BIAS
             values = torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1))
             return values.flatten(-2).transpose(1, 2)
 
-        return rows
+        return read_rows

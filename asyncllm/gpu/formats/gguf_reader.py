@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncllm.checkpoint.gguf_config import is_quantised
 from asyncllm.checkpoint.gguf_file import GGML_TYPES, GGUFFile, GGUFTensor
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.reader import BlockTensor, QuantisedTensor, TensorInfo
+from asyncllm.checkpoint.reader import GGUFQuantisedTensor, QuantisedTensor, TensorInfo
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.gguf_tensors import StoredTensor, model_tensors
 from asyncllm.gpu.formats.reader import DTYPE_NAMES, join_slices, row_ranges
@@ -26,7 +26,7 @@ class GGUFReader:
     """CheckpointReader of a memory-mapped GGUF file, or of a split one.
 
     Attributes:
-        label: quantisation for the log; empty for a file without quantised tensors.
+        quantisation_label: quantisation for the log; empty for a file without quantised tensors.
 
     Args:
         dtype: dtype to which quantised tensors are dequantised; plain tensors keep theirs.
@@ -36,7 +36,7 @@ class GGUFReader:
             gguf-py, which is not installed.
     """
 
-    ignored = ""
+    ignored_quantisation = ""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         file = GGUFFile(path)
@@ -46,13 +46,13 @@ class GGUFReader:
         self._stored_tensors = model_tensors(file, ModelConfig.from_gguf(file))
         for name, stored in self._stored_tensors.items():
             entry = stored.entry
-            dtype_name = entry.type_name if entry.is_plain else DTYPE_NAMES[dtype]
+            dtype_name = entry.type_name if entry.is_unquantised else DTYPE_NAMES[dtype]
             self.tensors[name] = TensorInfo(path, stored.shape, dtype_name, entry.num_bytes)
         entries = [stored.entry for stored in self._stored_tensors.values()]
         types = ", ".join(sorted({entry.type_name for entry in entries}))
-        self.label = f"gguf, {types}" if is_quantised(file) else ""
-        quantised = {entry.type for entry in entries if not entry.is_plain}
-        self._dequantise = _dequantiser(path, sorted(quantised))
+        self.quantisation_label = f"gguf, {types}" if is_quantised(file) else ""
+        quantised = {entry.type for entry in entries if not entry.is_unquantised}
+        self._dequantise = _make_dequantiser(path, sorted(quantised))
         self._file.check_unchanged()
         # Map copy-on-write, because torch does not accept a read-only array.
         self._mapped_files: dict[Path, np.memmap[Any, Any]] = {
@@ -67,44 +67,46 @@ class GGUFReader:
         stored = self._stored_tensors[name]
         entry = stored.entry
         rows = stored.shape[0] if _is_read_by_rows(entry) else 1
-        read = self._row_bytes(stored)
+        read = self._make_row_reader(stored)
         for start, stop in row_ranges((rows, *entry.shape[1:])):
             values = self._dequantise_bytes(read(start, stop), entry).view(-1, *entry.shape[1:])
             yield values if stored.transform is None else stored.transform(values)
 
-    def quantised_tensor(self, name: str) -> QuantisedTensor | BlockTensor | None:
+    def quantised_tensor(self, name: str) -> QuantisedTensor | GGUFQuantisedTensor | None:
         """Return codes and scales for Q4_0 and Q8_0, blocks for the types in ``BLOCK_SIZES``, None
         for other types."""
         stored = self._stored_tensors[name]
         label, shape = stored.entry.type_name, stored.shape
         if len(shape) != 2 or stored.transform is not None:
             return None
-        read = self._row_bytes(stored)
+        read = self._make_row_reader(stored)
         if (scheme := label.lower()) in BLOCK_SIZES:
-            return BlockTensor(scheme, shape, lambda *rows: torch.from_numpy(read(*rows)))
+            return GGUFQuantisedTensor(scheme, shape, lambda *rows: torch.from_numpy(read(*rows)))
         if label not in ("Q4_0", "Q8_0"):
             return None
         is_q4 = label == "Q4_0"
 
-        def blocks(start: int, stop: int) -> Tensor:
+        def read_blocks(start: int, stop: int) -> Tensor:
             _, _, size = GGML_TYPES[stored.entry.type]
             raw = np.ascontiguousarray(read(start, stop))
             return torch.from_numpy(raw).view(stop - start, -1, size)
 
-        def rows(start: int, stop: int) -> Tensor:
-            codes = blocks(start, stop)[:, :, 2:].contiguous()
+        def read_codes(start: int, stop: int) -> Tensor:
+            codes = read_blocks(start, stop)[:, :, 2:].contiguous()
             # In Q4_0, the first half of a block is in the low halves of its bytes.
             codes = torch.cat((codes & 15, codes >> 4), 2) if is_q4 else codes.view(torch.int8)
             return codes.flatten(1)
 
         ranges = row_ranges(shape)
-        scales = torch.cat([blocks(*r)[:, :, :2].contiguous().view(torch.float16) for r in ranges])
+        scales = torch.cat(
+            [read_blocks(*r)[:, :, :2].contiguous().view(torch.float16) for r in ranges]
+        )
         scales = scales.flatten(1)
         zeros = torch.full_like(scales, 8.0) if is_q4 else None
         bits = 4 if is_q4 else 8
-        return QuantisedTensor(bits, shape, rows, scales, (1, 32), zeros, is_signed=not is_q4)
+        return QuantisedTensor(bits, shape, read_codes, scales, (1, 32), zeros, is_signed=not is_q4)
 
-    def _row_bytes(self, stored: StoredTensor) -> Callable[[int, int], np.ndarray]:
+    def _make_row_reader(self, stored: StoredTensor) -> Callable[[int, int], np.ndarray]:
         """Make a function of ``(start, stop)`` that returns the bytes of these rows.
 
         Rows are in transformers' order.
@@ -119,7 +121,7 @@ class GGUFReader:
         return lambda start, stop: raw[order[start:stop]]
 
     def _dequantise_bytes(self, raw: np.ndarray, entry: GGUFTensor) -> Tensor:
-        if entry.is_plain:
+        if entry.is_unquantised:
             # Copy, because the file's alignment may be smaller than that of the elements.
             return torch.from_numpy(np.array(raw)).view(_TORCH_DTYPES[entry.type_name])
         size = GGML_TYPES[entry.type][2]
@@ -133,19 +135,20 @@ class GGUFReader:
 def _is_read_by_rows(entry: GGUFTensor) -> bool:
     """Whether a tensor is read row by row. A quantised vector is read at once, because a slice of
     it may end within a block."""
-    return entry.is_plain or len(entry.shape) > 1
+    return entry.is_unquantised or len(entry.shape) > 1
 
 
-def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
+def _make_dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
     """Make a function that dequantises blocks of the types ``kinds`` to float32.
 
     transformers is several times as fast as gguf-py, but supports only the usual types; gguf-py
     supports all.
     """
     try:
-        from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
+        from transformers.integrations.gguf.dequant import GGML_BLOCK
+        from transformers.integrations.gguf.dequant import dequantize as dequantize_torch
     except ImportError:  # An older version of transformers reads GGUF with gguf-py only.
-        GGML_BLOCK, dequantize = {}, None
+        GGML_BLOCK, dequantize_torch = {}, None
     missing = [GGML_TYPES[kind][0] for kind in kinds if kind not in GGML_BLOCK]
     by_package: Any = None
     types: dict[int, Any] = {}
@@ -160,9 +163,9 @@ def _dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, in
         types = {kind: GGMLQuantizationType(kind) for kind in kinds}
         by_package = quants.dequantize
 
-    def values(blocks: np.ndarray, kind: int) -> Tensor:
-        if dequantize is not None and kind in GGML_BLOCK:
-            return dequantize(torch.from_numpy(blocks), kind)
+    def dequantise(blocks: np.ndarray, kind: int) -> Tensor:
+        if dequantize_torch is not None and kind in GGML_BLOCK:
+            return dequantize_torch(torch.from_numpy(blocks), kind)
         return torch.from_numpy(by_package(blocks, types[kind]))
 
-    return values
+    return dequantise

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.gguf_config import gguf_family
-from asyncllm.checkpoint.gguf_file import PLAIN_TYPES, GGUFFile, GGUFTensor
+from asyncllm.checkpoint.gguf_file import UNQUANTISED_TYPES, GGUFFile, GGUFTensor
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 
-_LAYER_NAME = re.compile(r"blk\.(\d{1,6})\.(.+)")
-_EXPERT_INDEX = "{}"
+_LAYER_NAME_PATTERN = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_EXPERT_INDEX_PLACEHOLDER = "{}"
 """Placeholder for the expert's index in transformers' names of tensors that GGUF stacks."""
 
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -61,10 +61,10 @@ def model_tensors(file: GGUFFile, model: ModelConfig) -> dict[str, StoredTensor]
     mapper = _TensorMapper(file, model)
     tensors: dict[str, StoredTensor] = {}
     for stored_name, entry in file.tensors.items():
-        layer = _LAYER_NAME.fullmatch(stored_name)
+        layer = _LAYER_NAME_PATTERN.fullmatch(stored_name)
         if stored_name in _CONFIG_TENSORS or (layer and int(layer[1]) >= model.num_layers):
             continue
-        for name, stored in mapper.apply(stored_name, layer, entry):
+        for name, stored in mapper.map_tensor(stored_name, layer, entry):
             if name in tensors:
                 raise ModelLoadError(
                     f"{file.path}: tensor {stored_name!r} is there twice, as {name!r}"
@@ -82,10 +82,10 @@ class _TensorMapper:
         rotated = {"self_attn.q_proj": model.num_heads, "self_attn.k_proj": model.num_kv_heads}
         self.rotated_heads = rotated if self.family.permutes_heads else {}
 
-    def apply(
+    def map_tensor(
         self, stored_name: str, layer: re.Match[str] | None, entry: GGUFTensor
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield transformers' tensors within a stored tensor, each as name and storage."""
+        """Yield the name and storage of each transformers tensor that a GGUF tensor contains."""
         prefix, layer_name = (
             ("", stored_name) if layer is None else (f"model.layers.{layer[1]}.", layer[2])
         )
@@ -94,23 +94,26 @@ class _TensorMapper:
         if name is None and module in self.names and leaf in ("weight", "bias"):
             name = f"{self.names[module]}.{leaf}"
         linear = self.model.linear_attention
-        if linear is not None and layer_name == self.family.grouped_gates:
-            yield from self._gates(linear, f"{prefix}linear_attn.in_proj_", entry)
+        if linear is not None and layer_name == self.family.grouped_gates_tensor:
+            yield from self._split_gates(linear, f"{prefix}linear_attn.in_proj_", entry)
         elif name is None:
             yield stored_name, StoredTensor(entry)
-        elif _EXPERT_INDEX in name:
-            for index, expert in enumerate(self._experts(stored_name, entry)):
-                yield prefix + name.replace(_EXPERT_INDEX, str(index)), StoredTensor(expert)
+        elif _EXPERT_INDEX_PLACEHOLDER in name:
+            for index, expert in enumerate(self._split_experts(stored_name, entry)):
+                yield (
+                    prefix + name.replace(_EXPERT_INDEX_PLACEHOLDER, str(index)),
+                    StoredTensor(expert),
+                )
         else:
-            stored = self._stored(stored_name, name, entry)
-            if len(entry.shape) == 1 and stored.row_order is not None and not entry.is_plain:
+            stored = self._stored_tensor(stored_name, name, entry)
+            if len(entry.shape) == 1 and stored.row_order is not None and not entry.is_unquantised:
                 raise ModelLoadError(
                     f"{self.path}: tensor {stored_name!r} is quantised, expected a vector of type "
-                    + ", ".join(PLAIN_TYPES)
+                    + ", ".join(UNQUANTISED_TYPES)
                 )
             yield prefix + name, stored
 
-    def _experts(self, stored_name: str, entry: GGUFTensor) -> Iterator[GGUFTensor]:
+    def _split_experts(self, stored_name: str, entry: GGUFTensor) -> Iterator[GGUFTensor]:
         experts = self.model.experts
         assert experts is not None
         count = experts.routing.num_experts
@@ -124,26 +127,25 @@ class _TensorMapper:
             place = entry.start_offset + index * size
             yield replace(entry, shape=entry.shape[1:], start_offset=place, num_bytes=size)
 
-    def _gates(
+    def _split_gates(
         self, linear: LinearAttentionConfig, prefix: str, entry: GGUFTensor
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """Split the tensor of both gates, whose rows are grouped by key head, into the tensors of
-        beta and decay."""
+        """Split the tensor of both gates, grouped by key head, into those of beta and decay."""
         heads = linear.num_key_heads
         group = linear.num_value_heads // heads
         order = self._swapped_order(f"{prefix}ba", entry.shape[0], heads, 2, group)
         for name, part in zip("ba", np.split(order, 2), strict=True):
             yield f"{prefix}{name}.weight", StoredTensor(entry, part)
 
-    def _stored(self, stored_name: str, name: str, entry: GGUFTensor) -> StoredTensor:
-        """Storage of a tensor, whose ``name`` lacks the prefix of its layer."""
+    def _stored_tensor(self, stored_name: str, name: str, entry: GGUFTensor) -> StoredTensor:
+        """Describe how a tensor is stored; ``name`` lacks the prefix of the layer."""
         module = name.rpartition(".")[0]
         if module in self.rotated_heads:
             return StoredTensor(
                 entry, self._rope_row_order(name, entry, self.rotated_heads[module])
             )
         if self.model.linear_attention is not None and name.startswith("linear_attn."):
-            return self._linear_attention(self.model.linear_attention, name, entry)
+            return self._stored_linear_attention_tensor(self.model.linear_attention, name, entry)
         if (offset := self.model.norm_offset) and name.endswith("norm.weight"):
             # The converter has added the offset to the weights.
             return StoredTensor(entry, transform=lambda weights: weights.float() - offset)
@@ -166,19 +168,19 @@ class _TensorMapper:
             )
         return self._swapped_order(name, rows, heads, rows // heads // 2, 2, inner=True)
 
-    def _linear_attention(
+    def _stored_linear_attention_tensor(
         self, linear: LinearAttentionConfig, name: str, entry: GGUFTensor
     ) -> StoredTensor:
-        """Storage of a tensor of a gated delta rule."""
+        """Describe how a tensor of a gated delta rule is stored."""
         leaf = name.removeprefix("linear_attn.").removesuffix(".weight")
         change = self._log_of_negative if leaf == "A_log" else None
         if leaf == "conv1d" and len(entry.shape) == 2:
             entry = replace(entry, shape=(entry.shape[0], 1, entry.shape[1]))
         heads, value_heads = linear.num_key_heads, linear.num_value_heads
-        if self.family.grouped_gates or leaf == "norm" or heads == value_heads:
+        if self.family.grouped_gates_tensor or leaf == "norm" or heads == value_heads:
             return StoredTensor(entry, transform=change)
         first = 2 * linear.key_size if leaf in ("in_proj_qkv", "conv1d") else 0
-        width = 1 if leaf in _PER_HEAD else linear.value_dim
+        width = 1 if leaf in _PER_HEAD_TENSORS else linear.value_dim
         if leaf != "out_proj":
             order = self._swapped_order(
                 name, entry.shape[0], value_heads // heads, heads, width, first=first
@@ -220,7 +222,7 @@ class _TensorMapper:
         return torch.log(-rates.float())
 
 
-_PER_HEAD = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
+_PER_HEAD_TENSORS = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
 """Tensors of a gated delta rule with one row per value head."""
 
 
@@ -254,11 +256,11 @@ def _module_names(model: ModelConfig) -> dict[str, str]:
         stored = experts.names
         modules |= {
             "ffn_gate_inp": stored.router,
-            "exp_probs_b.bias": stored.correction,
+            "exp_probs_b.bias": stored.correction_bias,
             "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         }
-        for kind, part in zip(("gate", "up", "down"), stored.parts, strict=True):
-            modules[f"ffn_{kind}_exps"] = f"{stored.experts}.{_EXPERT_INDEX}.{part}"
+        for kind, part in zip(("gate", "up", "down"), stored.projections, strict=True):
+            modules[f"ffn_{kind}_exps"] = f"{stored.experts}.{_EXPERT_INDEX_PLACEHOLDER}.{part}"
             modules[f"ffn_{kind}_shexp"] = f"{stored.shared_expert}.{kind}_proj"
     if model.linear_attention is not None:
         modules |= {

@@ -22,7 +22,7 @@ from asyncllm.gpu.formats.reader import DequantisingReader
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.logger import get_logger
 
-FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
+WEIGHT_FORMATS: dict[str, Callable[[ConfigFile], WeightFormat]] = {
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": Fp8,
@@ -36,8 +36,8 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class PackedSizes:
-    """Sizes of the weights that stay quantised, for the log.
+class PackedWeightStats:
+    """Forms and sizes of the weights that stay quantised, for the log.
 
     Attributes:
         form_phrases: phrases that describe the weights' quantisation.
@@ -79,7 +79,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
     section = ConfigFile.read_if_present(path / "config.json").section("quantization_config")
     if not section.values:
         return SafetensorsReader(path)
-    fmt = FORMATS[section.choice("quant_method", tuple(FORMATS))](section)
+    fmt = WEIGHT_FORMATS[section.choice("quant_method", tuple(WEIGHT_FORMATS))](section)
     source = SafetensorsReader(path)
     try:
         return DequantisingReader(source, fmt, dtype)
@@ -88,15 +88,18 @@ def open_checkpoint(path: Path, dtype: torch.dtype) -> CheckpointReader:
         raise
 
 
-def log_sizes(
-    path: Path, reader: CheckpointReader, dtype: torch.dtype, packed: PackedSizes | None = None
+def log_weight_sizes(
+    path: Path,
+    reader: CheckpointReader,
+    dtype: torch.dtype,
+    packed: PackedWeightStats | None = None,
 ) -> None:
     """Log the form in which a quantised checkpoint's weights stay in memory, and their size.
 
     Args:
-        packed: sizes of the weights that stay quantised.
+        packed: statistics of the weights that stay quantised.
     """
-    if not reader.label:
+    if not reader.quantisation_label:
         return
     infos = reader.tensors.values()
     num_bytes = sum(math.prod(info.shape) for info in infos) * dtype.itemsize
@@ -108,11 +111,11 @@ def log_sizes(
     logger.info(
         "%s: " + form + " dequantised to %s as they are read: %.1f MiB read, %.1f MiB held%s",
         path,
-        reader.label,
+        reader.quantisation_label,
         name,
         sum(info.num_bytes for info in infos) / 2**20,
         num_bytes / 2**20,
-        f"; {reader.ignored} are not used, activations and KV cache stay in {name}"
-        if reader.ignored
+        f"; {reader.ignored_quantisation} are not used, activations and KV cache stay in {name}"
+        if reader.ignored_quantisation
         else "",
     )

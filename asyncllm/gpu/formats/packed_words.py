@@ -15,9 +15,9 @@ from asyncllm.gpu.formats.base import (
     TensorParts,
     WeightFormat,
     check_fields,
-    check_groups,
-    group_size,
-    unpack,
+    check_group_indices,
+    read_group_size,
+    unpack_integers,
 )
 
 _NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -48,17 +48,17 @@ class _PackedWords(WeightFormat):
     ``(value - zero) * scale``.
 
     Attributes:
-        group: inputs that share a scale; None is a whole row.
+        group_size: inputs that share a scale; None is a whole row.
         along_outputs: whether a word of ``qweight`` packs adjacent outputs instead of inputs.
-        order: index of each value in its word; None is ascending.
+        value_order: index of each value in its word; None is ascending.
         zero_offset: number added to the words of ``qzeros``.
         desc_act: whether the checkpoint must have ``g_idx [in]``, the group of each input.
     """
 
     bits: int
-    group: int | None
+    group_size: int | None
     along_outputs = False
-    order: Tensor | None = None
+    value_order: Tensor | None = None
     zero_offset: Tensor | int = 0
     desc_act = False
 
@@ -70,7 +70,7 @@ class _PackedWords(WeightFormat):
                 outputs *= per_word
             else:
                 inputs *= per_word
-            group = self.group or inputs
+            group = self.group_size or inputs
             if self.along_outputs and inputs % group:
                 raise parts.part_error("qweight", f"a multiple of group_size={group} rows")
             if outputs % per_word:
@@ -86,20 +86,22 @@ class _PackedWords(WeightFormat):
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> QuantisedTensor:
         qweight, scales, inputs = parts["qweight"], parts["scales"], tensor.shape[1]
-        zeros = unpack(parts["qzeros"] + self.zero_offset, self.bits, 1, self.order).T
-        group, order, step = self.group or inputs, None, tensor.row_multiple
+        zeros = unpack_integers(
+            parts["qzeros"] + self.zero_offset, self.bits, 1, self.value_order
+        ).T
+        group, order, step = self.group_size or inputs, None, tensor.row_multiple
         if "g_idx" in parts:
-            check_groups(tensor.parts["g_idx"], parts["g_idx"], len(scales))
+            check_group_indices(tensor.parts["g_idx"], parts["g_idx"], len(scales))
             order = parts["g_idx"].long()
             if torch.equal(order, torch.arange(inputs) // group):
                 order = None
 
-        def rows(start: int, stop: int) -> Tensor:
+        def read_rows(start: int, stop: int) -> Tensor:
             words = qweight[:, start // step : stop // step]
-            return unpack(words, self.bits, int(self.along_outputs), self.order).T
+            return unpack_integers(words, self.bits, int(self.along_outputs), self.value_order).T
 
         fields = {"zeros": zeros, "column_groups": order, "row_multiple": step}
-        return QuantisedTensor(self.bits, tensor.shape, rows, scales.T, (1, group), **fields)
+        return QuantisedTensor(self.bits, tensor.shape, read_rows, scales.T, (1, group), **fields)
 
 
 class Awq(_PackedWords):
@@ -124,8 +126,8 @@ class Awq(_PackedWords):
             raise config.invalid_field("backend", "one that packs as AutoAWQ's version 'gemm' does")
         if not config.boolean("zero_point", True):
             raise config.invalid_field("zero_point", "true")
-        self.group, self.order = group_size(config), torch.tensor(_NIBBLE_ORDER)
-        self.label = f"awq, 4 bits, groups of {self.group or 'a row'}"
+        self.group_size, self.value_order = read_group_size(config), torch.tensor(_NIBBLE_ORDER)
+        self.label = f"awq, 4 bits, groups of {self.group_size or 'a row'}"
 
 
 class Gptq(_PackedWords):
@@ -143,7 +145,7 @@ class Gptq(_PackedWords):
         self.bits = config.integer("bits")
         if self.bits not in (2, 4, 8):
             raise config.invalid_field("bits", "2, 4 or 8")
-        self.group = group_size(config)
+        self.group_size = read_group_size(config)
         self.desc_act = config.boolean("desc_act", False)
         if config.boolean("is_marlin_format", False):
             raise config.invalid_field("is_marlin_format", "false")
@@ -160,4 +162,4 @@ class Gptq(_PackedWords):
             if config.values.get(name):
                 raise config.invalid_field(name, "null")
         order = ", act-order" if self.desc_act else ""
-        self.label = f"{version}, {self.bits} bits, groups of {self.group or 'a row'}{order}"
+        self.label = f"{version}, {self.bits} bits, groups of {self.group_size or 'a row'}{order}"

@@ -32,7 +32,8 @@ class DequantisingReader:
 
     def __init__(self, source: CheckpointReader, fmt: WeightFormat, dtype: torch.dtype) -> None:
         self.source, self.format, self.dtype = source, fmt, dtype
-        self.label, self.ignored = fmt.label, fmt.ignored
+        self.quantisation_label = fmt.label
+        self.ignored_quantisation = fmt.ignored_quantisation
         self._packed_tensors = {tensor.name: tensor for tensor in fmt.find_tensors(source)}
         parts = {part for tensor in self._packed_tensors.values() for part in tensor.parts.values()}
         self.tensors: dict[str, TensorInfo] = {

@@ -73,15 +73,15 @@ def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
     hidden, count, inner = scope.model.hidden_size, routing.num_experts, config.intermediate_size
     rows = scope.linear_weights(
         _router_parameter(scope, config, "weight", hidden),
-        _router_parameter(scope, config, "bias") if routing.bias else None,
+        _router_parameter(scope, config, "bias") if routing.has_bias else None,
     )
     correction = scale = None
-    if routing.correction:
+    if routing.has_correction_bias:
         layout = None if routing.correction_rows is None else StackLayout(routing.correction_rows)
-        correction = scope.vector("correction", count, names.correction, layout=layout)
-    if routing.expert_scale:
+        correction = scope.vector("correction", count, names.correction_bias, layout=layout)
+    if routing.has_expert_scale:
         scale = scope.vector("expert_scale", count, "router.per_expert_scale")
-    gate, up, down = names.parts
+    gate, up, down = names.projections
     mlp = ExpertsMLP(
         ops.routing(routing, RouterWeights(rows, correction, scale)),
         ops.experts(
@@ -126,7 +126,10 @@ def _router_parameter(
 ) -> Parameter:
     """The router's weight or bias, never quantised: rounding would change the routing."""
     names, routing = config.names, config.routing
-    fields: dict[str, Any] = {"suffix": f".{kind}", "dtype": "float32" if routing.float32 else None}
+    fields: dict[str, Any] = {
+        "suffix": f".{kind}",
+        "dtype": "float32" if routing.is_float32 else None,
+    }
     own, fused = (
         scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
         for name in (names.router, "mlp.gate")
@@ -143,10 +146,10 @@ def _expert_weights(
 ) -> LinearWeights:
     """Weights of one linear layer of all experts, stored separately or in a fused tensor."""
     names, count, parameters = config.names, config.routing.num_experts, []
-    layout = StackLayout(count, names.transposed, names.transposed and name == "gate_up")
+    layout = StackLayout(count, names.is_transposed, names.is_transposed and name == "gate_up")
     modules = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
     weight = scope.parameter(f"experts.{name}", modules, width, linear=True)
-    bias = scope.parameter(f"experts.{name}", modules, suffix=".bias") if config.bias else None
+    bias = scope.parameter(f"experts.{name}", modules, suffix=".bias") if config.has_bias else None
     for own, suffix in ((weight, ""), (bias, "_bias")):
         if own is not None:
             stored = f"{scope.stored_prefix}{names.fused_experts}.{name}_proj{suffix}"

@@ -25,7 +25,7 @@ class GatedDeltaMixer:
     norm gated by z.
 
     Attributes:
-        qkvz: projection to q, k and v, ``conv_size`` columns together, then z.
+        qkvz: projection to q, k and v, ``conv_channels`` columns together, then z.
         gates: projection to the logits of beta, one per value head, then those of the decay.
         first_state_index: index in ``StepContext.states`` of the convolution's state; the delta
             rule's state is at the next index.
@@ -37,14 +37,14 @@ class GatedDeltaMixer:
     delta: GatedDelta
     norm: GatedNorm
     out: Linear
-    conv_size: int
+    conv_channels: int
     first_state_index: int
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         qkvz, rows = self.qkvz(x), step.output_tokens
-        z = qkvz[:, self.conv_size :]
+        z = qkvz[:, self.conv_channels :]
         mixed = step.run_mixer_core(
-            self.run_recurrence, z.shape[1], qkvz[:, : self.conv_size], self.gates(x)
+            self.run_recurrence, z.shape[1], qkvz[:, : self.conv_channels], self.gates(x)
         )
         if rows is not None:
             if not len(rows):
@@ -62,7 +62,7 @@ def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
     """Recurrent states of a layer: the convolution's, then the delta rule's."""
     matrix = (config.num_value_heads, config.key_dim, config.value_dim)
     return [
-        StateSpec((config.conv_width - 1, config.conv_size)),
+        StateSpec((config.conv_width - 1, config.conv_channels)),
         StateSpec(matrix, torch.float32),
     ]
 
@@ -72,7 +72,7 @@ def build_linear_attention(
 ) -> GatedDeltaMixer:
     """Build a layer's mixer, whose recurrent states begin at index ``first_state_index``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
-    heads, values, channels = config.num_value_heads, config.value_size, config.conv_size
+    heads, values, channels = config.num_value_heads, config.value_size, config.conv_channels
     if config.grouped_by_key_head:
         qkvz, gates = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * heads}
     else:
@@ -93,7 +93,7 @@ def build_linear_attention(
         ),
         norm=ops.gated_norm(scope.tensor("gated_norm", "norm", config.value_dim), eps),
         out=scope.linear("out", (("out_proj", hidden),), values),
-        conv_size=channels,
+        conv_channels=channels,
         first_state_index=first_state_index,
     )
 

@@ -44,7 +44,7 @@ class GatedDelta(Protocol):
         """Returns ``[T, num_value_heads * value_dim]``.
 
         Args:
-            qkv: ``[T, conv_size]``, all heads of q, of k, then of v.
+            qkv: ``[T, conv_channels]``, all heads of q, of k, then of v.
             gates: ``[T, 2 * num_value_heads]``: b, then a.
             state: S, ``[num_slots, num_value_heads, key_dim, value_dim]`` float32, updated in
                 place. A row at position 0 starts from zeros.

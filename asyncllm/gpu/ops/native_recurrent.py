@@ -79,7 +79,7 @@ class NativeGatedDelta:
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: NativeStateRows) -> Tensor:
         shape, op = self.shape, self._op
         qkv, gates = contiguous_rows(qkv, qkv.dtype), contiguous_rows(gates, qkv.dtype)
-        op.check_shape("qkv", qkv, (len(qkv), shape.conv_size))
+        op.check_shape("qkv", qkv, (len(qkv), shape.conv_channels))
         op.check_shape("gates", gates, (len(qkv), 2 * shape.num_value_heads))
         matrix = (shape.num_value_heads, shape.key_dim, shape.value_dim)
         _check_state(op, state, matrix, torch.float32)

@@ -98,10 +98,12 @@ class PackedStore:
             "dtype": str(dtype),
             "quantization": config.quantization,
             "model": _digest(repr(_weights_config(model))),
-            "config": self._identity.config,
+            "config": self._identity.config_digest,
         }
         self._cache_key = form | {"files": [*self._identity.files]}
-        self._next_to_model_key = form | {"files": [[*each] for each in self._identity.names]}
+        self._next_to_model_key = form | {
+            "files": [[*each] for each in self._identity.names_and_sizes]
+        }
         is_file = model.path.is_file()
         self._model_folder = PackedFolder(
             model.path.parent if is_file else model.path,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_rope import write_kv
-from asyncllm.gpu.transformers_model.probe import AttentionCall, Probe
+from asyncllm.gpu.transformers_model.probe import AttentionCall, ProbeResult
 
 if TYPE_CHECKING:
     from asyncllm.gpu.batch.state_rows import StateRows
@@ -42,15 +42,15 @@ class CurrentStep:
         self.states, self.rows = (), None
 
 
-def attention_kinds(probe: Probe, windows: Sequence[int | None]) -> list[AttentionKind]:
+def attention_kinds(probe: ProbeResult, windows: Sequence[int | None]) -> list[AttentionKind]:
     """Attention kind of each probed call; the KV group is not set yet."""
     kinds = []
     for call, window in zip(probe.attention_calls, windows, strict=True):
         assert call.scale is not None
         # The smaller of key and value is padded to the size of the larger one.
-        size = max(call.key_size, call.value_size)
+        size = max(call.key_dim, call.value_dim)
         shape = AttentionShape(
-            call.heads, call.key_heads, size, call.scale, call.softcap, call.sinks
+            call.num_heads, call.num_key_heads, size, call.scale, call.softcap, call.has_sinks
         )
         kinds.append(AttentionKind(shape, window))
     return kinds
@@ -80,8 +80,8 @@ class PagedAttention:
         self.attention: Any = attention
         self.kv_index, self.writes_kv = kv_index, call.kv_call is None
         size = kind.shape.head_dim
-        self.key_padding, self.value_padding = size - call.key_size, size - call.value_size
-        self.value_size = call.value_size
+        self.key_padding, self.value_padding = size - call.key_dim, size - call.value_dim
+        self.value_dim = call.value_dim
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
@@ -99,4 +99,4 @@ class PagedAttention:
         sinks = (options["s_aux"],) if kind.shape.sinks else ()
         out = self.attention(q, k, v, cache, step.plans[kind], *sinks)
         out = out.view(1, -1, kind.shape.num_heads, kind.shape.head_dim)
-        return out[..., : self.value_size] if self.value_padding else out
+        return out[..., : self.value_dim] if self.value_padding else out

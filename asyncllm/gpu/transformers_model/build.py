@@ -24,8 +24,12 @@ from asyncllm.gpu.transformers_model.interface import (
     experts_implementation,
     set_call_handler,
 )
-from asyncllm.gpu.transformers_model.linear import OpExperts, OpLinear, look_up_in
-from asyncllm.gpu.transformers_model.probe import Probe, linear_kinds, probe
+from asyncllm.gpu.transformers_model.linear import (
+    OpSetExperts,
+    OpSetLinear,
+    replace_embedding_table,
+)
+from asyncllm.gpu.transformers_model.probe import ProbeResult, linear_classes, probe_model
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
 from asyncllm.gpu.transformers_model.weights import TensorOwner, has_tied_head
@@ -40,7 +44,7 @@ class ModelPlan:
         states: states of all recurrent modules, in the order of their calls.
     """
 
-    probe: Probe
+    probe: ProbeResult
     kv: KVPlan
     states: list[StateSpec]
 
@@ -48,7 +52,7 @@ class ModelPlan:
     def of(cls, model: TransformersConfig) -> ModelPlan:
         """Probe a model; raise ModelLoadError if the engine would not compute it correctly."""
         check_modules(model)
-        probed = probe(model)
+        probed = probe_model(model)
         kinds = attention_kinds(probed, check_calls(model, probed))
         sources = [call.kv_call for call in probed.attention_calls]
         states = [state for call in probed.recurrent_calls for state in call.states.values()]
@@ -86,7 +90,7 @@ def build_transformers_decoder(
         place += len(call.states)
     head = modules.get_output_embeddings()
 
-    def make(weights: LinearWeights) -> Linear:
+    def make_linear(weights: LinearWeights) -> Linear:
         return ops.linear(quantisers.linear(weights) if quantisers else weights)
 
     def make_head(weights: LinearWeights) -> Linear:
@@ -95,13 +99,13 @@ def build_transformers_decoder(
     _replace_tied_head(modules, probed, ops, owner, quantisers)
     for name in probed.linears:
         linear = modules.get_submodule(name)
-        if type(linear) in linear_kinds():
-            make_linear = make_head if linear is head else make
-            _replace_module(modules, name, _convert_linear(linear, make_linear, owner))
+        if type(linear) in linear_classes():
+            make_layer = make_head if linear is head else make_linear
+            _replace_module(modules, name, _convert_linear(linear, make_layer, owner))
     if experts_implementation(owner.device) == ENGINE_NAME:
         for name in probed.experts:
             module = modules.get_submodule(name)
-            set_call_handler(module, OpExperts(module, make, owner.take_tensor))
+            set_call_handler(module, OpSetExperts(module, make_linear, owner.take_tensor))
     owner.take_all_tensors(modules)
     owner.finish()
     embedding = torch.empty(0, dtype=dtype, device=owner.device)
@@ -111,20 +115,20 @@ def build_transformers_decoder(
 
 
 def _convert_linear(
-    linear: Any, make: Callable[[LinearWeights], Linear], owner: TensorOwner
-) -> OpLinear:
+    linear: Any, make_linear: Callable[[LinearWeights], Linear], owner: TensorOwner
+) -> OpSetLinear:
     """Make the op set's linear layer from transformers' layer and drop that layer's weights."""
     bias = None if linear.bias is None else owner.take_tensor(linear.bias.detach())
     values = owner.take_tensor(linear.weight.detach())
     if type(linear) is not nn.Linear:
         values = values.t().contiguous()
     linear._parameters.clear()
-    return OpLinear(make(LinearWeights(values, bias)), *reversed(values.shape))
+    return OpSetLinear(make_linear(LinearWeights(values, bias)), *reversed(values.shape))
 
 
 def _replace_tied_head(
     modules: Any,
-    probed: Probe,
+    probed: ProbeResult,
     ops: TorchOps,
     owner: TensorOwner,
     quantisers: WeightQuantisers | None,
@@ -145,11 +149,11 @@ def _replace_tied_head(
     weights = quantisers.output_head(weights) if quantisers else weights
     if bias is None and (type(embedding) is nn.Embedding or probed.embedding_processes_rows):
         table, linear = ops.tied_embedding(weights, dtype)
-        look_up_in(embedding, table)
+        replace_embedding_table(embedding, table)
     else:
         # An embedding class that computes more than a look-up keeps its own table.
         linear = ops.linear(weights)
-    _replace_module(modules, names[head], OpLinear(linear, head.in_features, head.out_features))
+    _replace_module(modules, names[head], OpSetLinear(linear, head.in_features, head.out_features))
 
 
 def _replace_module(modules: nn.Module, name: str, module: nn.Module) -> None:

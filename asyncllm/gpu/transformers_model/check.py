@@ -1,4 +1,4 @@
-"""Reference: checks untested architectures at load against their own plain forward pass."""
+"""ReferenceLogprobs: checks untested architectures against their own plain forward pass."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ STEP_TOKEN_COUNTS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
 """Numbers of tokens of the two sequences in each step: two chunks of different sizes, then three
 decodes."""
 
-TOLERANCE = 4.0
-"""Largest accepted difference, as a multiple of the reference's noise."""
+TOLERANCE_IN_NOISE = 4.0
+"""Maximum accepted difference, as a multiple of ``ReferenceLogprobs.noise``."""
 
-MIN_NOISE_ROUNDINGS = 16
-"""Minimum noise, as a number of float32 rounding errors of the largest logit."""
+MIN_NOISE_EPSILONS = 16
+"""Minimum of ``ReferenceLogprobs.noise``, as a multiple of the largest logit's float32 epsilon."""
 
 MAX_NOISE = 1.0
-"""Noise beyond which a comparison is meaningless."""
+"""Maximum of ``ReferenceLogprobs.noise``; beyond it, wrong results would pass the check."""
 
-SEED = 0
+SEQUENCES_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """Reference log-probabilities of random tokens, as transformers computes them.
+class ReferenceLogprobs:
+    """Log-probabilities of random tokens, as transformers' unchanged modules compute them.
 
     Attributes:
         sequences: token ids ``[n]`` int64 of each sequence.
         expected: log-probabilities ``[n, vocab_size]`` float32 of each sequence, with
             transformers' eager attention.
-        noise: the largest difference from ``expected`` that one of three variations makes: half a
-            sequence, transformers' SDPA, or MIN_NOISE_ROUNDINGS rounding errors of the largest
-            logit in float32.
+        noise: tolerated change of a log-probability from rounding alone: the largest difference
+            from ``expected`` if only half a sequence is computed, or transformers' SDPA is used; at
+            least MIN_NOISE_EPSILONS float32 rounding errors of the largest logit.
     """
 
     sequences: list[Tensor]
@@ -62,10 +62,10 @@ class Reference:
     noise: float
 
     @classmethod
-    def of(
+    def compute(
         cls, modules: Any, model: TransformersConfig, dtype: torch.dtype, device: torch.device
-    ) -> Reference:
-        """Compute the reference with ``modules``, before any part of them is replaced."""
+    ) -> ReferenceLogprobs:
+        """Compute the log-probabilities with ``modules``, before any of them is replaced."""
         if model.max_position_embeddings < max(SEQUENCE_LENGTHS):
             raise ModelLoadError(
                 f"{model.path}: max_position_embeddings is {model.max_position_embeddings}, "
@@ -74,7 +74,7 @@ class Reference:
             )
         config = modules.config
         ours = config._attn_implementation, config._experts_implementation
-        generator = torch.Generator(device="cpu").manual_seed(SEED)
+        generator = torch.Generator(device="cpu").manual_seed(SEQUENCES_SEED)
         sequences = [
             torch.randint(model.vocab_size, (length,), generator=generator, device="cpu")
             for length in SEQUENCE_LENGTHS
@@ -84,13 +84,15 @@ class Reference:
             logits = [_logits(modules, tokens, device) for tokens in sequences]
             expected = [each.log_softmax(-1) for each in logits]
             largest = max(float(each.abs().max()) for each in logits)
-            noise = MIN_NOISE_ROUNDINGS * torch.finfo(torch.float32).eps * largest
+            noise = MIN_NOISE_EPSILONS * torch.finfo(torch.float32).eps * largest
             halves = [tokens[: len(tokens) // 2] for tokens in sequences]
-            noise = max(noise, _max_change(modules, halves, expected, device))
+            noise = max(noise, _max_logprob_difference(modules, halves, expected, device))
             if getattr(modules, "_supports_sdpa", False):
                 config._attn_implementation = "sdpa"
                 with suppress(ValueError):  # SDPA does not support soft caps.
-                    noise = max(noise, _max_change(modules, sequences, expected, device))
+                    noise = max(
+                        noise, _max_logprob_difference(modules, sequences, expected, device)
+                    )
         finally:
             config._attn_implementation, config._experts_implementation = ours
         if noise > MAX_NOISE:
@@ -105,10 +107,10 @@ class Reference:
         """Compare the log-probabilities of the engine's steps with transformers'.
 
         Raises:
-            ModelLoadError: log-probabilities differ by more than ``TOLERANCE`` times the noise.
+            ModelLoadError: log-probabilities differ by more than ``TOLERANCE_IN_NOISE * noise``.
         """
-        model, difference = decoder.model, self.max_difference(decoder, groups)
-        limit = TOLERANCE * self.noise
+        model, difference = decoder.model, self.max_logprob_difference(decoder, groups)
+        limit = TOLERANCE_IN_NOISE * self.noise
         if not difference <= limit:
             raise ModelLoadError(
                 f"{model.path}: {model.architecture} is not among the tested architectures, and in "
@@ -123,7 +125,9 @@ class Reference:
         )  # fmt: skip
 
     @torch.inference_mode()
-    def max_difference(self, decoder: TransformersDecoder, groups: Sequence[KVGroup]) -> float:
+    def max_logprob_difference(
+        self, decoder: TransformersDecoder, groups: Sequence[KVGroup]
+    ) -> float:
         """Largest difference of a log-probability from the reference; NaN if any is NaN."""
         device, specs = decoder.embedding.device, [group.spec for group in groups]
         block_ids = count(1)
@@ -166,13 +170,15 @@ def _logits(modules: Any, tokens: Tensor, device: torch.device) -> Tensor:
     return modules(input_ids=tokens[None].to(device), use_cache=False).logits[0].float().cpu()
 
 
-def _max_change(
+def _max_logprob_difference(
     modules: Any, sequences: list[Tensor], expected: list[Tensor], device: torch.device
 ) -> float:
-    """Largest difference of the log-probabilities of ``sequences``, whole or cut short, from
-    ``expected``."""
-    changes = [0.0]
+    """Largest difference between ``expected`` and the log-probabilities of ``sequences``.
+
+    A sequence may be a prefix of the one whose log-probabilities are expected.
+    """
+    differences = [0.0]
     for tokens, reference in zip(sequences, expected, strict=True):
         log_probs = _logits(modules, tokens, device).log_softmax(-1)
-        changes.append(float((log_probs - reference[: len(tokens)]).abs().max()))
-    return max(changes)
+        differences.append(float((log_probs - reference[: len(tokens)]).abs().max()))
+    return max(differences)

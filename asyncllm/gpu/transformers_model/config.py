@@ -28,7 +28,7 @@ from asyncllm.validation import describe, explain
 if TYPE_CHECKING:
     from torch import nn
 
-UNLIMITED_CONTEXT = 131_072
+UNLIMITED_CONTEXT_TOKENS = 131_072
 """Context in tokens assumed for a model without attention or positions, which has no limit of its
 own: buffers need one."""
 
@@ -82,7 +82,7 @@ class TransformersConfig:
         overrides: Mapping[str, Any] | None = None,
         use_generation_defaults: bool = True,
     ) -> TransformersConfig:
-        """Read a checkpoint's configuration and build its skeleton.
+        """Read a checkpoint's configuration and build its modules on the meta device.
 
         Args:
             trust_remote_code: run Python code that comes with the checkpoint.
@@ -96,19 +96,21 @@ class TransformersConfig:
         directory = Path(path)
         file = ConfigFile.read(directory / "config.json").with_overrides(overrides)
         with (
-            transformers_errors(file.path, "transformers cannot read it"),
+            converting_transformers_errors(file.path, "transformers cannot read it"),
             importing_transformers(),
         ):
-            whole = _read_config(directory, file, trust_remote_code, is_overridden=bool(overrides))
+            whole_config = _read_config(
+                directory, file, trust_remote_code, is_overridden=bool(overrides)
+            )
             generation = ConfigFile.read_if_present(directory / "generation_config.json")
-            config = copy.deepcopy(whole.get_text_config(decoder=True))
+            config = copy.deepcopy(whole_config.get_text_config(decoder=True))
             # Take ``tie_word_embeddings`` from the whole model's configuration, which overrides the
             # text part's.
-            if type(config) is not type(whole):
-                config.tie_word_embeddings = whole.tie_word_embeddings
+            if type(config) is not type(whole_config):
+                config.tie_word_embeddings = whole_config.tie_word_embeddings
             # The checkpoint reader dequantises weights, so transformers must not unpack them again.
             vars(config).pop("quantization_config", None)
-            model_class = _model_class(directory, file, whole, config, trust_remote_code)
+            model_class = _model_class(directory, file, whole_config, config, trust_remote_code)
             skeleton = build_skeleton(file.path, model_class, config)
             head = skeleton.get_output_embeddings()  # pyright: ignore[reportCallIssue]
             vocab_size = getattr(head, "out_features", None) or config.vocab_size
@@ -119,7 +121,7 @@ class TransformersConfig:
                 if context is None and set(getattr(config, "layer_types", ())) == {
                     "linear_attention"
                 }:
-                    context = UNLIMITED_CONTEXT
+                    context = UNLIMITED_CONTEXT_TOKENS
                 fields = ConfigFile(
                     file.path, {**fields.values, "max_position_embeddings": context}
                 )
@@ -130,13 +132,13 @@ class TransformersConfig:
                 max_position_embeddings=fields.integer(
                     "max_position_embeddings", high=MAX_POSITIONS
                 ),
-                dtype=_checkpoint_dtype(file, config, whole),
+                dtype=_checkpoint_dtype(file, config, whole_config),
                 eos_token_ids=read_eos_token_ids(generation, file, vocab_size),
                 quantization=quant_method(file),
                 generation_defaults=generation_defaults(generation, use_generation_defaults),
                 config=config,
                 model_class=model_class,
-                is_text_part=type(config) is not type(whole),
+                is_text_part=type(config) is not type(whole_config),
                 skeleton=skeleton,
             )
 
@@ -188,7 +190,7 @@ def read_config(
 
 
 @contextmanager
-def transformers_errors(path: Path, what: str) -> Iterator[None]:
+def converting_transformers_errors(path: Path, what: str) -> Iterator[None]:
     """Convert errors of transformers or of a checkpoint's code to ModelLoadError.
 
     The message begins with ``path`` and ``what``. SystemExit is converted too: no signal is
@@ -211,7 +213,7 @@ def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
     import torch
 
     with (
-        transformers_errors(path, f"transformers cannot build {model_class.__name__}"),
+        converting_transformers_errors(path, f"transformers cannot build {model_class.__name__}"),
         torch.device("meta"),
     ):
         return model_class(copy.deepcopy(config)).eval()
@@ -243,7 +245,7 @@ def _read_config(
 
     quant_method(file)
     _check_fields(file)
-    config_class: Any = _own_class(directory, file, "AutoConfig", trust_remote_code)
+    config_class: Any = _remote_code_class(directory, file, "AutoConfig", trust_remote_code)
     if config_class is None:
         name = file.values.get("model_type")
         if not isinstance(name, str) or name not in CONFIG_MAPPING:
@@ -267,18 +269,23 @@ def _read_config(
     return config
 
 
-def _own_class(directory: Path, file: ConfigFile, name: str, trust_remote_code: bool) -> Any:
-    """The checkpoint's own class for transformers' auto class ``name``, if its code is trusted."""
+def _remote_code_class(
+    directory: Path, file: ConfigFile, auto_class: str, trust_remote_code: bool
+) -> Any:
+    """Import the checkpoint's own class for a transformers auto class.
+
+    None if it has no such class, or its code is not trusted.
+    """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    reference = file.section("auto_map").values.get(name)
+    reference = file.section("auto_map").values.get(auto_class)
     if reference is None or not trust_remote_code:
         return None
     return get_class_from_dynamic_module(reference, directory, local_files_only=True)
 
 
 def _model_class(
-    directory: Path, file: ConfigFile, whole: Any, config: Any, trust_remote_code: bool
+    directory: Path, file: ConfigFile, whole_config: Any, config: Any, trust_remote_code: bool
 ) -> Any:
     """Find the model class that generates text.
 
@@ -288,11 +295,11 @@ def _model_class(
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    own_class = _own_class(directory, file, "AutoModelForCausalLM", trust_remote_code)
+    own_class = _remote_code_class(directory, file, "AutoModelForCausalLM", trust_remote_code)
     if own_class is not None:
         return own_class
     names = file.values.get("architectures")
-    for name in names if isinstance(names, list) and type(config) is type(whole) else ():
+    for name in names if isinstance(names, list) and type(config) is type(whole_config) else ():
         named_class = getattr(transformers, str(name), None)
         if str(name).endswith(("ForCausalLM", "LMHeadModel")) and named_class is not None:
             return named_class
@@ -306,8 +313,8 @@ def _model_class(
         ) from error
 
 
-def _checkpoint_dtype(file: ConfigFile, config: Any, whole: Any) -> str:
-    dtype = getattr(config, "dtype", None) or getattr(whole, "dtype", None)
+def _checkpoint_dtype(file: ConfigFile, config: Any, whole_config: Any) -> str:
+    dtype = getattr(config, "dtype", None) or getattr(whole_config, "dtype", None)
     if dtype is None:
         return "float32"
     name = str(dtype).removeprefix("torch.")

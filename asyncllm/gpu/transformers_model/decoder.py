@@ -18,7 +18,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import CurrentStep
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.probe import logits_of, output_head
+from asyncllm.gpu.transformers_model.probe import compute_logits, make_output_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class TransformersDecoder:
 
     Args:
         modules: the model, whose attention modules have PagedAttention handlers that read ``step``.
-        base: name of the submodule that ends with the last norm.
+        base_name: name of the submodule that ends with the last norm.
 
     Attributes:
         embedding: empty tensor from which the runner reads the model's dtype and device; the real
@@ -97,7 +97,7 @@ class TransformersDecoder:
         ops: TorchOps,
         attention: Mapping[AttentionKind, Attention],
         modules: Any,
-        base: str,
+        base_name: str,
         step: CurrentStep,
         embedding: Tensor,
         states: Sequence[StateSpec],
@@ -105,8 +105,8 @@ class TransformersDecoder:
         self.states = states
         self.model, self.ops, self.attention, self.step = model, ops, attention, step
         self.embedding = embedding
-        self.base = getattr(modules, base)
-        self.head = output_head(modules, base)
+        self.base = getattr(modules, base_name)
+        self.head = make_output_head(modules, base_name)
         self.long_ropes = LongRope.find_all(modules, model.config)
 
     def set_max_positions(self, count: int) -> None:
@@ -127,7 +127,7 @@ class TransformersDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
-        return logits_of(self.head, hidden)
+        return compute_logits(self.head, hidden)
 
     def _run_base(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         step = self.step

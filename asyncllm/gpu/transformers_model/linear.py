@@ -1,4 +1,4 @@
-"""OpLinear, look_up_in, OpExperts: transformers' layers on the op set's weights."""
+"""OpSetLinear, OpSetExperts: transformers' layers on the op set's weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncllm.gpu.ops.experts import tokens_by_expert
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 
 
-class OpLinear(nn.Module):
+class OpSetLinear(nn.Module):
     """Replaces ``nn.Linear``: the op set computes the layer and owns its weight."""
 
     def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
@@ -35,8 +35,8 @@ class _TableLookup(nn.Embedding):
         return out.view(*input.shape, out.shape[-1])
 
 
-def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
-    """Make an ``nn.Embedding`` read another table than its weight.
+def replace_embedding_table(embedding: nn.Embedding, table: Embedding) -> None:
+    """Make an ``nn.Embedding`` read ``table`` instead of its weight.
 
     The ``forward`` of a subclass has to call that of ``nn.Embedding``. The weight becomes empty,
     and keeps only its dtype.
@@ -48,27 +48,27 @@ def look_up_in(embedding: nn.Embedding, table: Embedding) -> None:
     embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)
 
 
-class OpExperts:
-    """Handler that computes a module's experts with the op set's linear layers.
+class OpSetExperts:
+    """Call handler that computes a module's experts with the op set's linear layers.
 
     Experts with at least one token are computed one after the other. On a CPU that is faster than a
     grouped matrix product at every number of tokens.
 
     Args:
-        make: function that makes a linear layer from weights ``[out, in]`` and a bias, and takes
-            ownership of them.
+        make_linear: function that makes a linear layer from weights ``[out, in]`` and a bias, and
+            takes ownership of them.
         take_tensor: function that makes a tensor the engine's own, see ``TensorOwner.take_tensor``.
     """
 
     def __init__(
         self,
         module: Any,
-        make: Callable[[LinearWeights], Linear],
+        make_linear: Callable[[LinearWeights], Linear],
         take_tensor: Callable[[Tensor], Tensor],
     ) -> None:
         first = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _expert_linears(module, first, make, take_tensor)
-        self.down = _expert_linears(module, "down_proj", make, take_tensor)
+        self.up = _make_expert_linears(module, first, make_linear, take_tensor)
+        self.down = _make_expert_linears(module, "down_proj", make_linear, take_tensor)
 
     def experts(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -89,10 +89,10 @@ class OpExperts:
         return out.to(hidden.dtype)
 
 
-def _expert_linears(
+def _make_expert_linears(
     module: Any,
     name: str,
-    make: Callable[[LinearWeights], Linear],
+    make_linear: Callable[[LinearWeights], Linear],
     take_tensor: Callable[[Tensor], Tensor],
 ) -> list[Linear]:
     """Make a linear layer per expert and drop the module's own parameters."""
@@ -102,7 +102,7 @@ def _expert_linears(
     for expert, values in enumerate(stacked):
         values = take_tensor(values.t() if module.is_transposed else values).contiguous()
         bias = None if biases is None else biases[expert].clone()
-        linears.append(make(LinearWeights(values, bias)))
+        linears.append(make_linear(LinearWeights(values, bias)))
     setattr(module, name, None)
     if biases is not None:
         setattr(module, f"{name}_bias", None)

@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.transformers_model.build import ModelPlan, build_transformers_decoder
-from asyncllm.gpu.transformers_model.check import Reference
+from asyncllm.gpu.transformers_model.check import ReferenceLogprobs
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.families import is_tested
@@ -51,7 +51,7 @@ def load_transformers_decoder(
                 f"None for {model.architecture}, which is not among the tested architectures: "
                 "rounded weights cannot be compared with the model's own results",
             )  # fmt: skip
-        reference = Reference.of(modules, model, dtype, device)
+        reference = ReferenceLogprobs.compute(modules, model, dtype, device)
     decoder = build_transformers_decoder(
         model, plan, ops, attention, modules, owner, dtype, quantisers
     )

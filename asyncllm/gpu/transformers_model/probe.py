@@ -1,4 +1,4 @@
-"""probe: learns a model's attention calls from one forward pass on the meta device.
+"""probe_model: learns a model's attention calls from one forward pass on the meta device.
 
 Nothing depends on the model's name.
 """
@@ -28,7 +28,7 @@ from asyncllm.gpu.transformers_model.recurrent_probe import (
 )
 from asyncllm.validation import explain
 
-NUM_TOKENS = 3
+NUM_PROBE_TOKENS = 3
 """Number of tokens of the forward pass: more than one, and different from usual sizes of other
 dimensions."""
 
@@ -39,34 +39,35 @@ class AttentionCall:
 
     Attributes:
         module: name of the calling module.
-        heads, key_heads, key_size, value_size: query heads, key heads and head sizes of k and v.
+        num_heads, num_key_heads: numbers of query heads and key heads.
+        key_dim, value_dim: head sizes of k and v.
         num_queries, num_keys: tokens of q and of k.
         scale: factor on ``q @ k``; None if the module passes none.
         mask: transformers' mask, which tells which keys a query sees; None without a mask.
         window, softcap: sliding window and soft cap that the module passes; None if it passes none.
-        sinks: whether the module passes attention sinks, a logit per head.
+        has_sinks: whether the module passes attention sinks, a logit per head.
         kv_call: index of the earlier call whose keys this call reuses; None if it has its own.
         options: other arguments of the call that are set.
     """
 
     module: str
-    heads: int
-    key_heads: int
-    key_size: int
-    value_size: int
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
     num_queries: int
     num_keys: int
     scale: float | None
     mask: Any
     window: int | None
     softcap: float | None
-    sinks: bool
+    has_sinks: bool
     kv_call: int | None
     options: dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
-class Probe:
+class ProbeResult:
     """Record of a model's forward pass: its calls, and the modules that take part.
 
     Attributes:
@@ -91,7 +92,7 @@ class Probe:
     idle_modules: set[str] = field(default_factory=set)
 
 
-_HARMLESS_OPTIONS = frozenset(
+_IGNORED_ATTENTION_OPTIONS = frozenset(
     "dropout is_causal use_cache cache_position position_ids output_attentions "
     "output_hidden_states output_router_logits return_dict logits_to_keep".split()
 )
@@ -99,10 +100,10 @@ _HARMLESS_OPTIONS = frozenset(
 to be causal, and RoPE is applied before attention."""
 
 
-class _Recorder:
+class _CallRecorder:
     """Handler that records the calls of every module of a skeleton."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: ProbeResult) -> None:
         self.probe = probe
         self.names = {module: name for name, module in probe.model.named_modules()}
         self.keys: list[Tensor] = []
@@ -117,22 +118,22 @@ class _Recorder:
         self.probe.attention_calls.append(
             AttentionCall(
                 module=self.names[module],
-                heads=query.shape[1],
-                key_heads=key.shape[1],
-                key_size=key.shape[-1],
-                value_size=value.shape[-1],
+                num_heads=query.shape[1],
+                num_key_heads=key.shape[1],
+                key_dim=key.shape[-1],
+                value_dim=value.shape[-1],
                 num_queries=query.shape[2],
                 num_keys=key.shape[2],
                 scale=None if scaling is None else float(scaling),
                 mask=attention_mask,
                 window=set_options.pop("sliding_window", None),
                 softcap=set_options.pop("softcap", None),
-                sinks=set_options.pop("s_aux", None) is not None,
+                has_sinks=set_options.pop("s_aux", None) is not None,
                 kv_call=kv_call,
                 options={
                     name: value
                     for name, value in set_options.items()
-                    if name not in _HARMLESS_OPTIONS
+                    if name not in _IGNORED_ATTENTION_OPTIONS
                 },
             )
         )
@@ -147,7 +148,7 @@ def _is_option_set(value: Any) -> bool:
     return value is not None and not (isinstance(value, (bool, int, float)) and not value)
 
 
-def linear_kinds() -> tuple[type[nn.Module], ...]:
+def linear_classes() -> tuple[type[nn.Module], ...]:
     """Classes of linear layers: torch's, and GPT-2's, whose weight is ``[in, out]``."""
     from transformers.pytorch_utils import Conv1D
 
@@ -173,7 +174,7 @@ class _WatchedLinear(nn.Module):
         return super().__getattr__(name)
 
 
-class _WatchedLookup(nn.Embedding):
+class _WatchedEmbedding(nn.Embedding):
     """Base class that records whether a subclass calls ``nn.Embedding.forward``."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -181,10 +182,10 @@ class _WatchedLookup(nn.Embedding):
         return super().forward(input)
 
 
-def probe(model: TransformersConfig) -> Probe:
-    """Run a skeleton once and record its calls.
+def probe_model(model: TransformersConfig) -> ProbeResult:
+    """Run a model on the meta device and record its calls of attention and other modules.
 
-    It sets the attention and experts implementations in ``model.config``.
+    This sets the attention and experts implementations in ``model.config``.
 
     Raises:
         ModelLoadError: the forward pass reads tensors on the host, or fails.
@@ -194,17 +195,17 @@ def probe(model: TransformersConfig) -> Probe:
     model.config._experts_implementation = ENGINE_NAME
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
-    # A class that accepts its own attention implementations may refuse the probe's.
+    # A class that accepts only its own attention implementations refuses PROBE_NAME.
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: its code takes none but its own attention "
             f"({explain(error.__cause__ or error)}), expected a class that calls transformers' "
             "attention interface"
         ) from error
-    result = Probe(skeleton, _base_name(model, skeleton))
-    recorder = _Recorder(result)
+    result = ProbeResult(skeleton, _base_name(model, skeleton))
+    recorder = _CallRecorder(result)
     watched = {}
-    classes = {kind: type(kind.__name__, (_WatchedLinear, kind), {}) for kind in linear_kinds()}
+    classes = {kind: type(kind.__name__, (_WatchedLinear, kind), {}) for kind in linear_classes()}
     for name, module in skeleton.named_modules():
         set_call_handler(module, recorder)
         if type(module) in classes:
@@ -213,21 +214,23 @@ def probe(model: TransformersConfig) -> Probe:
     base, embedding = getattr(skeleton, result.base_name), skeleton.get_input_embeddings()
     kind: Any = type(embedding)
     if isinstance(embedding, nn.Embedding) and kind is not nn.Embedding:
-        embedding.__class__ = type(kind.__name__, (kind, _WatchedLookup), {})
+        embedding.__class__ = type(kind.__name__, (kind, _WatchedEmbedding), {})
     try:
-        with torch.no_grad(), CacheCallRecorder(skeleton) as watch:
+        with torch.no_grad(), CacheCallRecorder(skeleton) as cache_calls:
             hidden = base(
-                input_ids=torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device="meta"),
-                position_ids=torch.arange(NUM_TOKENS, device="meta").unsqueeze(0),
+                input_ids=torch.zeros((1, NUM_PROBE_TOKENS), dtype=torch.int64, device="meta"),
+                position_ids=torch.arange(NUM_PROBE_TOKENS, device="meta").unsqueeze(0),
                 # The mask says that no token is padding: without a mask, transformers reads the
                 # positions to find packed sequences. The mask is on the host, because recurrent
                 # layers read it there.
-                attention_mask=torch.ones((1, NUM_TOKENS), dtype=torch.int64, device="cpu"),
+                attention_mask=torch.ones((1, NUM_PROBE_TOKENS), dtype=torch.int64, device="cpu"),
                 use_cache=False,
             ).last_hidden_state
-            logits_of(output_head(skeleton, result.base_name), hidden[0])
+            compute_logits(make_output_head(skeleton, result.base_name), hidden[0])
         callers = [call.module for call in result.attention_calls]
-        result.recurrent_calls, result.idle_modules = probe_recurrent(skeleton, watch, callers)
+        result.recurrent_calls, result.idle_modules = probe_recurrent(
+            skeleton, cache_calls, callers
+        )
     except Exception as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
@@ -235,7 +238,7 @@ def probe(model: TransformersConfig) -> Probe:
             f"{explain(error)}"
         ) from error
     result.embedding_processes_rows = (
-        isinstance(embedding, _WatchedLookup) and "called" in embedding.__dict__
+        isinstance(embedding, _WatchedEmbedding) and "called" in embedding.__dict__
     )
     result.linears = {
         name
@@ -266,10 +269,10 @@ def _base_name(model: TransformersConfig, skeleton: nn.Module) -> str:
     )
 
 
-# --- the output head, which probe and decoder run apart from the base model -----------------------
+# --- the output head, which probe_model and the decoder run apart from the base model ------------
 
 
-class _PassThroughBase(nn.Module):
+class _PassThroughBaseModel(nn.Module):
     """Substitute for the base model: returns the hidden states that are passed as input embeddings.
 
     Attributes that the head reads from it, such as a multiplier, are those of the base model.
@@ -280,21 +283,21 @@ class _PassThroughBase(nn.Module):
         self.__dict__["base"] = base
 
     @property
-    def decoder(self) -> _PassThroughBase:
+    def decoder(self) -> _PassThroughBaseModel:
         """Substitute for the base model's ``decoder``, which some heads call directly."""
         return self
 
     def forward(
         self, *unused: Any, inputs_embeds: Tensor | None = None, **options: Any
-    ) -> _BaseOutput:
+    ) -> _BaseModelOutput:
         assert inputs_embeds is not None
-        return _BaseOutput(inputs_embeds)
+        return _BaseModelOutput(inputs_embeds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["base"], name)
 
 
-class _BaseOutput:
+class _BaseModelOutput:
     """Output of a base model; optional fields are None."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -307,19 +310,20 @@ class _BaseOutput:
         return None
 
 
-def output_head(modules: Any, base: str) -> Any:
-    """A shallow copy of the model whose base model passes hidden states through.
+def make_output_head(modules: Any, base_name: str) -> Any:
+    """Copy a model, shallowly, with a base model that passes hidden states through.
 
     The model's own code for soft caps and scales of logits thus applies.
 
     Args:
-        base: name of the submodule that ends with the last norm.
+        base_name: name of the submodule that ends with the last norm.
     """
     head = copy.copy(modules)
-    head._modules = dict(modules._modules) | {base: _PassThroughBase(getattr(modules, base))}
+    base = _PassThroughBaseModel(getattr(modules, base_name))
+    head._modules = dict(modules._modules) | {base_name: base}
     return head
 
 
-def logits_of(head: Any, hidden: Tensor) -> Tensor:
-    """Logits of hidden states, ``[S, H] -> [S, vocab_size]``."""
+def compute_logits(head: Any, hidden: Tensor) -> Tensor:
+    """Compute logits of hidden states, ``[S, H] -> [S, vocab_size]``."""
     return head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.gpu.batch.state_rows import RowSpan, StateRows, span_state
 from asyncllm.gpu.transformers_model.attention import CurrentStep
-from asyncllm.gpu.transformers_model.recurrent_probe import CallCache, RecurrentCall
+from asyncllm.gpu.transformers_model.recurrent_probe import RecurrentCacheAdapter, RecurrentCall
 
 
 class RecurrentModule:
@@ -32,10 +32,11 @@ class RecurrentModule:
     ) -> None:
         self.step, self.forward = step, forward
         self.tensor_indices = {key: first_state_index + i for i, key in enumerate(call.states)}
-        self.hidden, self.cache = call.hidden, call.cache
+        self.hidden_parameter = call.hidden_parameter
+        self.cache_parameter = call.cache_parameter
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
-        hidden = args[0] if args else options.pop(self.hidden)
+        hidden = args[0] if args else options.pop(self.hidden_parameter)
         # Drop per-token tensors, such as positions: the probe refuses modules that use them.
         options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
         rows, results = self.step.rows, []
@@ -51,7 +52,10 @@ class RecurrentModule:
         slots, states = rows.slots, self.step.states
         assert slots is not None
         row_states = {key: rows.gather(states[index]) for key, index in self.tensor_indices.items()}
-        out = self.forward(hidden.unsqueeze(1), **options | {self.cache: CallCache(row_states)})
+        out = self.forward(
+            hidden.unsqueeze(1),
+            **options | {self.cache_parameter: RecurrentCacheAdapter(row_states)},
+        )
         for key, index in self.tensor_indices.items():
             states[index].index_copy_(0, slots, row_states[key])
         return out.squeeze(1)
@@ -62,4 +66,6 @@ class RecurrentModule:
         row_states = {
             key: span_state(states[index], span) for key, index in self.tensor_indices.items()
         }
-        return self.forward(hidden, **options | {self.cache: CallCache(row_states)})[0]
+        return self.forward(
+            hidden, **options | {self.cache_parameter: RecurrentCacheAdapter(row_states)}
+        )[0]

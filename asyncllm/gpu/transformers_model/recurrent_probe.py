@@ -19,8 +19,8 @@ from asyncllm.validation import explain
 CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
 """Names that modules use for the parameter of ``forward`` that takes a cache."""
 
-_BATCH_SIZE = 2
-_PROTOCOL = (
+_PROBE_BATCH_SIZE = 2
+_CACHE_INTERFACE_PHRASE = (
     "transformers' interface of linear attention: get_conv_state, update_conv_state, "
     "get_recurrent_state, update_recurrent_state"
 )
@@ -30,8 +30,8 @@ StateKey = tuple[Literal["conv", "recurrent"], int]
 """Key of one state of a module: its kind, and transformers' ``state_idx``."""
 
 
-class CallCache:
-    """The cache of one call, with the interface of transformers' caches for linear attention.
+class RecurrentCacheAdapter:
+    """Adapter from one call's states to the interface of transformers' linear-attention caches.
 
     Updates change the states of the call's rows in place.
 
@@ -110,18 +110,18 @@ class RecurrentCall:
 
     Attributes:
         module: name of the module.
-        kind: name of its class.
-        hidden, cache: names of the parameters of ``forward`` that take hidden states ``[B, n, H]``
-            and the cache.
+        class_name: name of the module's class.
+        hidden_parameter, cache_parameter: names of the parameters of ``forward`` that take hidden
+            states ``[B, n, H]`` and the cache.
         states: states that the module keeps of a sequence.
         unsupported_feature: reason why the module cannot be computed in chunks and batches; None if
             it can.
     """
 
     module: str
-    kind: str
-    hidden: str
-    cache: str
+    class_name: str
+    hidden_parameter: str
+    cache_parameter: str
     states: dict[StateKey, StateSpec]
     unsupported_feature: UnsupportedFeature | None = None
 
@@ -144,7 +144,7 @@ class CacheCallRecorder:
     def __enter__(self) -> CacheCallRecorder:
         self.hooks = [
             self.model.get_submodule(name).register_forward_pre_hook(
-                self._hook(name), with_kwargs=True
+                self._make_hook(name), with_kwargs=True
             )
             for name in modules_with_cache(self.model)
         ]
@@ -154,8 +154,8 @@ class CacheCallRecorder:
         for hook in self.hooks:
             hook.remove()
 
-    def _hook(self, name: str) -> Any:
-        def keep(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
+    def _make_hook(self, name: str) -> Any:
+        def record_call(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
             # Move a padding mask from the host to the meta device: the module's code then gets as
             # far as its cache, so that an error can name the module.
             options = {
@@ -165,11 +165,11 @@ class CacheCallRecorder:
             self.calls[name] = ObservedCall(args, options)
             return args, options
 
-        return keep
+        return record_call
 
 
-class _StateRecorder(CallCache):
-    """An empty cache that records which states a module writes to it."""
+class _StateRecorder(RecurrentCacheAdapter):
+    """Empty cache that records the states that a module writes to it."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -218,7 +218,7 @@ class _StateRecorder(CallCache):
 
 
 def probe_recurrent(
-    model: nn.Module, watch: CacheCallRecorder, attention_modules: list[str]
+    model: nn.Module, cache_calls: CacheCallRecorder, attention_modules: list[str]
 ) -> tuple[list[RecurrentCall], set[str]]:
     """Find the calls of modules that keep a state, in order, and the names of idle modules.
 
@@ -230,9 +230,11 @@ def probe_recurrent(
         attention_modules: names of the modules that call attention.
     """
     recurrent, idle_modules, cache_parameters = [], set(), cache_parameter_by_module(model)
-    for name, observed in watch.calls.items():
+    for name, observed_call in cache_calls.calls.items():
         if not any(f"{caller}.".startswith(f"{name}.") for caller in attention_modules):
-            call = _probe_module(model.get_submodule(name), name, cache_parameters[name], observed)
+            call = _probe_module(
+                model.get_submodule(name), name, cache_parameters[name], observed_call
+            )
             if call is None:
                 idle_modules.add(name)
             else:
@@ -241,40 +243,47 @@ def probe_recurrent(
 
 
 def _probe_module(
-    module: nn.Module, name: str, cache: str, observed: ObservedCall
+    module: nn.Module, name: str, cache_parameter: str, observed_call: ObservedCall
 ) -> RecurrentCall | None:
-    """Probe how a module uses its cache; None if it does not."""
+    """Find out how a module uses its cache; None if it does not use it."""
     names = list(inspect.signature(module.forward).parameters)
-    call = RecurrentCall(name, type(module).__name__, names[0], cache, {})
+    call = RecurrentCall(name, type(module).__name__, names[0], cache_parameter, {})
     recorder = _StateRecorder()
     try:
         with torch.enable_grad():
-            arguments = dict(zip(names, observed.args, strict=False)) | observed.options
-            module(**arguments | {cache: recorder})
+            arguments = dict(zip(names, observed_call.args, strict=False)) | observed_call.options
+            module(**arguments | {cache_parameter: recorder})
             if not recorder.was_used:
                 return None
-            options = dict(observed.options)
-            hidden = observed.args[0] if observed.args else options.pop(call.hidden, None)
+            options = dict(observed_call.options)
+            hidden = (
+                observed_call.args[0]
+                if observed_call.args
+                else options.pop(call.hidden_parameter, None)
+            )
             call.unsupported_feature = _unsupported_arguments(
-                hidden, observed, call, names
+                hidden, observed_call, call, names
             ) or _unsupported_call(
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
         if not recorder.was_used:
             raise
-        call.unsupported_feature = f"asks its cache for more ({explain(error)})", _PROTOCOL
+        call.unsupported_feature = (
+            f"asks its cache for more ({explain(error)})",
+            _CACHE_INTERFACE_PHRASE,
+        )
     return call
 
 
 def _unsupported_arguments(
-    hidden: Any, observed: ObservedCall, call: RecurrentCall, names: list[str]
+    hidden: Any, observed_call: ObservedCall, call: RecurrentCall, names: list[str]
 ) -> UnsupportedFeature | None:
-    """Unsupported arguments that a module was called with; None if all are supported."""
-    if len(observed.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
+    """Describe unsupported arguments of a module's call; None if all are supported."""
+    if len(observed_call.args) > 1 or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return "takes more than hidden states [B, n, H] by position", "those alone"
     for name in names[1:]:
-        if name != call.cache and isinstance(observed.options.get(name), Tensor):
+        if name != call.cache_parameter and isinstance(observed_call.options.get(name), Tensor):
             return f"takes the tensor {name} of all tokens", "hidden states and a cache alone"
     return None
 
@@ -282,17 +291,17 @@ def _unsupported_arguments(
 def _unsupported_call(
     module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
 ) -> UnsupportedFeature | None:
-    """Reason why a module cannot compute a second chunk or a batch of single tokens, or None.
+    """Describe why a module cannot compute a second chunk or a batch of tokens; None if it can.
 
     Both results have to depend on the states with which the calls start.
     """
     recorder = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
-    module(chunk, **options | {call.cache: recorder})
+    module(chunk, **options | {call.cache_parameter: recorder})
     call.states = recorder.states
     if not call.states:
-        return "updates no state of its cache", _PROTOCOL
-    token = chunk[:, :1].expand(_BATCH_SIZE, -1, -1)
+        return "updates no state of its cache", _CACHE_INTERFACE_PHRASE
+    token = chunk[:, :1].expand(_PROBE_BATCH_SIZE, -1, -1)
     for description, tokens in (
         (f"a chunk of {chunk.shape[1]} tokens", chunk),
         ("single tokens", token),
@@ -307,7 +316,7 @@ def _unsupported_call(
             for key, spec in call.states.items()
         }
         row_states = {key: leaf.clone() for key, leaf in leaves.items()}
-        out = module(tokens, **options | {call.cache: CallCache(row_states)})
+        out = module(tokens, **options | {call.cache_parameter: RecurrentCacheAdapter(row_states)})
         if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
             return f"returns {type(out).__name__} for {description}", "hidden states [B, n, H]"
         reached = set(_leaf_ids(out))

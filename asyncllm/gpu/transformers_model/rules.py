@@ -19,16 +19,16 @@ from torch import nn
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ProbedMask
-from asyncllm.gpu.transformers_model.probe import NUM_TOKENS, AttentionCall, Probe
+from asyncllm.gpu.transformers_model.probe import NUM_PROBE_TOKENS, AttentionCall, ProbeResult
 from asyncllm.gpu.transformers_model.recurrent_probe import (
     UnsupportedFeature,
     cache_parameter_by_module,
 )
 
-_TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
+_TOKEN_MIXING_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.RNNCellBase)
 """Classes of torch's modules in which tokens of a sequence see one another."""
 
-_ACCEPTED_ATTENTION = "attention to all keys or to a window"
+_ACCEPTED_ATTENTION_PHRASE = "attention to all keys or to a window"
 
 _MAX_CHECKED_POSITION = 2**22
 """Maximum position at which masks are checked."""
@@ -46,7 +46,7 @@ def check_modules(model: TransformersConfig) -> None:
             raise _unsupported_model_error(
                 model,
                 f"{name} ({kind}) chooses the keys that attention sees, from a cache of its own",
-                _ACCEPTED_ATTENTION,
+                _ACCEPTED_ATTENTION_PHRASE,
             )
     # ``rope_parameters`` has one set of parameters, or one per layer type.
     parameters = getattr(model.config, "rope_parameters", None) or {}
@@ -61,7 +61,7 @@ def check_modules(model: TransformersConfig) -> None:
             )
 
 
-def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
+def check_calls(model: TransformersConfig, probe: ProbeResult) -> list[int | None]:
     """Check that layers call attention and recurrent modules in a supported way.
 
     Returns:
@@ -77,10 +77,10 @@ def check_calls(model: TransformersConfig, probe: Probe) -> list[int | None]:
     )
     for feature, accepted in chain(*unsupported):
         raise _unsupported_model_error(model, feature, accepted)
-    return [_window(model, call) for call in probe.attention_calls]
+    return [_call_window(model, call) for call in probe.attention_calls]
 
 
-def _unsupported_layers(probe: Probe, config: Any) -> Iterator[UnsupportedFeature]:
+def _unsupported_layers(probe: ProbeResult, config: Any) -> Iterator[UnsupportedFeature]:
     """Yield unsupported layers: each has to call attention once or to keep a state.
 
     A layer needs neither if the configuration says that it has an MLP or experts only. Calls
@@ -132,15 +132,15 @@ def _layers_without_attention(config: Any) -> set[int]:
     return set()
 
 
-def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
+def _unsupported_recurrence(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
     """Yield unsupported recurrent modules, and other modules that mix tokens or take a cache."""
     recurrent = tuple(f"{call.module}." for call in probe.recurrent_calls)
     for call in probe.recurrent_calls:
         if call.unsupported_feature is not None:
             feature, accepted = call.unsupported_feature
-            yield f"{call.module} ({call.kind}) {feature}", accepted
+            yield f"{call.module} ({call.class_name}) {feature}", accepted
     for name, module in probe.model.named_modules():
-        if isinstance(module, _TOKEN_MIXERS) and not f"{name}.".startswith(recurrent):
+        if isinstance(module, _TOKEN_MIXING_CLASSES) and not f"{name}.".startswith(recurrent):
             yield (
                 f"{name} ({type(module).__name__}) mixes tokens outside attention and recurrent "
                 "modules",
@@ -158,18 +158,18 @@ def _unsupported_recurrence(probe: Probe) -> Iterator[UnsupportedFeature]:
             )
 
 
-def _unsupported_calls(probe: Probe) -> Iterator[UnsupportedFeature]:
+def _unsupported_calls(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
     """Yield the arguments of attention calls that the engine's attention does not support."""
     for call in probe.attention_calls:
-        queries, keys, heads = call.num_queries, call.num_keys, call.key_heads
-        if (queries, keys) != (NUM_TOKENS, NUM_TOKENS):
-            feature = f"attends with {queries} queries to {keys} keys of {NUM_TOKENS} tokens"
+        queries, keys, heads = call.num_queries, call.num_keys, call.num_key_heads
+        if (queries, keys) != (NUM_PROBE_TOKENS, NUM_PROBE_TOKENS):
+            feature = f"attends with {queries} queries to {keys} keys of {NUM_PROBE_TOKENS} tokens"
             yield f"{call.module} {feature}", "a query and a key of every token"
         for name, value in call.options.items():
             feature = f"passes {name}={_describe_option(value)} to attention"
             yield f"{call.module} {feature}", "scaling, sliding_window, softcap and s_aux"
-        if call.heads % heads:
-            feature = f"has {call.heads} heads and {heads} of keys"
+        if call.num_heads % heads:
+            feature = f"has {call.num_heads} heads and {heads} of keys"
             yield f"{call.module} {feature}", "a multiple of them"
         if call.scale is None:
             yield f"{call.module} passes no scaling to attention", "a number"
@@ -181,7 +181,7 @@ def _describe_option(value: Any) -> str:
     return repr(value)[:60]
 
 
-def _window(model: TransformersConfig, call: AttentionCall) -> int | None:
+def _call_window(model: TransformersConfig, call: AttentionCall) -> int | None:
     """The window of an attention call, in keys, the query's own included; None for all keys.
 
     Raises:
@@ -215,7 +215,7 @@ def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) ->
             visible = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
         except Exception as error:
             feature = f"the mask of {call.module} depends on more than positions"
-            raise _unsupported_model_error(model, feature, _ACCEPTED_ATTENTION) from error
+            raise _unsupported_model_error(model, feature, _ACCEPTED_ATTENTION_PHRASE) from error
         count = int(visible.sum())
         if query == last and count < length:
             window = count
@@ -225,7 +225,7 @@ def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) ->
                 f"the mask of {call.module} shows query {query} {count} keys that are neither all "
                 "before it nor the last of them"
             )
-            raise _unsupported_model_error(model, feature, _ACCEPTED_ATTENTION)
+            raise _unsupported_model_error(model, feature, _ACCEPTED_ATTENTION_PHRASE)
     return window
 
 

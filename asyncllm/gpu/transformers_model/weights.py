@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.checkpoint.reader import CheckpointReader
-from asyncllm.checkpoint.text_part import TextPart
+from asyncllm.checkpoint.text_part import TextModelReader
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.formats.open_checkpoint import log_sizes, open_checkpoint
+from asyncllm.gpu.formats.open_checkpoint import log_weight_sizes, open_checkpoint
 from asyncllm.gpu.models.architectures import COMPUTED_BUFFER_PATTERN
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, experts_implementation
@@ -41,7 +41,9 @@ def load_modules(
         ModelLoadError: a tensor is missing, unexpected or of a wrong shape; the message names it.
     """
     reader = open_checkpoint(model.path, dtype)
-    with closing(TextPart(reader, model.architecture) if model.is_text_part else reader) as reader:
+    with closing(
+        TextModelReader(reader, model.architecture) if model.is_text_part else reader
+    ) as reader:
         tensors, infos = {}, reader.tensors
         _check_dtypes(reader, model)
         owner = TensorOwner(device, sum(info.num_bytes for info in infos.values()), progress)
@@ -50,8 +52,8 @@ def load_modules(
                 tensors[name] = reader.tensor(name)
             owner.count_read(info.num_bytes)
         modules = _load_tensors(model, tensors, dtype, device)
-        log_sizes(model.path, reader, dtype)
-        owner.track(modules, tensors.values())
+        log_weight_sizes(model.path, reader, dtype)
+        owner.track_tensors(modules, tensors.values())
         if device.type != "cpu":
             owner.take_all_tensors(modules)
         return modules, owner
@@ -92,7 +94,7 @@ def dummy_modules(
         tensors[name] = dummy_tensor(name, drawn, generator).to(dtype)
         owner.count_read(tensors[name].nbytes)
     modules = _load_tensors(model, tensors, dtype, device)
-    owner.track(modules)
+    owner.track_tensors(modules)
     owner.take_all_tensors(modules)
     return modules, owner
 
@@ -156,7 +158,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 class TensorOwner:
-    """Makes the engine own the memory of a model's tensors, and reports the progress of loading.
+    """Makes the engine own the memory of a model's tensors, and reports progress.
 
     On a CPU it copies tensors that are views of mapped files, which must not be read once the model
     runs. Otherwise it moves tensors to the device.
@@ -165,22 +167,22 @@ class TensorOwner:
     dequantised), and half when it becomes the engine's own (and is copied or packed).
 
     Args:
-        total: bytes of the files.
+        total_bytes: bytes of the files.
     """
 
-    def __init__(self, device: torch.device, total: int, progress: Progress | None) -> None:
-        self.device, self._total, self._progress = device, total, progress
+    def __init__(self, device: torch.device, total_bytes: int, progress: Progress | None) -> None:
+        self.device, self._total_bytes, self._progress = device, total_bytes, progress
         self._num_bytes_read = self._num_bytes_taken = self._num_bytes = 0
-        self._mapped: set[int] = set()
+        self._mapped_addresses: set[int] = set()
 
     def count_read(self, num_bytes: int) -> None:
         self._num_bytes_read += num_bytes
         self._report_progress()
 
-    def track(self, modules: nn.Module, mapped: Iterable[Tensor] = ()) -> None:
-        """Prepare to take the tensors of ``modules``; ``mapped`` are views of mapped files."""
+    def track_tensors(self, modules: nn.Module, mapped_tensors: Iterable[Tensor] = ()) -> None:
+        """Note the size of ``modules``, and the tensors that are views of mapped files."""
         self._num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
-        self._mapped = {tensor.untyped_storage().data_ptr() for tensor in mapped}
+        self._mapped_addresses = {tensor.untyped_storage().data_ptr() for tensor in mapped_tensors}
 
     def take_tensor(self, tensor: Tensor) -> Tensor:
         """Return the tensor if the engine owns its memory already, else a copy."""
@@ -190,11 +192,14 @@ class TensorOwner:
         self._report_progress()
         if self.device.type != "cpu":
             return tensor.to(self.device)
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._mapped else tensor
+        address = tensor.untyped_storage().data_ptr()
+        return tensor.clone() if address in self._mapped_addresses else tensor
 
     def take_all_tensors(self, modules: nn.Module) -> None:
-        """Make all parameters and buffers of ``modules`` the engine's own, in place; shared
-        tensors stay shared."""
+        """Take all parameters and buffers of ``modules`` as ``take_tensor`` does, in place.
+
+        Shared tensors stay shared.
+        """
         for module in modules.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
@@ -207,8 +212,12 @@ class TensorOwner:
 
     def _report_progress(self) -> None:
         if self._progress is not None:
-            taken = self._total * self._num_bytes_taken // self._num_bytes if self._num_bytes else 0
-            self._progress((self._num_bytes_read + taken) // 2, self._total)
+            taken = (
+                self._total_bytes * self._num_bytes_taken // self._num_bytes
+                if self._num_bytes
+                else 0
+            )
+            self._progress((self._num_bytes_read + taken) // 2, self._total_bytes)
 
 
 def has_tied_head(modules: Any) -> bool:

@@ -102,10 +102,13 @@ STEP = [(0, 3, 1), (1, 2, 3)]
 
 
 def recurrent(place: Place) -> list[Tensor]:
-    x, gates = place(drawn(ROWS, SHAPE.conv_size)), place(drawn(ROWS, 2, seed=1))
-    rows, held = TritonOps().state_rows(state_inputs(STEP)), drawn(2, 2, SHAPE.conv_size, seed=2)
+    x, gates = place(drawn(ROWS, SHAPE.conv_channels)), place(drawn(ROWS, 2, seed=1))
+    rows, held = (
+        TritonOps().state_rows(state_inputs(STEP)),
+        drawn(2, 2, SHAPE.conv_channels, seed=2),
+    )
     matrices = drawn(2, 1, 4, 4, seed=3)
-    found = [causal_conv.TritonCausalConv(drawn(SHAPE.conv_size, 3, seed=4))(x, held, rows)]
+    found = [causal_conv.TritonCausalConv(drawn(SHAPE.conv_channels, 3, seed=4))(x, held, rows)]
     delta = gated_delta.TritonGatedDelta(SHAPE, DecayParameters(*drawn(2, 1, seed=5)))
     return [*found, delta(x, gates, matrices, rows), held, matrices]
 
@@ -172,12 +175,12 @@ def held(slot: int) -> list[Tensor]:
     """States of 16 and 24 elements a slot."""
     rows = TritonOps().state_rows(state_inputs([(slot, 2, 3)]))
     alone = TritonOps().state_rows(state_inputs([(slot, 5, 1)]))
-    inputs, matrices = at(slot, drawn(2, SHAPE.conv_size), drawn(1, 4, 4, seed=1))
-    conv = causal_conv.TritonCausalConv(drawn(SHAPE.conv_size, 3, seed=2))
+    inputs, matrices = at(slot, drawn(2, SHAPE.conv_channels), drawn(1, 4, 4, seed=1))
+    conv = causal_conv.TritonCausalConv(drawn(SHAPE.conv_channels, 3, seed=2))
     delta = gated_delta.TritonGatedDelta(SHAPE, DecayParameters(*drawn(2, 1, seed=3)))
     found: list[Tensor] = []
     for step, tokens in ((rows, 3), (alone, 1)):
-        x = conv(drawn(tokens, SHAPE.conv_size, seed=4), inputs, step)
+        x = conv(drawn(tokens, SHAPE.conv_channels, seed=4), inputs, step)
         found += [x, delta(x, drawn(tokens, 2, seed=5), matrices, step)]
     return [*found, inputs[slot], matrices[slot]]
 

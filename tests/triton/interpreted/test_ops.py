@@ -177,13 +177,13 @@ def test_a_row_without_tokens_keeps_its_states(dtype: torch.dtype) -> None:
     rows = [(2, 4, 1), (3, 5, 0), (1, 0, 3), (4, 7, 0)]
     config, ops = LinearAttentionConfig((True,), 1, 1, 8, 8, 4), TritonOps()
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(4, config.conv_size, generator=random).to(dtype)
+    x = torch.randn(4, config.conv_channels, generator=random).to(dtype)
     gates = torch.randn(4, 2, generator=random).to(dtype)
     matrices = torch.randn(6, 1, 8, 8, generator=random)
-    held = torch.randn(6, 3, config.conv_size, generator=random).to(dtype)
+    held = torch.randn(6, 3, config.conv_channels, generator=random).to(dtype)
     before = [each.clone() for each in (matrices, held)]
     of_step = ops.state_rows(recurrent_checks.state_inputs(rows))
-    ops.causal_conv(torch.ones(config.conv_size, 4).to(dtype))(x, held, of_step)
+    ops.causal_conv(torch.ones(config.conv_channels, 4).to(dtype))(x, held, of_step)
     ops.gated_delta(config, DecayParameters(*torch.zeros(2, 1)))(x, gates, matrices, of_step)
     for state, old in zip((matrices, held), before, strict=True):
         kept = [bool(torch.equal(state[slot], old[slot])) for slot in range(6)]
