@@ -61,7 +61,7 @@ class Sized:
 @pytest.fixture
 def sized(monkeypatch):
     monkeypatch.setattr(compiler_module, "MAX_THREADS", 1)
-    monkeypatch.setattr(compiler_module, "MAX_COOLDOWN", 0.0)
+    monkeypatch.setattr(compiler_module, "MAX_COOLDOWN_SECONDS", 0.0)
     backends: Any = Sized()
     compiler = GrammarCompiler(backends, 10.0)
     yield backends, compiler
@@ -448,7 +448,7 @@ def test_grammar_memory_is_within_estimate(asked):
                 if not allowed or not matcher.accept(rng.choice(allowed)):
                     break
         except InvalidRequestError:
-            assert grammar.memory.exhausted
+            assert grammar.memory.is_exhausted
             break
     assert _allocated() - before <= grammar.memory.size < LIMIT // 4
 
@@ -461,7 +461,7 @@ async def test_a_grammar_at_its_limit_of_states_is_compiled_anew():
         first = compiler.find(spec_of("abc"))
         assert first is not None
         assert compiler.find(spec_of("abc")) is first
-        first.memory.exhausted = True
+        first.memory.is_exhausted = True
         assert (await engine.generate("x", structured_outputs=asked)).text == "abc"
         assert compiler.find(spec_of("abc")) not in (first, None)
 
@@ -476,7 +476,7 @@ def test_the_lexers_error_marks_a_grammar_as_exhausted():
             for _ in range(1000):
                 matcher.bitmask()
                 assert matcher.accept(rng.choice(b"ab"))
-        if grammar.memory.exhausted:
+        if grammar.memory.is_exhausted:
             break
     with pytest.raises(InvalidRequestError, match="regex: too complex"):
         grammar.new_matcher().bitmask()

@@ -13,8 +13,8 @@ from asyncllm.structured.spec import StructuredOutputs
 class GrammarError(Exception):
     """Error for a grammar that a backend cannot compile.
 
-    The grammar is malformed, has a feature that the backend does not enforce, or exceeds its
-    limits. The message says which.
+    The message says whether the grammar is malformed, has a feature that the backend does not
+    enforce, or exceeds the backend's limits.
     """
 
 
@@ -58,32 +58,32 @@ class GrammarMatcher(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the parser's state and the share of the grammar's memory, even if an application
-        still refers to the matcher. No other method may be called afterwards. Idempotent; any
-        thread may call it."""
+        """Free the parser's state and this matcher's reference to the grammar's memory, even if an
+        application still refers to the matcher. No other method may be called afterwards.
+        Idempotent; any thread may call it."""
         ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class GrammarMemory:
-    """Upper bound on the memory of a compiled grammar, which its matchers share.
+    """Upper bound on the memory that a compiled grammar shares with its matchers.
 
-    The memory is in use until the grammar is gone and the last of its matchers is released: each
-    refers to this object until then.
+    The grammar and each matcher refer to this object while they use the memory, so the object lives
+    as long as the memory.
 
     Attributes:
         compiled_size: bytes after the compilation.
         token_growth: bytes that each accepted token may add to the shared automaton.
         max_growth: maximum number of bytes that all tokens may add.
         num_tokens: number of accepted tokens, of all outputs.
-        exhausted: whether the shared automaton is at its limit, so that no output can begin.
+        is_exhausted: whether the shared automaton is at its limit, so that no output can begin.
     """
 
     compiled_size: int = 0
     token_growth: int = 0
     max_growth: int = 0
     num_tokens: int = 0
-    exhausted: bool = False
+    is_exhausted: bool = False
 
     @property
     def size(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.tool_calls.call_reader import CallReader, RegionCallReader
+from asyncllm.tool_calls.call_reader import CallReader, BufferedCallReader
 from asyncllm.tool_calls.delimiters import DelimiterMatch, Delimiters, literals_or_pattern
 from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
@@ -20,16 +20,16 @@ from asyncllm.tool_calls.families import (
 )
 from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
 
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-CALLS = "tool_calls"
-THOUGHTS = "reasoning_content"
-IGNORED = "skip"
+REASONING_FIELD_NAMES = ("reasoning_content", "thinking", "reasoning")
+TOOL_CALLS_FIELD = "tool_calls"
+REASONING_CONTENT_FIELD = "reasoning_content"
+IGNORED_DELIMITER_NAME = "skip"
 
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
 # Look-behind constructs of patterns. They are refused, because earlier text is not kept.
-_LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
+_LOOK_BEHIND_CONSTRUCTS = ("(?<=", "(?<!", r"\A")
 
 
 class ChatSyntax:
@@ -75,9 +75,9 @@ class ChatSyntax:
         self.reasoning_begin, self.reasoning_end = reasoning.begin, reasoning.end
         self.reasoning_end_before_call = reasoning.end_before_call
         opens = (
-            (CALLS, literals_or_pattern(self.calls, "open")),
-            (THOUGHTS, literals_or_pattern(self.thoughts, "open")),
-            (IGNORED, self.ignored_pattern),
+            (TOOL_CALLS_FIELD, literals_or_pattern(self.calls, "open")),
+            (REASONING_CONTENT_FIELD, literals_or_pattern(self.thoughts, "open")),
+            (IGNORED_DELIMITER_NAME, self.ignored_pattern),
         )
         self.delimiters = Delimiters(
             [(name, delimiter) for name, delimiter in opens if delimiter is not None]
@@ -95,12 +95,12 @@ class ChatSyntax:
                 sources += delimiter if isinstance(delimiter, list) else [delimiter]
         return any(token in source.replace("\\", "") for source in sources if source)
 
-    def answer_begins_in(self, prompt_end: str) -> str:
+    def find_answer_begin(self, prompt_end: str) -> str:
         """The part of the answer that the prompt ends with, such as "<think>"; else empty."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
-    def call_reader(
+    def make_call_reader(
         self, tools: Mapping[str, Mapping[str, Any]], opening: DelimiterMatch
     ) -> CallReader:
         """Make a reader for the calls after an opening delimiter.
@@ -114,14 +114,16 @@ class ChatSyntax:
             return JsonCallReader(
                 self.json_syntax, tools.keys(), opening.text, name, self.calls_close
             )
-        return RegionCallReader(partial(self._parse_region, tools), opening.text, self.calls_close)
+        return BufferedCallReader(
+            partial(self._parse_region, tools), opening.text, self.calls_close
+        )
 
     def _parse_region(
         self, tools: Mapping[str, Mapping[str, Any]], raw: str
     ) -> list[tuple[str, str]] | None:
         from transformers.utils.chat_parsing import parse_response
 
-        template = {"start_anchor_pattern": "(?!)", "fields": {CALLS: self.calls}}
+        template = {"start_anchor_pattern": "(?!)", "fields": {TOOL_CALLS_FIELD: self.calls}}
         schemas: list[Any] = [
             {"function": {"name": name, "parameters": parameters}}
             for name, parameters in tools.items()
@@ -130,7 +132,7 @@ class ChatSyntax:
             message = parse_response(raw, template, prefix="", tools=schemas)
         except Exception:  # transformers' parser raises errors of any class for malformed calls.
             return None
-        parsed = message.get(CALLS)
+        parsed = message.get(TOOL_CALLS_FIELD)
         calls = [_name_and_arguments(call) for call in _flatten_lists(parsed)]
         if not calls or any(call is None or call[0] not in tools for call in calls):
             return None
@@ -165,7 +167,7 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     function = transform.get("function") if isinstance(transform, Mapping) else None
     if calls.get("transform_each"):
-        keys = _call_keys(function, "")
+        keys = _name_and_arguments_keys(function, "")
         return None if keys is None else JsonSyntax("array", *keys)
     if function == "{content}":
         return JsonSyntax("object")
@@ -173,11 +175,11 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     if (function["name"], function["arguments"]) == ("{name}", "{content}"):
         return JsonSyntax("arguments")
-    keys = _call_keys(function, "content.")
+    keys = _name_and_arguments_keys(function, "content.")
     return None if keys is None else JsonSyntax("object", *keys)
 
 
-def _call_keys(function: Any, prefix: str) -> tuple[str, str] | None:
+def _name_and_arguments_keys(function: Any, prefix: str) -> tuple[str, str] | None:
     """Keys of a call's name and arguments, from placeholders such as "{content.name}".
 
     None if ``function`` is more than these two placeholders, which begin with ``prefix``.
@@ -210,8 +212,10 @@ class ChatSyntaxes:
         tool_call_parser: str,
         reasoning_parser: str | None,
     ) -> None:
-        fields = _check_template(template) if template is not None else {}
-        own_reasoning = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
+        fields = _check_response_template(template) if template is not None else {}
+        own_reasoning = next(
+            (fields[name] for name in REASONING_FIELD_NAMES if name in fields), None
+        )
         ignored = _text_end_pattern(fields)
         reasoning_family: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own_reasoning is not None:
@@ -227,10 +231,12 @@ class ChatSyntaxes:
             reasoning_family = REASONING_FAMILIES[reasoning_parser]
         tool_family: ToolFamily | None = None
         recognised = _recognise_family(TOOL_FAMILIES, sources)
-        if tool_call_parser == "auto" and CALLS in fields:
+        if tool_call_parser == "auto" and TOOL_CALLS_FIELD in fields:
             form = recognised.call_form if recognised is not None else None
             as_text = recognised is not None and recognised.expects_text_arguments
-            tool_family = ToolFamily(fields[CALLS], form, as_text, ignored_pattern=ignored)
+            tool_family = ToolFamily(
+                fields[TOOL_CALLS_FIELD], form, as_text, ignored_pattern=ignored
+            )
         else:
             tool_family = (
                 recognised if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
@@ -288,7 +294,7 @@ def _recognise_family(families: Mapping[str, Any], sources: Sequence[str]) -> An
     return None
 
 
-def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _check_response_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Check a tokenizer's own response template; returns its fields.
 
     Raises:
@@ -303,7 +309,7 @@ def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, An
         raise ModelLoadError(f"response_template: {error}") from error
     for name, part in template["fields"].items():
         for side in ("open_pattern", "close_pattern"):
-            if any(sign in str(part.get(side, "")) for sign in _LOOK_BEHIND):
+            if any(sign in str(part.get(side, "")) for sign in _LOOK_BEHIND_CONSTRUCTS):
                 raise ModelLoadError(
                     f"response_template: {side} of {name!r} looks back, expected a pattern that "
                     "needs no text before it; EngineConfig.tool_call_parser and reasoning_parser "

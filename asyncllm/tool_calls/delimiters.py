@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 MAX_DELIMITER_LENGTH = 4096
 """Maximum number of characters of a delimiter; a longer match is plain text."""
 
-_SAMPLE_CHARACTERS = string.printable
+_CANDIDATE_STARTING_CHARACTERS = string.printable
 # Private-use character. A pattern that matches it can probably begin with any character.
 _PRIVATE_USE_CHARACTER = "\U000f1234"
 
@@ -80,7 +80,7 @@ def _starting_characters(pattern: Any, source: str) -> set[str] | None:
 
     if can_begin_with(_PRIVATE_USE_CHARACTER):
         return None
-    return {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
+    return {c for c in {*_CANDIDATE_STARTING_CHARACTERS, *source} if can_begin_with(c)}
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:

@@ -41,7 +41,7 @@ class CallForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """Base of ToolFamily and ReasoningFamily.
 
     Attributes:
@@ -61,7 +61,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFamily(Family):
+class ToolFamily(ModelFamily):
     """Format of a model family's tool calls.
 
     Attributes:
@@ -77,7 +77,7 @@ class ToolFamily(Family):
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFamily(Family):
+class ReasoningFamily(ModelFamily):
     """Format of a model family's reasoning.
 
     Attributes:
@@ -97,20 +97,20 @@ def _tool_call_transform(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-_WHOLE_CALL = {"type": "function", "function": "{content}"}
-_NAMED_CALL = _tool_call_transform("{name}", "{content}")
-_NAMED_JSON_CALLS = {"repeats": True, "content": "json", "transform": _NAMED_CALL}
+_WHOLE_CALL_TRANSFORM = {"type": "function", "function": "{content}"}
+_NAMED_CALL_TRANSFORM = _tool_call_transform("{name}", "{content}")
+_NAMED_JSON_CALLS_FIELD = {"repeats": True, "content": "json", "transform": _NAMED_CALL_TRANSFORM}
 
 # In Harmony, a message has a header, with its channel and recipient, and a body.
-_HARMONY_START = r"(?:<\|start\|>assistant)?"
-_HARMONY_RECIPIENT = r" ?to=functions\.(?P<name>[\w.-]+)"
-_HARMONY_CONSTRAINT = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
-_HARMONY_CALL = (
-    rf"{_HARMONY_START}<\|channel\|>(?:commentary|analysis){_HARMONY_RECIPIENT}{_HARMONY_CONSTRAINT}"
-    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT}<\|channel\|>(?:commentary|analysis){_HARMONY_CONSTRAINT}"
+_HARMONY_START_PATTERN = r"(?:<\|start\|>assistant)?"
+_HARMONY_RECIPIENT_PATTERN = r" ?to=functions\.(?P<name>[\w.-]+)"
+_HARMONY_CONSTRAINT_PATTERN = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+_HARMONY_CALL_PATTERN = (
+    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:commentary|analysis){_HARMONY_RECIPIENT_PATTERN}{_HARMONY_CONSTRAINT_PATTERN}"
+    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT_PATTERN}<\|channel\|>(?:commentary|analysis){_HARMONY_CONSTRAINT_PATTERN}"
 )
-_HARMONY_IGNORED = (
-    rf"{_HARMONY_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
+_HARMONY_IGNORED_PATTERN = (
+    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
 
@@ -133,7 +133,7 @@ def _deepseek_family(
         calls={
             "open_pattern": rf"(?:{begin}\s*)?{call_begin}{header_pattern}",
             "close": close,
-            **_NAMED_JSON_CALLS,
+            **_NAMED_JSON_CALLS_FIELD,
         },
         call_form=CallForm(call_begin + header, separator + close, separator, begin, end, begin),
         markers=((begin, *markers),),
@@ -152,7 +152,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "content_args": {
                 "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
             },
-            "transform": _NAMED_CALL,
+            "transform": _NAMED_CALL_TRANSFORM,
         },
         call_form=CallForm(
             "<tool_call>\n<function=NAME>\n",
@@ -169,7 +169,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "close": "</tool_call>",
             "repeats": True,
             "content": "json",
-            "transform": _WHOLE_CALL,
+            "transform": _WHOLE_CALL_TRANSFORM,
         },
         call_form=CallForm(
             '<tool_call>\n{"name": "NAME", "arguments": ',
@@ -184,7 +184,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "mistral_v11": ToolFamily(
         calls={
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
-            **_NAMED_JSON_CALLS,
+            **_NAMED_JSON_CALLS_FIELD,
         },
         call_form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
@@ -213,9 +213,9 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     ),
     "gpt_oss": ToolFamily(
         calls={
-            "open_pattern": _HARMONY_CALL,
+            "open_pattern": _HARMONY_CALL_PATTERN,
             "close": ["<|call|>", "<|end|>"],
-            **_NAMED_JSON_CALLS,
+            **_NAMED_JSON_CALLS_FIELD,
         },
         call_form=CallForm(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
@@ -224,7 +224,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             restart_text="<|start|>assistant",
         ),
         markers=(("<|channel|>", "<|constrain|>", "<|message|>"),),
-        ignored_pattern=_HARMONY_IGNORED,
+        ignored_pattern=_HARMONY_IGNORED_PATTERN,
         prompt_end="<|start|>assistant",
     ),
     "llama3_json": ToolFamily(
@@ -239,7 +239,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     ),
 }
 
-_THINK_TAGS = ReasoningFamily(
+_THINK_TAG_FAMILY = ReasoningFamily(
     {"open": "<think>", "close": "</think>"},
     "<think>",
     "</think>",
@@ -248,8 +248,8 @@ _THINK_TAGS = ReasoningFamily(
 )
 
 REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
-    "deepseek_r1": _THINK_TAGS,
-    "qwen3": _THINK_TAGS,
+    "deepseek_r1": _THINK_TAG_FAMILY,
+    "qwen3": _THINK_TAG_FAMILY,
     "mistral": ReasoningFamily(
         {"open": "[THINK]", "close": "[/THINK]"},
         "[THINK]",
@@ -259,13 +259,13 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
     ),
     "gpt_oss": ReasoningFamily(
         {
-            "open_pattern": rf"{_HARMONY_START}<\|channel\|>analysis\s*<\|message\|>",
+            "open_pattern": rf"{_HARMONY_START_PATTERN}<\|channel\|>analysis\s*<\|message\|>",
             "close": "<|end|>",
         },
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
         markers=(("<|channel|>", "analysis", "<|message|>"),),
-        ignored_pattern=_HARMONY_IGNORED,
+        ignored_pattern=_HARMONY_IGNORED_PATTERN,
         prompt_end="<|start|>assistant",
         end_before_call="<|end|>",
     ),

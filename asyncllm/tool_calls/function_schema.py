@@ -27,15 +27,15 @@ _SCALAR_TYPES = {
     bool: "boolean",
     type(None): "null",
 }
-_SECTION_HEADING = re.compile(
+_SECTION_HEADING_PATTERN = re.compile(
     r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$"
 )
-_ARGUMENT = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
-_SPHINX_ARGUMENT = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
-_MAX_DEPTH = 32
+_GOOGLE_ARGUMENT_PATTERN = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_SPHINX_ARGUMENT_PATTERN = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
+_MAX_TYPE_DEPTH = 32
 
 
-def is_model(tool: Any) -> bool:
+def is_pydantic_model(tool: Any) -> bool:
     return isinstance(tool, type) and hasattr(tool, "model_json_schema")
 
 
@@ -58,8 +58,8 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
             cannot be passed by name.
     """
     try:
-        if is_model(tool):
-            parameters = _model_schema(tool)
+        if is_pydantic_model(tool):
+            parameters = _pydantic_schema(tool)
             description = parameters.pop("description", "")
             return _make_tool(tool.__name__, description, parameters)
         return _function_to_tool(tool)
@@ -75,7 +75,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         ) from error
 
 
-def _model_schema(model: Any) -> dict[str, Any]:
+def _pydantic_schema(model: Any) -> dict[str, Any]:
     """Schema of a Pydantic model, with its properties at the root. Pydantic's schema of a recursive
     model only has a reference there, which is replaced by its target."""
     schema = model.model_json_schema()
@@ -112,7 +112,7 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
             )
         if parameter.name not in hints:
             raise _UnsupportedTypeError(f"{where} has no type hint, expected one")
-        schema = _schema_of(hints[parameter.name], where, definitions)
+        schema = _schema_of_type(hints[parameter.name], where, definitions)
         if parameter.name in arguments:
             schema = {**schema, "description": arguments[parameter.name]}
         if parameter.default is parameter.empty:
@@ -128,14 +128,16 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
     return _make_tool(name, description, parameters)
 
 
-def _schema_of(
+def _schema_of_type(
     kind: Any, where: str, definitions: dict[str, Any], depth: int = 0
 ) -> dict[str, Any]:
-    if depth > _MAX_DEPTH:
-        raise _UnsupportedTypeError(f"{where} has a type nested more than {_MAX_DEPTH} levels deep")
+    if depth > _MAX_TYPE_DEPTH:
+        raise _UnsupportedTypeError(
+            f"{where} has a type nested more than {_MAX_TYPE_DEPTH} levels deep"
+        )
 
     def schema_of(inner: Any) -> dict[str, Any]:
-        return _schema_of(inner, where, definitions, depth + 1)
+        return _schema_of_type(inner, where, definitions, depth + 1)
 
     if kind is Any:
         return {}
@@ -154,8 +156,8 @@ def _schema_of(
         raise _UnsupportedTypeError(f"{where} is of {kind!r}, which has no JSON schema")
     if issubclass(container, enum.Enum):
         return _enum_schema([member.value for member in container], where)
-    if is_model(container):
-        return _nested_model_schema(container, where, definitions)
+    if is_pydantic_model(container):
+        return _nested_pydantic_schema(container, where, definitions)
     if typing.is_typeddict(container) or dataclasses.is_dataclass(container):
         return _fields_schema(container, schema_of)
     if issubclass(container, tuple) and arguments and arguments[-1] is not Ellipsis:
@@ -180,7 +182,7 @@ def _enum_schema(values: Sequence[Any], where: str) -> dict[str, Any]:
     return {"type": _SCALAR_TYPES[kinds.pop()], **schema} if len(kinds) == 1 else schema
 
 
-def _nested_model_schema(model: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
+def _nested_pydantic_schema(model: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
     """Schema of a Pydantic model within a tool's schema. Its definitions are moved to
     ``definitions`` at the root, where its references point."""
     schema = model.model_json_schema()
@@ -213,9 +215,9 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     arguments: dict[str, list[str]] = {}
     section = current = indent = ""
     for line in text.splitlines():
-        heading = _SECTION_HEADING.match(line)
-        sphinx = _SPHINX_ARGUMENT.match(line.strip())
-        argument = _ARGUMENT.match(line)
+        heading = _SECTION_HEADING_PATTERN.match(line)
+        sphinx = _SPHINX_ARGUMENT_PATTERN.match(line.strip())
+        argument = _GOOGLE_ARGUMENT_PATTERN.match(line)
         if heading:
             section, current, indent = heading[1], "", ""
         elif sphinx:

@@ -7,18 +7,18 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from asyncllm.tool_calls.call_reader import Event
+from asyncllm.tool_calls.call_reader import CallEvent
 from asyncllm.tool_calls.delimiters import Delimiters
 
-_MAX_TOKEN_LENGTH = 1024
+_MAX_JSON_TOKEN_CHARACTERS = 1024
 """Maximum number of characters of a key, of a name, or of another value beside the arguments."""
 
 _SPACE_PATTERN = re.compile(r"[ \t\r\n]*")
-_TOKEN_PATTERN = re.compile(
+_JSON_TOKEN_PATTERN = re.compile(
     r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^"{}\[\]:,][^,}\s]*(?=[,}\s])', re.DOTALL
 )
-_OUTSIDE_STRING = re.compile(r'["{}\[\]]')
-_INSIDE_STRING = re.compile(r'["\\]')
+_OUTSIDE_STRING_PATTERN = re.compile(r'["{}\[\]]')
+_INSIDE_STRING_PATTERN = re.compile(r'["\\]')
 
 _State = Literal[
     "array", "object", "key", "colon", "name", "arguments", "other", "inside", "after", "next"
@@ -83,10 +83,10 @@ class JsonCallReader:
         name: str | None,
         close: Delimiters | None,
     ) -> None:
-        self.events: list[Event] = []
+        self.events: list[CallEvent] = []
         self._syntax = syntax
         self._tools = tools
-        self._delimiters = close
+        self._closing_delimiters = close
         # Text since the last complete call: ``_raw_texts`` is parsed, ``_text`` is not.
         self._raw_texts = [opening]
         self._text = ""
@@ -94,11 +94,11 @@ class JsonCallReader:
         self._close_text: str | None = None
         self._state: _State = syntax.kind
         self._name = name
-        self._has_ended = False
+        self._has_region_ended = False
         self._reset_call()
 
     def _reset_call(self) -> None:
-        self._has_begun = False
+        self._has_call_begun = False
         self._current_key = ""
         self._arguments: list[str] | None = None
         self._bracket_depth = 0
@@ -116,14 +116,14 @@ class JsonCallReader:
             return self._return_as_text(text[position:])
         self._raw_texts.append(text[self._raw_end : position])
         self._text = text[position:]
-        if not self._has_ended:
+        if not self._has_region_ended:
             return None
-        return self._text if self._delimiters is None else self._push_close(self._text)
+        return self._text if self._closing_delimiters is None else self._push_close(self._text)
 
     def _parse(self, text: str) -> int:
         """Parse tokens and arguments; returns the position of the first unfinished token."""
         position = 0
-        while not self._has_ended and position < len(text):
+        while not self._has_region_ended and position < len(text):
             if self._state == "inside":
                 position = self._read_arguments(text, position)
                 continue
@@ -136,10 +136,10 @@ class JsonCallReader:
             in_value = self._state == "other"
             if first in "{[,}]:" if in_value else first not in _TRANSITIONS[self._state]:
                 raise _NotACallError(position)
-            match = _TOKEN_PATTERN.match(text, position)
+            match = _JSON_TOKEN_PATTERN.match(text, position)
             end = len(text) if match is None else match.end()
-            if end - position > _MAX_TOKEN_LENGTH:
-                raise _NotACallError(position + _MAX_TOKEN_LENGTH)
+            if end - position > _MAX_JSON_TOKEN_CHARACTERS:
+                raise _NotACallError(position + _MAX_JSON_TOKEN_CHARACTERS)
             if match is None:
                 break
             position = self._process_token(match[0], position, end)
@@ -147,10 +147,10 @@ class JsonCallReader:
 
     def _push_close(self, text: str) -> str | None:
         """Parse white space and the closing delimiter. After anything else, the text is no call."""
-        assert self._delimiters is not None
+        assert self._closing_delimiters is not None
         self._close_text = (self._close_text or "") + text
         rest = self._close_text.lstrip()
-        match, pending = self._delimiters.match(rest)
+        match, pending = self._closing_delimiters.match(rest)
         if match is not None:
             self._complete_call(0)
             return rest[match.end() :]
@@ -161,9 +161,9 @@ class JsonCallReader:
 
     def finish(self) -> str:
         if self._close_text is not None:
-            assert self._delimiters is not None
+            assert self._closing_delimiters is not None
             rest = self._close_text.lstrip()
-            match, _ = self._delimiters.match(rest, is_last=True)
+            match, _ = self._closing_delimiters.match(rest, is_last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
         self._raw_texts.append(self._text)
@@ -171,7 +171,7 @@ class JsonCallReader:
 
     def _return_as_text(self, rest: str) -> str:
         """Report the text of the call so far as text; returns ``rest``, the text after it."""
-        self.events.append(Event("text", "".join(self._raw_texts)))
+        self.events.append(CallEvent("text", "".join(self._raw_texts)))
         return rest
 
     def _process_token(self, token: str, start: int, end: int) -> int:
@@ -179,7 +179,12 @@ class JsonCallReader:
         state = self._state
         if state == "key":
             self._current_key = _parse_string(token, end)
-            if self._current_key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
+            if self._current_key not in (
+                self._syntax.name_key,
+                self._syntax.arguments_key,
+                "id",
+                "type",
+            ):
                 raise _NotACallError(end)
         elif state == "name":
             self._begin_call(_parse_string(token, end), end)
@@ -193,26 +198,26 @@ class JsonCallReader:
         elif state == "other" and token[0] == '"':
             _parse_string(token, end)
         self._state = "after" if state == "other" else _TRANSITIONS[state][token[0]]
-        if state == "colon" and self._current_key == self._syntax.arguments:
+        if state == "colon" and self._current_key == self._syntax.arguments_key:
             self._state = "arguments"
-        elif state == "colon" and self._current_key == self._syntax.name:
+        elif state == "colon" and self._current_key == self._syntax.name_key:
             if self._name is not None:
                 raise _NotACallError(end)
             self._state = "name"
         elif token == "}":
             self._end_call(end)
         elif token == "]":
-            self._has_ended = True
+            self._has_region_ended = True
         return end
 
     def _begin_call(self, name: str, position: int) -> None:
         if name not in self._tools:
             raise _NotACallError(position)
         self._name = name
-        self._has_begun = True
-        self.events.append(Event("begin", name))
+        self._has_call_begun = True
+        self.events.append(CallEvent("begin", name))
         if self._arguments:
-            self.events.append(Event("arguments", "".join(self._arguments)))
+            self.events.append(CallEvent("arguments", "".join(self._arguments)))
 
     def _read_arguments(self, text: str, position: int) -> int:
         end = self._find_value_end(text, position)
@@ -221,8 +226,8 @@ class JsonCallReader:
         self._arguments.append(piece)
         if end is not None and not _is_object("".join(self._arguments)):
             raise _NotACallError(end)
-        if self._has_begun:
-            self.events.append(Event("arguments", piece))
+        if self._has_call_begun:
+            self.events.append(CallEvent("arguments", piece))
         if end is None:
             return len(text)
         self._state = "after"
@@ -236,9 +241,9 @@ class JsonCallReader:
             self._is_escaped = False
             position += 1
         while True:
-            match = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(
-                text, position
-            )
+            match = (
+                _INSIDE_STRING_PATTERN if self._is_in_string else _OUTSIDE_STRING_PATTERN
+            ).search(text, position)
             if match is None:
                 return None
             position = match.end()
@@ -261,14 +266,14 @@ class JsonCallReader:
         if self._name is None:
             raise _NotACallError(end)
         if self._arguments is None:
-            self.events.append(Event("arguments", "{}"))
+            self.events.append(CallEvent("arguments", "{}"))
         is_array = self._syntax.kind == "array"
-        self._has_ended = not is_array
-        if is_array or self._delimiters is None:
+        self._has_region_ended = not is_array
+        if is_array or self._closing_delimiters is None:
             self._complete_call(end)
 
     def _complete_call(self, end: int) -> None:
-        self.events.append(Event("done"))
+        self.events.append(CallEvent("done"))
         self._raw_texts = []
         self._raw_end = end
         self._name = None

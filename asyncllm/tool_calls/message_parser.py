@@ -10,20 +10,20 @@ from functools import partial
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
-from asyncllm.tool_calls.call_reader import CallReader, Event
-from asyncllm.tool_calls.chat_syntax import CALLS, IGNORED, ChatSyntax
+from asyncllm.tool_calls.call_reader import CallReader, CallEvent
+from asyncllm.tool_calls.chat_syntax import TOOL_CALLS_FIELD, IGNORED_DELIMITER_NAME, ChatSyntax
 from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
 
-_PIECE_CHARACTERS = 4096
+_MAX_PIECE_CHARACTERS = 4096
 """Maximum number of characters that are parsed at a time. After each call the rest of the piece is
 scanned again, so a long piece with many calls would take quadratic time."""
 
-_ID_DIGITS = string.digits + string.ascii_lowercase
+_CALL_ID_CHARACTERS = string.digits + string.ascii_lowercase
 
 
 def make_call_id() -> str:
     """Make a random id of nine letters and digits: Mistral's templates refuse any other id."""
-    return "".join(secrets.choice(_ID_DIGITS) for _ in range(9))
+    return "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(9))
 
 
 class TrimmedText:
@@ -117,8 +117,8 @@ class OutputParser:
                 self._prompt_characters_left = len(answer_begin)
 
     def push(self, text: str) -> None:
-        for begin in range(0, len(text), _PIECE_CHARACTERS):
-            self._parse_piece(text[begin : begin + _PIECE_CHARACTERS], is_last=False)
+        for begin in range(0, len(text), _MAX_PIECE_CHARACTERS):
+            self._parse_piece(text[begin : begin + _MAX_PIECE_CHARACTERS], is_last=False)
 
     @property
     def reasoning(self) -> str:
@@ -173,15 +173,15 @@ class OutputParser:
     def _is_text(self, delimiter: DelimiterMatch) -> bool:
         if self._content_text.has_text and not self._calls_may_follow_text:
             return True
-        return delimiter.name == CALLS and self._one_call and bool(self.calls)
+        return delimiter.name == TOOL_CALLS_FIELD and self._one_call and bool(self.calls)
 
     def _open_region(self, delimiter: DelimiterMatch) -> None:
         self._prompt_characters_left = 0
-        if delimiter.name == CALLS:
-            self._call_reader = self._syntax.call_reader(self._tools, delimiter)
+        if delimiter.name == TOOL_CALLS_FIELD:
+            self._call_reader = self._syntax.make_call_reader(self._tools, delimiter)
             return
         self._content_text.add_delimiter()
-        if delimiter.name != IGNORED and self._syntax.thoughts_close is not None:
+        if delimiter.name != IGNORED_DELIMITER_NAME and self._syntax.thoughts_close is not None:
             self._reasoning_scanner = DelimiterScanner(self._syntax.thoughts_close)
 
     def _add_text(self, text: str) -> None:
@@ -197,7 +197,7 @@ class OutputParser:
             self._new_reasoning.append(thought)
             self._reasoning_parts.append(thought)
 
-    def _handle_events(self, events: list[Event]) -> None:
+    def _handle_events(self, events: list[CallEvent]) -> None:
         for kind, text in events:
             if kind == "text":
                 self._add_text(text)
@@ -237,14 +237,14 @@ class MessageParser:
     ) -> None:
         self.answer_begin = ""
         self.syntax = syntax
-        self._make_output = partial(
+        self._make_output_parser = partial(
             OutputParser,
             syntax,
             tools,
             one_call=one_call,
             calls_may_follow_text=calls_may_follow_text,
         )
-        self._outputs: dict[int, OutputParser] = {}
+        self._output_parsers: dict[int, OutputParser] = {}
         self._unfinished_outputs: set[int] = set()
         self._is_interrupted = False
 
@@ -252,7 +252,7 @@ class MessageParser:
         """Copy of ``delta`` with its text split into text, reasoning and calls."""
         if self._is_interrupted and self._unfinished_outputs and not delta.finish_reason:
             delta = replace(delta, index=min(self._unfinished_outputs))
-        output = self.output(delta.index)
+        output = self._output_parser(delta.index)
         output.push(delta.text)
         if delta.finish_reason is not None or self._is_interrupted:
             output.finish()
@@ -276,16 +276,16 @@ class MessageParser:
         self._is_interrupted = True
         return bool(self._unfinished_outputs)
 
-    def complete(self, output: CompletionOutput) -> CompletionOutput:
+    def add_reasoning_and_calls(self, output: CompletionOutput) -> CompletionOutput:
         """Copy of ``output`` with its reasoning and tool calls."""
-        parsed = self.output(output.index)
+        parsed = self._output_parser(output.index)
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 
-    def output(self, index: int) -> OutputParser:
-        parser = self._outputs.get(index)
+    def _output_parser(self, index: int) -> OutputParser:
+        parser = self._output_parsers.get(index)
         if parser is None:
-            parser = self._make_output(self.answer_begin)
-            self._outputs[index] = parser
+            parser = self._make_output_parser(self.answer_begin)
+            self._output_parsers[index] = parser
             self._unfinished_outputs.add(index)
         return parser
 

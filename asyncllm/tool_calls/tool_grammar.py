@@ -9,13 +9,13 @@ from typing import Any
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.structured.json_schema import ANNOTATIONS
+from asyncllm.structured.json_schema import ANNOTATION_KEYWORDS
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.families import CallForm
 from asyncllm.tool_calls.tool_use import ToolUse
 
-_CLOSED_SCHEMA_KEYWORDS = ANNOTATIONS | {"type", "properties", "required"}
+_CLOSED_SCHEMA_KEYWORDS = ANNOTATION_KEYWORDS | {"type", "properties", "required"}
 """Keywords of a schema that says nothing about additional properties. If a tool's parameters have
 only these, additional properties are refused."""
 
@@ -48,8 +48,10 @@ def with_tool_grammar(
     structured_outputs = sampling.get("structured_outputs")
     if structured_outputs is None and isinstance(params, SamplingParams):
         structured_outputs = params.structured_outputs
-    answer, form = parse_structured_outputs(structured_outputs), syntax.call_form
-    if answer is None and (not tool_use.is_constrained or _ends_with_a_call(tool_use, form)):
+    answer, call_form = parse_structured_outputs(structured_outputs), syntax.call_form
+    if answer is None and (
+        not tool_use.is_constrained or _ends_with_first_call(tool_use, call_form)
+    ):
         if tool_use.is_strict:
             raise InvalidRequestError(
                 "tools: strict=true with tool_choice='auto' and a model whose calls stand before "
@@ -58,7 +60,7 @@ def with_tool_grammar(
                 param="tools",
             )
         return sampling, True
-    if answer is not None and form is not None and form.restart_text:
+    if answer is not None and call_form is not None and call_form.restart_text:
         raise InvalidRequestError(
             f"{answer.param}: with tools of a model that writes a header before its answer, "
             "expected None",
@@ -105,8 +107,8 @@ def tool_grammar(
     Raises:
         InvalidRequestError: for a model whose format of calls is unknown.
     """
-    form = syntax.call_form
-    if form is None:
+    call_form = syntax.call_form
+    if call_form is None:
         raise InvalidRequestError(
             "tool_choice: how the model's chat template writes calls is not known, expected "
             "EngineConfig.tool_call_parser to name it",
@@ -117,45 +119,45 @@ def tool_grammar(
     # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
     only_strict_schemas = choice == "auto" and parallel and answer is None
     tags = [
-        _tool_tag(form, function, prefix, only_strict_schemas and not function.get("strict"))
+        _tool_tag(call_form, function, prefix, only_strict_schemas and not function.get("strict"))
         for function in functions
         if name in (None, function["name"])
-        for prefix in dict.fromkeys(("", form.restart_text))
+        for prefix in dict.fromkeys(("", call_form.restart_text))
     ]
-    parallel = parallel and form.parallel and name is None
+    parallel = parallel and call_form.parallel and name is None
     if choice == "auto" and answer is None:
-        root_format = _format_of_text_and_calls(form, tags, parallel)
+        root_format = _text_and_calls_format(call_form, tags, parallel)
     else:
-        root_format = _format_of_calls(form, tags, parallel)
+        root_format = _calls_format(call_form, tags, parallel)
         if answer is not None:
             schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
             root_format = {"type": "or", "elements": [root_format, schema]}
     return {"type": "structural_tag", "format": root_format}
 
 
-def _ends_with_a_call(tool_use: ToolUse, form: CallForm | None) -> bool:
+def _ends_with_first_call(tool_use: ToolUse, call_form: CallForm | None) -> bool:
     """Whether an answer ends with its first call in this format.
 
     Then no grammar is needed to prevent a second call.
     """
-    return tool_use.choice == "auto" and form is not None and not form.parallel
+    return tool_use.choice == "auto" and call_form is not None and not call_form.parallel
 
 
 def _tool_tag(
-    form: CallForm, function: dict[str, Any], prefix: str, any_arguments: bool
+    call_form: CallForm, function: dict[str, Any], prefix: str, allow_any_arguments: bool
 ) -> dict[str, Any]:
     """Make the tag of one tool.
 
     Args:
         prefix: text before the call.
-        any_arguments: allow any JSON object as arguments.
+        allow_any_arguments: allow any JSON object as arguments.
     """
-    schema = {"type": "object"} if any_arguments else _arguments_schema(function)
+    schema = {"type": "object"} if allow_any_arguments else _arguments_schema(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
-    if form.style != "json":
-        content["style"] = form.style
-    begin = prefix + form.begin.replace("NAME", function["name"])
-    return {"type": "tag", "begin": begin, "content": content, "end": form.end}
+    if call_form.style != "json":
+        content["style"] = call_form.style
+    begin = prefix + call_form.begin.replace("NAME", function["name"])
+    return {"type": "tag", "begin": begin, "content": content, "end": call_form.end}
 
 
 def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
@@ -167,28 +169,32 @@ def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _format_of_calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _calls_format(
+    call_form: CallForm, tags: list[dict[str, Any]], parallel: bool
+) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": form.separator,
+        "separator": call_form.separator,
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
-    if not form.prefix:
+    if not call_form.prefix:
         return calls
-    before, after = ({"type": "const_string", "value": text} for text in (form.prefix, form.suffix))
+    before, after = (
+        {"type": "const_string", "value": text} for text in (call_form.prefix, call_form.suffix)
+    )
     return {"type": "sequence", "elements": [before, calls, after]}
 
 
-def _format_of_text_and_calls(
-    form: CallForm, tags: list[dict[str, Any]], parallel: bool
+def _text_and_calls_format(
+    call_form: CallForm, tags: list[dict[str, Any]], parallel: bool
 ) -> dict[str, Any]:
-    prefix, suffix = form.prefix, form.suffix
+    prefix, suffix = call_form.prefix, call_form.suffix
     tags = [{**tag, "begin": prefix + tag["begin"], "end": tag["end"] + suffix} for tag in tags]
     return {
         "type": "triggered_tags",
-        "triggers": [form.trigger or (prefix + form.begin).partition("NAME")[0]],
+        "triggers": [call_form.trigger or (prefix + call_form.begin).partition("NAME")[0]],
         "tags": tags,
         "at_least_one": False,
         "stop_after_first": not parallel,
