@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.tool_calls.call_reader import CallReader, BufferedCallReader
+from asyncllm.tool_calls.call_reader import BufferedCallReader, CallReader
 from asyncllm.tool_calls.delimiters import DelimiterMatch, Delimiters, literals_or_pattern
 from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
@@ -21,6 +21,9 @@ from asyncllm.tool_calls.families import (
 from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
 
 REASONING_FIELD_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field for reasoning in a tokenizer's response template, the preferred one first."""
+
+# Names of delimiters. The first two are fields of a response template.
 TOOL_CALLS_FIELD = "tool_calls"
 REASONING_CONTENT_FIELD = "reasoning_content"
 IGNORED_DELIMITER_NAME = "skip"
@@ -28,7 +31,8 @@ IGNORED_DELIMITER_NAME = "skip"
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
-# Look-behind constructs of patterns. They are refused, because earlier text is not kept.
+# Look-behind constructs of patterns. Patterns with them are refused, because the scanner does not
+# store earlier text.
 _LOOK_BEHIND_CONSTRUCTS = ("(?<=", "(?<!", r"\A")
 
 
@@ -41,8 +45,8 @@ class ChatSyntax:
     - it releases a call only when the call is complete;
     - it raises for a malformed call, and drops the delimiters of the call;
     - it ends a call at a delimiter within a string;
-    - it copies the whole output with each piece: 4 microseconds per token of a short output, up to
-      550 for an output of one megabyte (``benchmarks.parsing``).
+    - it copies the whole output with each piece, which takes 4 microseconds per token of a short
+      output, and up to 550 for an output of one megabyte (``benchmarks.parsing``).
 
     ``ResponseParser`` is only used for calls in other syntaxes than plain JSON, one region at a
     time.
@@ -53,13 +57,15 @@ class ChatSyntax:
 
     Attributes:
         delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
-        calls, thoughts: the template's fields for calls and for reasoning; empty without.
+        calls_field, reasoning_field: the template's fields for calls and reasoning; empty if the
+            output is not searched for them.
         call_form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
-        reasoning_begin, reasoning_end: texts at whose token ids reasoning begins and ends for the
-            engine; empty if the template has patterns instead.
+        reasoning_begin, reasoning_end: texts whose token ids mark the reasoning for the engine;
+            empty if the template has patterns instead.
         reasoning_end_before_call: ``ReasoningFamily.end_before_call``.
-        calls_close, thoughts_close: delimiters that end a call and reasoning; None without.
+        calls_close_delimiters, reasoning_close_delimiters: delimiters that end a call, and that
+            end reasoning; None if the template has none.
         json_syntax: layout of calls in JSON; None for another syntax.
     """
 
@@ -71,51 +77,56 @@ class ChatSyntax:
         ends = filter(None, (tool.prompt_end, reasoning.prompt_end))
         self.prompt_ends = tuple(dict.fromkeys(ends))
         self.ignored_pattern = tool.ignored_pattern or reasoning.ignored_pattern
-        self.calls, self.call_form, self.thoughts = tool.calls, tool.call_form, reasoning.thoughts
+        self.calls_field, self.call_form = tool.calls_field, tool.call_form
+        self.reasoning_field = reasoning.reasoning_field
         self.reasoning_begin, self.reasoning_end = reasoning.begin, reasoning.end
         self.reasoning_end_before_call = reasoning.end_before_call
         opens = (
-            (TOOL_CALLS_FIELD, literals_or_pattern(self.calls, "open")),
-            (REASONING_CONTENT_FIELD, literals_or_pattern(self.thoughts, "open")),
+            (TOOL_CALLS_FIELD, literals_or_pattern(self.calls_field, "open")),
+            (REASONING_CONTENT_FIELD, literals_or_pattern(self.reasoning_field, "open")),
             (IGNORED_DELIMITER_NAME, self.ignored_pattern),
         )
         self.delimiters = Delimiters(
             [(name, delimiter) for name, delimiter in opens if delimiter is not None]
         )
-        self.calls_close = _closing_delimiters(self.calls)
-        self.thoughts_close = _closing_delimiters(self.thoughts)
-        self.json_syntax = _json_syntax(self.calls)
+        self.calls_close_delimiters = _closing_delimiters(self.calls_field)
+        self.reasoning_close_delimiters = _closing_delimiters(self.reasoning_field)
+        self.json_syntax = _json_syntax(self.calls_field)
 
     def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.ignored_pattern, *self.prompt_ends]
-        for part in (self.calls, self.thoughts):
+        for part in (self.calls_field, self.reasoning_field):
             for side in ("open", "close"):
                 delimiter = literals_or_pattern(part, side)
                 sources += delimiter if isinstance(delimiter, list) else [delimiter]
         return any(token in source.replace("\\", "") for source in sources if source)
 
     def find_answer_begin(self, prompt_end: str) -> str:
-        """The part of the answer that the prompt ends with, such as "<think>"; else empty."""
+        """Find the answer's beginning, such as "<think>", at the prompt's end; empty without."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
     def make_call_reader(
-        self, tools: Mapping[str, Mapping[str, Any]], opening: DelimiterMatch
+        self, tools: Mapping[str, Mapping[str, Any]], opening_delimiter: DelimiterMatch
     ) -> CallReader:
         """Make a reader for the calls after an opening delimiter.
 
         Args:
             tools: schema of the parameters of each tool, by tool name.
-            opening: the opening delimiter.
+            opening_delimiter: the delimiter, as found in the output.
         """
         if self.json_syntax is not None:
-            name = opening.captures.get("name", "").strip() or None
+            name = opening_delimiter.captures.get("name", "").strip() or None
             return JsonCallReader(
-                self.json_syntax, tools.keys(), opening.text, name, self.calls_close
+                self.json_syntax,
+                tools.keys(),
+                opening_delimiter.text,
+                name,
+                self.calls_close_delimiters,
             )
         return BufferedCallReader(
-            partial(self._parse_region, tools), opening.text, self.calls_close
+            partial(self._parse_region, tools), opening_delimiter.text, self.calls_close_delimiters
         )
 
     def _parse_region(
@@ -123,7 +134,7 @@ class ChatSyntax:
     ) -> list[tuple[str, str]] | None:
         from transformers.utils.chat_parsing import parse_response
 
-        template = {"start_anchor_pattern": "(?!)", "fields": {TOOL_CALLS_FIELD: self.calls}}
+        template = {"start_anchor_pattern": "(?!)", "fields": {TOOL_CALLS_FIELD: self.calls_field}}
         schemas: list[Any] = [
             {"function": {"name": name, "parameters": parameters}}
             for name, parameters in tools.items()
@@ -179,19 +190,19 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
     return None if keys is None else JsonSyntax("object", *keys)
 
 
-def _name_and_arguments_keys(function: Any, prefix: str) -> tuple[str, str] | None:
+def _name_and_arguments_keys(function: Any, placeholder_prefix: str) -> tuple[str, str] | None:
     """Keys of a call's name and arguments, from placeholders such as "{content.name}".
 
-    None if ``function`` is more than these two placeholders, which begin with ``prefix``.
+    None if ``function`` is anything but two placeholders that begin with ``placeholder_prefix``.
     """
     if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
         return None
     keys = []
     for value in (function["name"], function["arguments"]):
         key = value[1:-1] if isinstance(value, str) else ""
-        if value != f"{{{key}}}" or not key.startswith(prefix):
+        if value != f"{{{key}}}" or not key.startswith(placeholder_prefix):
             return None
-        keys.append(key.removeprefix(prefix))
+        keys.append(key.removeprefix(placeholder_prefix))
     return None if any("." in key for key in keys) else (keys[0], keys[1])
 
 
@@ -200,9 +211,10 @@ class ChatSyntaxes:
 
     Args:
         sources: sources of the model's chat templates, to recognise the model's family.
-        template: the tokenizer's own ``response_template``, which wins over a recognised family;
+        template: the tokenizer's own ``response_template``, which overrides a recognised family;
             None if absent.
-        tool_call_parser, reasoning_parser: as in ``EngineConfig``; any value but "auto" wins.
+        tool_call_parser, reasoning_parser: as in ``EngineConfig``. Any value but "auto" overrides
+            the template and the recognised family.
     """
 
     def __init__(
@@ -258,7 +270,7 @@ class ChatSyntaxes:
                 importlib.import_module("transformers.utils.chat_parsing")
 
     def syntax_for(self, with_tools: bool) -> ChatSyntax | None:
-        """Syntax of an answer; None if all of it is text.
+        """Syntax of an answer; None if the whole answer is text.
 
         Args:
             with_tools: whether the request has tools.
@@ -319,11 +331,12 @@ def _check_response_template(template: Mapping[str, Any]) -> Mapping[str, Mappin
 
 
 def _text_end_pattern(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern of the delimiter that ends an answer's text in a response template; None if the
-    template has none. The delimiter is not part of the text.
+    """Pattern of the delimiter that ends an answer's text; None if the template has none.
+
+    The delimiter is not part of the text.
 
     Args:
-        fields: the template's ``fields``. That of the text has no opening delimiter.
+        fields: the response template's fields. The text's field has no opening delimiter.
     """
     import regex
 

@@ -1,9 +1,9 @@
 """Model families: their formats of reasoning and tool calls, as data.
 
-To parse an answer, a family has fields of transformers' response templates
+For parsing answers, a family has fields of transformers' response templates
 (``transformers.utils.chat_parsing``). A field has the delimiters ``open`` and ``close``, each a
-literal or a pattern, and a rule that converts the text between them to a call. To make a grammar,
-a family has a CallForm, which says how the model's chat template writes a call.
+literal or a pattern, and a rule that converts the text between them to a call. For grammars, a
+family has a CallForm: the syntax of a call in the model's chat template.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CallForm:
         end: text after the arguments.
         separator: text between two calls.
         prefix, suffix: text before the first call and after the last.
-        trigger: text that all calls begin with; None for ``prefix`` and ``begin`` up to the name.
+        trigger: text that begins each call; None for ``prefix`` and ``begin`` up to the name.
         style: syntax of the arguments: JSON, or Qwen's ``<parameter=…>``.
         parallel: whether an answer may have several calls. In Harmony an answer ends with its
             first call.
@@ -65,13 +65,13 @@ class ToolFamily(ModelFamily):
     """Format of a model family's tool calls.
 
     Attributes:
-        calls: field ``tool_calls`` of a response template, to parse calls.
+        calls_field: field ``tool_calls`` of a response template, which parses calls.
         call_form: syntax of calls in a grammar; None if unknown.
         expects_text_arguments: whether the chat template expects the arguments of past calls as
             JSON text, not as a dict.
     """
 
-    calls: Mapping[str, Any]
+    calls_field: Mapping[str, Any]
     call_form: CallForm | None
     expects_text_arguments: bool = False
 
@@ -81,13 +81,14 @@ class ReasoningFamily(ModelFamily):
     """Format of a model family's reasoning.
 
     Attributes:
-        thoughts: field ``reasoning_content`` of a response template, to parse reasoning.
-        begin, end: texts at whose token ids reasoning begins and ends for the engine, which applies
-            no grammar in between.
-        end_before_call: text that ends reasoning if a call must follow; empty if ``end`` does.
+        reasoning_field: field ``reasoning_content`` of a response template, which parses reasoning.
+        begin, end: texts whose token ids mark the reasoning for the engine. The engine applies no
+            grammar to reasoning.
+        end_before_call: text that ends reasoning if a call must follow; empty if ``end`` also
+            ends reasoning before a call.
     """
 
-    thoughts: Mapping[str, Any]
+    reasoning_field: Mapping[str, Any]
     begin: str
     end: str
     end_before_call: str = ""
@@ -106,11 +107,14 @@ _HARMONY_START_PATTERN = r"(?:<\|start\|>assistant)?"
 _HARMONY_RECIPIENT_PATTERN = r" ?to=functions\.(?P<name>[\w.-]+)"
 _HARMONY_CONSTRAINT_PATTERN = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
 _HARMONY_CALL_PATTERN = (
-    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:commentary|analysis){_HARMONY_RECIPIENT_PATTERN}{_HARMONY_CONSTRAINT_PATTERN}"
-    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT_PATTERN}<\|channel\|>(?:commentary|analysis){_HARMONY_CONSTRAINT_PATTERN}"
+    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:commentary|analysis)"
+    rf"{_HARMONY_RECIPIENT_PATTERN}{_HARMONY_CONSTRAINT_PATTERN}"
+    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT_PATTERN}<\|channel\|>(?:commentary|analysis)"
+    rf"{_HARMONY_CONSTRAINT_PATTERN}"
 )
 _HARMONY_IGNORED_PATTERN = (
-    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
+    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:final|commentary)\s*"
+    r"(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
 
@@ -122,7 +126,7 @@ def _deepseek_family(
 
     Args:
         header: text between the beginning of a call and its arguments, with NAME for the name.
-        header_pattern: pattern of such a text, with the group "name".
+        header_pattern: pattern of a header, with the group "name".
         close: text after the arguments.
         separator: text before ``close``, and between two calls.
         markers: texts in the chat template that tell this version from later ones.
@@ -130,7 +134,7 @@ def _deepseek_family(
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     call_begin = "<｜tool▁call▁begin｜>"
     return ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": rf"(?:{begin}\s*)?{call_begin}{header_pattern}",
             "close": close,
             **_NAMED_JSON_CALLS_FIELD,
@@ -144,7 +148,7 @@ def _deepseek_family(
 
 TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "qwen3_coder": ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"</function>\s*</tool_call>",
             "repeats": True,
@@ -164,7 +168,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         markers=(("<tool_call>", "<function=", "<parameter="),),
     ),
     "hermes": ToolFamily(
-        calls={
+        calls_field={
             "open": "<tool_call>",
             "close": "</tool_call>",
             "repeats": True,
@@ -182,7 +186,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         excluded_markers=("<arg_key>", "<function"),
     ),
     "mistral_v11": ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
             **_NAMED_JSON_CALLS_FIELD,
         },
@@ -190,7 +194,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
     ),
     "mistral": ToolFamily(
-        calls={
+        calls_field={
             "open": "[TOOL_CALLS]",
             "content": "json",
             "transform": _tool_call_transform("{name}", "{arguments}"),
@@ -212,7 +216,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         "NAME<｜tool▁sep｜>", r"(?P<name>[^<\n]+)<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     ),
     "gpt_oss": ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": _HARMONY_CALL_PATTERN,
             "close": ["<|call|>", "<|end|>"],
             **_NAMED_JSON_CALLS_FIELD,
@@ -228,7 +232,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         prompt_end="<|start|>assistant",
     ),
     "llama3_json": ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": r'(?:;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*")',
             "repeats": True,
             "content": "json",

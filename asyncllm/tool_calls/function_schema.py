@@ -1,8 +1,8 @@
 """function_schema: converts Python functions and Pydantic models to OpenAI tools.
 
-The schemas equal those of ``transformers.utils.get_json_schema``. That function is not used: its
-import blocks the caller's event loop for a second, and it refuses a docstring that leaves out an
-argument.
+The schemas equal those of ``transformers.utils.get_json_schema``. This module does not use that
+function: its import blocks the caller's event loop for a second, and it refuses a docstring that
+leaves out an argument.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SPHINX_ARGUMENT_PATTERN = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
 _MAX_TYPE_DEPTH = 32
 
 
-def is_pydantic_model(tool: Any) -> bool:
-    return isinstance(tool, type) and hasattr(tool, "model_json_schema")
+def is_pydantic_model(value: Any) -> bool:
+    return isinstance(value, type) and hasattr(value, "model_json_schema")
 
 
 def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
@@ -67,7 +67,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         raise
     except _UnsupportedTypeError as error:
         raise InvalidRequestError(f"{where}: {error}", param="tools") from None
-    # The application's annotations and models are evaluated, and may raise errors of any class.
+    # Evaluating the application's annotations and models may raise errors of any class.
     except Exception as error:
         name = getattr(tool, "__name__", "?")
         raise InvalidRequestError(
@@ -75,10 +75,13 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         ) from error
 
 
-def _pydantic_schema(model: Any) -> dict[str, Any]:
-    """Schema of a Pydantic model, with its properties at the root. Pydantic's schema of a recursive
-    model only has a reference there, which is replaced by its target."""
-    schema = model.model_json_schema()
+def _pydantic_schema(model_class: Any) -> dict[str, Any]:
+    """Schema of a Pydantic model, with its properties at the root.
+
+    Pydantic's schema of a recursive model has only a reference at the root. This function replaces
+    the reference by its target.
+    """
+    schema = model_class.model_json_schema()
     reference = schema.pop("$ref", None)
     if reference is not None:
         schema |= schema["$defs"][reference.removeprefix("#/$defs/")]
@@ -129,7 +132,7 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _schema_of_type(
-    kind: Any, where: str, definitions: dict[str, Any], depth: int = 0
+    type_hint: Any, where: str, definitions: dict[str, Any], depth: int = 0
 ) -> dict[str, Any]:
     if depth > _MAX_TYPE_DEPTH:
         raise _UnsupportedTypeError(
@@ -139,11 +142,11 @@ def _schema_of_type(
     def schema_of(inner: Any) -> dict[str, Any]:
         return _schema_of_type(inner, where, definitions, depth + 1)
 
-    if kind is Any:
+    if type_hint is Any:
         return {}
-    if kind is None or (isinstance(kind, type) and kind in _SCALAR_TYPES):
-        return {"type": _SCALAR_TYPES[type(None) if kind is None else kind]}
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if type_hint is None or (isinstance(type_hint, type) and type_hint in _SCALAR_TYPES):
+        return {"type": _SCALAR_TYPES[type(None) if type_hint is None else type_hint]}
+    origin, arguments = typing.get_origin(type_hint), typing.get_args(type_hint)
     if origin is typing.Annotated:
         texts = [extra for extra in arguments[1:] if isinstance(extra, str)]
         return schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
@@ -151,9 +154,9 @@ def _schema_of_type(
         return _enum_schema(arguments, where)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [schema_of(argument) for argument in arguments]}
-    container = origin or kind
+    container = origin or type_hint
     if not isinstance(container, type):
-        raise _UnsupportedTypeError(f"{where} is of {kind!r}, which has no JSON schema")
+        raise _UnsupportedTypeError(f"{where} is of {type_hint!r}, which has no JSON schema")
     if issubclass(container, enum.Enum):
         return _enum_schema([member.value for member in container], where)
     if is_pydantic_model(container):
@@ -171,7 +174,7 @@ def _schema_of_type(
         if arguments:
             array["items"] = schema_of(arguments[0])
         return array | ({"uniqueItems": True} if issubclass(container, Set) else {})
-    raise _UnsupportedTypeError(f"{where} is of {kind!r}, which has no JSON schema")
+    raise _UnsupportedTypeError(f"{where} is of {type_hint!r}, which has no JSON schema")
 
 
 def _enum_schema(values: Sequence[Any], where: str) -> dict[str, Any]:
@@ -182,24 +185,29 @@ def _enum_schema(values: Sequence[Any], where: str) -> dict[str, Any]:
     return {"type": _SCALAR_TYPES[kinds.pop()], **schema} if len(kinds) == 1 else schema
 
 
-def _nested_pydantic_schema(model: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a Pydantic model within a tool's schema. Its definitions are moved to
-    ``definitions`` at the root, where its references point."""
-    schema = model.model_json_schema()
+def _nested_pydantic_schema(
+    model_class: Any, where: str, definitions: dict[str, Any]
+) -> dict[str, Any]:
+    """Schema of a Pydantic model within a tool's schema.
+
+    The model's definitions move to ``definitions`` at the root, where its references point.
+    """
+    schema = model_class.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
             raise _UnsupportedTypeError(f"{where} has a type {name!r} beside another of that name")
     return schema
 
 
-def _fields_schema(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    if typing.is_typeddict(kind):
-        fields = typed_dict_fields(kind)
+def _fields_schema(fields_class: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    if typing.is_typeddict(fields_class):
+        fields = typed_dict_fields(fields_class)
     else:
-        hints, missing = typing.get_type_hints(kind, include_extras=True), dataclasses.MISSING
+        hints = typing.get_type_hints(fields_class, include_extras=True)
+        missing = dataclasses.MISSING
         fields = {
             field.name: (hints[field.name], field.default is field.default_factory is missing)
-            for field in dataclasses.fields(kind)
+            for field in dataclasses.fields(fields_class)
             if field.init
         }
     properties = {name: schema_of(hint) for name, (hint, _) in fields.items()}

@@ -11,7 +11,7 @@ from asyncllm.tool_calls.call_reader import CallEvent
 from asyncllm.tool_calls.delimiters import Delimiters
 
 _MAX_JSON_TOKEN_CHARACTERS = 1024
-"""Maximum number of characters of a key, of a name, or of another value beside the arguments."""
+"""Maximum number of characters of a key, of a tool's name, or of a value beside the arguments."""
 
 _SPACE_PATTERN = re.compile(r"[ \t\r\n]*")
 _JSON_TOKEN_PATTERN = re.compile(
@@ -41,9 +41,9 @@ arguments, where only brackets are counted.
 
 
 class _NotACallError(Exception):
-    """Raised for text that is no call.
+    """Error for text that is no call.
 
-    Its argument is the number of characters of the text after which that is certain.
+    Its argument is the number of characters after which no call is possible.
     """
 
 
@@ -53,12 +53,12 @@ class JsonSyntax(NamedTuple):
     Attributes:
         kind: JSON between the delimiters: "object" for one call; "array" for a list of calls;
             "arguments" for the arguments alone, if the opening delimiter contains the tool's name.
-        name, arguments: keys of a call's object with the tool's name and the arguments.
+        name_key, arguments_key: keys of a call's object with the tool's name and the arguments.
     """
 
     kind: Literal["object", "array", "arguments"]
-    name: str = "name"
-    arguments: str = "arguments"
+    name_key: str = "name"
+    arguments_key: str = "arguments"
 
 
 class JsonCallReader:
@@ -69,31 +69,32 @@ class JsonCallReader:
     are counted.
 
     Args:
-        tools: names of the known tools. A call of another tool is text.
-        opening: the delimiter before the JSON.
-        name: the tool's name, if the opening delimiter contains it.
-        close: delimiters that must follow the JSON; None if none does.
+        syntax: layout of the calls.
+        tool_names: names of the known tools. A call of another tool is text.
+        opening_delimiter: the delimiter before the JSON.
+        tool_name: the tool's name, if the opening delimiter contains it.
+        closing_delimiters: delimiters of which one must follow the JSON; None if none must.
     """
 
     def __init__(
         self,
         syntax: JsonSyntax,
-        tools: Collection[str],
-        opening: str,
-        name: str | None,
-        close: Delimiters | None,
+        tool_names: Collection[str],
+        opening_delimiter: str,
+        tool_name: str | None,
+        closing_delimiters: Delimiters | None,
     ) -> None:
         self.events: list[CallEvent] = []
         self._syntax = syntax
-        self._tools = tools
-        self._closing_delimiters = close
+        self._tool_names = tool_names
+        self._closing_delimiters = closing_delimiters
         # Text since the last complete call: ``_raw_texts`` is parsed, ``_text`` is not.
-        self._raw_texts = [opening]
+        self._raw_texts = [opening_delimiter]
         self._text = ""
         self._raw_end = 0
         self._close_text: str | None = None
         self._state: _State = syntax.kind
-        self._name = name
+        self._name = tool_name
         self._has_region_ended = False
         self._reset_call()
 
@@ -170,7 +171,7 @@ class JsonCallReader:
         return "" if self._state == "next" else self._return_as_text("")
 
     def _return_as_text(self, rest: str) -> str:
-        """Report the text of the call so far as text; returns ``rest``, the text after it."""
+        """Report the text of an invalid call as plain text; returns ``rest``, the text after it."""
         self.events.append(CallEvent("text", "".join(self._raw_texts)))
         return rest
 
@@ -179,12 +180,8 @@ class JsonCallReader:
         state = self._state
         if state == "key":
             self._current_key = _parse_string(token, end)
-            if self._current_key not in (
-                self._syntax.name_key,
-                self._syntax.arguments_key,
-                "id",
-                "type",
-            ):
+            known_keys = (self._syntax.name_key, self._syntax.arguments_key, "id", "type")
+            if self._current_key not in known_keys:
                 raise _NotACallError(end)
         elif state == "name":
             self._begin_call(_parse_string(token, end), end)
@@ -211,7 +208,7 @@ class JsonCallReader:
         return end
 
     def _begin_call(self, name: str, position: int) -> None:
-        if name not in self._tools:
+        if name not in self._tool_names:
             raise _NotACallError(position)
         self._name = name
         self._has_call_begun = True
@@ -241,9 +238,8 @@ class JsonCallReader:
             self._is_escaped = False
             position += 1
         while True:
-            match = (
-                _INSIDE_STRING_PATTERN if self._is_in_string else _OUTSIDE_STRING_PATTERN
-            ).search(text, position)
+            pattern = _INSIDE_STRING_PATTERN if self._is_in_string else _OUTSIDE_STRING_PATTERN
+            match = pattern.search(text, position)
             if match is None:
                 return None
             position = match.end()

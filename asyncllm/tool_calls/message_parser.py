@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
-from asyncllm.tool_calls.call_reader import CallReader, CallEvent
-from asyncllm.tool_calls.chat_syntax import TOOL_CALLS_FIELD, IGNORED_DELIMITER_NAME, ChatSyntax
+from asyncllm.tool_calls.call_reader import CallEvent, CallReader
+from asyncllm.tool_calls.chat_syntax import IGNORED_DELIMITER_NAME, TOOL_CALLS_FIELD, ChatSyntax
 from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
 
 _MAX_PIECE_CHARACTERS = 4096
@@ -29,7 +29,7 @@ def make_call_id() -> str:
 class TrimmedText:
     """Text between delimiters, without the white space that belongs to the format.
 
-    White space next to a delimiter is dropped, unless there is text before and after the delimiter.
+    White space next to a delimiter is dropped, unless text stands before and after the delimiter.
 
     Attributes:
         has_text: whether there was text other than white space.
@@ -77,8 +77,8 @@ class OutputParser:
         tools: schema of the parameters of each tool, by tool name.
         answer_begin: beginning of the answer that is already part of the prompt.
         one_call: treat everything after the first call as text.
-        calls_may_follow_text: calls and reasoning may follow text. False under a grammar that
-            allows text only as the answer; a delimiter in the text is then a part of it.
+        calls_may_follow_text: calls and reasoning may follow text. Under a grammar that allows text
+            only as the answer, this is False, and a delimiter in the text is part of the text.
 
     Attributes:
         calls: the complete calls.
@@ -181,8 +181,9 @@ class OutputParser:
             self._call_reader = self._syntax.make_call_reader(self._tools, delimiter)
             return
         self._content_text.add_delimiter()
-        if delimiter.name != IGNORED_DELIMITER_NAME and self._syntax.thoughts_close is not None:
-            self._reasoning_scanner = DelimiterScanner(self._syntax.thoughts_close)
+        close_delimiters = self._syntax.reasoning_close_delimiters
+        if delimiter.name != IGNORED_DELIMITER_NAME and close_delimiters is not None:
+            self._reasoning_scanner = DelimiterScanner(close_delimiters)
 
     def _add_text(self, text: str) -> None:
         if self._prompt_characters_left:
@@ -249,7 +250,7 @@ class MessageParser:
         self._is_interrupted = False
 
     def push(self, delta: Delta) -> Delta:
-        """Copy of ``delta`` with its text split into text, reasoning and calls."""
+        """Copy ``delta`` with its text split into text, reasoning and calls."""
         if self._is_interrupted and self._unfinished_outputs and not delta.finish_reason:
             delta = replace(delta, index=min(self._unfinished_outputs))
         output = self._output_parser(delta.index)
@@ -271,13 +272,13 @@ class MessageParser:
         """End the outputs, because an exception ends the stream.
 
         Returns:
-            Whether text may be held back. If so, pushing an empty delta releases it.
+            Whether text may be held back. Pushing an empty delta then releases the text.
         """
         self._is_interrupted = True
         return bool(self._unfinished_outputs)
 
     def add_reasoning_and_calls(self, output: CompletionOutput) -> CompletionOutput:
-        """Copy of ``output`` with its reasoning and tool calls."""
+        """Copy ``output`` with the reasoning and tool calls parsed from its deltas."""
         parsed = self._output_parser(output.index)
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 

@@ -1,4 +1,4 @@
-"""tool_grammar: makes one grammar for tool calls and, if asked for, an answer of a schema."""
+"""tool_grammar: makes one grammar for tool calls and, if asked for, a structured answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asyncllm.tool_calls.families import CallForm
 from asyncllm.tool_calls.tool_use import ToolUse
 
 _CLOSED_SCHEMA_KEYWORDS = ANNOTATION_KEYWORDS | {"type", "properties", "required"}
-"""Keywords of a schema that says nothing about additional properties. If a tool's parameters have
-only these, additional properties are refused."""
+"""Keywords that do not concern additional properties. If the schema of a tool's parameters has only
+these keywords, additional properties are refused."""
 
 
 def with_tool_grammar(
@@ -25,7 +25,7 @@ def with_tool_grammar(
 ) -> tuple[dict[str, Any], bool]:
     """Add the grammar that a call's tools need to the fields of its ``SamplingParams``.
 
-    With ``structured_outputs`` the grammar allows both: tool calls, or an answer in that schema.
+    With ``structured_outputs``, the grammar allows tool calls, or an answer that conforms to them.
 
     Args:
         sampling: fields of ``SamplingParams`` that the caller passed by name.
@@ -93,7 +93,7 @@ def tool_grammar(
 ) -> dict[str, Any]:
     """Make a structural tag (as in xgrammar) that allows only valid tool calls.
 
-    It has one tag per tool, whose content is the schema of the tool's parameters. Calls have the
+    It has one tag per tool, with the schema of the tool's parameters as content. Calls have the
     syntax of the model's chat template, so they always parse.
 
     Args:
@@ -136,9 +136,9 @@ def tool_grammar(
 
 
 def _ends_with_first_call(tool_use: ToolUse, call_form: CallForm | None) -> bool:
-    """Whether an answer ends with its first call in this format.
+    """Whether the call format ends an answer with its first call.
 
-    Then no grammar is needed to prevent a second call.
+    Such a format needs no grammar to prevent a second call.
     """
     return tool_use.choice == "auto" and call_form is not None and not call_form.parallel
 
@@ -161,8 +161,11 @@ def _tool_tag(
 
 
 def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a tool's arguments. It refuses additional properties unless the tool allows them,
-    because a function accepts no further arguments."""
+    """Schema of a tool's arguments.
+
+    It refuses additional properties unless the tool allows them, because a function accepts no
+    further arguments.
+    """
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS:
         schema["additionalProperties"] = False

@@ -73,7 +73,7 @@ class ToolUse:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar is needed to enforce the choice, a single call, or strict tools."""
+        """Whether a grammar must enforce ``tool_choice``, a single call, or strict tools."""
         return self.choice != "auto" or not self.parallel or self.is_strict
 
     @property
@@ -103,7 +103,7 @@ def _parse_tool(tool: Any, where: str, copier: TemplateCopier) -> dict[str, Any]
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
     _require(is_tool, where, tool, f"one of {_ACCEPTED_TOOLS}")
     function: Any = plain.get("function")
-    if "function" not in plain:  # OpenAI's Responses protocol has the fields at the top.
+    if "function" not in plain:  # OpenAI's Responses protocol puts its fields into the tool.
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"
     _require(isinstance(function, dict), where, function, "a dict with a name")
@@ -140,8 +140,7 @@ def _check_parameters(schema: Any, where: str) -> None:
 def _check_reference(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
     """Check that the ``$ref`` of a schema leads to a schema within ``root``.
 
-    A ``$ref`` that leads back to itself only through other ``$ref`` is refused. A recursive schema,
-    such as that of a tree, is accepted.
+    A circle of ``$ref`` alone is refused. A recursive schema, such as a tree's, is accepted.
     """
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
