@@ -19,7 +19,7 @@ from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
-from asyncllm.tool_calls.delimiters import MAX_DELIMITER_LENGTH, Delimiters, DelimiterScanner
+from asyncllm.tool_calls.delimiters import MAX_DELIMITER_CHARACTERS, Delimiters, DelimiterScanner
 from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from tests.refusals import refused
@@ -391,7 +391,7 @@ def test_unusable_template_is_refused_at_start(change: Any, says: str) -> None:
 
 def test_a_delimiter_has_a_greatest_length() -> None:
     scanner = DelimiterScanner(Delimiters([("x", r"<a+>")]))
-    longest = "<" + "a" * (MAX_DELIMITER_LENGTH - 2) + ">"
+    longest = "<" + "a" * (MAX_DELIMITER_CHARACTERS - 2) + ">"
     assert scanner.feed(f"b{longest}c")[1] is not None
     assert DelimiterScanner(Delimiters([("x", r"<a+>")])).feed("b<a" + longest[1:] + "c") == (
         "b<a" + longest[1:] + "c",

@@ -131,7 +131,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSy
         tokenizer = tokenizer.with_chat_template(config.chat_template)
     # Compile the template now: the first chat would block its event loop meanwhile.
     tokenizer.chat_template.compile()
-    syntaxes = ChatSyntaxes.of_tokenizer(tokenizer, config)
+    syntaxes = ChatSyntaxes.from_tokenizer(tokenizer, config)
     syntaxes.prepare()
     return tokenizer, syntaxes
 

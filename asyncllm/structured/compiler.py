@@ -23,7 +23,7 @@ from asyncllm.structured.spec import StructuredOutputs
 MAX_THREADS = 2
 """Maximum number of concurrent compilations, not counting overdue ones."""
 
-NICENESS = 5
+THREAD_NICENESS = 5
 """Increase of a compiling thread's niceness, on Linux. On a busy processor, a thread that runs a
 step then gets three times the time of a compiling thread."""
 
@@ -55,7 +55,7 @@ IsWanted = Callable[[], bool]
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _CompileJob:
     """Compilation of one grammar.
 
     Attributes:
@@ -94,15 +94,15 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._memories: WeakSet[GrammarMemory] = WeakSet()
-        self._jobs: dict[StructuredOutputs, _Job] = {}
-        self._queue: deque[_Job] = deque()
+        self._jobs: dict[StructuredOutputs, _CompileJob] = {}
+        self._queue: deque[_CompileJob] = deque()
         self._threads: set[threading.Thread] = set()
         self._num_overdue_jobs = 0
         self._is_closed = False
         self._close_event = threading.Event()
         self._creator_pid = os.getpid()
 
-    def find(self, spec: StructuredOutputs) -> Grammar | None:
+    def find_cached(self, spec: StructuredOutputs) -> Grammar | None:
         """Look up a cached grammar; None if it is not cached. Any thread may call it."""
         with self._lock:
             grammar = self._cache.get(spec)
@@ -113,13 +113,15 @@ class GrammarCompiler:
                 self._cache.move_to_end(spec)
             return grammar
 
-    def submit(self, spec: StructuredOutputs, done: DoneCallback, is_wanted: IsWanted) -> None:
-        """Compile a grammar on a thread, then call ``done``. Any thread may call this method.
+    def submit(
+        self, spec: StructuredOutputs, done_callback: DoneCallback, is_wanted: IsWanted
+    ) -> None:
+        """Compile a grammar on a thread, then call back. Any thread may call this method.
 
         Args:
-            done: callback for the grammar or an error. The compiler drops a job, and calls no
-                callback, if no request waits for it when its compilation would begin.
-            is_wanted: function that tells whether this request still waits.
+            done_callback: callback for the grammar or an error.
+            is_wanted: function that tells whether the request still waits. If no request waits when
+                the compilation would begin, the compiler drops the job and calls no callback.
 
         Raises:
             RequestError: if too many overdue compilations still run, or no thread can be started.
@@ -131,10 +133,10 @@ class GrammarCompiler:
             if job is None:
                 if len(self._threads) - self._num_overdue_jobs < MAX_THREADS:
                     self._start_thread()
-                job = self._jobs[spec] = _Job(spec)
+                job = self._jobs[spec] = _CompileJob(spec)
                 self._queue.append(job)
             assert job.waiting_requests is not None
-            job.waiting_requests.append((done, is_wanted))
+            job.waiting_requests.append((done_callback, is_wanted))
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
@@ -189,7 +191,7 @@ class GrammarCompiler:
 
     def _run_jobs(self) -> None:
         if sys.platform == "linux":  # On other systems niceness applies to the whole process.
-            os.nice(NICENESS)
+            os.nice(THREAD_NICENESS)
         while True:
             with self._lock:
                 self._drop_unwanted_jobs()
@@ -198,7 +200,7 @@ class GrammarCompiler:
                     if not self._threads:
                         atexit.unregister(self._at_exit)
                     return
-                job = self._queue.popleft() if self._free_memory() else None
+                job = self._queue.popleft() if self._evict_cached_grammars() else None
             if job is None:
                 self._close_event.wait(_MEMORY_CHECK_SECONDS)
                 continue
@@ -216,16 +218,16 @@ class GrammarCompiler:
         ):
             self._drop_job(self._queue.popleft())
 
-    def _free_memory(self) -> bool:
+    def _evict_cached_grammars(self) -> bool:
         """Drop cached grammars until all grammars take at most MAX_GRAMMAR_BYTES; returns False if
         the grammars in use alone take more. The caller holds the lock."""
-        while sum(memory.size for memory in self._memories) > MAX_GRAMMAR_BYTES:
+        while sum(memory.num_bytes for memory in self._memories) > MAX_GRAMMAR_BYTES:
             if not self._cache:
                 return False
             self._cache.popitem(last=False)
         return True
 
-    def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
+    def _compile_job(self, job: _CompileJob) -> tuple[Grammar | None, Exception | None]:
         try:
             self.backends.prepare()
             return self.backends.compile(job.spec, partial(self._start_timer, job)), None
@@ -238,7 +240,7 @@ class GrammarCompiler:
         except BaseException as error:  # A backend's native code may panic (Rust).
             return None, _refusal_error(job.spec, check.describe(error))
 
-    def _start_timer(self, job: _Job) -> None:
+    def _start_timer(self, job: _CompileJob) -> None:
         timer = threading.Timer(self._timeout, self._expire_job, (job,))
         timer.name, timer.daemon = "asyncllm-grammar-timer", True
         with self._lock:
@@ -248,12 +250,12 @@ class GrammarCompiler:
                 job.timer = timer
                 timer.start()
 
-    def _expire_job(self, job: _Job) -> None:
+    def _expire_job(self, job: _CompileJob) -> None:
         with self._lock:
             if job.waiting_requests is None or self._is_closed:
                 return
             reason = f"was not compiled within grammar_timeout={self._timeout:g} s"
-            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, reason))]
+            refused: list[tuple[_CompileJob, Exception]] = [(job, _refusal_error(job.spec, reason))]
             self._num_overdue_jobs += 1
             if self._queue:
                 try:
@@ -263,16 +265,18 @@ class GrammarCompiler:
                     self._queue.clear()
             failures = [(self._drop_job(failed_job), error) for failed_job, error in refused]
         for waiting, error in failures:
-            for done, _ in waiting:
-                done(None, copy(error))
+            for done_callback, _ in waiting:
+                done_callback(None, copy(error))
 
-    def _drop_job(self, job: _Job) -> list[tuple[DoneCallback, IsWanted]]:
+    def _drop_job(self, job: _CompileJob) -> list[tuple[DoneCallback, IsWanted]]:
         """Remove a failed job; returns its waiting requests. The caller holds the lock."""
         waiting, job.waiting_requests = job.waiting_requests, None
         self._jobs.pop(job.spec, None)
         return waiting or []
 
-    def _finish_job(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
+    def _finish_job(
+        self, job: _CompileJob, grammar: Grammar | None, error: Exception | None
+    ) -> None:
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()
@@ -287,11 +291,11 @@ class GrammarCompiler:
                 self._memories.add(grammar.memory)
                 self._cache[job.spec] = grammar
                 self._cache.move_to_end(job.spec)
-                self._free_memory()
+                self._evict_cached_grammars()
                 if len(self._cache) > MAX_CACHED_GRAMMARS:
                     self._cache.popitem(last=False)
-        for done, _ in waiting or ():
-            done(grammar, copy(error))  # Each request raises its own copy of the error.
+        for done_callback, _ in waiting or ():
+            done_callback(grammar, copy(error))  # Each request raises its own copy of the error.
 
 
 def _refusal_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:

@@ -72,22 +72,24 @@ class GrammarMemory:
     as long as the memory.
 
     Attributes:
-        compiled_size: bytes after the compilation.
-        token_growth: bytes that each accepted token may add to the shared automaton.
-        max_growth: maximum number of bytes that all tokens may add.
-        num_tokens: number of accepted tokens, of all outputs.
+        compiled_bytes: bytes after the compilation.
+        bytes_per_token: bytes that each accepted token may add to the shared automaton.
+        max_added_bytes: maximum number of bytes that all tokens may add.
+        num_accepted_tokens: number of accepted tokens, of all outputs.
         is_exhausted: whether the shared automaton is at its limit, so that no output can begin.
     """
 
-    compiled_size: int = 0
-    token_growth: int = 0
-    max_growth: int = 0
-    num_tokens: int = 0
+    compiled_bytes: int = 0
+    bytes_per_token: int = 0
+    max_added_bytes: int = 0
+    num_accepted_tokens: int = 0
     is_exhausted: bool = False
 
     @property
-    def size(self) -> int:
-        return self.compiled_size + min(self.num_tokens * self.token_growth, self.max_growth)
+    def num_bytes(self) -> int:
+        return self.compiled_bytes + min(
+            self.num_accepted_tokens * self.bytes_per_token, self.max_added_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,12 @@ class Grammar:
 
     Attributes:
         new_matcher: makes a matcher for a new output, in microseconds; any thread may call it.
-        special_tokens: ids of the special tokens that the grammar may contain.
+        special_token_ids: ids of the special tokens that the grammar may contain.
         memory: memory that the grammar shares with its matchers.
     """
 
     new_matcher: Callable[[], GrammarMatcher]
-    special_tokens: Collection[int] = ()
+    special_token_ids: Collection[int] = ()
     memory: GrammarMemory = field(default_factory=GrammarMemory)
 
 
@@ -146,9 +148,9 @@ class Vocabulary:
         return cut
 
 
-MAX_WHITESPACE = 1
+MAX_WHITESPACE_CHARACTERS = 1
 """Maximum number of white-space characters between two tokens of JSON. If indentation is allowed, a
 small model may write little else."""
 
-WHITESPACE_PATTERN = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"
+WHITESPACE_PATTERN = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE_CHARACTERS}}}"
 """Regular expression of the white space between two tokens of JSON."""

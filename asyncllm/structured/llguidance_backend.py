@@ -134,17 +134,17 @@ class LLGuidanceMatcher:
     _memory: GrammarMemory
 
     def accept(self, token_id: int) -> bool:
-        self._memory.num_tokens += 1
+        self._memory.num_accepted_tokens += 1
         if self._matcher.consume_token(token_id):
             return True
         error = self._matcher.get_error()
         if "satisfy the grammar" in error:
             return False
-        raise self._error(error)
+        raise self._make_limit_error(error)
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise self._error(self._matcher.get_error())
+            raise self._make_limit_error(self._matcher.get_error())
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
@@ -153,7 +153,7 @@ class LLGuidanceMatcher:
         if self._matcher.stop_reason() == "NoExtensionBias":
             # No token can follow, so the mask is empty.
             return bytearray(self._vocabulary.mask_size)
-        raise self._error(self._matcher.get_error())
+        raise self._make_limit_error(self._matcher.get_error())
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
@@ -165,7 +165,7 @@ class LLGuidanceMatcher:
         self._matcher = None
         self._memory = GrammarMemory()  # The compiler does not count this object.
 
-    def _error(self, message: str) -> Exception:
+    def _make_limit_error(self, message: str) -> Exception:
         """Make the error for an output whose next token exceeds the limits of the parser."""
         # The grammar's matchers share the lexer, and so its errors.
         self._memory.is_exhausted |= "lexer error" in message

@@ -59,7 +59,7 @@ def refuse_large_merges(*roots: Any) -> None:
     try:
         checker = _MergeChecker()
         for root in roots:
-            checker.check_root(root)
+            checker.check_root_schema(root)
     except RecursionError:
         raise GrammarError("the schemas of one value are nested too deeply") from None
 
@@ -74,7 +74,7 @@ class _MergeChecker:
         self._total_remainders = self._num_applied_schemas = self._total_comparison_cost = 0
         self._expanded_counts: dict[int, int] = {}
 
-    def check_root(self, root: Any) -> None:
+    def check_root_schema(self, root: Any) -> None:
         self._root = root
         for schema in subschemas(root):
             if self.count_expanded_schemas(schema) > MAX_EXPANDED_SCHEMAS:

@@ -35,7 +35,7 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
     if _require_field(tag_format, "type", str) == "triggered_tags":
         start = lark.triggered_tags(tag_format)
     else:
-        start = lark.add_expression(tag_format)
+        start = lark.add_format_rule(tag_format)
     return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *lark.rules, ""])
 
 
@@ -55,7 +55,7 @@ class _LarkBuilder:
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def add_expression(self, tag_format: Any) -> str:
+    def add_format_rule(self, tag_format: Any) -> str:
         """Add a rule for a format; returns its name."""
         kind = _require_field(tag_format, "type", str)
         if kind == "const_string":
@@ -64,7 +64,7 @@ class _LarkBuilder:
         if kind == "json_schema" and tag_format.get("style", "json") == "json":
             return self.add_rule(_json_rule(tag_format.get("json_schema")))
         if kind in ("sequence", "or"):
-            parts = map(self.add_expression, _require_field(tag_format, "elements", list))
+            parts = map(self.add_format_rule, _require_field(tag_format, "elements", list))
             return self.add_rule((" | " if kind == "or" else " ").join(parts) or _EMPTY_LITERAL)
         if kind == "tag":
             begin = _require_field(tag_format, "begin", str)
@@ -75,11 +75,11 @@ class _LarkBuilder:
         raise GrammarError(f"the format {kind!r}{style} {_XGRAMMAR_HINT}")
 
     def _tag_body(self, tag: Any, begin: str) -> str:
-        content, end = self.add_expression(tag.get("content")), _require_field(tag, "end", str)
+        content, end = self.add_format_rule(tag.get("content")), _require_field(tag, "end", str)
         return f"{self._text_terminals(begin)} {content} {self._text_terminals(end)}"
 
     def _separated_tags(self, tag_format: Any) -> str:
-        tags = map(self.add_expression, _require_field(tag_format, "tags", list))
+        tags = map(self.add_format_rule, _require_field(tag_format, "tags", list))
         body = self.add_rule(" | ".join(tags) or _EMPTY_LITERAL)
         if not tag_format.get("stop_after_first", False):
             separator = self._text_terminals(_require_field(tag_format, "separator", str))

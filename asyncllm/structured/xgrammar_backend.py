@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncllm.structured.grammar import (
-    MAX_WHITESPACE,
+    MAX_WHITESPACE_CHARACTERS,
     Grammar,
     GrammarError,
     GrammarMemory,
@@ -84,7 +84,7 @@ class XGrammarBackend:
             case "json" | "json_object":
                 self._check_schemas(text, [json.loads(text)])
                 return compiler.compile_json_schema(
-                    text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
+                    text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE_CHARACTERS
                 )
             case "choice":
                 self._check_schemas(text, [])

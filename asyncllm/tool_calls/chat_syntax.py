@@ -171,13 +171,13 @@ def _closing_delimiters(field: Mapping[str, Any]) -> Delimiters | None:
     return None if delimiter is None else Delimiters([("close", delimiter)])
 
 
-def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
+def _json_syntax(calls_field: Mapping[str, Any]) -> JsonSyntax | None:
     """JSON layout of tool calls in the template's field ``tool_calls``; None for another layout."""
-    transform = calls.get("transform")
-    if calls.get("content") != "json" or calls.get("content_args") or not transform:
+    transform = calls_field.get("transform")
+    if calls_field.get("content") != "json" or calls_field.get("content_args") or not transform:
         return None
     function = transform.get("function") if isinstance(transform, Mapping) else None
-    if calls.get("transform_each"):
+    if calls_field.get("transform_each"):
         keys = _name_and_arguments_keys(function, "")
         return None if keys is None else JsonSyntax("array", *keys)
     if function == "{content}":
@@ -258,7 +258,7 @@ class ChatSyntaxes:
         self._syntaxes: dict[bool, ChatSyntax] = {}
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ChatSyntaxes:
+    def from_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ChatSyntaxes:
         sources = list(tokenizer.chat_template.sources.values())
         template = tokenizer.response_template
         return cls(sources, template, config.tool_call_parser, config.reasoning_parser)

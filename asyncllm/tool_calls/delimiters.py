@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAX_DELIMITER_LENGTH = 4096
+MAX_DELIMITER_CHARACTERS = 4096
 """Maximum number of characters of a delimiter; a longer match is plain text."""
 
 _CANDIDATE_STARTING_CHARACTERS = string.printable
@@ -128,14 +128,14 @@ class DelimiterScanner:
         position = 0
         while True:
             best, hold_from = self._scan(buffer, position, is_last)
-            if best is not None and len(best[1][0]) > MAX_DELIMITER_LENGTH:
+            if best is not None and len(best[1][0]) > MAX_DELIMITER_CHARACTERS:
                 position = best[1].start() + 1
             elif best is not None:
                 name, match = best
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
                 delimiter = DelimiterMatch(name, match[0], captures)
                 return buffer[: match.start()], delimiter, buffer[match.end() :]
-            elif len(buffer) - hold_from > MAX_DELIMITER_LENGTH:
+            elif len(buffer) - hold_from > MAX_DELIMITER_CHARACTERS:
                 position = hold_from + 1
             else:
                 self._held_text = buffer[hold_from:]

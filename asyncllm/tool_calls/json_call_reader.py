@@ -88,13 +88,13 @@ class JsonCallReader:
         self._syntax = syntax
         self._tool_names = tool_names
         self._closing_delimiters = closing_delimiters
-        # Text since the last complete call: ``_raw_texts`` is parsed, ``_text`` is not.
+        # Text since the last complete call: ``_raw_texts`` is parsed, ``_unparsed_text`` is not.
         self._raw_texts = [opening_delimiter]
-        self._text = ""
+        self._unparsed_text = ""
         self._raw_end = 0
-        self._close_text: str | None = None
+        self._text_after_json: str | None = None
         self._state: _State = syntax.kind
-        self._name = tool_name
+        self._tool_name = tool_name
         self._has_region_ended = False
         self._reset_call()
 
@@ -106,22 +106,24 @@ class JsonCallReader:
         self._is_in_string = self._is_escaped = False
 
     def push(self, text: str) -> str | None:
-        if self._close_text is not None:
-            return self._push_close(text)
-        text, self._raw_end = self._text + text, 0
+        if self._text_after_json is not None:
+            return self._parse_closing_delimiter(text)
+        text, self._raw_end = self._unparsed_text + text, 0
         try:
-            position = self._parse(text)
+            position = self._parse_json(text)
         except _NotACallError as error:
             position = error.args[0]
             self._raw_texts.append(text[self._raw_end : position])
-            return self._return_as_text(text[position:])
+            return self._report_as_text(text[position:])
         self._raw_texts.append(text[self._raw_end : position])
-        self._text = text[position:]
+        self._unparsed_text = text[position:]
         if not self._has_region_ended:
             return None
-        return self._text if self._closing_delimiters is None else self._push_close(self._text)
+        if self._closing_delimiters is None:
+            return self._unparsed_text
+        return self._parse_closing_delimiter(self._unparsed_text)
 
-    def _parse(self, text: str) -> int:
+    def _parse_json(self, text: str) -> int:
         """Parse tokens and arguments; returns the position of the first unfinished token."""
         position = 0
         while not self._has_region_ended and position < len(text):
@@ -146,31 +148,31 @@ class JsonCallReader:
             position = self._process_token(match[0], position, end)
         return position
 
-    def _push_close(self, text: str) -> str | None:
+    def _parse_closing_delimiter(self, text: str) -> str | None:
         """Parse white space and the closing delimiter. After anything else, the text is no call."""
         assert self._closing_delimiters is not None
-        self._close_text = (self._close_text or "") + text
-        rest = self._close_text.lstrip()
+        self._text_after_json = (self._text_after_json or "") + text
+        rest = self._text_after_json.lstrip()
         match, pending = self._closing_delimiters.match(rest)
         if match is not None:
             self._complete_call(0)
             return rest[match.end() :]
         if pending or not rest:
             return None
-        self._raw_texts.append(self._close_text[: len(self._close_text) - len(rest)])
-        return self._return_as_text(rest)
+        self._raw_texts.append(self._text_after_json[: len(self._text_after_json) - len(rest)])
+        return self._report_as_text(rest)
 
     def finish(self) -> str:
-        if self._close_text is not None:
+        if self._text_after_json is not None:
             assert self._closing_delimiters is not None
-            rest = self._close_text.lstrip()
+            rest = self._text_after_json.lstrip()
             match, _ = self._closing_delimiters.match(rest, is_last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
-        self._raw_texts.append(self._text)
-        return "" if self._state == "next" else self._return_as_text("")
+        self._raw_texts.append(self._unparsed_text)
+        return "" if self._state == "next" else self._report_as_text("")
 
-    def _return_as_text(self, rest: str) -> str:
+    def _report_as_text(self, rest: str) -> str:
         """Report the text of an invalid call as plain text; returns ``rest``, the text after it."""
         self.events.append(CallEvent("text", "".join(self._raw_texts)))
         return rest
@@ -189,8 +191,8 @@ class JsonCallReader:
             if self._arguments is not None:
                 raise _NotACallError(start)
             if self._syntax.kind == "arguments":
-                assert self._name is not None
-                self._begin_call(self._name, start)
+                assert self._tool_name is not None
+                self._begin_call(self._tool_name, start)
             self._arguments, end = [], start
         elif state == "other" and token[0] == '"':
             _parse_string(token, end)
@@ -198,7 +200,7 @@ class JsonCallReader:
         if state == "colon" and self._current_key == self._syntax.arguments_key:
             self._state = "arguments"
         elif state == "colon" and self._current_key == self._syntax.name_key:
-            if self._name is not None:
+            if self._tool_name is not None:
                 raise _NotACallError(end)
             self._state = "name"
         elif token == "}":
@@ -210,7 +212,7 @@ class JsonCallReader:
     def _begin_call(self, name: str, position: int) -> None:
         if name not in self._tool_names:
             raise _NotACallError(position)
-        self._name = name
+        self._tool_name = name
         self._has_call_begun = True
         self.events.append(CallEvent("begin", name))
         if self._arguments:
@@ -259,7 +261,7 @@ class JsonCallReader:
                     return position
 
     def _end_call(self, end: int) -> None:
-        if self._name is None:
+        if self._tool_name is None:
             raise _NotACallError(end)
         if self._arguments is None:
             self.events.append(CallEvent("arguments", "{}"))
@@ -272,7 +274,7 @@ class JsonCallReader:
         self.events.append(CallEvent("done"))
         self._raw_texts = []
         self._raw_end = end
-        self._name = None
+        self._tool_name = None
         self._reset_call()
 
 

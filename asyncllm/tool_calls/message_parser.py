@@ -35,35 +35,35 @@ class TrimmedText:
         has_text: whether there was text other than white space.
     """
 
-    __slots__ = ("_behind_delimiter", "_space", "has_text")
+    __slots__ = ("_held_space", "_is_behind_delimiter", "has_text")
 
-    def __init__(self, behind_delimiter: bool) -> None:
-        self._behind_delimiter = behind_delimiter
+    def __init__(self, is_behind_delimiter: bool) -> None:
+        self._is_behind_delimiter = is_behind_delimiter
         self.has_text = False
-        self._space: list[str] = []
+        self._held_space: list[str] = []
 
     def push(self, text: str) -> str:
         """Take a piece; returns the text to release. White space at its end is held back."""
         body = text.rstrip()
         if not body:
             if text:
-                self._space.append(text)
+                self._held_space.append(text)
             return ""
-        space = "".join(self._space)
-        self._space = [text[len(body) :]] if len(body) < len(text) else []
-        if self._behind_delimiter:
+        space = "".join(self._held_space)
+        self._held_space = [text[len(body) :]] if len(body) < len(text) else []
+        if self._is_behind_delimiter:
             if not self.has_text:
                 space, body = "", body.lstrip()
-            self._behind_delimiter = False
+            self._is_behind_delimiter = False
         self.has_text = True
         return space + body if space else body
 
     def add_delimiter(self) -> None:
-        self._behind_delimiter = True
+        self._is_behind_delimiter = True
 
     def finish(self) -> str:
-        space, self._space = "".join(self._space), []
-        return "" if self._behind_delimiter else space
+        space, self._held_space = "".join(self._held_space), []
+        return "" if self._is_behind_delimiter else space
 
 
 class OutputParser:
@@ -102,13 +102,13 @@ class OutputParser:
         self._tools = tools
         self._one_call = one_call
         self._calls_may_follow_text = calls_may_follow_text
-        self._content_text = TrimmedText(behind_delimiter=bool(answer_begin))
-        self._reasoning_text = TrimmedText(behind_delimiter=True)
+        self._content_text = TrimmedText(is_behind_delimiter=bool(answer_begin))
+        self._reasoning_text = TrimmedText(is_behind_delimiter=True)
         self._scanner = DelimiterScanner(syntax.delimiters)
         self._reasoning_scanner: DelimiterScanner | None = None
         self._call_reader: CallReader | None = None
-        self._id = self._name = ""
-        self._arguments: list[str] = []
+        self._call_id = self._call_name = ""
+        self._call_arguments: list[str] = []
         self._num_calls_begun = 0
         self._prompt_characters_left = 0
         if answer_begin:
@@ -203,15 +203,17 @@ class OutputParser:
             if kind == "text":
                 self._add_text(text)
             elif kind == "begin":
-                self._id, self._name, self._arguments = make_call_id(), text, []
-                self._new_calls.append(ToolCallDelta(self._num_calls_begun, self._id, text))
+                self._call_id, self._call_name, self._call_arguments = make_call_id(), text, []
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun, self._call_id, text))
                 self._num_calls_begun += 1
             elif kind == "arguments":
-                self._arguments.append(text)
+                self._call_arguments.append(text)
                 self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, arguments=text))
             else:
                 self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, done=True))
-                self.calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
+                self.calls.append(
+                    ToolCall(self._call_id, self._call_name, "".join(self._call_arguments))
+                )
                 self._content_text.add_delimiter()
         events.clear()
 

@@ -103,7 +103,8 @@ def _parse_tool(tool: Any, where: str, copier: TemplateCopier) -> dict[str, Any]
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
     _require(is_tool, where, tool, f"one of {_ACCEPTED_TOOLS}")
     function: Any = plain.get("function")
-    if "function" not in plain:  # OpenAI's Responses protocol puts its fields into the tool.
+    # OpenAI's Responses protocol puts the function's fields into the tool itself.
+    if "function" not in plain:
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"
     _require(isinstance(function, dict), where, function, "a dict with a name")
