@@ -60,7 +60,7 @@ class _CompileJob:
 
     Attributes:
         waiting_requests: callbacks of the requests that wait for the grammar; None once the job
-            has ended, failed or expired.
+            is finished or dropped.
         timer: timer that makes the compilation overdue; None before it begins.
     """
 
@@ -75,13 +75,13 @@ class GrammarCompiler:
     At most ``MAX_CACHED_GRAMMARS`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of
     all grammars that are cached or in use.
 
-    At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
-    compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
-    for it fail. It cannot be interrupted, so it continues on its thread, and the result is cached.
-    Up to ``MAX_EXTRA_THREADS`` threads replace those with overdue compilations. A queued
-    compilation that no request waits for any more is dropped. A thread has a low priority on Linux,
-    and rests after each compilation. A result after the end of the engine is dropped. The
-    interpreter's exit waits up to ``timeout`` for compilations that have begun.
+    At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same grammar share
+    a compilation. A compilation that takes longer than ``timeout`` is overdue: its waiting requests
+    fail. It cannot be interrupted, so it continues on its thread, and the result is cached. Up to
+    ``MAX_EXTRA_THREADS`` threads replace threads with overdue compilations. A queued compilation
+    without waiting requests is dropped. The threads have a low priority on Linux, and rest after
+    each compilation. A result after the end of the engine is dropped. The interpreter's exit waits
+    up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.

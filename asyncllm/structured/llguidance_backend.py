@@ -48,19 +48,19 @@ _MAX_TOKEN_BYTES = 32
 """Maximum size in bytes of a token in the greedy tokenisation."""
 
 _MAX_PREFIX_DEPTH = 40
-"""Maximum depth of common prefixes that are factored out. llguidance's regular expressions may have
-250 nested groups."""
+"""Maximum nesting of common prefixes of choices that are factored out. llguidance's regular
+expressions may have 250 nested groups."""
 
 _REGEX_ESCAPES = tuple(chr(i) if chr(i).isalnum() else f"\\x{{{i:x}}}" for i in range(128))
 """Regular expressions that match one ASCII character each, by code point."""
 
 _MAX_FORCED_BYTES = 64
-"""Maximum number of bytes of a forced text that are tokenised. llguidance uses only the first
-token, and tokenises again for each mask."""
+"""Maximum number of bytes of a forced text to tokenise. llguidance uses only the first token, and
+tokenises again for each mask."""
 
 
 class LLGuidanceBackend:
-    """Default grammar backend; refuses JSON Schema keywords that it does not enforce."""
+    """Default grammar backend; it refuses JSON Schema keywords that llguidance does not enforce."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")
@@ -167,7 +167,7 @@ class LLGuidanceMatcher:
 
     def _make_limit_error(self, message: str) -> Exception:
         """Make the error for an output whose next token exceeds the limits of the parser."""
-        # The grammar's matchers share the lexer, and so its errors.
+        # The grammar's matchers share the lexer and therefore its errors.
         self._memory.is_exhausted |= "lexer error" in message
         reason, param = shorten_message(message), self._spec.param
         what = f"{param}.{self._spec.kind}" if param == "structured_outputs" else param
@@ -196,15 +196,17 @@ class _TokenizerAdapter:
         self._max_token_bytes = min(max(map(len, self._id_by_bytes), default=0), _MAX_TOKEN_BYTES)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenise a text that a grammar forces: if only one text can follow, llguidance allows
-        only the first token of this tokenisation."""
+        """Tokenise a text that a grammar forces.
+
+        If only one text can follow, llguidance allows only the first token of this tokenisation.
+        """
         data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED_BYTES]
         with suppress(Exception):
             token_ids = self._encode(data.decode())
             if b"".join(self._token_bytes[i] for i in token_ids) == data:
                 return token_ids
-        # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
-        # special token, or the tokenizer puts a space before every text.
+        # The tokenizer cannot encode the text exactly: the text ends within a character, the text
+        # spells a special token, or the tokenizer puts a space before every text.
         return self._tokenise_longest_first(data)
 
     def _tokenise_longest_first(self, data: bytes) -> list[int]:
@@ -241,8 +243,10 @@ def _strip_anchors(regex: str) -> str:
 
 
 def _choices_regex(choices: list[str], depth: int = 0) -> str:
-    """Regular expression that matches exactly ``choices``, which are sorted. Common prefixes are
-    factored out, because the lexer follows each alternative separately."""
+    """Regular expression that matches exactly the sorted ``choices``.
+
+    Common prefixes are factored out, because the lexer follows each alternative separately.
+    """
     parts, first = [], 0
     for end in range(1, len(choices) + 1):
         if end < len(choices) and choices[end][:1] == choices[first][:1]:

@@ -2,9 +2,9 @@
 
 llguidance merges the schemas of ``allOf``, and the keywords beside a ``$ref``, into one automaton.
 The numbers of states of patterns multiply. For ``multipleOf`` the automaton has as many states as
-the least common multiple of the numbers. For each two
-``patternProperties`` of an object, llguidance tests whether one name can match both, and tests
-again after each merge. llguidance's limits do not count this work, and nothing interrupts it.
+the least common multiple of the numbers. For each two ``patternProperties`` of an object,
+llguidance tests whether one name can match both, and tests again after each merge. llguidance's
+limits do not count this work, and nothing interrupts it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ optional properties: 0.4 s for 3,000."""
 
 MAX_PATTERN_COMPARISON_COST = 100_000
 """Maximum total cost of comparisons of ``patternProperties``. Comparing two patterns costs their
-characters plus twice BASE_PATTERN_COST. The maximum takes up to 0.6 s."""
+characters plus BASE_PATTERN_COST for each. The maximum takes up to 0.6 s."""
 
 BASE_PATTERN_COST = 32
+"""Cost of a pattern in a comparison, in addition to its characters."""
 
 Schema = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""parse_output: parses the text of an output as JSON or as a type."""
+"""parse_output: parses the text of an output as JSON or as a value of a type."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Python types as output formats: converts a type to a JSON schema, and JSON text to a value of the
-type.
+"""Python types as output formats: converts types to JSON schemas, and JSON text to typed values.
 
 A type is a Pydantic model, a dataclass or a TypedDict.
 """
@@ -45,7 +44,7 @@ def schema_of_type(python_type: type, param_name: str) -> dict[str, Any]:
     adapter = _make_adapter(python_type, param_name)
     try:
         schema = adapter.json_schema()
-    except Exception as error:  # The type's own hooks may raise anything.
+    except Exception as error:  # The type's own hooks may raise errors of any class.
         raise check.invalid(
             param_name, python_type, f"a type that JSON can express ({error})"
         ) from error
@@ -53,8 +52,10 @@ def schema_of_type(python_type: type, param_name: str) -> dict[str, Any]:
 
 
 def forbid_additional_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """Set ``additionalProperties`` to False, in place, in objects that have ``properties`` and do
-    not set it."""
+    """Set ``additionalProperties`` to False, in place, in objects with ``properties``.
+
+    Objects that already set ``additionalProperties`` are not changed.
+    """
     for item, _ in walk_json(schema):
         is_object = isinstance(item, dict) and item.get("type") == "object"
         if is_object and isinstance(item.get("properties"), dict):
@@ -116,8 +117,10 @@ def _make_adapter(python_type: Any, param_name: str) -> Any:
 
 
 def _replace_typing_typed_dicts(python_type: Any) -> Any:
-    """Replace TypedDicts of ``typing`` by those of ``typing_extensions``, because Pydantic accepts
-    only the latter before Python 3.12."""
+    """Replace TypedDicts of ``typing`` by TypedDicts of ``typing_extensions``.
+
+    Before Python 3.12, Pydantic accepts only the latter.
+    """
     if sys.version_info >= (3, 12):
         return python_type
     if typing.is_typeddict(python_type) and type(python_type).__module__ == "typing":
