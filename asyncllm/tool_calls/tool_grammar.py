@@ -48,8 +48,8 @@ def with_tool_grammar(
     structured_outputs = sampling.get("structured_outputs")
     if structured_outputs is None and isinstance(params, SamplingParams):
         structured_outputs = params.structured_outputs
-    answer, call_form = parse_structured_outputs(structured_outputs), syntax.call_form
-    if answer is None and (
+    answer_spec, call_form = parse_structured_outputs(structured_outputs), syntax.call_form
+    if answer_spec is None and (
         not tool_use.is_constrained or _ends_with_first_call(tool_use, call_form)
     ):
         if tool_use.is_strict:
@@ -60,27 +60,30 @@ def with_tool_grammar(
                 param="tools",
             )
         return sampling, True
-    if answer is not None and call_form is not None and call_form.restart_text:
+    if answer_spec is not None and call_form is not None and call_form.restart_text:
         raise InvalidRequestError(
-            f"{answer.param}: with tools of a model that writes a header before its answer, "
+            f"{answer_spec.param}: with tools of a model that writes a header before its answer, "
             "expected None",
-            param=answer.param,
+            param=answer_spec.param,
         )
-    if answer is not None and (
-        tool_use.choice != "auto" or answer.kind not in ("json", "json_object")
+    if answer_spec is not None and (
+        tool_use.choice != "auto" or answer_spec.kind not in ("json", "json_object")
     ):
         accepted = "a JSON schema or any JSON object" if tool_use.choice == "auto" else "None"
         raise InvalidRequestError(
-            f"{answer.param}: with tools and tool_choice={tool_use.choice!r}, expected {accepted}",
-            param=answer.param,
+            f"{answer_spec.param}: with tools and tool_choice={tool_use.choice!r}, expected "
+            f"{accepted}",
+            param=answer_spec.param,
         )
-    grammar = tool_grammar(syntax, tool_use.schemas, tool_use.choice, tool_use.parallel, answer)
+    grammar = tool_grammar(
+        syntax, tool_use.schemas, tool_use.choice, tool_use.parallel, answer_spec
+    )
     try:
         spec = parse_structured_outputs({"structural_tag": grammar})
     except InvalidRequestError as error:
         raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
     assert spec is not None
-    calls_may_follow_text = tool_use.choice == "auto" and answer is None
+    calls_may_follow_text = tool_use.choice == "auto" and answer_spec is None
     return {**sampling, "structured_outputs": replace(spec, param="tools")}, calls_may_follow_text
 
 
@@ -89,12 +92,12 @@ def tool_grammar(
     tools: Sequence[dict[str, Any]],
     choice: str | dict[str, str],
     parallel: bool,
-    answer: StructuredOutputs | None = None,
+    answer_spec: StructuredOutputs | None = None,
 ) -> dict[str, Any]:
     """Make a structural tag (as in xgrammar) that allows only valid tool calls.
 
     It has one tag per tool, with the schema of the tool's parameters as content. Calls have the
-    syntax of the model's chat template, so they always parse.
+    syntax of the model's chat template, so the message parser can always parse them.
 
     Args:
         syntax: syntax of the model's calls.
@@ -102,7 +105,7 @@ def tool_grammar(
         choice: "required" if some tool must be called; ``{"name": …}`` if this tool must be called;
             "auto" for text that may contain calls.
         parallel: allow several calls. A named tool is called only once.
-        answer: JSON schema of an answer that is allowed instead of calls.
+        answer_spec: JSON schema of an answer that is allowed instead of calls.
 
     Raises:
         InvalidRequestError: for a model whose format of calls is unknown.
@@ -117,7 +120,7 @@ def tool_grammar(
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
     # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
-    only_strict_schemas = choice == "auto" and parallel and answer is None
+    only_strict_schemas = choice == "auto" and parallel and answer_spec is None
     tags = [
         _tool_tag(call_form, function, prefix, only_strict_schemas and not function.get("strict"))
         for function in functions
@@ -125,12 +128,12 @@ def tool_grammar(
         for prefix in dict.fromkeys(("", call_form.restart_text))
     ]
     parallel = parallel and call_form.parallel and name is None
-    if choice == "auto" and answer is None:
+    if choice == "auto" and answer_spec is None:
         root_format = _text_and_calls_format(call_form, tags, parallel)
     else:
         root_format = _calls_format(call_form, tags, parallel)
-        if answer is not None:
-            schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
+        if answer_spec is not None:
+            schema = {"type": "json_schema", "json_schema": json.loads(answer_spec.text)}
             root_format = {"type": "or", "elements": [root_format, schema]}
     return {"type": "structural_tag", "format": root_format}
 
