@@ -265,7 +265,7 @@ class ChatSyntaxes:
 
     def prepare(self) -> None:
         """Import transformers' parser if it is needed, so that no event loop waits for it later."""
-        if self._tool_family is not None and _json_syntax(self._tool_family.calls) is None:
+        if self._tool_family is not None and _json_syntax(self._tool_family.calls_field) is None:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
