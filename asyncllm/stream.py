@@ -383,7 +383,7 @@ class TokenStream(UncopyableHandle):
         prompt = tuple(self.prompt_token_ids or ())
         outputs = self._make_outputs()
         if self._parser is not None:
-            outputs = tuple([self._parser.complete(output) for output in outputs])
+            outputs = tuple([self._parser.add_reasoning_and_calls(output) for output in outputs])
         return Completion(self.request_id, prompt, outputs, self.usage, self.prompt_logprobs)
 
     def _make_outputs(self) -> tuple[CompletionOutput, ...]:

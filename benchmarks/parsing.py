@@ -26,8 +26,8 @@ TEMPLATE = load_response_template(
     {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
-            "reasoning_content": REASONING_FAMILIES["qwen3"].thoughts,
-            "tool_calls": TOOL_FAMILIES["hermes"].calls,
+            "reasoning_content": REASONING_FAMILIES["qwen3"].reasoning_field,
+            "tool_calls": TOOL_FAMILIES["hermes"].calls_field,
             "content": {},
         },
     }

@@ -61,7 +61,7 @@ class Sized:
 @pytest.fixture
 def sized(monkeypatch):
     monkeypatch.setattr(compiler_module, "MAX_THREADS", 1)
-    monkeypatch.setattr(compiler_module, "MAX_COOLDOWN", 0.0)
+    monkeypatch.setattr(compiler_module, "MAX_COOLDOWN_SECONDS", 0.0)
     backends: Any = Sized()
     compiler = GrammarCompiler(backends, 10.0)
     yield backends, compiler
@@ -78,7 +78,7 @@ async def test_cached_grammars_are_bounded_by_their_memory(sized):
     for _ in "abcdef":
         assert done.acquire(timeout=10)
     await until(lambda: len(compiler._memories) == 3)
-    assert [name for name in "abcdef" if compiler.find(spec_of(name))] == ["d", "e", "f"]
+    assert [name for name in "abcdef" if compiler.find_cached(spec_of(name))] == ["d", "e", "f"]
 
 
 async def test_a_compile_waits_while_grammars_in_use_take_the_bound(sized):
@@ -439,7 +439,7 @@ def test_grammar_memory_is_within_estimate(asked):
     gc.collect()
     before = _allocated()
     grammar = backend.compile(spec)
-    assert _allocated() - before <= grammar.memory.size
+    assert _allocated() - before <= grammar.memory.num_bytes
     for _ in range(10):
         matcher: Any = grammar.new_matcher()
         try:
@@ -448,9 +448,9 @@ def test_grammar_memory_is_within_estimate(asked):
                 if not allowed or not matcher.accept(rng.choice(allowed)):
                     break
         except InvalidRequestError:
-            assert grammar.memory.exhausted
+            assert grammar.memory.is_exhausted
             break
-    assert _allocated() - before <= grammar.memory.size < LIMIT // 4
+    assert _allocated() - before <= grammar.memory.num_bytes < LIMIT // 4
 
 
 async def test_a_grammar_at_its_limit_of_states_is_compiled_anew():
@@ -458,12 +458,12 @@ async def test_a_grammar_at_its_limit_of_states_is_compiled_anew():
         compiler = thread_of(engine).grammar_compiler
         asked = {"regex": "abc"}
         assert (await engine.generate("x", structured_outputs=asked)).text == "abc"
-        first = compiler.find(spec_of("abc"))
+        first = compiler.find_cached(spec_of("abc"))
         assert first is not None
-        assert compiler.find(spec_of("abc")) is first
-        first.memory.exhausted = True
+        assert compiler.find_cached(spec_of("abc")) is first
+        first.memory.is_exhausted = True
         assert (await engine.generate("x", structured_outputs=asked)).text == "abc"
-        assert compiler.find(spec_of("abc")) not in (first, None)
+        assert compiler.find_cached(spec_of("abc")) not in (first, None)
 
 
 def test_the_lexers_error_marks_a_grammar_as_exhausted():
@@ -476,7 +476,7 @@ def test_the_lexers_error_marks_a_grammar_as_exhausted():
             for _ in range(1000):
                 matcher.bitmask()
                 assert matcher.accept(rng.choice(b"ab"))
-        if grammar.memory.exhausted:
+        if grammar.memory.is_exhausted:
             break
     with pytest.raises(InvalidRequestError, match="regex: too complex"):
         grammar.new_matcher().bitmask()

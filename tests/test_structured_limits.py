@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncllm import InvalidRequestError
 from asyncllm.serving.protocol_error import to_protocol_error
-from asyncllm.structured.backends import Backends
+from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import GrammarError, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
 from asyncllm.structured.merged_schemas import refuse_large_merges
@@ -329,7 +329,7 @@ def test_xgrammar_work_grows_with_the_vocabulary(asked, work) -> None:
 
 
 def test_schema_past_llguidance_limits_is_refused_without_xgrammar() -> None:
-    backends = Backends("auto", byte_vocabulary)
+    backends = GrammarBackends("auto", byte_vocabulary)
     with pytest.raises(GrammarError, match="max is 1000") as caught:
         backends.compile(StructuredOutputs("json", json.dumps(with_properties(251))), lambda: None)
     assert "xgrammar" not in str(caught.value)

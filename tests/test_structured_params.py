@@ -24,7 +24,12 @@ from asyncllm import (
 from asyncllm import validation as check
 from asyncllm.core.in_process import picklable_params
 from asyncllm.structured.response_format import parse_response_format
-from asyncllm.structured.spec import MAX_CHARACTERS, MAX_CHOICES, MAX_DEPTH, StructuredOutputs
+from asyncllm.structured.spec import (
+    MAX_CHOICES,
+    MAX_SCHEMA_DEPTH,
+    MAX_SPEC_CHARACTERS,
+    StructuredOutputs,
+)
 from tests.refusals import refused
 
 
@@ -97,7 +102,7 @@ def test_a_later_change_of_the_schema_is_not_seen():
 CYCLE: dict[str, Any] = {}
 CYCLE["items"] = CYCLE
 SHARED: list[Any] = []
-for _ in range(MAX_DEPTH - 2):
+for _ in range(MAX_SCHEMA_DEPTH - 2):
     SHARED = [SHARED, SHARED]  # written out, 2**46 lists
 DEEP = '{"items":' * 5000 + "{}" + "}" * 5000
 
@@ -105,14 +110,14 @@ DEEP = '{"items":' * 5000 + "{}" + "}" * 5000
 REFUSED: dict[str, list[Any]] = {
     "json": [5, "{", "5", np.zeros(2), {5: 6}, int, CYCLE, {"enum": SHARED}, DEEP],
     "regex": ["", 5, "a" * 2**14],
-    "grammar": ["a" * (MAX_CHARACTERS + 1)],
-    "choice": [[], "ab", ["a", "a"], ["a", ""], ["a", 5], ["a" * MAX_CHARACTERS]],
+    "grammar": ["a" * (MAX_SPEC_CHARACTERS + 1)],
+    "choice": [[], "ab", ["a", "a"], ["a", ""], ["a", 5], ["a" * MAX_SPEC_CHARACTERS]],
     "json_object": [False, "yes"],
     "structural_tag": [{"type": "structural_tag"}, []],
     "yaml": ["a"],
 }
 REFUSED["json"] += [{"const": one} for one in (float("nan"), {1, 2}, "\ud800")]
-REFUSED["json"].append({"title": "x" * MAX_CHARACTERS})
+REFUSED["json"].append({"title": "x" * MAX_SPEC_CHARACTERS})
 REFUSED["structural_tag"].append({"type": "structural_tag", "format": {}, "structures": []})
 NO_KIND: list[Any] = [{}, 5, "regex", {"json": {}, "regex": "a"}, {5: 6}]
 

@@ -19,7 +19,7 @@ from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
-from asyncllm.tool_calls.delimiters import MAX_DELIMITER_LENGTH, Delimiters, DelimiterScanner
+from asyncllm.tool_calls.delimiters import MAX_DELIMITER_CHARACTERS, Delimiters, DelimiterScanner
 from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from tests.refusals import refused
@@ -172,7 +172,7 @@ def test_any_cut_of_any_text(words: list[str], data: Any) -> None:
 
 
 def template_of(family: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {"tool_calls": TOOL_FAMILIES[family].calls, "content": {}}
+    fields: dict[str, Any] = {"tool_calls": TOOL_FAMILIES[family].calls_field, "content": {}}
     return {"start_anchor_pattern": "(?!)", "fields": fields}
 
 
@@ -296,9 +296,9 @@ def test_thoughts_contain_no_calls() -> None:
 
 def test_answer_beginning_in_prompt() -> None:
     think, harmony = FORMS["hermes"], FORMS["gpt_oss"]
-    assert think.answer_begins_in("<|im_start|>assistant\n<think>\n") == "<think>"
-    assert think.answer_begins_in("<think>\n\n</think>\n\n") == ""
-    assert harmony.answer_begins_in("<|end|><|start|>assistant") == "<|start|>assistant"
+    assert think.find_answer_begin("<|im_start|>assistant\n<think>\n") == "<think>"
+    assert think.find_answer_begin("<think>\n\n</think>\n\n") == ""
+    assert harmony.find_answer_begin("<|end|><|start|>assistant") == "<|start|>assistant"
     text = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}'
     assert parse(harmony, text, "<|start|>assistant") == ("", "", [("add", {"a": 1})])
     assert parse(harmony, "Hello", "<|start|>assistant") == ("Hello", "", [])
@@ -321,8 +321,8 @@ def test_answer_beginning_in_prompt() -> None:
 )
 def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
     form = form_for([source], "auto", "auto")
-    assert form.calls is TOOL_FAMILIES[family].calls
-    assert not form.thoughts
+    assert form.calls_field is TOOL_FAMILIES[family].calls_field
+    assert not form.reasoning_field
 
 
 def test_a_family_is_named_or_unknown() -> None:
@@ -335,10 +335,12 @@ def test_a_family_is_named_or_unknown() -> None:
                    '<tool_call><function name="f"></function></tool_call>'):  # fmt: skip
         with pytest.raises(InvalidRequestError, match="tool_call_parser"):
             form_for([source], "auto", "auto")
-        assert form_for([source], "hermes", "auto").calls is TOOL_FAMILIES["hermes"].calls
+        assert (
+            form_for([source], "hermes", "auto").calls_field is TOOL_FAMILIES["hermes"].calls_field
+        )
     thinking = ChatSyntaxes(["<think>"], None, "auto", "auto").syntax_for(False)
     assert thinking is not None
-    assert thinking.thoughts is REASONING_FAMILIES["qwen3"].thoughts
+    assert thinking.reasoning_field is REASONING_FAMILIES["qwen3"].reasoning_field
     assert ChatSyntaxes(["<think>"], None, "auto", None).syntax_for(False) is None
 
 
@@ -373,7 +375,7 @@ def test_the_tokenizers_own_template_comes_first() -> None:
     expected = ("Ok.<|tool_call>call:rm{}<tool_call|>", "Hm.", calls)
     assert parse(form, [text]) == parse(form, text) == expected
     assert (form.reasoning_begin, form.reasoning_end) == ("<|channel>thought\n", "<channel|>")
-    assert form_for([], "hermes", "auto", OWN).calls is TOOL_FAMILIES["hermes"].calls
+    assert form_for([], "hermes", "auto", OWN).calls_field is TOOL_FAMILIES["hermes"].calls_field
 
 
 @pytest.mark.parametrize(
@@ -391,7 +393,7 @@ def test_unusable_template_is_refused_at_start(change: Any, says: str) -> None:
 
 def test_a_delimiter_has_a_greatest_length() -> None:
     scanner = DelimiterScanner(Delimiters([("x", r"<a+>")]))
-    longest = "<" + "a" * (MAX_DELIMITER_LENGTH - 2) + ">"
+    longest = "<" + "a" * (MAX_DELIMITER_CHARACTERS - 2) + ">"
     assert scanner.feed(f"b{longest}c")[1] is not None
     assert DelimiterScanner(Delimiters([("x", r"<a+>")])).feed("b<a" + longest[1:] + "c") == (
         "b<a" + longest[1:] + "c",

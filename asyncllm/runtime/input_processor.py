@@ -380,7 +380,7 @@ class InputProcessor:
             delimiters = self._find_delimiter_tokens(parser.syntax)
             detokenizer_options["visible"] = delimiters.special_ids
             end = tokenizer.decode(token_ids[-_NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
-            parser.answer_begin = parser.syntax.answer_begins_in(end)
+            parser.answer_begin = parser.syntax.find_answer_begin(end)
             for member in request.group.members:
                 grammar = member.sampling.structured_outputs
                 member.reasoning = delimiters.make_reasoning_tracker(parser.syntax, end, grammar)

@@ -14,7 +14,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.engine_core import close_executor
 from asyncllm.core.executor import Executor
 from asyncllm.runtime.tokenizer_load import TokenizerLoad
-from asyncllm.structured.backends import Backends
+from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Vocabulary
 
@@ -50,7 +50,7 @@ def make_grammar_compiler(config: EngineConfig, loaded_model: LoadedModel) -> Gr
         encode = partial(tokenizer.encode, add_special_tokens=False)
         return Vocabulary(tokenizer.token_bytes(size), special, encode)
 
-    backends = Backends(config.structured_outputs_backend, vocabulary)
+    backends = GrammarBackends(config.structured_outputs_backend, vocabulary)
     if config.structured_outputs_backend != "auto":
         backends.check_installed()
         backends.prepare()
@@ -131,7 +131,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSy
         tokenizer = tokenizer.with_chat_template(config.chat_template)
     # Compile the template now, so that the first chat does not block its event loop for it.
     tokenizer.chat_template.compile()
-    syntaxes = ChatSyntaxes.of_tokenizer(tokenizer, config)
+    syntaxes = ChatSyntaxes.from_tokenizer(tokenizer, config)
     syntaxes.prepare()
     return tokenizer, syntaxes
 

@@ -156,7 +156,7 @@ class PromptEncoder:
     @cached_property
     def _chat_syntaxes(self) -> ChatSyntaxes:
         syntaxes = self.loaded_model.chat_syntaxes
-        return syntaxes or ChatSyntaxes.of_tokenizer(self.loaded_model.tokenizer, self.config)
+        return syntaxes or ChatSyntaxes.from_tokenizer(self.loaded_model.tokenizer, self.config)
 
     def check_token_ids(self, prompt: Any, max_kept_tokens: int | None) -> tuple[list[int], int]:
         """Check a prompt of token ids.

@@ -233,7 +233,7 @@ class Submitter:
         if spec is None:
             core.send(core.on_add, group)
             return
-        grammar = self.grammar_compiler.find(spec)
+        grammar = self.grammar_compiler.find_cached(spec)
         if grammar is not None:
             self._send_with_grammar(group, grammar, None)
             return
@@ -256,7 +256,7 @@ class Submitter:
             # The engine thread gives the grammars to the members: the group may end at any time,
             # and a grammar that a member gets afterwards would never be released.
             grammars = [
-                StructuredOutput(grammar.new_matcher(), grammar.special_tokens)
+                StructuredOutput(grammar.new_matcher(), grammar.special_token_ids)
                 for _ in group.members
             ]
         except BaseException as failure:  # A grammar backend's native code may panic.

@@ -1,4 +1,4 @@
-"""Backends: chooses the backend that compiles a grammar."""
+"""GrammarBackends: chooses the library that compiles a grammar."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from asyncllm.structured.spec import StructuredOutputs
 
 StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
 
-_EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
+_PIP_EXTRAS = {"llguidance": "structured", "xgrammar": "xgrammar"}
 
 
-class Backends:
+class GrammarBackends:
     """Grammar backends of one engine, each made at its first use.
 
-    With "auto", llguidance compiles the grammars that it can enforce. If xgrammar is installed, it
-    compiles the other structural tags.
+    With "auto", llguidance compiles the grammars that it can enforce. If xgrammar is installed,
+    xgrammar compiles the structural tags that llguidance refuses.
 
     Args:
-        choice: ``EngineConfig.structured_outputs_backend``.
-        vocabulary: function that makes the model's vocabulary; called once.
+        backend_choice: ``EngineConfig.structured_outputs_backend``.
+        make_vocabulary: function that makes the model's vocabulary; called once.
     """
 
     def __init__(
-        self, choice: StructuredOutputsBackend, vocabulary: Callable[[], Vocabulary]
+        self, backend_choice: StructuredOutputsBackend, make_vocabulary: Callable[[], Vocabulary]
     ) -> None:
-        self._choice = choice
-        self._make_vocabulary = vocabulary
+        self._backend_choice = backend_choice
+        self._make_vocabulary = make_vocabulary
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._backends: dict[str, GrammarBackend] = {}
@@ -39,17 +39,17 @@ class Backends:
     def check_installed(self) -> None:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
         if not self._backend_names():
-            name = "llguidance" if self._choice == "auto" else self._choice
+            name = "llguidance" if self._backend_choice == "auto" else self._backend_choice
             raise InvalidRequestError(
                 f"structured_outputs: {name} is not installed, expected "
-                f"`pip install asyncllm[{_EXTRAS[name]}]`",
+                f"`pip install asyncllm[{_PIP_EXTRAS[name]}]`",
                 param="structured_outputs",
             )
 
     def prepare(self) -> None:
         """Import the first backend, and pass it the vocabulary.
 
-        This takes about a second for a large vocabulary.
+        A large vocabulary takes about a second.
         """
         self._get_backend(self._backend_names()[0])
 
@@ -60,13 +60,13 @@ class Backends:
             before_compile: function that is called before each backend compiles, after its import.
 
         Raises:
-            GrammarError: if no backend can, with the reason of each; or if the grammar admits no
-                output but the empty one.
+            GrammarError: if no backend can enforce the grammar, with the reason of each; or if the
+                grammar admits no output but the empty one.
         """
         refusals = []
         names = self._backend_names()
         if spec.kind != "structural_tag":
-            # llguidance enforces all that xgrammar does, but for what exceeds its limits of work.
+            # llguidance enforces all that xgrammar does, except specs above llguidance's limits.
             names = names[:1]
         for name in names:
             try:
@@ -84,7 +84,8 @@ class Backends:
 
     def _backend_names(self) -> tuple[str, ...]:
         # Do not cache the result: a backend may be installed while the process runs.
-        names = ("llguidance", "xgrammar") if self._choice == "auto" else (self._choice,)
+        choice = self._backend_choice
+        names = ("llguidance", "xgrammar") if choice == "auto" else (choice,)
         return tuple(name for name in names if importlib.util.find_spec(name) is not None)
 
     def _get_backend(self, name: str) -> GrammarBackend:

@@ -16,33 +16,35 @@ from weakref import WeakSet
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
-from asyncllm.structured.backends import Backends
+from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemory
 from asyncllm.structured.spec import StructuredOutputs
 
 MAX_THREADS = 2
 """Maximum number of concurrent compilations, not counting overdue ones."""
 
-NICENESS = 5
-"""Increase of a compiling thread's niceness, on Linux. On a busy processor a thread of a step then
-gets three times the time of a compiling thread."""
+THREAD_NICENESS = 5
+"""Increase of a compiling thread's niceness, on Linux. On a busy processor, a thread that runs a
+step then gets three times the time of a compiling thread."""
 
 MAX_EXTRA_THREADS = 1
-"""Maximum number of threads that replace threads with an overdue compilation, which cannot be
-stopped. While the compilations of all threads are overdue, no other begins."""
+"""Maximum number of threads that replace threads with overdue compilations, which cannot be
+stopped. While the compilations of all threads are overdue, no new compilation begins."""
 
 COOLDOWN_FACTOR = 2
-MAX_COOLDOWN = 1.0
-"""Pause of a thread after a compilation, as a multiple of its duration, and its maximum in seconds.
-Each compilation takes processor time from the steps, so many in a row would hold them up."""
+"""Pause of a thread after a compilation, as a multiple of the compilation's duration. Compilations
+take processor time from the engine's steps, so many in a row would delay the steps."""
 
-CACHE_SIZE = 128
+MAX_COOLDOWN_SECONDS = 1.0
+"""Maximum pause of a thread after a compilation."""
+
+MAX_CACHED_GRAMMARS = 128
 
 MAX_GRAMMAR_BYTES = 192 * 2**20
-"""Maximum estimated memory in bytes of the grammars that are cached or in use. While the grammars
-in use take more, no compilation begins."""
+"""Maximum estimated memory in bytes of the grammars that are cached or in use. No compilation
+begins while the grammars in use take more."""
 
-_MEMORY_CHECK_INTERVAL = 0.02
+_MEMORY_CHECK_SECONDS = 0.02
 """Seconds between a thread's checks whether memory allows a compilation."""
 
 DoneCallback = Callable[[Grammar | None, Exception | None], None]
@@ -53,90 +55,94 @@ IsWanted = Callable[[], bool]
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _CompileJob:
     """Compilation of one grammar.
 
     Attributes:
-        waiting: callbacks of the requests that wait for the grammar; None once they were taken.
+        waiting_requests: callbacks of the requests that wait for the grammar; None once the job
+            is finished or dropped.
         timer: timer that makes the compilation overdue; None before it begins.
     """
 
     spec: StructuredOutputs
-    waiting: list[tuple[DoneCallback, IsWanted]] | None = field(default_factory=list)
+    waiting_requests: list[tuple[DoneCallback, IsWanted]] | None = field(default_factory=list)
     timer: threading.Timer | None = None
 
 
 class GrammarCompiler:
     """Compiler of an engine's grammars; it caches the most recently used ones.
 
-    At most ``CACHE_SIZE`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of cached
-    grammars and of those that requests use.
+    At most ``MAX_CACHED_GRAMMARS`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of
+    all grammars that are cached or in use.
 
-    At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same one share its
-    compilation. A compilation that takes longer than ``timeout`` is overdue: the requests that wait
-    for it fail. It cannot be interrupted, so it continues on its thread, and the result is cached.
-    Up to ``MAX_EXTRA_THREADS`` threads replace those with overdue compilations. A queued
-    compilation that no request waits for any more is dropped. A thread has a low priority on Linux,
-    and rests after each compilation. A result after the end of the engine is dropped. The
-    interpreter's exit waits up to ``timeout`` for compilations that have begun.
+    At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same grammar share
+    a compilation. A compilation that takes longer than ``timeout`` is overdue: its waiting requests
+    fail. It cannot be interrupted, so it continues on its thread, and the result is cached. Up to
+    ``MAX_EXTRA_THREADS`` threads replace threads with overdue compilations. A queued compilation
+    without waiting requests is dropped. The threads have a low priority on Linux, and rest after
+    each compilation. A result after the end of the engine is dropped. The interpreter's exit waits
+    up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.
         timeout: seconds from the beginning of a compilation until it is overdue.
     """
 
-    def __init__(self, backends: Backends, timeout: float) -> None:
+    def __init__(self, backends: GrammarBackends, timeout: float) -> None:
         self.backends = backends
         self._timeout = timeout
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._memories: WeakSet[GrammarMemory] = WeakSet()
-        self._jobs: dict[StructuredOutputs, _Job] = {}
-        self._queue: deque[_Job] = deque()
+        self._jobs: dict[StructuredOutputs, _CompileJob] = {}
+        self._queue: deque[_CompileJob] = deque()
         self._threads: set[threading.Thread] = set()
-        self._num_overdue = 0
-        self._closed = False
-        self._cooldown_ends = threading.Event()
-        self._pid = os.getpid()
+        self._num_overdue_jobs = 0
+        self._is_closed = False
+        self._close_event = threading.Event()
+        self._creator_pid = os.getpid()
 
-    def find(self, spec: StructuredOutputs) -> Grammar | None:
+    def find_cached(self, spec: StructuredOutputs) -> Grammar | None:
         """Look up a cached grammar; None if it is not cached. Any thread may call it."""
         with self._lock:
             grammar = self._cache.get(spec)
             if grammar is not None:
-                if grammar.memory.exhausted:
+                if grammar.memory.is_exhausted:
                     del self._cache[spec]
                     return None
                 self._cache.move_to_end(spec)
             return grammar
 
-    def submit(self, spec: StructuredOutputs, done: DoneCallback, is_wanted: IsWanted) -> None:
-        """Compile a grammar on a thread, then call ``done``. Any thread may call this method.
+    def submit(
+        self, spec: StructuredOutputs, done_callback: DoneCallback, is_wanted: IsWanted
+    ) -> None:
+        """Compile a grammar on a thread, then call back. Any thread may call this method.
 
         Args:
-            is_wanted: whether the request still waits. If none does when the compilation would
-                begin, ``done`` is not called.
+            done_callback: callback for the grammar or an error.
+            is_wanted: function that tells whether the request still waits. If no request waits when
+                the compilation would begin, the compiler drops the job and calls no callback.
 
         Raises:
             RequestError: if too many overdue compilations still run, or no thread can be started.
         """
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return  # The engine has ended, and so has the request.
             job = self._jobs.get(spec)
             if job is None:
-                if len(self._threads) - self._num_overdue < MAX_THREADS:
+                if len(self._threads) - self._num_overdue_jobs < MAX_THREADS:
                     self._start_thread()
-                job = self._jobs[spec] = _Job(spec)
+                job = self._jobs[spec] = _CompileJob(spec)
                 self._queue.append(job)
-            assert job.waiting is not None
-            job.waiting.append((done, is_wanted))
+            assert job.waiting_requests is not None
+            job.waiting_requests.append((done_callback, is_wanted))
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
         with self._lock:
-            self._closed = True
-            self._cooldown_ends.set()
+            self._is_closed = True
+            self._close_event.set()
             self._queue.clear()
             for job in self._jobs.values():
                 if job.timer is not None:
@@ -146,15 +152,15 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
-        """Start a thread, unless a running one has to take the job.
+        """Start a thread; does nothing if none may start and a running one can take the job.
 
         The caller holds the lock until it has queued a job for the thread.
         """
         if len(self._threads) >= MAX_THREADS + MAX_EXTRA_THREADS:
-            if len(self._threads) > self._num_overdue:
+            if len(self._threads) > self._num_overdue_jobs:
                 return
             raise RequestError(
-                f"structured_outputs: {self._num_overdue} grammars that took longer than "
+                f"structured_outputs: {self._num_overdue_jobs} grammars that took longer than "
                 f"grammar_timeout={self._timeout:g} s are still being compiled; expected fewer to "
                 "begin another"
             )
@@ -162,7 +168,7 @@ class GrammarCompiler:
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
-            if len(self._threads) > self._num_overdue:
+            if len(self._threads) > self._num_overdue_jobs:
                 return  # A thread without an overdue job takes the job.
             raise RequestError(
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
@@ -178,48 +184,50 @@ class GrammarCompiler:
         A library that returns from a compilation while the interpreter ends may abort the process,
         which changes its exit status.
         """
-        if os.getpid() == self._pid:  # A forked child has no threads of its parent.
+        if os.getpid() == self._creator_pid:  # A forked child has no threads of its parent.
             deadline = time.monotonic() + self._timeout
             for thread in self.close():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_jobs(self) -> None:
-        if sys.platform == "linux":  # Elsewhere the whole process would become nicer.
-            os.nice(NICENESS)
+        if sys.platform == "linux":  # On other systems niceness applies to the whole process.
+            os.nice(THREAD_NICENESS)
         while True:
             with self._lock:
-                self._drop_unwanted()
-                if not self._queue or len(self._threads) - self._num_overdue > MAX_THREADS:
+                self._drop_unwanted_jobs()
+                if not self._queue or len(self._threads) - self._num_overdue_jobs > MAX_THREADS:
                     self._threads.discard(threading.current_thread())
                     if not self._threads:
                         atexit.unregister(self._at_exit)
                     return
-                job = self._queue.popleft() if self._free_memory() else None
+                job = self._queue.popleft() if self._evict_cached_grammars() else None
             if job is None:
-                self._cooldown_ends.wait(_MEMORY_CHECK_INTERVAL)
+                self._close_event.wait(_MEMORY_CHECK_SECONDS)
                 continue
             start = time.perf_counter()
             grammar, error = self._compile_job(job)
             duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
             del job, grammar, error
-            self._cooldown_ends.wait(min(COOLDOWN_FACTOR * duration, MAX_COOLDOWN))
+            self._close_event.wait(min(COOLDOWN_FACTOR * duration, MAX_COOLDOWN_SECONDS))
 
-    def _drop_unwanted(self) -> None:
-        """Drop the next jobs that no request waits for. The caller holds the lock."""
-        while self._queue and not any(is_wanted() for _, is_wanted in self._queue[0].waiting or ()):
+    def _drop_unwanted_jobs(self) -> None:
+        """Drop the next queued jobs without waiting requests. The caller holds the lock."""
+        while self._queue and not any(
+            is_wanted() for _, is_wanted in self._queue[0].waiting_requests or ()
+        ):
             self._drop_job(self._queue.popleft())
 
-    def _free_memory(self) -> bool:
-        """Drop cached grammars until all take at most MAX_GRAMMAR_BYTES. Returns False if the
-        grammars in use alone take more. The caller holds the lock."""
-        while sum(memory.size for memory in self._memories) > MAX_GRAMMAR_BYTES:
+    def _evict_cached_grammars(self) -> bool:
+        """Drop cached grammars until all grammars take at most MAX_GRAMMAR_BYTES; returns False if
+        the grammars in use alone take more. The caller holds the lock."""
+        while sum(memory.num_bytes for memory in self._memories) > MAX_GRAMMAR_BYTES:
             if not self._cache:
                 return False
             self._cache.popitem(last=False)
         return True
 
-    def _compile_job(self, job: _Job) -> tuple[Grammar | None, Exception | None]:
+    def _compile_job(self, job: _CompileJob) -> tuple[Grammar | None, Exception | None]:
         try:
             self.backends.prepare()
             return self.backends.compile(job.spec, partial(self._start_timer, job)), None
@@ -232,23 +240,23 @@ class GrammarCompiler:
         except BaseException as error:  # A backend's native code may panic (Rust).
             return None, _refusal_error(job.spec, check.describe(error))
 
-    def _start_timer(self, job: _Job) -> None:
+    def _start_timer(self, job: _CompileJob) -> None:
         timer = threading.Timer(self._timeout, self._expire_job, (job,))
         timer.name, timer.daemon = "asyncllm-grammar-timer", True
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()
-            if not self._closed:
+            if not self._is_closed:
                 job.timer = timer
                 timer.start()
 
-    def _expire_job(self, job: _Job) -> None:
+    def _expire_job(self, job: _CompileJob) -> None:
         with self._lock:
-            if job.waiting is None or self._closed:
+            if job.waiting_requests is None or self._is_closed:
                 return
             reason = f"was not compiled within grammar_timeout={self._timeout:g} s"
-            refused: list[tuple[_Job, Exception]] = [(job, _refusal_error(job.spec, reason))]
-            self._num_overdue += 1
+            refused: list[tuple[_CompileJob, Exception]] = [(job, _refusal_error(job.spec, reason))]
+            self._num_overdue_jobs += 1
             if self._queue:
                 try:
                     self._start_thread()
@@ -257,35 +265,37 @@ class GrammarCompiler:
                     self._queue.clear()
             failures = [(self._drop_job(failed_job), error) for failed_job, error in refused]
         for waiting, error in failures:
-            for done, _ in waiting:
-                done(None, copy(error))
+            for done_callback, _ in waiting:
+                done_callback(None, copy(error))
 
-    def _drop_job(self, job: _Job) -> list[tuple[DoneCallback, IsWanted]]:
-        """Remove a failed job; returns the requests that wait for it. The caller holds the lock."""
-        waiting, job.waiting = job.waiting, None
+    def _drop_job(self, job: _CompileJob) -> list[tuple[DoneCallback, IsWanted]]:
+        """Remove a failed job; returns its waiting requests. The caller holds the lock."""
+        waiting, job.waiting_requests = job.waiting_requests, None
         self._jobs.pop(job.spec, None)
         return waiting or []
 
-    def _finish_job(self, job: _Job, grammar: Grammar | None, error: Exception | None) -> None:
+    def _finish_job(
+        self, job: _CompileJob, grammar: Grammar | None, error: Exception | None
+    ) -> None:
         with self._lock:
             if job.timer is not None:
                 job.timer.cancel()
-            waiting, job.waiting = job.waiting, None
+            waiting, job.waiting_requests = job.waiting_requests, None
             if waiting is None:
-                self._num_overdue -= 1
-            elif self._closed:
+                self._num_overdue_jobs -= 1
+            elif self._is_closed:
                 waiting = None  # The engine has ended, and so have these requests.
             else:
                 self._jobs.pop(job.spec, None)
-            if grammar is not None and not self._closed:
+            if grammar is not None and not self._is_closed:
                 self._memories.add(grammar.memory)
                 self._cache[job.spec] = grammar
                 self._cache.move_to_end(job.spec)
-                self._free_memory()
-                if len(self._cache) > CACHE_SIZE:
+                self._evict_cached_grammars()
+                if len(self._cache) > MAX_CACHED_GRAMMARS:
                     self._cache.popitem(last=False)
-        for done, _ in waiting or ():
-            done(grammar, copy(error))  # Each request raises its own copy of the error.
+        for done_callback, _ in waiting or ():
+            done_callback(grammar, copy(error))  # Each request raises its own copy of the error.
 
 
 def _refusal_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:

@@ -13,8 +13,8 @@ from asyncllm.structured.spec import StructuredOutputs
 class GrammarError(Exception):
     """Error for a grammar that a backend cannot compile.
 
-    The grammar is malformed, has a feature that the backend does not enforce, or exceeds its
-    limits. The message says which.
+    The message says whether the grammar is malformed, has a feature that the backend does not
+    enforce, or exceeds the backend's limits.
     """
 
 
@@ -58,36 +58,38 @@ class GrammarMatcher(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the parser's state and the share of the grammar's memory, even if an application
-        still refers to the matcher. No other method may be called afterwards. Idempotent; any
-        thread may call it."""
+        """Free the parser's state and this matcher's reference to the grammar's memory, even if an
+        application still refers to the matcher. No other method may be called afterwards.
+        Idempotent; any thread may call it."""
         ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class GrammarMemory:
-    """Upper bound on the memory of a compiled grammar, which its matchers share.
+    """Upper bound on the memory that a compiled grammar shares with its matchers.
 
-    The memory is in use until the grammar is gone and the last of its matchers is released: each
-    refers to this object until then.
+    The grammar and each matcher refer to this object while they use the memory, so the object lives
+    as long as the memory.
 
     Attributes:
-        compiled_size: bytes after the compilation.
-        token_growth: bytes that each accepted token may add to the shared automaton.
-        max_growth: maximum number of bytes that all tokens may add.
-        num_tokens: number of accepted tokens, of all outputs.
-        exhausted: whether the shared automaton is at its limit, so that no output can begin.
+        compiled_bytes: bytes after the compilation.
+        bytes_per_token: bytes that each accepted token may add to the shared automaton.
+        max_added_bytes: maximum number of bytes that all tokens may add.
+        num_accepted_tokens: number of accepted tokens, of all outputs.
+        is_exhausted: whether the shared automaton is at its limit, so that no output can begin.
     """
 
-    compiled_size: int = 0
-    token_growth: int = 0
-    max_growth: int = 0
-    num_tokens: int = 0
-    exhausted: bool = False
+    compiled_bytes: int = 0
+    bytes_per_token: int = 0
+    max_added_bytes: int = 0
+    num_accepted_tokens: int = 0
+    is_exhausted: bool = False
 
     @property
-    def size(self) -> int:
-        return self.compiled_size + min(self.num_tokens * self.token_growth, self.max_growth)
+    def num_bytes(self) -> int:
+        return self.compiled_bytes + min(
+            self.num_accepted_tokens * self.bytes_per_token, self.max_added_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,12 @@ class Grammar:
 
     Attributes:
         new_matcher: makes a matcher for a new output, in microseconds; any thread may call it.
-        special_tokens: ids of the special tokens that the grammar may contain.
+        special_token_ids: ids of the special tokens that the grammar may contain.
         memory: memory that the grammar shares with its matchers.
     """
 
     new_matcher: Callable[[], GrammarMatcher]
-    special_tokens: Collection[int] = ()
+    special_token_ids: Collection[int] = ()
     memory: GrammarMemory = field(default_factory=GrammarMemory)
 
 
@@ -146,9 +148,9 @@ class Vocabulary:
         return cut
 
 
-MAX_WHITESPACE = 1
+MAX_WHITESPACE_CHARACTERS = 1
 """Maximum number of white-space characters between two tokens of JSON. If indentation is allowed, a
 small model may write little else."""
 
-WHITESPACE_PATTERN = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"
+WHITESPACE_PATTERN = f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE_CHARACTERS}}}"
 """Regular expression of the white space between two tokens of JSON."""

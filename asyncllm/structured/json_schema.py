@@ -11,7 +11,7 @@ from typing import Any
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.structured.references import refuse_infinite_references
 
-ANNOTATIONS = frozenset(
+ANNOTATION_KEYWORDS = frozenset(
     """$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions
     deprecated description discriminator example examples externalDocs id readOnly title
     writeOnly xml""".split()
@@ -24,22 +24,21 @@ LLGUIDANCE_KEYWORDS = frozenset(
     minProperties minimum multipleOf oneOf pattern patternProperties prefixItems properties
     required type""".split()
 )
-"""JSON Schema keywords that llguidance enforces; it refuses a schema whose keywords it cannot
-enforce."""
+"""JSON Schema keywords that llguidance enforces. llguidance itself refuses values of these keywords
+that it cannot enforce."""
 
-_MAPS_OF_SCHEMAS = frozenset(
+_SCHEMA_MAP_KEYWORDS = frozenset(
     "$defs definitions dependentSchemas patternProperties properties".split()
 )
-_LISTS_OF_SCHEMAS = frozenset("allOf anyOf oneOf prefixItems items".split())
-_SINGLE_SCHEMAS = frozenset(
+_SCHEMA_LIST_KEYWORDS = frozenset("allOf anyOf oneOf prefixItems items".split())
+_SINGLE_SCHEMA_KEYWORDS = frozenset(
     """additionalItems additionalProperties contains else if items not propertyNames then
     unevaluatedItems unevaluatedProperties""".split()
 )
 
 
 def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """Iterate over a schema and its subschemas. Values that are data (``enum``, ``const``,
-    examples) are not subschemas."""
+    """Iterate over a schema and its subschemas, but not data (``enum``, ``const``, examples)."""
     pending = [schema]
     while pending:
         item = pending.pop()
@@ -47,22 +46,22 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
             continue  # The schemas true and false have no keywords; backends refuse other values.
         yield item
         for keyword, value in item.items():
-            if keyword in _MAPS_OF_SCHEMAS and isinstance(value, Mapping):
+            if keyword in _SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):
                 pending += value.values()
-            elif keyword in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            elif keyword in _SCHEMA_LIST_KEYWORDS and isinstance(value, list):
                 pending += value
-            elif keyword in _SINGLE_SCHEMAS:
+            elif keyword in _SINGLE_SCHEMA_KEYWORDS:
                 pending.append(value)
 
 
-def refuse_unenforced(schema: Any, enforced: frozenset[str]) -> None:
-    """Raise GrammarError for a keyword that is neither ``enforced`` nor an annotation."""
+def refuse_unenforced_keywords(schema: Any, enforced_keywords: frozenset[str]) -> None:
+    """Raise GrammarError for a keyword that is neither enforced nor an annotation."""
     for part in subschemas(schema):
         if part is not schema and "$ref" in part and ("$id" in part or "id" in part):
             # Drafts of JSON Schema disagree on whether "$id" or "$ref" wins.
             raise GrammarError("'$id' beside '$ref' is not enforced")
         for keyword in part:
-            if keyword not in enforced and keyword not in ANNOTATIONS:
+            if keyword not in enforced_keywords and keyword not in ANNOTATION_KEYWORDS:
                 if not keyword.startswith("x-") or keyword == "x-guidance":
                     raise GrammarError(f"the keyword {keyword!r} is not enforced")
 
@@ -81,15 +80,16 @@ XGRAMMAR_KEYWORDS = {
 """Keywords that xgrammar enforces, by the ``type`` of the schema."""
 
 
-def refuse_ignored_by_xgrammar(schema: Any) -> None:
-    """Raise GrammarError for a schema that xgrammar would partly ignore, or whose values never end.
+def refuse_unsupported_by_xgrammar(schema: Any) -> None:
+    """Raise GrammarError for a schema that xgrammar would partly ignore, or that no finite value
+    satisfies.
 
-    xgrammar reads a schema as one of four forms, and ignores keywords of the others: a reference,
-    constants, alternatives, or a type with its keywords.
+    xgrammar reads a schema as a reference, as constants, as alternatives, or as a type with its
+    keywords. It ignores all other keywords of the schema.
     """
     refuse_infinite_references(schema)
     for part in subschemas(schema):
-        keywords = part.keys() - ANNOTATIONS
+        keywords = part.keys() - ANNOTATION_KEYWORDS
         if not str(part.get("$ref", "#/")).startswith("#/") or "%" in str(part.get("$ref")):
             raise GrammarError(f"the reference {part['$ref']!r} is not resolved")
         for form in ("$ref", "const", "enum", "anyOf"):

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def walk_json(value: Any) -> Iterator[tuple[Any, int]]:
-    """Iterate over ``value`` and its nested values, each with its depth, from 1 on.
+    """Iterate over ``value`` and its nested values, each with its depth. ``value`` has depth 1.
 
     The iteration does not end if an object contains itself.
     """

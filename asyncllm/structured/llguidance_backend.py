@@ -18,10 +18,10 @@ from asyncllm.structured.grammar import (
     is_gbnf,
 )
 from asyncllm.structured.parser_limits import (
-    COMPILE_FUEL,
+    MAX_COMPILE_FUEL,
     MAX_FUEL_PER_MASK,
     MAX_ITEMS_PER_MASK,
-    MAX_STATES,
+    MAX_LEXER_STATES,
     check_first_states,
     estimate_memory,
     max_items_in_row,
@@ -41,41 +41,41 @@ _JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": True,
 }
 
-_NO_FORCING = '%llguidance {"no_forcing": true}'
+_NO_FORCED_TEXT_STATEMENT = '%llguidance {"no_forcing": true}'
 """Grammar statement that keeps llguidance from following forced text."""
 
 _MAX_TOKEN_BYTES = 32
 """Maximum size in bytes of a token in the greedy tokenisation."""
 
 _MAX_PREFIX_DEPTH = 40
-"""Maximum depth of common prefixes that are factored out. llguidance's regular expressions may have
-250 nested groups."""
+"""Maximum nesting of common prefixes of choices that are factored out. llguidance's regular
+expressions may have 250 nested groups."""
 
-_ESCAPES = tuple(chr(i) if chr(i).isalnum() else f"\\x{{{i:x}}}" for i in range(128))
+_REGEX_ESCAPES = tuple(chr(i) if chr(i).isalnum() else f"\\x{{{i:x}}}" for i in range(128))
 """Regular expressions that match one ASCII character each, by code point."""
 
 _MAX_FORCED_BYTES = 64
-"""Maximum number of bytes of a forced text that are tokenised. llguidance uses only the first
-token, and tokenises again for each mask."""
+"""Maximum number of bytes of a forced text to tokenise. llguidance uses only the first token, and
+tokenises again for each mask."""
 
 
 class LLGuidanceBackend:
-    """Default grammar backend; refuses JSON Schema keywords that it does not enforce."""
+    """Default grammar backend; it refuses JSON Schema keywords that llguidance does not enforce."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")
         self._vocabulary = vocabulary
         wrapper = self._library.TokenizerWrapper(_TokenizerAdapter(vocabulary))
-        # llguidance's vocabulary is the model's, and one more token, which ends a grammar.
+        # llguidance's vocabulary is the model's and one more token, which ends a grammar.
         self._tokenizer = self._library.LLTokenizer(wrapper)
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         limits = self._library.LLParserLimits(
             max_items_in_row=max_items_in_row(spec),
             step_max_items=MAX_ITEMS_PER_MASK,
-            initial_lexer_fuel=COMPILE_FUEL,
+            initial_lexer_fuel=MAX_COMPILE_FUEL,
             step_lexer_fuel=MAX_FUEL_PER_MASK,
-            max_lexer_states=MAX_STATES,
+            max_lexer_states=MAX_LEXER_STATES,
             verbose_errors=False,
         )
         matcher = self._library.LLMatcher(
@@ -98,7 +98,7 @@ class LLGuidanceBackend:
         with suppress(ValueError):  # A grammar that is not JSON is in Lark syntax already.
             (part,) = json.loads(grammar)["grammars"]
             grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
-        return f"{grammar}\n{_NO_FORCING}"  # The last %llguidance statement applies.
+        return f"{grammar}\n{_NO_FORCED_TEXT_STATEMENT}"  # The last %llguidance statement applies.
 
     def _convert_to_grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text
@@ -108,7 +108,7 @@ class LLGuidanceBackend:
                     refuse_unsupported_by_llguidance(json.loads(text))
                     return library.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
                 case "regex":
-                    return library.grammar_from_regex(_without_anchors(text))
+                    return library.grammar_from_regex(_strip_anchors(text))
                 case "choice":
                     return library.grammar_from_regex(_choices_regex(sorted(json.loads(text))))
                 case "structural_tag":
@@ -134,17 +134,17 @@ class LLGuidanceMatcher:
     _memory: GrammarMemory
 
     def accept(self, token_id: int) -> bool:
-        self._memory.num_tokens += 1
+        self._memory.num_accepted_tokens += 1
         if self._matcher.consume_token(token_id):
             return True
         error = self._matcher.get_error()
         if "satisfy the grammar" in error:
             return False
-        raise self._error(error)
+        raise self._make_limit_error(error)
 
     def rollback(self, num_tokens: int) -> None:
         if not self._matcher.rollback(num_tokens):
-            raise self._error(self._matcher.get_error())
+            raise self._make_limit_error(self._matcher.get_error())
 
     def bitmask(self) -> bytearray:
         mask = self._matcher.compute_bitmask()
@@ -153,7 +153,7 @@ class LLGuidanceMatcher:
         if self._matcher.stop_reason() == "NoExtensionBias":
             # No token can follow, so the mask is empty.
             return bytearray(self._vocabulary.mask_size)
-        raise self._error(self._matcher.get_error())
+        raise self._make_limit_error(self._matcher.get_error())
 
     def may_end(self) -> bool:
         return self._matcher.is_accepting()
@@ -163,12 +163,12 @@ class LLGuidanceMatcher:
 
     def release(self) -> None:
         self._matcher = None
-        self._memory = GrammarMemory()  # Counts nowhere.
+        self._memory = GrammarMemory()  # The compiler does not count this object.
 
-    def _error(self, message: str) -> Exception:
+    def _make_limit_error(self, message: str) -> Exception:
         """Make the error for an output whose next token exceeds the limits of the parser."""
-        # The grammar's matchers share the lexer, and so its errors.
-        self._memory.exhausted |= "lexer error" in message
+        # The grammar's matchers share the lexer and therefore its errors.
+        self._memory.is_exhausted |= "lexer error" in message
         reason, param = shorten_message(message), self._spec.param
         what = f"{param}.{self._spec.kind}" if param == "structured_outputs" else param
         return InvalidRequestError(
@@ -196,15 +196,17 @@ class _TokenizerAdapter:
         self._max_token_bytes = min(max(map(len, self._id_by_bytes), default=0), _MAX_TOKEN_BYTES)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenise a text that a grammar forces: if only one text can follow, llguidance allows
-        only the first token of this tokenisation."""
+        """Tokenise a text that a grammar forces.
+
+        If only one text can follow, llguidance allows only the first token of this tokenisation.
+        """
         data = (text.encode() if isinstance(text, str) else text)[:_MAX_FORCED_BYTES]
         with suppress(Exception):
             token_ids = self._encode(data.decode())
             if b"".join(self._token_bytes[i] for i in token_ids) == data:
                 return token_ids
-        # The tokenizer cannot encode the text exactly: it ends within a character, it spells a
-        # special token, or the tokenizer puts a space before every text.
+        # The tokenizer cannot encode the text exactly: the text ends within a character, the text
+        # spells a special token, or the tokenizer puts a space before every text.
         return self._tokenise_longest_first(data)
 
     def _tokenise_longest_first(self, data: bytes) -> list[int]:
@@ -231,7 +233,7 @@ def _grammar_to_lark(text: str) -> str:
         raise GrammarError(f"the GBNF cannot be read: {str(error)[:500]}") from None
 
 
-def _without_anchors(regex: str) -> str:
+def _strip_anchors(regex: str) -> str:
     """Remove the anchors around an expression: llguidance always matches the whole output."""
     if regex.startswith("^"):
         regex = regex[1:]
@@ -241,8 +243,10 @@ def _without_anchors(regex: str) -> str:
 
 
 def _choices_regex(choices: list[str], depth: int = 0) -> str:
-    """Regular expression that matches exactly ``choices``, which are sorted. Common prefixes are
-    factored out, because the lexer follows each alternative separately."""
+    """Regular expression that matches exactly the sorted ``choices``.
+
+    Common prefixes are factored out, because the lexer follows each alternative separately.
+    """
     parts, first = [], 0
     for end in range(1, len(choices) + 1):
         if end < len(choices) and choices[end][:1] == choices[first][:1]:
@@ -261,4 +265,4 @@ def _choices_regex(choices: list[str], depth: int = 0) -> str:
 
 def _escape_regex(text: str) -> str:
     """Regular expression that matches exactly ``text``."""
-    return text.translate(_ESCAPES)
+    return text.translate(_REGEX_ESCAPES)

@@ -1,5 +1,4 @@
-"""Python types as output formats: converts a type to a JSON schema, and JSON text to a value of the
-type.
+"""Python types as output formats: converts types to JSON schemas, and JSON text to typed values.
 
 A type is a Pydantic model, a dataclass or a TypedDict.
 """
@@ -30,29 +29,33 @@ def is_schema_type(value: Any) -> bool:
     )
 
 
-def schema_of(kind: type, name: str) -> dict[str, Any]:
+def schema_of_type(python_type: type, param_name: str) -> dict[str, Any]:
     """Make the JSON schema of a type.
 
-    Its objects refuse additional properties unless the type allows them, because the type would
-    silently drop them.
+    Objects of the schema refuse additional properties unless the type allows them, because the
+    type would silently drop them.
 
     Args:
-        name: name of the caller's parameter, for errors.
+        param_name: name of the caller's parameter, for errors.
 
     Raises:
         InvalidRequestError: for a type without a JSON schema, or if Pydantic is not installed.
     """
-    adapter = _make_adapter(kind, name)
+    adapter = _make_adapter(python_type, param_name)
     try:
         schema = adapter.json_schema()
-    except Exception as error:  # The type's own hooks may raise anything.
-        raise check.value_error(name, kind, f"a type that JSON can express ({error})") from error
+    except Exception as error:  # The type's own hooks may raise errors of any class.
+        raise check.value_error(
+            param_name, python_type, f"a type that JSON can express ({error})"
+        ) from error
     return forbid_additional_properties(schema)
 
 
 def forbid_additional_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """Set ``additionalProperties`` to False, in place, in objects that have ``properties`` and do
-    not set it."""
+    """Set ``additionalProperties`` to False, in place, in objects with ``properties``.
+
+    Objects that already set ``additionalProperties`` are not changed.
+    """
     for item, _ in walk_json(schema):
         is_object = isinstance(item, dict) and item.get("type") == "object"
         if is_object and isinstance(item.get("properties"), dict):
@@ -60,32 +63,32 @@ def forbid_additional_properties(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def from_json(kind: Any, text: str, name: str) -> Any:
+def parse_json_as(python_type: Any, text: str, param_name: str) -> Any:
     """Parse JSON text to a value of a type.
 
     Args:
-        name: name of the caller's parameter, for errors.
+        param_name: name of the caller's parameter, for errors.
 
     Raises:
         InvalidRequestError: for a type that Pydantic does not support, or if it is not installed.
         ValueError: if ``text`` does not fit the type.
     """
-    adapter = _make_adapter(kind, name)
+    adapter = _make_adapter(python_type, param_name)
     try:
         return adapter.validate_json(text)
     except (ValueError, RecursionError):
         raise
-    # Pydantic resolves names of types only now, and a type's own validators may raise errors of
+    # Pydantic resolves names of types only here, and a type's own validators may raise errors of
     # any class.
     except Exception as error:
-        raise check.value_error(name, kind, f"a type that Pydantic knows ({error})") from error
+        raise check.value_error(param_name, python_type, f"a type that Pydantic knows ({error})") from error
 
 
-def typed_dict_fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Type hints of a TypedDict's fields by name, each with whether the field is required."""
+def typed_dict_fields(typed_dict: Any) -> dict[str, tuple[Any, bool]]:
+    """Map names of a TypedDict's fields to type hints and whether the field is required."""
     fields: dict[str, tuple[Any, bool]] = {}
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        is_required = name in kind.__required_keys__
+    for name, hint in typing.get_type_hints(typed_dict, include_extras=True).items():
+        is_required = name in typed_dict.__required_keys__
         if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
             # With string annotations, ``__required_keys__`` is wrong.
             is_required = typing.get_origin(hint) is typing.Required
@@ -94,42 +97,45 @@ def typed_dict_fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     return fields
 
 
-def _make_adapter(kind: Any, name: str) -> Any:
+def _make_adapter(python_type: Any, param_name: str) -> Any:
     try:
         pydantic = importlib.import_module("pydantic")
     except ImportError:
         raise InvalidRequestError(
-            f"{name}: a Python type needs pydantic, expected `pip install asyncllm[structured]`",
-            param=name.partition(".")[0],
+            f"{param_name}: a Python type needs pydantic, expected "
+            "`pip install asyncllm[structured]`",
+            param=param_name.partition(".")[0],
         ) from None
     try:
-        return pydantic.TypeAdapter(_with_known_typed_dicts(kind))
+        return pydantic.TypeAdapter(_replace_typing_typed_dicts(python_type))
     except Exception as error:
-        raise check.value_error(name, kind, f"a type that Pydantic knows ({error})") from error
+        raise check.value_error(param_name, python_type, f"a type that Pydantic knows ({error})") from error
 
 
-def _with_known_typed_dicts(kind: Any) -> Any:
-    """Replace TypedDicts of ``typing`` by those of ``typing_extensions``, because Pydantic accepts
-    only the latter before Python 3.12."""
+def _replace_typing_typed_dicts(python_type: Any) -> Any:
+    """Replace TypedDicts of ``typing`` by TypedDicts of ``typing_extensions``.
+
+    Before Python 3.12, Pydantic accepts only the latter.
+    """
     if sys.version_info >= (3, 12):
-        return kind
-    if typing.is_typeddict(kind) and type(kind).__module__ == "typing":
+        return python_type
+    if typing.is_typeddict(python_type) and type(python_type).__module__ == "typing":
         extensions = importlib.import_module("typing_extensions")
         fields = {}
-        for name, (hint, is_required) in typed_dict_fields(kind).items():
+        for name, (hint, is_required) in typed_dict_fields(python_type).items():
             marker = extensions.Required if is_required else extensions.NotRequired
-            fields[name] = marker[_with_known_typed_dicts(hint)]
-        return extensions.TypedDict(kind.__name__, fields)
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+            fields[name] = marker[_replace_typing_typed_dicts(hint)]
+        return extensions.TypedDict(python_type.__name__, fields)
+    origin, args = typing.get_origin(python_type), typing.get_args(python_type)
     if origin is None or origin is typing.Literal or not args:
-        return kind
-    changed = tuple(map(_with_known_typed_dicts, args))
+        return python_type
+    changed = tuple(map(_replace_typing_typed_dicts, args))
     if origin in (typing.Required, typing.NotRequired):
         return changed[0]
     if changed == args:
-        return kind
+        return python_type
     if origin is typing.Annotated:
-        return typing.Annotated[(changed[0], *kind.__metadata__)]
+        return typing.Annotated[(changed[0], *python_type.__metadata__)]
     if origin in (types.UnionType, typing.Union):
         return typing.Union[changed]  # noqa: UP007  # ``|`` cannot join a tuple of types
     return origin[changed]

@@ -1,4 +1,4 @@
-"""References of a JSON schema: resolves ``$ref``, and refuses those whose values never end."""
+"""References of a JSON schema: resolves ``$ref``, and refuses endless recursion."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asyncllm.validation import describe
 _CONTAINER_TYPES = ("object", "array")
 
 
-def is_local(pointer: Any) -> TypeGuard[str]:
+def is_local_ref(pointer: Any) -> TypeGuard[str]:
     return isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))
 
 
-def resolve(pointer: str, root: Any) -> Any:
+def resolve_pointer(pointer: str, root: Any) -> Any:
     """Return the value in ``root`` that a JSON Pointer ``#`` or ``#/…`` refers to.
 
     Raises:
@@ -36,38 +36,41 @@ def resolve(pointer: str, root: Any) -> Any:
 
 
 def refuse_infinite_references(root: Any) -> None:
-    """Raise GrammarError for a ``$ref`` whose values never end, because each must contain another.
+    """Raise GrammarError for a ``$ref`` that no finite value satisfies.
 
-    A grammar would admit the beginning of such a value, and the output would go on for ever.
+    An example is a schema that requires a reference to itself. A grammar would admit the beginning
+    of an endless value, and the output would go on for ever.
 
-    The references with a finite value are a least fixed point: a reference has one if its schema
-    has a value that needs no references, or only references with a finite value. The time is linear
-    in the size of the schema, unless one schema has a long list of references.
+    The satisfiable references are a least fixed point: some value of their schemas needs no
+    references, or only satisfiable ones. The time is linear in the size of the schema, unless one
+    schema has a long list of references.
     """
     targets = dict(_reachable_references(root))
-    finite: set[str] = set()
-    waiting: dict[str, list[str]] = defaultdict(list)
+    finite_refs: set[str] = set()
+    dependent_refs: dict[str, list[str]] = defaultdict(list)
     pending = list(targets)
     while pending:
         pointer = pending.pop()
-        if pointer in finite:
+        if pointer in finite_refs:
             continue
-        needed: list[str] = []
-        if _has_finite_value(targets[pointer], finite, targets, needed):
-            finite.add(pointer)
-            pending += waiting.pop(pointer, ())
-        for needed_pointer in needed:
-            waiting[needed_pointer].append(pointer)
+        undecided_refs: list[str] = []
+        if _has_finite_value(targets[pointer], finite_refs, targets, undecided_refs):
+            finite_refs.add(pointer)
+            pending += dependent_refs.pop(pointer, ())
+        for undecided_ref in undecided_refs:
+            dependent_refs[undecided_ref].append(pointer)
     for pointer in targets:
-        if pointer not in finite:
+        if pointer not in finite_refs:
             raise GrammarError(
                 f"the $ref {describe(pointer)} leads to values that never end: each holds another"
             )
 
 
 def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the reachable local ``$ref``, each once, with its target. Backends refuse other
-    references."""
+    """Iterate over the reachable local ``$ref``, each once, with its target.
+
+    Backends refuse other references.
+    """
     pending, seen = [root], set[str]()
     while pending:
         schema = pending.pop()
@@ -76,10 +79,10 @@ def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(schema, Mapping):
             continue
         pointer = schema.get("$ref")
-        if is_local(pointer) and pointer not in seen:
+        if is_local_ref(pointer) and pointer not in seen:
             seen.add(pointer)
             with suppress(LookupError):
-                target = resolve(pointer, root)
+                target = resolve_pointer(pointer, root)
                 yield pointer, target
                 pending.append(target)
         for keyword in ("properties", "patternProperties"):
@@ -91,24 +94,24 @@ def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_finite_value(
-    schema: Any, finite: set[str], targets: Mapping[str, Any], needed: list[str]
+    schema: Any, finite_refs: set[str], targets: Mapping[str, Any], undecided_refs: list[str]
 ) -> bool:
-    """Whether a schema has a finite value.
+    """Whether some finite JSON value is known to satisfy a schema.
 
     Args:
-        finite: references that are known to have a finite value.
+        finite_refs: references that a finite value is known to satisfy.
         targets: target of every reference.
-        needed: list that receives the needed references not known to have a finite value.
+        undecided_refs: list that receives the other references on which the answer depends.
     """
 
     def is_finite(subschema: Any) -> bool:
-        return _has_finite_value(subschema, finite, targets, needed)
+        return _has_finite_value(subschema, finite_refs, targets, undecided_refs)
 
     if not isinstance(schema, Mapping):
         return True
     pointer = schema.get("$ref")
-    if isinstance(pointer, str) and pointer in targets and pointer not in finite:
-        needed.append(pointer)
+    if isinstance(pointer, str) and pointer in targets and pointer not in finite_refs:
+        undecided_refs.append(pointer)
         return False
     if "enum" in schema or "const" in schema:
         return True
@@ -118,14 +121,14 @@ def _has_finite_value(
             return False
     kinds = schema.get("type", "null")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    children = {"object": _needed_properties, "array": _needed_items}
+    children = {"object": _required_property_schemas, "array": _required_item_schemas}
     return any(
         kind not in _CONTAINER_TYPES or all(map(is_finite, children[kind](schema)))
         for kind in kinds
     )
 
 
-def _needed_properties(schema: Mapping[str, Any]) -> Iterator[Any]:
+def _required_property_schemas(schema: Mapping[str, Any]) -> Iterator[Any]:
     properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
     required = schema.get("required")
     if isinstance(required, list):
@@ -138,7 +141,7 @@ def _needed_properties(schema: Mapping[str, Any]) -> Iterator[Any]:
         yield additional
 
 
-def _needed_items(schema: Mapping[str, Any]) -> Iterator[Any]:
+def _required_item_schemas(schema: Mapping[str, Any]) -> Iterator[Any]:
     min_items, items = schema.get("minItems", 0), schema.get("items")
     first = schema.get("prefixItems", items if isinstance(items, list) else ())
     if isinstance(items, list):

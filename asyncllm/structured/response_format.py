@@ -11,8 +11,8 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.python_types import is_schema_type
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 
-_PARAM = "response_format"
-_ACCEPTED_VALUES = (
+_PARAM_NAME = "response_format"
+_ACCEPTED_RESPONSE_FORMATS = (
     '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": …, '
     '"schema": {…}}}, a Pydantic model, a dataclass, a TypedDict or None'
 )
@@ -31,9 +31,9 @@ def parse_response_format(value: Any) -> StructuredOutputs | None:
     try:
         spec = parse_structured_outputs(_structured_outputs(value))
     except InvalidRequestError as error:
-        error.param = _PARAM
+        error.param = _PARAM_NAME
         raise
-    return None if spec is None else replace(spec, param=_PARAM)
+    return None if spec is None else replace(spec, param=_PARAM_NAME)
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
@@ -46,19 +46,19 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return {"structural_tag": dict(value)}
     by_type = {"text": None, "json_object": {"json_object": True}}
     if not isinstance(kind, str) or kind not in by_type or len(value) != 1:
-        raise check.value_error(_PARAM, value, _ACCEPTED_VALUES)
+        raise check.value_error(_PARAM_NAME, value, _ACCEPTED_RESPONSE_FORMATS)
     return by_type[kind]
 
 
 def _check_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    check.refuse_unknown_names(f"field of {_PARAM}", value, ("type", "json_schema"))
+    check.refuse_unknown_names(f"field of {_PARAM_NAME}", value, ("type", "json_schema"))
     field: Any = value.get("json_schema")
     if not isinstance(field, Mapping) or not isinstance(field.get("schema"), Mapping):
         raise check.value_error(
-            f"{_PARAM}.json_schema", field, 'a dict with a "name" and a "schema"'
+            f"{_PARAM_NAME}.json_schema", field, 'a dict with a "name" and a "schema"'
         )
     fields = ("name", "schema", "strict", "description")
-    check.refuse_unknown_names(f"field of {_PARAM}.json_schema", field, fields)
-    check.string(f"{_PARAM}.json_schema.name", field.get("name"), optional=True)
-    check.boolean(f"{_PARAM}.json_schema.strict", field.get("strict"), optional=True)
+    check.refuse_unknown_names(f"field of {_PARAM_NAME}.json_schema", field, fields)
+    check.string(f"{_PARAM_NAME}.json_schema.name", field.get("name"), optional=True)
+    check.boolean(f"{_PARAM_NAME}.json_schema.strict", field.get("strict"), optional=True)
     return field["schema"]

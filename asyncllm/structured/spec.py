@@ -11,29 +11,31 @@ from typing import Any, Literal, get_args
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.json_copier import JsonCopier, NotJsonError
-from asyncllm.structured.python_types import is_schema_type, schema_of
+from asyncllm.structured.python_types import is_schema_type, schema_of_type
 
-Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+SpecKind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
+SPEC_KINDS: tuple[SpecKind, ...] = get_args(SpecKind)
 
-MAX_CHARACTERS = 2**17
-"""Maximum number of characters of a schema, grammar or list of choices. An event loop's thread
-checks such a text, so the check must be short."""
+MAX_SPEC_CHARACTERS = 2**17
+"""Maximum number of characters of a schema, grammar or list of choices. The check of the text must
+be short, because it runs on an event loop's thread."""
 
 MAX_REFERENCES = 512
 """Maximum number of references in a schema, and of rules and references in a grammar. llguidance
-follows a chain of them recursively: 2,500 overflow a stack of 8 MiB, which ends the process."""
+follows a chain of references recursively: 2,500 overflow a stack of 8 MiB and end the process."""
 
-_RULE_START = re.compile(r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:")
+_RULE_START_PATTERN = re.compile(
+    r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:"
+)
 
-MAX_DEPTH = 48
+MAX_SCHEMA_DEPTH = 48
 """Maximum nesting depth of a schema, which backends parse recursively."""
 
 MAX_REGEX_CHARACTERS = 2**13
 MAX_CHOICES = 2**12
 
-_PARAM = "structured_outputs"
-_ACCEPTED_VALUES = "a dict with exactly one of " + ", ".join(KINDS)
+_PARAM_NAME = "structured_outputs"
+_ACCEPTED_STRUCTURED_OUTPUTS = "a dict with exactly one of " + ", ".join(SPEC_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class StructuredOutputs:
             structural tag stand for the tokens themselves, not for their text.
     """
 
-    kind: Kind
+    kind: SpecKind
     text: str
     param: Literal["structured_outputs", "response_format", "tools"] = "structured_outputs"
 
@@ -64,28 +66,28 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     try:
         return _parse_mapping(value)
     except InvalidRequestError as error:
-        error.param = _PARAM  # The message alone names the kind, such as "regex".
+        error.param = _PARAM_NAME  # Only the message names the kind, such as "regex".
         raise
 
 
 def _parse_mapping(value: Any) -> StructuredOutputs:
     if not isinstance(value, Mapping):
-        raise check.value_error(_PARAM, value, _ACCEPTED_VALUES + ", or None")
-    check.refuse_unknown_names(f"kind of {_PARAM}", value, KINDS)
-    by_kind: dict[Kind, Any] = {kind: value[kind] for kind in KINDS if value.get(kind) is not None}
+        raise check.value_error(_PARAM_NAME, value, _ACCEPTED_STRUCTURED_OUTPUTS + ", or None")
+    check.refuse_unknown_names(f"kind of {_PARAM_NAME}", value, SPEC_KINDS)
+    by_kind: dict[SpecKind, Any] = {kind: value[kind] for kind in SPEC_KINDS if value.get(kind) is not None}
     if by_kind.get("json_object") is False:
         del by_kind["json_object"]
     if len(by_kind) != 1:
-        raise check.value_error(_PARAM, dict(value), _ACCEPTED_VALUES)
+        raise check.value_error(_PARAM_NAME, dict(value), _ACCEPTED_STRUCTURED_OUTPUTS)
     kind, kind_value = next(iter(by_kind.items()))
-    return StructuredOutputs(kind, _PARSERS[kind](kind_value))
+    return StructuredOutputs(kind, _CHECK_FUNCTIONS[kind](kind_value))
 
 
 def _check_json(value: Any) -> str:
-    name = f"{_PARAM}.json"
+    name = f"{_PARAM_NAME}.json"
     accepted = "a JSON schema, as a dict or text, a Pydantic model, a dataclass or a TypedDict"
     if is_schema_type(value):
-        value = schema_of(value, name)
+        value = schema_of_type(value, name)
     elif isinstance(value, str):
         value = _parse_json(name, value)
     if isinstance(value, bool):
@@ -97,36 +99,38 @@ def _check_json(value: Any) -> str:
 
 
 def _check_json_object(value: Any) -> str:
-    check.boolean(f"{_PARAM}.json_object", value)
+    check.boolean(f"{_PARAM_NAME}.json_object", value)
     return '{"type": "object"}'
 
 
 def _check_regex(value: Any) -> str:
-    name = f"{_PARAM}.regex"
+    name = f"{_PARAM_NAME}.regex"
     return check.string(name, value, max_length=MAX_REGEX_CHARACTERS)
 
 
 def _check_grammar(value: Any) -> str:
-    name = f"{_PARAM}.grammar"
-    text = check.string(name, value, max_length=MAX_CHARACTERS)
+    name = f"{_PARAM_NAME}.grammar"
+    text = check.string(name, value, max_length=MAX_SPEC_CHARACTERS)
     # A JSON escape within a rule may hide a reference.
-    return _check_references(name, text, len(_RULE_START.findall(text)) + text.count("\\u00"))
+    return _check_references(
+        name, text, len(_RULE_START_PATTERN.findall(text)) + text.count("\\u00")
+    )
 
 
 def _check_choice(value: Any) -> str:
-    name = f"{_PARAM}.choice"
+    name = f"{_PARAM_NAME}.choice"
     accepted = f"1 to {MAX_CHOICES} different strings, none of them empty"
     choices = check.bounded_tuple(name, value, accepted, MAX_CHOICES)
-    if sum(str.__len__(one) for one in choices if isinstance(one, str)) > MAX_CHARACTERS:
-        raise check.value_error(name, value, f"at most {MAX_CHARACTERS} characters")
+    if sum(str.__len__(one) for one in choices if isinstance(one, str)) > MAX_SPEC_CHARACTERS:
+        raise check.value_error(name, value, f"at most {MAX_SPEC_CHARACTERS} characters")
     choices = [check.string(name, one) for one in choices]
     if not choices or len(set(choices)) != len(choices):
         raise check.value_error(name, value, accepted)
-    return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_CHARACTERS)
+    return _check_length(name, json.dumps(choices, ensure_ascii=False), MAX_SPEC_CHARACTERS)
 
 
 def _check_structural_tag(value: Any) -> str:
-    name = f"{_PARAM}.structural_tag"
+    name = f"{_PARAM_NAME}.structural_tag"
     if isinstance(value, str):
         value = _parse_json(name, value)
     if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
@@ -136,7 +140,7 @@ def _check_structural_tag(value: Any) -> str:
     return _serialise_schema(name, value)
 
 
-_PARSERS = {
+_CHECK_FUNCTIONS = {
     "json": _check_json,
     "regex": _check_regex,
     "choice": _check_choice,
@@ -154,7 +158,7 @@ def _check_length(name: str, text: str, max_characters: int) -> str:
 
 def _parse_json(name: str, text: str) -> Any:
     try:
-        return json.loads(_check_length(name, text, MAX_CHARACTERS))
+        return json.loads(_check_length(name, text, MAX_SPEC_CHARACTERS))
     except InvalidRequestError:
         raise
     except (ValueError, RecursionError) as error:
@@ -162,23 +166,23 @@ def _parse_json(name: str, text: str) -> Any:
 
 
 def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
-    """Serialise a schema. The order of keys is kept: the model writes properties in this order."""
+    """Serialise a schema in the order of its keys: the model writes properties in this order."""
     # On average a value takes two characters of JSON.
     copier = JsonCopier(
-        MAX_CHARACTERS // 2 + 1, MAX_CHARACTERS, MAX_DEPTH - 1, require_text_keys=True
+        MAX_SPEC_CHARACTERS // 2 + 1, MAX_SPEC_CHARACTERS, MAX_SCHEMA_DEPTH - 1, require_text_keys=True
     )
     try:
         text = json.dumps(copier.copy(value), ensure_ascii=False, allow_nan=False)
         text.encode()
     except NotJsonError as error:
         accepted = (
-            f"a schema of JSON types, {MAX_DEPTH} levels and {MAX_CHARACTERS} characters at most "
-            f"({error.explain(name)})"
+            f"a schema of JSON types, {MAX_SCHEMA_DEPTH} levels and {MAX_SPEC_CHARACTERS} "
+            f"characters at most ({error.explain(name)})"
         )
         raise check.value_error(name, value, accepted) from None
-    except Exception as error:  # The caller's mapping may raise anything.
+    except Exception as error:  # Reading the caller's mapping may raise errors of any class.
         raise check.value_error(name, value, f"values that JSON has ({error})") from None
-    return _check_references(name, _check_length(name, text, MAX_CHARACTERS))
+    return _check_references(name, _check_length(name, text, MAX_SPEC_CHARACTERS))
 
 
 def _check_references(name: str, text: str, num_rules: int = 0) -> str:

@@ -12,16 +12,16 @@ from asyncllm.structured.grammar import WHITESPACE_PATTERN, GrammarError
 from asyncllm.structured.parser_limits import refuse_unsupported_by_llguidance
 
 MAX_RULES = 4096
-_EMPTY = '""'
-_NEEDS_XGRAMMAR = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
+_EMPTY_LITERAL = '""'
+_XGRAMMAR_HINT = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 
 
 def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProxyType({})) -> str:
     """Convert a structural tag to a grammar in llguidance's Lark.
 
-    Supported formats are const_string, json_schema, sequence, or, tag and tags_with_separator. At
-    the top level, triggered_tags is supported too: free text up to a trigger, then a tag that
-    begins with the trigger.
+    Supported formats are const_string, json_schema, sequence, or, tag and tags_with_separator. The
+    root may also be triggered_tags: free text up to a trigger, then a tag that begins with the
+    trigger.
 
     Args:
         special_tokens: names of special tokens by id. A name in a delimiter stands for the token.
@@ -31,11 +31,11 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
     """
     refuse_unsupported_by_llguidance(*schemas_in_tag(tag))
     lark = _LarkBuilder(special_tokens)
-    form = convert_to_format(tag)["format"]
-    if _require_field(form, "type", str) == "triggered_tags":
-        start = lark.triggered_tags(form)
+    tag_format = convert_to_format(tag)["format"]
+    if _require_field(tag_format, "type", str) == "triggered_tags":
+        start = lark.triggered_tags(tag_format)
     else:
-        start = lark.add_expression(form)
+        start = lark.add_format_rule(tag_format)
     return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *lark.rules, ""])
 
 
@@ -44,8 +44,8 @@ class _LarkBuilder:
 
     def __init__(self, special_tokens: Mapping[int, str]) -> None:
         self.rules: list[str] = []
-        self._special = {name: token_id for token_id, name in special_tokens.items()}
-        names = sorted(map(re.escape, filter(None, self._special)), key=len, reverse=True)
+        self._special_token_ids = {name: token_id for token_id, name in special_tokens.items()}
+        names = sorted(map(re.escape, filter(None, self._special_token_ids)), key=len, reverse=True)
         self._name_pattern = re.compile(f"({'|'.join(names)})" if names else "(?!)()")
 
     def add_rule(self, body: str, attributes: str = "") -> str:
@@ -55,70 +55,73 @@ class _LarkBuilder:
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def add_expression(self, form: Any) -> str:
+    def add_format_rule(self, tag_format: Any) -> str:
         """Add a rule for a format; returns its name."""
-        kind = _require_field(form, "type", str)
+        kind = _require_field(tag_format, "type", str)
         if kind == "const_string":
-            return self.add_rule(self._text_terminals(_require_field(form, "value", str)) or _EMPTY)
-        if kind == "json_schema" and form.get("style", "json") == "json":
-            return self.add_rule(_json_rule(form.get("json_schema")))
+            text = _require_field(tag_format, "value", str)
+            return self.add_rule(self._text_terminals(text) or _EMPTY_LITERAL)
+        if kind == "json_schema" and tag_format.get("style", "json") == "json":
+            return self.add_rule(_json_rule(tag_format.get("json_schema")))
         if kind in ("sequence", "or"):
-            parts = map(self.add_expression, _require_field(form, "elements", list))
-            return self.add_rule((" | " if kind == "or" else " ").join(parts) or _EMPTY)
+            parts = map(self.add_format_rule, _require_field(tag_format, "elements", list))
+            return self.add_rule((" | " if kind == "or" else " ").join(parts) or _EMPTY_LITERAL)
         if kind == "tag":
-            return self.add_rule(self._tag_body(form, _require_field(form, "begin", str)))
+            begin = _require_field(tag_format, "begin", str)
+            return self.add_rule(self._tag_body(tag_format, begin))
         if kind == "tags_with_separator":
-            return self.add_rule(self._with_separator(form))
-        style = f" in the style {form['style']!r}" if "style" in form else ""
-        raise GrammarError(f"the format {kind!r}{style} {_NEEDS_XGRAMMAR}")
+            return self.add_rule(self._separated_tags(tag_format))
+        style = f" in the style {tag_format['style']!r}" if "style" in tag_format else ""
+        raise GrammarError(f"the format {kind!r}{style} {_XGRAMMAR_HINT}")
 
-    def _tag_body(self, form: Any, begin: str) -> str:
-        content, end = self.add_expression(form.get("content")), _require_field(form, "end", str)
+    def _tag_body(self, tag: Any, begin: str) -> str:
+        content, end = self.add_format_rule(tag.get("content")), _require_field(tag, "end", str)
         return f"{self._text_terminals(begin)} {content} {self._text_terminals(end)}"
 
-    def _with_separator(self, form: Any) -> str:
-        tags = " | ".join(map(self.add_expression, _require_field(form, "tags", list))) or _EMPTY
-        body = self.add_rule(tags)
-        if not form.get("stop_after_first", False):
-            body += f" ({self._text_terminals(_require_field(form, 'separator', str))} {body})*"
-        return body if form.get("at_least_one", False) else f"({body})?"
+    def _separated_tags(self, tag_format: Any) -> str:
+        tags = map(self.add_format_rule, _require_field(tag_format, "tags", list))
+        body = self.add_rule(" | ".join(tags) or _EMPTY_LITERAL)
+        if not tag_format.get("stop_after_first", False):
+            separator = self._text_terminals(_require_field(tag_format, "separator", str))
+            body += f" ({separator} {body})*"
+        return body if tag_format.get("at_least_one", False) else f"({body})?"
 
     def _text_terminals(self, text: str) -> str:
         parts = []
         for part in self._name_pattern.split(text):
-            if part in self._special:
-                parts.append(f"<[{self._special[part]}]>")
+            if part in self._special_token_ids:
+                parts.append(f"<[{self._special_token_ids[part]}]>")
             elif part:
                 parts.append(json.dumps(part))
         return " ".join(parts)
 
-    def triggered_tags(self, form: Any) -> str:
-        triggers = _require_field(form, "triggers", list)
-        if form.get("at_least_one", False) or form.get("excludes"):
-            raise GrammarError(f"triggered_tags with conditions {_NEEDS_XGRAMMAR}")
+    def triggered_tags(self, tag_format: Any) -> str:
+        triggers = _require_field(tag_format, "triggers", list)
+        if tag_format.get("at_least_one", False) or tag_format.get("excludes"):
+            raise GrammarError(f"triggered_tags with conditions {_XGRAMMAR_HINT}")
         tags = []
-        for tag in _require_field(form, "tags", list):
+        for tag in _require_field(tag_format, "tags", list):
             begin = _require_field(tag, "begin", str)
             trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
             if not trigger:
                 raise GrammarError(f"no trigger begins {begin!r}")
-            # Free text cannot contain a special token. So only a trigger that is text needs a lazy
-            # match, which ends the free text at the first trigger.
+            # Free text cannot contain a special token. So only a text trigger needs a lazy match,
+            # which ends the free text at the first trigger.
             opens = self._text_terminals(trigger)
             head = self.add_rule(f"TEXT {opens}", "" if opens.startswith("<[") else "[lazy]")
             tags.append(self.add_rule(f"{head} {self._tag_body(tag, begin[len(trigger) :])}"))
         if not tags:
             raise GrammarError("a structural tag without tags")
-        if form.get("stop_after_first", False):
+        if tag_format.get("stop_after_first", False):
             return f"{' | '.join(tags)} | {self.add_rule('TEXT')}"
         return f"({' | '.join(tags)})* {self.add_rule('TEXT')}"
 
 
-def _require_field(form: Any, name: str, kind: type) -> Any:
-    value = form.get(name) if isinstance(form, dict) else None
-    if not isinstance(value, kind):
-        raise GrammarError(f"{name!r} of a format: expected a {kind.__name__}")
-    return value
+def _require_field(value: Any, name: str, expected_type: type) -> Any:
+    field = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(field, expected_type):
+        raise GrammarError(f"{name!r} of a format: expected a {expected_type.__name__}")
+    return field
 
 
 def _json_rule(schema: Any) -> str:
@@ -136,12 +139,12 @@ def convert_to_format(tag: dict[str, Any]) -> dict[str, Any]:
     for structure in _require_field(tag, "structures", list):
         content = {"type": "json_schema", "json_schema": _require_field(structure, "schema", dict)}
         tags.append({"type": "tag", **structure, "content": content})
-    form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
-    return {"type": "structural_tag", "format": form}
+    tag_format = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+    return {"type": "structural_tag", "format": tag_format}
 
 
 def schemas_in_tag(tag: Any) -> Iterator[Any]:
-    """Iterate over the JSON schemas of a structural tag in either form."""
+    """Iterate over the JSON schemas of a structural tag with "format" or "structures"."""
     pending = [tag]
     while pending:
         item = pending.pop()

@@ -12,43 +12,48 @@ from typing import Any
 import numpy as np
 
 from asyncllm.structured.grammar import (
-    MAX_WHITESPACE,
+    MAX_WHITESPACE_CHARACTERS,
     Grammar,
     GrammarError,
     GrammarMemory,
     Vocabulary,
 )
-from asyncllm.structured.json_schema import refuse_ignored_by_xgrammar, subschemas
+from asyncllm.structured.json_schema import refuse_unsupported_by_xgrammar, subschemas
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import convert_to_format, schemas_in_tag
 
 MAX_FREE_TEXT_SPANS = 4
-"""Maximum number of ``any_text`` parts in a structural tag. With more, the tag may be ambiguous."""
+"""Maximum number of ``any_text`` formats in a structural tag; more may make it ambiguous."""
 
-MAX_WORK = 2000
-"""Maximum work to compile a form, by ``estimate_work``. As much takes up to 2.5 s."""
+MAX_COMPILE_MILLISECONDS = 2000
+"""Maximum result of ``estimate_compile_milliseconds``. Measured compilations at the maximum took up
+to 2.5 s."""
 
-_SMALL_VOCABULARY = 2000
-_TOKENS_PER_UNIT = 40_000
-"""Tokens of a vocabulary beyond _SMALL_VOCABULARY for which a unit of masks takes a millisecond."""
+_SMALL_VOCABULARY_TOKENS = 2000
+"""Vocabulary size of the measurements behind the other terms of the estimate."""
 
-_CLOSED_TYPES = ("string", "object", "array", "boolean", "null")
+_TOKENS_PER_MASK_UNIT = 40_000
+"""Number of further tokens for which one unit of ``mask_units`` takes a millisecond."""
 
-_REPETITION = '"(?:tags_with_separator|optional|plus|star|repeat)"'
+_SELF_DELIMITED_TYPES = ("string", "object", "array", "boolean", "null")
 
-_NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_REPETITION_FORMAT_PATTERN = '"(?:tags_with_separator|optional|plus|star|repeat)"'
+
+_NUMBER_BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 class XGrammarBackend:
-    """Grammar backend for schemas, choices and structural tags that llguidance cannot enforce.
-    Schemas that xgrammar would partly ignore are refused before it compiles them, and so are rules
-    that may be ambiguous: its parser has no limits, and one mask of 20 characters may take a
-    minute."""
+    """Grammar backend for schemas, choices and structural tags.
+
+    It refuses schemas that xgrammar would partly ignore. It also refuses rules that may be
+    ambiguous, because xgrammar's parser has no limits: computing one mask after 20 characters may
+    take a minute.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("xgrammar")
         library, size = self._library, len(vocabulary.tokens)
-        # xgrammar's vocabulary is the model's, and one more token, which ends a grammar.
+        # xgrammar's vocabulary is the model's and one more token, which ends a grammar.
         info = library.TokenizerInfo(
             [*vocabulary.tokens, b""],
             library.VocabType.RAW,
@@ -59,7 +64,7 @@ class XGrammarBackend:
         self._vocabulary = vocabulary
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
-        refuse_ambiguous(spec)
+        refuse_ambiguous_grammar(spec)
         try:
             compiled = self._compile_spec(spec)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -77,31 +82,31 @@ class XGrammarBackend:
         compiler, text = self._compiler, spec.text
         match spec.kind:
             case "json" | "json_object":
-                self._check(text, [json.loads(text)])
+                self._check_schemas(text, [json.loads(text)])
                 return compiler.compile_json_schema(
-                    text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
+                    text, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE_CHARACTERS
                 )
             case "choice":
-                self._check(text, [])
+                self._check_schemas(text, [])
                 choices = " | ".join(json.dumps(choice) for choice in json.loads(text))
                 return compiler.compile_grammar(f"root ::= {choices}")
             case "structural_tag":
                 tag = json.loads(text)
-                self._check(text, list(schemas_in_tag(tag)))
+                self._check_schemas(text, list(schemas_in_tag(tag)))
                 return compiler.compile_structural_tag(convert_to_format(tag))
 
-    def _check(self, text: str, schemas: list[Any]) -> None:
-        """Raise GrammarError for a form of which xgrammar would partly ignore the schemas, or which
-        takes too much work to compile."""
+    def _check_schemas(self, text: str, schemas: list[Any]) -> None:
+        """Raise GrammarError for schemas that xgrammar would partly ignore, or compile slowly."""
         for schema in schemas:
-            refuse_ignored_by_xgrammar(schema)
+            refuse_unsupported_by_xgrammar(schema)
         num_tokens = len(self._vocabulary.tokens)
-        work = estimate_work(text, schemas, num_tokens)
-        if work > MAX_WORK:
+        milliseconds = estimate_compile_milliseconds(text, schemas, num_tokens)
+        if milliseconds > MAX_COMPILE_MILLISECONDS:
             raise GrammarError(
-                f"takes a work of {work} to compile, expected at most {MAX_WORK} with a vocabulary "
-                f"of {num_tokens} tokens: fewer subschemas, bounds of numbers, characters, or "
-                "properties of one object, or no others beside them (additionalProperties: false)"
+                f"takes a work of {milliseconds} to compile, expected at most "
+                f"{MAX_COMPILE_MILLISECONDS} with a vocabulary of {num_tokens} tokens: fewer "
+                "subschemas, bounds of numbers, characters, or properties of one object, or no "
+                "others beside them (additionalProperties: false)"
             )
 
 
@@ -137,7 +142,7 @@ class XGrammarMatcher:
         return self._matcher.is_completed()
 
     def is_terminated(self) -> bool:
-        # Only an empty mask shows that no token may follow. The mask is kept for the next step.
+        # Only an empty mask shows that no token may follow. ``bitmask`` caches the mask.
         if not self._matcher.is_completed():
             return False
         mask = self.bitmask()
@@ -147,11 +152,11 @@ class XGrammarMatcher:
         self._matcher = self._memory = None
 
 
-def refuse_ambiguous(spec: StructuredOutputs) -> None:
+def refuse_ambiguous_grammar(spec: StructuredOutputs) -> None:
     """Raise GrammarError for a specification whose grammar may be ambiguous."""
     if spec.kind == "structural_tag":
         num_rules = len(re.findall('"(?:regex|grammar)"', spec.text))
-        num_repetitions = len(re.findall(_REPETITION, spec.text))
+        num_repetitions = len(re.findall(_REPETITION_FORMAT_PATTERN, spec.text))
         num_free_texts = spec.text.count('"any_text"')
         is_refused = num_rules > 0 or num_repetitions > 1 or num_free_texts > MAX_FREE_TEXT_SPANS
         what = (
@@ -165,39 +170,49 @@ def refuse_ambiguous(spec: StructuredOutputs) -> None:
         )
 
 
-def estimate_work(text: str, schemas: Iterable[Any], num_tokens: int) -> int:
-    """Work to compile a form, in milliseconds.
+def estimate_compile_milliseconds(text: str, schemas: Iterable[Any], num_tokens: int) -> int:
+    """Estimate the milliseconds to compile a specification.
 
-    The bounds of numbers become automata of their digits. The time for an object is quadratic in
-    its properties, and longer if others may follow them. The masks that are made ahead take time
-    in proportion to the vocabulary: most for the names and values of other properties, and for
-    numbers behind which each of the object's properties may follow.
+    - The bounds of numbers become automata of their digits.
+    - The time for an object is quadratic in its properties, and longer with additional properties.
+    - The compiler makes masks, whose time is proportional to the vocabulary. Additional properties
+      need most masks, then numbers in an object, because any of its properties may follow.
 
     Args:
-        text: the form's JSON. Each character of a constant has a mask.
-        schemas: the schemas in it.
+        text: JSON text of the specification. Each character of a constant needs a mask.
+        schemas: the schemas in the specification.
         num_tokens: number of tokens of the vocabulary.
     """
-    work, mask_units = 0, len(text) // 160
+    milliseconds, mask_units = 0, len(text) // 160
     for part in chain.from_iterable(map(subschemas, schemas)):
         properties = part.get("properties")
         values = list(properties.values()) if isinstance(properties, Mapping) else []
         num_properties = len(values)
         is_closed = part.get("additionalProperties") is False
-        num_true = sum(value is True for value in values)  # These are no subschemas.
-        work += 2 + 4 * num_true + 2 * sum(keyword in part for keyword in _NUMBER_BOUNDS)
-        work += num_properties**2 // (160 if is_closed else 40)
-        mask_units += 3 + 3 * num_true + num_properties * sum(map(_has_open_end, values)) // 5
+        num_true = sum(value is True for value in values)  # ``subschemas`` skips true.
+        milliseconds += (
+            2 + 4 * num_true + 2 * sum(keyword in part for keyword in _NUMBER_BOUND_KEYWORDS)
+        )
+        milliseconds += num_properties**2 // (160 if is_closed else 40)
+        mask_units += (
+            3 + 3 * num_true + num_properties * sum(map(_lacks_closing_delimiter, values)) // 5
+        )
         if part.get("type") == "object" and not is_closed:
             mask_units += 14 + 16 * num_properties
-    return work + mask_units * max(0, num_tokens - _SMALL_VOCABULARY) // _TOKENS_PER_UNIT
+    return (
+        milliseconds
+        + mask_units * max(0, num_tokens - _SMALL_VOCABULARY_TOKENS) // _TOKENS_PER_MASK_UNIT
+    )
 
 
-def _has_open_end(schema: Any) -> bool:
-    """Whether a token may end a value, because no quote or bracket does, and go on behind it."""
+def _lacks_closing_delimiter(schema: Any) -> bool:
+    """Whether a value may end without a quote or bracket.
+
+    One token may then hold the end of the value and the text after it.
+    """
     if not isinstance(schema, Mapping):
         return True
-    return schema.get("type") not in _CLOSED_TYPES and not schema.keys() & {"enum", "const"}
+    return schema.get("type") not in _SELF_DELIMITED_TYPES and not schema.keys() & {"enum", "const"}
 
 
 def _shorten_message(error: Exception) -> str:

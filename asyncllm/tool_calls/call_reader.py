@@ -1,7 +1,7 @@
 """Call readers: parse the text of tool calls to names and arguments.
 
-Text arrives in pieces, and the result does not depend on where they are cut. If a text turns out to
-be no call, the whole of it is reported as text.
+Text arrives in pieces, and the result does not depend on the cuts between pieces. If a text turns
+out to be no call, all of the text is reported as text.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, Protocol
 from asyncllm.tool_calls.delimiters import Delimiters, DelimiterScanner
 
 
-class Event(NamedTuple):
-    """Event of a CallReader.
+class CallEvent(NamedTuple):
+    """Event that a CallReader reports.
 
     - "begin": a call begins; ``text`` is the tool's name.
     - "arguments": ``text`` is the next part of the arguments' JSON.
@@ -32,7 +32,7 @@ class CallReader(Protocol):
         events: events that the caller has not removed yet.
     """
 
-    events: list[Event]
+    events: list[CallEvent]
 
     def push(self, text: str) -> str | None:
         """Take the next text; returns None while the region goes on, then the text after it."""
@@ -43,26 +43,27 @@ class CallReader(Protocol):
         ...
 
 
-class RegionCallReader:
+class BufferedCallReader:
     """CallReader for a syntax other than JSON. It parses a region once the region is complete.
 
     Args:
-        parse: function from the region's text, delimiters included, to the names and arguments of
-            its calls; it returns None if the text is no call.
-        opening: the delimiter before the region.
-        close: delimiters that end the region; None if it goes on to the end of the output.
+        parse_calls: function from the region's text, delimiters included, to the names and
+            arguments of its calls; it returns None if the text is no call.
+        opening_delimiter: the delimiter before the region.
+        closing_delimiters: delimiters that end the region; None if the region goes on to the end of
+            the output.
     """
 
     def __init__(
         self,
-        parse: Callable[[str], Sequence[tuple[str, str]] | None],
-        opening: str,
-        close: Delimiters | None,
+        parse_calls: Callable[[str], Sequence[tuple[str, str]] | None],
+        opening_delimiter: str,
+        closing_delimiters: Delimiters | None,
     ) -> None:
-        self.events: list[Event] = []
-        self._parse = parse
-        self._scanner = None if close is None else DelimiterScanner(close)
-        self._region_texts = [opening]
+        self.events: list[CallEvent] = []
+        self._parse_calls = parse_calls
+        self._scanner = None if closing_delimiters is None else DelimiterScanner(closing_delimiters)
+        self._region_texts = [opening_delimiter]
 
     def push(self, text: str, is_last: bool = False) -> str | None:
         if self._scanner is None:
@@ -84,9 +85,13 @@ class RegionCallReader:
 
     def _parse_region(self) -> None:
         raw = "".join(self._region_texts)
-        calls = self._parse(raw)
+        calls = self._parse_calls(raw)
         if calls is None:
-            self.events.append(Event("text", raw))
+            self.events.append(CallEvent("text", raw))
             return
         for name, arguments in calls:
-            self.events += (Event("begin", name), Event("arguments", arguments), Event("done"))
+            self.events += (
+                CallEvent("begin", name),
+                CallEvent("arguments", arguments),
+                CallEvent("done"),
+            )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncllm.checkpoint.importing import importing_transformers
 from asyncllm.errors import InvalidRequestError, ModelLoadError
-from asyncllm.tool_calls.call_reader import CallReader, RegionCallReader
+from asyncllm.tool_calls.call_reader import BufferedCallReader, CallReader
 from asyncllm.tool_calls.delimiters import DelimiterMatch, Delimiters, literals_or_pattern
 from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
@@ -20,16 +20,20 @@ from asyncllm.tool_calls.families import (
 )
 from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
 
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-CALLS = "tool_calls"
-THOUGHTS = "reasoning_content"
-IGNORED = "skip"
+REASONING_FIELD_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field for reasoning in a tokenizer's response template, the preferred one first."""
+
+# Names of delimiters. The first two are fields of a response template.
+TOOL_CALLS_FIELD = "tool_calls"
+REASONING_CONTENT_FIELD = "reasoning_content"
+IGNORED_DELIMITER_NAME = "skip"
 
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
-# Look-behind constructs of patterns. They are refused, because earlier text is not kept.
-_LOOK_BEHIND = ("(?<=", "(?<!", r"\A")
+# Look-behind constructs of patterns. Patterns with them are refused, because the scanner does not
+# store earlier text.
+_LOOK_BEHIND_CONSTRUCTS = ("(?<=", "(?<!", r"\A")
 
 
 class ChatSyntax:
@@ -41,8 +45,8 @@ class ChatSyntax:
     - it releases a call only when the call is complete;
     - it raises for a malformed call, and drops the delimiters of the call;
     - it ends a call at a delimiter within a string;
-    - it copies the whole output with each piece: 4 microseconds per token of a short output, up to
-      550 for an output of one megabyte (``benchmarks.parsing``).
+    - it copies the whole output with each piece, which takes 4 microseconds per token of a short
+      output, and up to 550 for an output of one megabyte (``benchmarks.parsing``).
 
     ``ResponseParser`` is only used for calls in other syntaxes than plain JSON, one region at a
     time.
@@ -53,13 +57,15 @@ class ChatSyntax:
 
     Attributes:
         delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
-        calls, thoughts: the template's fields for calls and for reasoning; empty without.
+        calls_field, reasoning_field: the template's fields for calls and reasoning; empty if the
+            output is not searched for them.
         call_form: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
-        reasoning_begin, reasoning_end: texts at whose token ids reasoning begins and ends for the
-            engine; empty if the template has patterns instead.
+        reasoning_begin, reasoning_end: texts whose token ids mark the reasoning for the engine;
+            empty if the template has patterns instead.
         reasoning_end_before_call: ``ReasoningFamily.end_before_call``.
-        calls_close, thoughts_close: delimiters that end a call and reasoning; None without.
+        calls_close_delimiters, reasoning_close_delimiters: delimiters that end a call, and that
+            end reasoning; None if the template has none.
         json_syntax: layout of calls in JSON; None for another syntax.
     """
 
@@ -71,57 +77,64 @@ class ChatSyntax:
         ends = filter(None, (tool.prompt_end, reasoning.prompt_end))
         self.prompt_ends = tuple(dict.fromkeys(ends))
         self.ignored_pattern = tool.ignored_pattern or reasoning.ignored_pattern
-        self.calls, self.call_form, self.thoughts = tool.calls, tool.call_form, reasoning.thoughts
+        self.calls_field, self.call_form = tool.calls_field, tool.call_form
+        self.reasoning_field = reasoning.reasoning_field
         self.reasoning_begin, self.reasoning_end = reasoning.begin, reasoning.end
         self.reasoning_end_before_call = reasoning.end_before_call
         opens = (
-            (CALLS, literals_or_pattern(self.calls, "open")),
-            (THOUGHTS, literals_or_pattern(self.thoughts, "open")),
-            (IGNORED, self.ignored_pattern),
+            (TOOL_CALLS_FIELD, literals_or_pattern(self.calls_field, "open")),
+            (REASONING_CONTENT_FIELD, literals_or_pattern(self.reasoning_field, "open")),
+            (IGNORED_DELIMITER_NAME, self.ignored_pattern),
         )
         self.delimiters = Delimiters(
             [(name, delimiter) for name, delimiter in opens if delimiter is not None]
         )
-        self.calls_close = _closing_delimiters(self.calls)
-        self.thoughts_close = _closing_delimiters(self.thoughts)
-        self.json_syntax = _json_syntax(self.calls)
+        self.calls_close_delimiters = _closing_delimiters(self.calls_field)
+        self.reasoning_close_delimiters = _closing_delimiters(self.reasoning_field)
+        self.json_syntax = _json_syntax(self.calls_field)
 
     def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
         sources = [self.ignored_pattern, *self.prompt_ends]
-        for part in (self.calls, self.thoughts):
+        for part in (self.calls_field, self.reasoning_field):
             for side in ("open", "close"):
                 delimiter = literals_or_pattern(part, side)
                 sources += delimiter if isinstance(delimiter, list) else [delimiter]
         return any(token in source.replace("\\", "") for source in sources if source)
 
-    def answer_begins_in(self, prompt_end: str) -> str:
-        """The part of the answer that the prompt ends with, such as "<think>"; else empty."""
+    def find_answer_begin(self, prompt_end: str) -> str:
+        """Find the answer's beginning, such as "<think>", at the prompt's end; empty without."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
-    def call_reader(
-        self, tools: Mapping[str, Mapping[str, Any]], opening: DelimiterMatch
+    def make_call_reader(
+        self, tools: Mapping[str, Mapping[str, Any]], opening_delimiter: DelimiterMatch
     ) -> CallReader:
         """Make a reader for the calls after an opening delimiter.
 
         Args:
             tools: schema of the parameters of each tool, by tool name.
-            opening: the opening delimiter.
+            opening_delimiter: the delimiter, as found in the output.
         """
         if self.json_syntax is not None:
-            name = opening.captures.get("name", "").strip() or None
+            name = opening_delimiter.captures.get("name", "").strip() or None
             return JsonCallReader(
-                self.json_syntax, tools.keys(), opening.text, name, self.calls_close
+                self.json_syntax,
+                tools.keys(),
+                opening_delimiter.text,
+                name,
+                self.calls_close_delimiters,
             )
-        return RegionCallReader(partial(self._parse_region, tools), opening.text, self.calls_close)
+        return BufferedCallReader(
+            partial(self._parse_region, tools), opening_delimiter.text, self.calls_close_delimiters
+        )
 
     def _parse_region(
         self, tools: Mapping[str, Mapping[str, Any]], raw: str
     ) -> list[tuple[str, str]] | None:
         from transformers.utils.chat_parsing import parse_response
 
-        template = {"start_anchor_pattern": "(?!)", "fields": {CALLS: self.calls}}
+        template = {"start_anchor_pattern": "(?!)", "fields": {TOOL_CALLS_FIELD: self.calls_field}}
         schemas: list[Any] = [
             {"function": {"name": name, "parameters": parameters}}
             for name, parameters in tools.items()
@@ -130,7 +143,7 @@ class ChatSyntax:
             message = parse_response(raw, template, prefix="", tools=schemas)
         except Exception:  # transformers' parser raises errors of any class for malformed calls.
             return None
-        parsed = message.get(CALLS)
+        parsed = message.get(TOOL_CALLS_FIELD)
         calls = [_name_and_arguments(call) for call in _flatten_lists(parsed)]
         if not calls or any(call is None or call[0] not in tools for call in calls):
             return None
@@ -158,14 +171,14 @@ def _closing_delimiters(field: Mapping[str, Any]) -> Delimiters | None:
     return None if delimiter is None else Delimiters([("close", delimiter)])
 
 
-def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
+def _json_syntax(calls_field: Mapping[str, Any]) -> JsonSyntax | None:
     """JSON layout of tool calls in the template's field ``tool_calls``; None for another layout."""
-    transform = calls.get("transform")
-    if calls.get("content") != "json" or calls.get("content_args") or not transform:
+    transform = calls_field.get("transform")
+    if calls_field.get("content") != "json" or calls_field.get("content_args") or not transform:
         return None
     function = transform.get("function") if isinstance(transform, Mapping) else None
-    if calls.get("transform_each"):
-        keys = _call_keys(function, "")
+    if calls_field.get("transform_each"):
+        keys = _name_and_arguments_keys(function, "")
         return None if keys is None else JsonSyntax("array", *keys)
     if function == "{content}":
         return JsonSyntax("object")
@@ -173,23 +186,23 @@ def _json_syntax(calls: Mapping[str, Any]) -> JsonSyntax | None:
         return None
     if (function["name"], function["arguments"]) == ("{name}", "{content}"):
         return JsonSyntax("arguments")
-    keys = _call_keys(function, "content.")
+    keys = _name_and_arguments_keys(function, "content.")
     return None if keys is None else JsonSyntax("object", *keys)
 
 
-def _call_keys(function: Any, prefix: str) -> tuple[str, str] | None:
+def _name_and_arguments_keys(function: Any, placeholder_prefix: str) -> tuple[str, str] | None:
     """Keys of a call's name and arguments, from placeholders such as "{content.name}".
 
-    None if ``function`` is more than these two placeholders, which begin with ``prefix``.
+    None if ``function`` is anything but two placeholders that begin with ``placeholder_prefix``.
     """
     if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
         return None
     keys = []
     for value in (function["name"], function["arguments"]):
         key = value[1:-1] if isinstance(value, str) else ""
-        if value != f"{{{key}}}" or not key.startswith(prefix):
+        if value != f"{{{key}}}" or not key.startswith(placeholder_prefix):
             return None
-        keys.append(key.removeprefix(prefix))
+        keys.append(key.removeprefix(placeholder_prefix))
     return None if any("." in key for key in keys) else (keys[0], keys[1])
 
 
@@ -198,9 +211,10 @@ class ChatSyntaxes:
 
     Args:
         sources: sources of the model's chat templates, to recognise the model's family.
-        template: the tokenizer's own ``response_template``, which wins over a recognised family;
+        template: the tokenizer's own ``response_template``, which overrides a recognised family;
             None if absent.
-        tool_call_parser, reasoning_parser: as in ``EngineConfig``; any value but "auto" wins.
+        tool_call_parser, reasoning_parser: as in ``EngineConfig``. Any value but "auto" overrides
+            the template and the recognised family.
     """
 
     def __init__(
@@ -210,8 +224,10 @@ class ChatSyntaxes:
         tool_call_parser: str,
         reasoning_parser: str | None,
     ) -> None:
-        fields = _check_template(template) if template is not None else {}
-        own_reasoning = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
+        fields = _check_response_template(template) if template is not None else {}
+        own_reasoning = next(
+            (fields[name] for name in REASONING_FIELD_NAMES if name in fields), None
+        )
         ignored = _text_end_pattern(fields)
         reasoning_family: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own_reasoning is not None:
@@ -227,10 +243,12 @@ class ChatSyntaxes:
             reasoning_family = REASONING_FAMILIES[reasoning_parser]
         tool_family: ToolFamily | None = None
         recognised = _recognise_family(TOOL_FAMILIES, sources)
-        if tool_call_parser == "auto" and CALLS in fields:
+        if tool_call_parser == "auto" and TOOL_CALLS_FIELD in fields:
             form = recognised.call_form if recognised is not None else None
             as_text = recognised is not None and recognised.expects_text_arguments
-            tool_family = ToolFamily(fields[CALLS], form, as_text, ignored_pattern=ignored)
+            tool_family = ToolFamily(
+                fields[TOOL_CALLS_FIELD], form, as_text, ignored_pattern=ignored
+            )
         else:
             tool_family = (
                 recognised if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
@@ -240,19 +258,19 @@ class ChatSyntaxes:
         self._syntaxes: dict[bool, ChatSyntax] = {}
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ChatSyntaxes:
+    def from_tokenizer(cls, tokenizer: Any, config: EngineConfig) -> ChatSyntaxes:
         sources = list(tokenizer.chat_template.sources.values())
         template = tokenizer.response_template
         return cls(sources, template, config.tool_call_parser, config.reasoning_parser)
 
     def prepare(self) -> None:
         """Import transformers' parser if it is needed, so that no event loop waits for it later."""
-        if self._tool_family is not None and _json_syntax(self._tool_family.calls) is None:
+        if self._tool_family is not None and _json_syntax(self._tool_family.calls_field) is None:
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 
     def syntax_for(self, with_tools: bool) -> ChatSyntax | None:
-        """Syntax of an answer; None if all of it is text.
+        """Syntax of an answer; None if the whole answer is text.
 
         Args:
             with_tools: whether the request has tools.
@@ -288,7 +306,7 @@ def _recognise_family(families: Mapping[str, Any], sources: Sequence[str]) -> An
     return None
 
 
-def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _check_response_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Check a tokenizer's own response template; returns its fields.
 
     Raises:
@@ -303,7 +321,7 @@ def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, An
         raise ModelLoadError(f"response_template: {error}") from error
     for name, part in template["fields"].items():
         for side in ("open_pattern", "close_pattern"):
-            if any(sign in str(part.get(side, "")) for sign in _LOOK_BEHIND):
+            if any(sign in str(part.get(side, "")) for sign in _LOOK_BEHIND_CONSTRUCTS):
                 raise ModelLoadError(
                     f"response_template: {side} of {name!r} looks back, expected a pattern that "
                     "needs no text before it; EngineConfig.tool_call_parser and reasoning_parser "
@@ -313,11 +331,12 @@ def _check_template(template: Mapping[str, Any]) -> Mapping[str, Mapping[str, An
 
 
 def _text_end_pattern(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Pattern of the delimiter that ends an answer's text in a response template; None if the
-    template has none. The delimiter is not part of the text.
+    """Pattern of the delimiter that ends an answer's text; None if the template has none.
+
+    The delimiter is not part of the text.
 
     Args:
-        fields: the template's ``fields``. That of the text has no opening delimiter.
+        fields: the response template's fields. The text's field has no opening delimiter.
     """
     import regex
 

@@ -6,16 +6,19 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAX_DELIMITER_LENGTH = 4096
+MAX_DELIMITER_CHARACTERS = 4096
 """Maximum number of characters of a delimiter; a longer match is plain text."""
 
-_SAMPLE_CHARACTERS = string.printable
-# Private-use character. A pattern that matches it can probably begin with any character.
+_CANDIDATE_STARTING_CHARACTERS = string.printable
+"""Characters that are tested, besides a pattern's own, as first characters of its matches."""
+
 _PRIVATE_USE_CHARACTER = "\U000f1234"
+"""Character that no delimiter names. A pattern that can begin with it can probably begin with any
+character."""
 
 
 class DelimiterMatch(NamedTuple):
-    """A delimiter that was found: its name, the matched text, and the named groups."""
+    """Delimiter found in a text: its name, the matched text, and the named groups."""
 
     name: str
     text: str
@@ -26,8 +29,8 @@ class Delimiters:
     """Compiled patterns of delimiters; shared by all outputs.
 
     Args:
-        patterns: a name and a pattern for each delimiter. A list has literals, of which any
-            matches; a string is a regular expression.
+        patterns: a name and a pattern for each delimiter: a list of alternative literals, or a
+            regular expression.
     """
 
     def __init__(self, patterns: Sequence[tuple[str, list[str] | str]]) -> None:
@@ -57,8 +60,8 @@ class Delimiters:
             is_last: whether this is the last text.
 
         Returns:
-            ``(match, pending)``. ``match`` is None if nothing matches, or if text that follows
-            could change the match; in the second case ``pending`` is true.
+            ``(match, pending)``. ``match`` is None if nothing matches, or if later text could
+            change the match. In the second case ``pending`` is true.
         """
         pending = False
         for _, pattern, literal in self.patterns:
@@ -72,7 +75,7 @@ class Delimiters:
 
 
 def _starting_characters(pattern: Any, source: str) -> set[str] | None:
-    """Characters that a match can begin with; None if it can begin with any."""
+    """Characters that can begin a match; None for any character."""
 
     def can_begin_with(character: str) -> bool:
         match = pattern.match(character, partial=True)
@@ -80,7 +83,7 @@ def _starting_characters(pattern: Any, source: str) -> set[str] | None:
 
     if can_begin_with(_PRIVATE_USE_CHARACTER):
         return None
-    return {c for c in {*_SAMPLE_CHARACTERS, *source} if can_begin_with(c)}
+    return {c for c in {*_CANDIDATE_STARTING_CHARACTERS, *source} if can_begin_with(c)}
 
 
 def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str | None:
@@ -94,12 +97,12 @@ def literals_or_pattern(field: Mapping[str, Any], side: str) -> list[str] | str 
 
 
 class DelimiterScanner:
-    """Finds delimiters in one output, with the semantics of transformers' ResponseParser.
+    """Finder of delimiters in one output, with the semantics of transformers' ResponseParser.
 
-    The earliest match wins; of several at the same place, the longest wins. Text is held back only
-    while it may become a match, or is a match that more text could change.
+    The earliest match wins; among matches at the same place, the longest wins. Text is held back
+    only while it may become a match, or is a match that more text could change.
 
-    Most pieces contain no character that a delimiter begins with, and are returned at once. Only
+    Most pieces contain no character that can begin a delimiter, and are returned at once. Only
     held-back text is stored, so the cost of a piece does not grow with the output.
     """
 
@@ -125,14 +128,14 @@ class DelimiterScanner:
         position = 0
         while True:
             best, hold_from = self._scan(buffer, position, is_last)
-            if best is not None and len(best[1][0]) > MAX_DELIMITER_LENGTH:
+            if best is not None and len(best[1][0]) > MAX_DELIMITER_CHARACTERS:
                 position = best[1].start() + 1
             elif best is not None:
                 name, match = best
                 captures = {k: v for k, v in match.groupdict().items() if v is not None}
                 delimiter = DelimiterMatch(name, match[0], captures)
                 return buffer[: match.start()], delimiter, buffer[match.end() :]
-            elif len(buffer) - hold_from > MAX_DELIMITER_LENGTH:
+            elif len(buffer) - hold_from > MAX_DELIMITER_CHARACTERS:
                 position = hold_from + 1
             else:
                 self._held_text = buffer[hold_from:]

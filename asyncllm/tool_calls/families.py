@@ -1,9 +1,9 @@
 """Model families: their formats of reasoning and tool calls, as data.
 
-To parse an answer, a family has fields of transformers' response templates
+For parsing answers, a family has fields of transformers' response templates
 (``transformers.utils.chat_parsing``). A field has the delimiters ``open`` and ``close``, each a
-literal or a pattern, and a rule that converts the text between them to a call. To make a grammar,
-a family has a CallForm, which says how the model's chat template writes a call.
+literal or a pattern, and a rule that converts the text between them to a call. For grammars, a
+family has a CallForm: the syntax of a call in the model's chat template.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CallForm:
         end: text after the arguments.
         separator: text between two calls.
         prefix, suffix: text before the first call and after the last.
-        trigger: text that all calls begin with; None for ``prefix`` and ``begin`` up to the name.
+        trigger: text that begins each call; None for ``prefix`` and ``begin`` up to the name.
         style: syntax of the arguments: JSON, or Qwen's ``<parameter=…>``.
         parallel: whether an answer may have several calls. In Harmony an answer ends with its
             first call.
@@ -41,7 +41,7 @@ class CallForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """Base of ToolFamily and ReasoningFamily.
 
     Attributes:
@@ -61,33 +61,34 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFamily(Family):
+class ToolFamily(ModelFamily):
     """Format of a model family's tool calls.
 
     Attributes:
-        calls: field ``tool_calls`` of a response template, to parse calls.
+        calls_field: field ``tool_calls`` of a response template, which parses calls.
         call_form: syntax of calls in a grammar; None if unknown.
         expects_text_arguments: whether the chat template expects the arguments of past calls as
             JSON text, not as a dict.
     """
 
-    calls: Mapping[str, Any]
+    calls_field: Mapping[str, Any]
     call_form: CallForm | None
     expects_text_arguments: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class ReasoningFamily(Family):
+class ReasoningFamily(ModelFamily):
     """Format of a model family's reasoning.
 
     Attributes:
-        thoughts: field ``reasoning_content`` of a response template, to parse reasoning.
-        begin, end: texts at whose token ids reasoning begins and ends for the engine, which applies
-            no grammar in between.
-        end_before_call: text that ends reasoning if a call must follow; empty if ``end`` does.
+        reasoning_field: field ``reasoning_content`` of a response template, which parses reasoning.
+        begin, end: texts whose token ids mark the reasoning for the engine. The engine applies no
+            grammar to reasoning.
+        end_before_call: text that ends reasoning if a call must follow; empty if ``end`` also
+            ends reasoning before a call.
     """
 
-    thoughts: Mapping[str, Any]
+    reasoning_field: Mapping[str, Any]
     begin: str
     end: str
     end_before_call: str = ""
@@ -97,20 +98,23 @@ def _tool_call_transform(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-_WHOLE_CALL = {"type": "function", "function": "{content}"}
-_NAMED_CALL = _tool_call_transform("{name}", "{content}")
-_NAMED_JSON_CALLS = {"repeats": True, "content": "json", "transform": _NAMED_CALL}
+_WHOLE_CALL_TRANSFORM = {"type": "function", "function": "{content}"}
+_NAMED_CALL_TRANSFORM = _tool_call_transform("{name}", "{content}")
+_NAMED_JSON_CALLS_FIELD = {"repeats": True, "content": "json", "transform": _NAMED_CALL_TRANSFORM}
 
 # In Harmony, a message has a header, with its channel and recipient, and a body.
-_HARMONY_START = r"(?:<\|start\|>assistant)?"
-_HARMONY_RECIPIENT = r" ?to=functions\.(?P<name>[\w.-]+)"
-_HARMONY_CONSTRAINT = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
-_HARMONY_CALL = (
-    rf"{_HARMONY_START}<\|channel\|>(?:commentary|analysis){_HARMONY_RECIPIENT}{_HARMONY_CONSTRAINT}"
-    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT}<\|channel\|>(?:commentary|analysis){_HARMONY_CONSTRAINT}"
+_HARMONY_START_PATTERN = r"(?:<\|start\|>assistant)?"
+_HARMONY_RECIPIENT_PATTERN = r" ?to=functions\.(?P<name>[\w.-]+)"
+_HARMONY_CONSTRAINT_PATTERN = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+_HARMONY_CALL_PATTERN = (
+    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:commentary|analysis)"
+    rf"{_HARMONY_RECIPIENT_PATTERN}{_HARMONY_CONSTRAINT_PATTERN}"
+    rf"|<\|start\|>assistant{_HARMONY_RECIPIENT_PATTERN}<\|channel\|>(?:commentary|analysis)"
+    rf"{_HARMONY_CONSTRAINT_PATTERN}"
 )
-_HARMONY_IGNORED = (
-    rf"{_HARMONY_START}<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>\w+)?<\|message\|>"
+_HARMONY_IGNORED_PATTERN = (
+    rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:final|commentary)\s*"
+    r"(?:<\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:end|return|call)\|>"
 )
 
@@ -122,7 +126,7 @@ def _deepseek_family(
 
     Args:
         header: text between the beginning of a call and its arguments, with NAME for the name.
-        header_pattern: pattern of such a text, with the group "name".
+        header_pattern: pattern of a header, with the group "name".
         close: text after the arguments.
         separator: text before ``close``, and between two calls.
         markers: texts in the chat template that tell this version from later ones.
@@ -130,10 +134,10 @@ def _deepseek_family(
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     call_begin = "<｜tool▁call▁begin｜>"
     return ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": rf"(?:{begin}\s*)?{call_begin}{header_pattern}",
             "close": close,
-            **_NAMED_JSON_CALLS,
+            **_NAMED_JSON_CALLS_FIELD,
         },
         call_form=CallForm(call_begin + header, separator + close, separator, begin, end, begin),
         markers=((begin, *markers),),
@@ -144,7 +148,7 @@ def _deepseek_family(
 
 TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "qwen3_coder": ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"</function>\s*</tool_call>",
             "repeats": True,
@@ -152,7 +156,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             "content_args": {
                 "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
             },
-            "transform": _NAMED_CALL,
+            "transform": _NAMED_CALL_TRANSFORM,
         },
         call_form=CallForm(
             "<tool_call>\n<function=NAME>\n",
@@ -164,12 +168,12 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         markers=(("<tool_call>", "<function=", "<parameter="),),
     ),
     "hermes": ToolFamily(
-        calls={
+        calls_field={
             "open": "<tool_call>",
             "close": "</tool_call>",
             "repeats": True,
             "content": "json",
-            "transform": _WHOLE_CALL,
+            "transform": _WHOLE_CALL_TRANSFORM,
         },
         call_form=CallForm(
             '<tool_call>\n{"name": "NAME", "arguments": ',
@@ -182,15 +186,15 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         excluded_markers=("<arg_key>", "<function"),
     ),
     "mistral_v11": ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
-            **_NAMED_JSON_CALLS,
+            **_NAMED_JSON_CALLS_FIELD,
         },
         call_form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
     ),
     "mistral": ToolFamily(
-        calls={
+        calls_field={
             "open": "[TOOL_CALLS]",
             "content": "json",
             "transform": _tool_call_transform("{name}", "{arguments}"),
@@ -212,10 +216,10 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         "NAME<｜tool▁sep｜>", r"(?P<name>[^<\n]+)<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     ),
     "gpt_oss": ToolFamily(
-        calls={
-            "open_pattern": _HARMONY_CALL,
+        calls_field={
+            "open_pattern": _HARMONY_CALL_PATTERN,
             "close": ["<|call|>", "<|end|>"],
-            **_NAMED_JSON_CALLS,
+            **_NAMED_JSON_CALLS_FIELD,
         },
         call_form=CallForm(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
@@ -224,11 +228,11 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             restart_text="<|start|>assistant",
         ),
         markers=(("<|channel|>", "<|constrain|>", "<|message|>"),),
-        ignored_pattern=_HARMONY_IGNORED,
+        ignored_pattern=_HARMONY_IGNORED_PATTERN,
         prompt_end="<|start|>assistant",
     ),
     "llama3_json": ToolFamily(
-        calls={
+        calls_field={
             "open_pattern": r'(?:;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*")',
             "repeats": True,
             "content": "json",
@@ -239,7 +243,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     ),
 }
 
-_THINK_TAGS = ReasoningFamily(
+_THINK_TAG_FAMILY = ReasoningFamily(
     {"open": "<think>", "close": "</think>"},
     "<think>",
     "</think>",
@@ -248,8 +252,8 @@ _THINK_TAGS = ReasoningFamily(
 )
 
 REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
-    "deepseek_r1": _THINK_TAGS,
-    "qwen3": _THINK_TAGS,
+    "deepseek_r1": _THINK_TAG_FAMILY,
+    "qwen3": _THINK_TAG_FAMILY,
     "mistral": ReasoningFamily(
         {"open": "[THINK]", "close": "[/THINK]"},
         "[THINK]",
@@ -259,13 +263,13 @@ REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
     ),
     "gpt_oss": ReasoningFamily(
         {
-            "open_pattern": rf"{_HARMONY_START}<\|channel\|>analysis\s*<\|message\|>",
+            "open_pattern": rf"{_HARMONY_START_PATTERN}<\|channel\|>analysis\s*<\|message\|>",
             "close": "<|end|>",
         },
         "<|channel|>analysis<|message|>",
         "<|channel|>final<|message|>",
         markers=(("<|channel|>", "analysis", "<|message|>"),),
-        ignored_pattern=_HARMONY_IGNORED,
+        ignored_pattern=_HARMONY_IGNORED_PATTERN,
         prompt_end="<|start|>assistant",
         end_before_call="<|end|>",
     ),

@@ -1,8 +1,8 @@
 """function_schema: converts Python functions and Pydantic models to OpenAI tools.
 
-The schemas equal those of ``transformers.utils.get_json_schema``. That function is not used: its
-import blocks the caller's event loop for a second, and it refuses a docstring that leaves out an
-argument.
+The schemas equal those of ``transformers.utils.get_json_schema``. This module does not use that
+function: its import blocks the caller's event loop for a second, and it refuses a docstring that
+leaves out an argument.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _SCALAR_TYPES = {
     bool: "boolean",
     type(None): "null",
 }
-_SECTION_HEADING = re.compile(
+_SECTION_HEADING_PATTERN = re.compile(
     r"^(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*$"
 )
-_ARGUMENT = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
-_SPHINX_ARGUMENT = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
-_MAX_DEPTH = 32
+_GOOGLE_ARGUMENT_PATTERN = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_SPHINX_ARGUMENT_PATTERN = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
+_MAX_TYPE_DEPTH = 32
 
 
-def is_model(tool: Any) -> bool:
-    return isinstance(tool, type) and hasattr(tool, "model_json_schema")
+def is_pydantic_model(value: Any) -> bool:
+    return isinstance(value, type) and hasattr(value, "model_json_schema")
 
 
 def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
@@ -58,8 +58,8 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
             cannot be passed by name.
     """
     try:
-        if is_model(tool):
-            parameters = _model_schema(tool)
+        if is_pydantic_model(tool):
+            parameters = _pydantic_schema(tool)
             description = parameters.pop("description", "")
             return _make_tool(tool.__name__, description, parameters)
         return _function_to_tool(tool)
@@ -67,7 +67,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         raise
     except _UnsupportedTypeError as error:
         raise InvalidRequestError(f"{where}: {error}", param="tools") from None
-    # The application's annotations and models are evaluated, and may raise errors of any class.
+    # Evaluating the application's annotations and models may raise errors of any class.
     except Exception as error:
         name = getattr(tool, "__name__", "?")
         raise InvalidRequestError(
@@ -75,10 +75,13 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
         ) from error
 
 
-def _model_schema(model: Any) -> dict[str, Any]:
-    """Schema of a Pydantic model, with its properties at the root. Pydantic's schema of a recursive
-    model only has a reference there, which is replaced by its target."""
-    schema = model.model_json_schema()
+def _pydantic_schema(model_class: Any) -> dict[str, Any]:
+    """Schema of a Pydantic model, with its properties at the root.
+
+    Pydantic's schema of a recursive model has only a reference at the root. This function replaces
+    the reference by its target.
+    """
+    schema = model_class.model_json_schema()
     reference = schema.pop("$ref", None)
     if reference is not None:
         schema |= schema["$defs"][reference.removeprefix("#/$defs/")]
@@ -112,7 +115,7 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
             )
         if parameter.name not in hints:
             raise _UnsupportedTypeError(f"{where} has no type hint, expected one")
-        schema = _schema_of(hints[parameter.name], where, definitions)
+        schema = _schema_of_type(hints[parameter.name], where, definitions)
         if parameter.name in arguments:
             schema = {**schema, "description": arguments[parameter.name]}
         if parameter.default is parameter.empty:
@@ -128,20 +131,22 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
     return _make_tool(name, description, parameters)
 
 
-def _schema_of(
-    kind: Any, where: str, definitions: dict[str, Any], depth: int = 0
+def _schema_of_type(
+    type_hint: Any, where: str, definitions: dict[str, Any], depth: int = 0
 ) -> dict[str, Any]:
-    if depth > _MAX_DEPTH:
-        raise _UnsupportedTypeError(f"{where} has a type nested more than {_MAX_DEPTH} levels deep")
+    if depth > _MAX_TYPE_DEPTH:
+        raise _UnsupportedTypeError(
+            f"{where} has a type nested more than {_MAX_TYPE_DEPTH} levels deep"
+        )
 
     def schema_of(inner: Any) -> dict[str, Any]:
-        return _schema_of(inner, where, definitions, depth + 1)
+        return _schema_of_type(inner, where, definitions, depth + 1)
 
-    if kind is Any:
+    if type_hint is Any:
         return {}
-    if kind is None or (isinstance(kind, type) and kind in _SCALAR_TYPES):
-        return {"type": _SCALAR_TYPES[type(None) if kind is None else kind]}
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if type_hint is None or (isinstance(type_hint, type) and type_hint in _SCALAR_TYPES):
+        return {"type": _SCALAR_TYPES[type(None) if type_hint is None else type_hint]}
+    origin, arguments = typing.get_origin(type_hint), typing.get_args(type_hint)
     if origin is typing.Annotated:
         texts = [extra for extra in arguments[1:] if isinstance(extra, str)]
         return schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
@@ -149,13 +154,13 @@ def _schema_of(
         return _enum_schema(arguments, where)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [schema_of(argument) for argument in arguments]}
-    container = origin or kind
+    container = origin or type_hint
     if not isinstance(container, type):
-        raise _UnsupportedTypeError(f"{where} is of {kind!r}, which has no JSON schema")
+        raise _UnsupportedTypeError(f"{where} is of {type_hint!r}, which has no JSON schema")
     if issubclass(container, enum.Enum):
         return _enum_schema([member.value for member in container], where)
-    if is_model(container):
-        return _nested_model_schema(container, where, definitions)
+    if is_pydantic_model(container):
+        return _nested_pydantic_schema(container, where, definitions)
     if typing.is_typeddict(container) or dataclasses.is_dataclass(container):
         return _fields_schema(container, schema_of)
     if issubclass(container, tuple) and arguments and arguments[-1] is not Ellipsis:
@@ -169,7 +174,7 @@ def _schema_of(
         if arguments:
             array["items"] = schema_of(arguments[0])
         return array | ({"uniqueItems": True} if issubclass(container, Set) else {})
-    raise _UnsupportedTypeError(f"{where} is of {kind!r}, which has no JSON schema")
+    raise _UnsupportedTypeError(f"{where} is of {type_hint!r}, which has no JSON schema")
 
 
 def _enum_schema(values: Sequence[Any], where: str) -> dict[str, Any]:
@@ -180,24 +185,29 @@ def _enum_schema(values: Sequence[Any], where: str) -> dict[str, Any]:
     return {"type": _SCALAR_TYPES[kinds.pop()], **schema} if len(kinds) == 1 else schema
 
 
-def _nested_model_schema(model: Any, where: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a Pydantic model within a tool's schema. Its definitions are moved to
-    ``definitions`` at the root, where its references point."""
-    schema = model.model_json_schema()
+def _nested_pydantic_schema(
+    model_class: Any, where: str, definitions: dict[str, Any]
+) -> dict[str, Any]:
+    """Schema of a Pydantic model within a tool's schema.
+
+    The model's definitions move to ``definitions`` at the root, where its references point.
+    """
+    schema = model_class.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
             raise _UnsupportedTypeError(f"{where} has a type {name!r} beside another of that name")
     return schema
 
 
-def _fields_schema(kind: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    if typing.is_typeddict(kind):
-        fields = typed_dict_fields(kind)
+def _fields_schema(fields_class: Any, schema_of: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    if typing.is_typeddict(fields_class):
+        fields = typed_dict_fields(fields_class)
     else:
-        hints, missing = typing.get_type_hints(kind, include_extras=True), dataclasses.MISSING
+        hints = typing.get_type_hints(fields_class, include_extras=True)
+        missing = dataclasses.MISSING
         fields = {
             field.name: (hints[field.name], field.default is field.default_factory is missing)
-            for field in dataclasses.fields(kind)
+            for field in dataclasses.fields(fields_class)
             if field.init
         }
     properties = {name: schema_of(hint) for name, (hint, _) in fields.items()}
@@ -213,9 +223,9 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     arguments: dict[str, list[str]] = {}
     section = current = indent = ""
     for line in text.splitlines():
-        heading = _SECTION_HEADING.match(line)
-        sphinx = _SPHINX_ARGUMENT.match(line.strip())
-        argument = _ARGUMENT.match(line)
+        heading = _SECTION_HEADING_PATTERN.match(line)
+        sphinx = _SPHINX_ARGUMENT_PATTERN.match(line.strip())
+        argument = _GOOGLE_ARGUMENT_PATTERN.match(line)
         if heading:
             section, current, indent = heading[1], "", ""
         elif sphinx:

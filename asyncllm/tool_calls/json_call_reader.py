@@ -7,18 +7,18 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from asyncllm.tool_calls.call_reader import Event
+from asyncllm.tool_calls.call_reader import CallEvent
 from asyncllm.tool_calls.delimiters import Delimiters
 
-_MAX_TOKEN_LENGTH = 1024
-"""Maximum number of characters of a key, of a name, or of another value beside the arguments."""
+_MAX_JSON_TOKEN_CHARACTERS = 1024
+"""Maximum number of characters of a key, of a tool's name, or of a value beside the arguments."""
 
 _SPACE_PATTERN = re.compile(r"[ \t\r\n]*")
-_TOKEN_PATTERN = re.compile(
+_JSON_TOKEN_PATTERN = re.compile(
     r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^"{}\[\]:,][^,}\s]*(?=[,}\s])', re.DOTALL
 )
-_OUTSIDE_STRING = re.compile(r'["{}\[\]]')
-_INSIDE_STRING = re.compile(r'["\\]')
+_OUTSIDE_STRING_PATTERN = re.compile(r'["{}\[\]]')
+_INSIDE_STRING_PATTERN = re.compile(r'["\\]')
 
 _State = Literal[
     "array", "object", "key", "colon", "name", "arguments", "other", "inside", "after", "next"
@@ -41,9 +41,9 @@ arguments, where only brackets are counted.
 
 
 class _NotACallError(Exception):
-    """Raised for text that is no call.
+    """Error for text that is no call.
 
-    Its argument is the number of characters of the text after which that is certain.
+    Its argument is the number of characters after which no call is possible.
     """
 
 
@@ -53,12 +53,12 @@ class JsonSyntax(NamedTuple):
     Attributes:
         kind: JSON between the delimiters: "object" for one call; "array" for a list of calls;
             "arguments" for the arguments alone, if the opening delimiter contains the tool's name.
-        name, arguments: keys of a call's object with the tool's name and the arguments.
+        name_key, arguments_key: keys of a call's object with the tool's name and the arguments.
     """
 
     kind: Literal["object", "array", "arguments"]
-    name: str = "name"
-    arguments: str = "arguments"
+    name_key: str = "name"
+    arguments_key: str = "arguments"
 
 
 class JsonCallReader:
@@ -69,61 +69,64 @@ class JsonCallReader:
     are counted.
 
     Args:
-        tools: names of the known tools. A call of another tool is text.
-        opening: the delimiter before the JSON.
-        name: the tool's name, if the opening delimiter contains it.
-        close: delimiters that must follow the JSON; None if none does.
+        syntax: layout of the calls.
+        tool_names: names of the known tools. A call of another tool is text.
+        opening_delimiter: the delimiter before the JSON.
+        tool_name: the tool's name, if the opening delimiter contains it.
+        closing_delimiters: delimiters of which one must follow the JSON; None if none must.
     """
 
     def __init__(
         self,
         syntax: JsonSyntax,
-        tools: Collection[str],
-        opening: str,
-        name: str | None,
-        close: Delimiters | None,
+        tool_names: Collection[str],
+        opening_delimiter: str,
+        tool_name: str | None,
+        closing_delimiters: Delimiters | None,
     ) -> None:
-        self.events: list[Event] = []
+        self.events: list[CallEvent] = []
         self._syntax = syntax
-        self._tools = tools
-        self._delimiters = close
-        # Text since the last complete call: ``_raw_texts`` is parsed, ``_text`` is not.
-        self._raw_texts = [opening]
-        self._text = ""
+        self._tool_names = tool_names
+        self._closing_delimiters = closing_delimiters
+        # Text since the last complete call: ``_raw_texts`` is parsed, ``_unparsed_text`` is not.
+        self._raw_texts = [opening_delimiter]
+        self._unparsed_text = ""
         self._raw_end = 0
-        self._close_text: str | None = None
+        self._text_after_json: str | None = None
         self._state: _State = syntax.kind
-        self._name = name
-        self._has_ended = False
+        self._tool_name = tool_name
+        self._has_region_ended = False
         self._reset_call()
 
     def _reset_call(self) -> None:
-        self._has_begun = False
+        self._has_call_begun = False
         self._current_key = ""
         self._arguments: list[str] | None = None
         self._bracket_depth = 0
         self._is_in_string = self._is_escaped = False
 
     def push(self, text: str) -> str | None:
-        if self._close_text is not None:
-            return self._push_close(text)
-        text, self._raw_end = self._text + text, 0
+        if self._text_after_json is not None:
+            return self._parse_closing_delimiter(text)
+        text, self._raw_end = self._unparsed_text + text, 0
         try:
-            position = self._parse(text)
+            position = self._parse_json(text)
         except _NotACallError as error:
             position = error.args[0]
             self._raw_texts.append(text[self._raw_end : position])
-            return self._return_as_text(text[position:])
+            return self._report_as_text(text[position:])
         self._raw_texts.append(text[self._raw_end : position])
-        self._text = text[position:]
-        if not self._has_ended:
+        self._unparsed_text = text[position:]
+        if not self._has_region_ended:
             return None
-        return self._text if self._delimiters is None else self._push_close(self._text)
+        if self._closing_delimiters is None:
+            return self._unparsed_text
+        return self._parse_closing_delimiter(self._unparsed_text)
 
-    def _parse(self, text: str) -> int:
+    def _parse_json(self, text: str) -> int:
         """Parse tokens and arguments; returns the position of the first unfinished token."""
         position = 0
-        while not self._has_ended and position < len(text):
+        while not self._has_region_ended and position < len(text):
             if self._state == "inside":
                 position = self._read_arguments(text, position)
                 continue
@@ -136,42 +139,42 @@ class JsonCallReader:
             in_value = self._state == "other"
             if first in "{[,}]:" if in_value else first not in _TRANSITIONS[self._state]:
                 raise _NotACallError(position)
-            match = _TOKEN_PATTERN.match(text, position)
+            match = _JSON_TOKEN_PATTERN.match(text, position)
             end = len(text) if match is None else match.end()
-            if end - position > _MAX_TOKEN_LENGTH:
-                raise _NotACallError(position + _MAX_TOKEN_LENGTH)
+            if end - position > _MAX_JSON_TOKEN_CHARACTERS:
+                raise _NotACallError(position + _MAX_JSON_TOKEN_CHARACTERS)
             if match is None:
                 break
             position = self._process_token(match[0], position, end)
         return position
 
-    def _push_close(self, text: str) -> str | None:
+    def _parse_closing_delimiter(self, text: str) -> str | None:
         """Parse white space and the closing delimiter. After anything else, the text is no call."""
-        assert self._delimiters is not None
-        self._close_text = (self._close_text or "") + text
-        rest = self._close_text.lstrip()
-        match, pending = self._delimiters.match(rest)
+        assert self._closing_delimiters is not None
+        self._text_after_json = (self._text_after_json or "") + text
+        rest = self._text_after_json.lstrip()
+        match, pending = self._closing_delimiters.match(rest)
         if match is not None:
             self._complete_call(0)
             return rest[match.end() :]
         if pending or not rest:
             return None
-        self._raw_texts.append(self._close_text[: len(self._close_text) - len(rest)])
-        return self._return_as_text(rest)
+        self._raw_texts.append(self._text_after_json[: len(self._text_after_json) - len(rest)])
+        return self._report_as_text(rest)
 
     def finish(self) -> str:
-        if self._close_text is not None:
-            assert self._delimiters is not None
-            rest = self._close_text.lstrip()
-            match, _ = self._delimiters.match(rest, is_last=True)
+        if self._text_after_json is not None:
+            assert self._closing_delimiters is not None
+            rest = self._text_after_json.lstrip()
+            match, _ = self._closing_delimiters.match(rest, is_last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
-        self._raw_texts.append(self._text)
-        return "" if self._state == "next" else self._return_as_text("")
+        self._raw_texts.append(self._unparsed_text)
+        return "" if self._state == "next" else self._report_as_text("")
 
-    def _return_as_text(self, rest: str) -> str:
-        """Report the text of the call so far as text; returns ``rest``, the text after it."""
-        self.events.append(Event("text", "".join(self._raw_texts)))
+    def _report_as_text(self, rest: str) -> str:
+        """Report the text of an invalid call as plain text; returns ``rest``, the text after it."""
+        self.events.append(CallEvent("text", "".join(self._raw_texts)))
         return rest
 
     def _process_token(self, token: str, start: int, end: int) -> int:
@@ -179,7 +182,8 @@ class JsonCallReader:
         state = self._state
         if state == "key":
             self._current_key = _parse_string(token, end)
-            if self._current_key not in (self._syntax.name, self._syntax.arguments, "id", "type"):
+            known_keys = (self._syntax.name_key, self._syntax.arguments_key, "id", "type")
+            if self._current_key not in known_keys:
                 raise _NotACallError(end)
         elif state == "name":
             self._begin_call(_parse_string(token, end), end)
@@ -187,32 +191,32 @@ class JsonCallReader:
             if self._arguments is not None:
                 raise _NotACallError(start)
             if self._syntax.kind == "arguments":
-                assert self._name is not None
-                self._begin_call(self._name, start)
+                assert self._tool_name is not None
+                self._begin_call(self._tool_name, start)
             self._arguments, end = [], start
         elif state == "other" and token[0] == '"':
             _parse_string(token, end)
         self._state = "after" if state == "other" else _TRANSITIONS[state][token[0]]
-        if state == "colon" and self._current_key == self._syntax.arguments:
+        if state == "colon" and self._current_key == self._syntax.arguments_key:
             self._state = "arguments"
-        elif state == "colon" and self._current_key == self._syntax.name:
-            if self._name is not None:
+        elif state == "colon" and self._current_key == self._syntax.name_key:
+            if self._tool_name is not None:
                 raise _NotACallError(end)
             self._state = "name"
         elif token == "}":
             self._end_call(end)
         elif token == "]":
-            self._has_ended = True
+            self._has_region_ended = True
         return end
 
     def _begin_call(self, name: str, position: int) -> None:
-        if name not in self._tools:
+        if name not in self._tool_names:
             raise _NotACallError(position)
-        self._name = name
-        self._has_begun = True
-        self.events.append(Event("begin", name))
+        self._tool_name = name
+        self._has_call_begun = True
+        self.events.append(CallEvent("begin", name))
         if self._arguments:
-            self.events.append(Event("arguments", "".join(self._arguments)))
+            self.events.append(CallEvent("arguments", "".join(self._arguments)))
 
     def _read_arguments(self, text: str, position: int) -> int:
         end = self._find_value_end(text, position)
@@ -221,8 +225,8 @@ class JsonCallReader:
         self._arguments.append(piece)
         if end is not None and not _is_object("".join(self._arguments)):
             raise _NotACallError(end)
-        if self._has_begun:
-            self.events.append(Event("arguments", piece))
+        if self._has_call_begun:
+            self.events.append(CallEvent("arguments", piece))
         if end is None:
             return len(text)
         self._state = "after"
@@ -236,9 +240,8 @@ class JsonCallReader:
             self._is_escaped = False
             position += 1
         while True:
-            match = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(
-                text, position
-            )
+            pattern = _INSIDE_STRING_PATTERN if self._is_in_string else _OUTSIDE_STRING_PATTERN
+            match = pattern.search(text, position)
             if match is None:
                 return None
             position = match.end()
@@ -258,20 +261,20 @@ class JsonCallReader:
                     return position
 
     def _end_call(self, end: int) -> None:
-        if self._name is None:
+        if self._tool_name is None:
             raise _NotACallError(end)
         if self._arguments is None:
-            self.events.append(Event("arguments", "{}"))
+            self.events.append(CallEvent("arguments", "{}"))
         is_array = self._syntax.kind == "array"
-        self._has_ended = not is_array
-        if is_array or self._delimiters is None:
+        self._has_region_ended = not is_array
+        if is_array or self._closing_delimiters is None:
             self._complete_call(end)
 
     def _complete_call(self, end: int) -> None:
-        self.events.append(Event("done"))
+        self.events.append(CallEvent("done"))
         self._raw_texts = []
         self._raw_end = end
-        self._name = None
+        self._tool_name = None
         self._reset_call()
 
 

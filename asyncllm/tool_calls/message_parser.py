@@ -10,60 +10,60 @@ from functools import partial
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
-from asyncllm.tool_calls.call_reader import CallReader, Event
-from asyncllm.tool_calls.chat_syntax import CALLS, IGNORED, ChatSyntax
+from asyncllm.tool_calls.call_reader import CallEvent, CallReader
+from asyncllm.tool_calls.chat_syntax import IGNORED_DELIMITER_NAME, TOOL_CALLS_FIELD, ChatSyntax
 from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
 
-_PIECE_CHARACTERS = 4096
+_MAX_PIECE_CHARACTERS = 4096
 """Maximum number of characters that are parsed at a time. After each call the rest of the piece is
 scanned again, so a long piece with many calls would take quadratic time."""
 
-_ID_DIGITS = string.digits + string.ascii_lowercase
+_CALL_ID_CHARACTERS = string.digits + string.ascii_lowercase
 
 
 def make_call_id() -> str:
     """Make a random id of nine letters and digits: Mistral's templates refuse any other id."""
-    return "".join(secrets.choice(_ID_DIGITS) for _ in range(9))
+    return "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(9))
 
 
 class TrimmedText:
     """Text between delimiters, without the white space that belongs to the format.
 
-    White space next to a delimiter is dropped, unless there is text before and after the delimiter.
+    White space next to a delimiter is dropped, unless text stands before and after the delimiter.
 
     Attributes:
         has_text: whether there was text other than white space.
     """
 
-    __slots__ = ("_behind_delimiter", "_space", "has_text")
+    __slots__ = ("_held_space", "_is_behind_delimiter", "has_text")
 
-    def __init__(self, behind_delimiter: bool) -> None:
-        self._behind_delimiter = behind_delimiter
+    def __init__(self, is_behind_delimiter: bool) -> None:
+        self._is_behind_delimiter = is_behind_delimiter
         self.has_text = False
-        self._space: list[str] = []
+        self._held_space: list[str] = []
 
     def push(self, text: str) -> str:
         """Take a piece; returns the text to release. White space at its end is held back."""
         body = text.rstrip()
         if not body:
             if text:
-                self._space.append(text)
+                self._held_space.append(text)
             return ""
-        space = "".join(self._space)
-        self._space = [text[len(body) :]] if len(body) < len(text) else []
-        if self._behind_delimiter:
+        space = "".join(self._held_space)
+        self._held_space = [text[len(body) :]] if len(body) < len(text) else []
+        if self._is_behind_delimiter:
             if not self.has_text:
                 space, body = "", body.lstrip()
-            self._behind_delimiter = False
+            self._is_behind_delimiter = False
         self.has_text = True
         return space + body if space else body
 
     def add_delimiter(self) -> None:
-        self._behind_delimiter = True
+        self._is_behind_delimiter = True
 
     def finish(self) -> str:
-        space, self._space = "".join(self._space), []
-        return "" if self._behind_delimiter else space
+        space, self._held_space = "".join(self._held_space), []
+        return "" if self._is_behind_delimiter else space
 
 
 class OutputParser:
@@ -77,8 +77,8 @@ class OutputParser:
         tools: schema of the parameters of each tool, by tool name.
         answer_begin: beginning of the answer that is already part of the prompt.
         one_call: treat everything after the first call as text.
-        calls_may_follow_text: calls and reasoning may follow text. False under a grammar that
-            allows text only as the answer; a delimiter in the text is then a part of it.
+        calls_may_follow_text: calls and reasoning may follow text. Under a grammar that allows text
+            only as the answer, this is False, and a delimiter in the text is part of the text.
 
     Attributes:
         calls: the complete calls.
@@ -102,13 +102,13 @@ class OutputParser:
         self._tools = tools
         self._one_call = one_call
         self._calls_may_follow_text = calls_may_follow_text
-        self._content_text = TrimmedText(behind_delimiter=bool(answer_begin))
-        self._reasoning_text = TrimmedText(behind_delimiter=True)
+        self._content_text = TrimmedText(is_behind_delimiter=bool(answer_begin))
+        self._reasoning_text = TrimmedText(is_behind_delimiter=True)
         self._scanner = DelimiterScanner(syntax.delimiters)
         self._reasoning_scanner: DelimiterScanner | None = None
         self._call_reader: CallReader | None = None
-        self._id = self._name = ""
-        self._arguments: list[str] = []
+        self._call_id = self._call_name = ""
+        self._call_arguments: list[str] = []
         self._num_calls_begun = 0
         self._prompt_characters_left = 0
         if answer_begin:
@@ -117,8 +117,8 @@ class OutputParser:
                 self._prompt_characters_left = len(answer_begin)
 
     def push(self, text: str) -> None:
-        for begin in range(0, len(text), _PIECE_CHARACTERS):
-            self._parse_piece(text[begin : begin + _PIECE_CHARACTERS], is_last=False)
+        for begin in range(0, len(text), _MAX_PIECE_CHARACTERS):
+            self._parse_piece(text[begin : begin + _MAX_PIECE_CHARACTERS], is_last=False)
 
     @property
     def reasoning(self) -> str:
@@ -173,16 +173,17 @@ class OutputParser:
     def _is_text(self, delimiter: DelimiterMatch) -> bool:
         if self._content_text.has_text and not self._calls_may_follow_text:
             return True
-        return delimiter.name == CALLS and self._one_call and bool(self.calls)
+        return delimiter.name == TOOL_CALLS_FIELD and self._one_call and bool(self.calls)
 
     def _open_region(self, delimiter: DelimiterMatch) -> None:
         self._prompt_characters_left = 0
-        if delimiter.name == CALLS:
-            self._call_reader = self._syntax.call_reader(self._tools, delimiter)
+        if delimiter.name == TOOL_CALLS_FIELD:
+            self._call_reader = self._syntax.make_call_reader(self._tools, delimiter)
             return
         self._content_text.add_delimiter()
-        if delimiter.name != IGNORED and self._syntax.thoughts_close is not None:
-            self._reasoning_scanner = DelimiterScanner(self._syntax.thoughts_close)
+        close_delimiters = self._syntax.reasoning_close_delimiters
+        if delimiter.name != IGNORED_DELIMITER_NAME and close_delimiters is not None:
+            self._reasoning_scanner = DelimiterScanner(close_delimiters)
 
     def _add_text(self, text: str) -> None:
         if self._prompt_characters_left:
@@ -197,20 +198,22 @@ class OutputParser:
             self._new_reasoning.append(thought)
             self._reasoning_parts.append(thought)
 
-    def _handle_events(self, events: list[Event]) -> None:
+    def _handle_events(self, events: list[CallEvent]) -> None:
         for kind, text in events:
             if kind == "text":
                 self._add_text(text)
             elif kind == "begin":
-                self._id, self._name, self._arguments = make_call_id(), text, []
-                self._new_calls.append(ToolCallDelta(self._num_calls_begun, self._id, text))
+                self._call_id, self._call_name, self._call_arguments = make_call_id(), text, []
+                self._new_calls.append(ToolCallDelta(self._num_calls_begun, self._call_id, text))
                 self._num_calls_begun += 1
             elif kind == "arguments":
-                self._arguments.append(text)
+                self._call_arguments.append(text)
                 self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, arguments=text))
             else:
                 self._new_calls.append(ToolCallDelta(self._num_calls_begun - 1, done=True))
-                self.calls.append(ToolCall(self._id, self._name, "".join(self._arguments)))
+                self.calls.append(
+                    ToolCall(self._call_id, self._call_name, "".join(self._call_arguments))
+                )
                 self._content_text.add_delimiter()
         events.clear()
 
@@ -237,22 +240,22 @@ class MessageParser:
     ) -> None:
         self.answer_begin = ""
         self.syntax = syntax
-        self._make_output = partial(
+        self._make_output_parser = partial(
             OutputParser,
             syntax,
             tools,
             one_call=one_call,
             calls_may_follow_text=calls_may_follow_text,
         )
-        self._outputs: dict[int, OutputParser] = {}
+        self._output_parsers: dict[int, OutputParser] = {}
         self._unfinished_outputs: set[int] = set()
         self._is_interrupted = False
 
     def push(self, delta: Delta) -> Delta:
-        """Copy of ``delta`` with its text split into text, reasoning and calls."""
+        """Copy ``delta`` with its text split into text, reasoning and calls."""
         if self._is_interrupted and self._unfinished_outputs and not delta.finish_reason:
             delta = replace(delta, index=min(self._unfinished_outputs))
-        output = self.output(delta.index)
+        output = self._output_parser(delta.index)
         output.push(delta.text)
         if delta.finish_reason is not None or self._is_interrupted:
             output.finish()
@@ -271,21 +274,21 @@ class MessageParser:
         """End the outputs, because an exception ends the stream.
 
         Returns:
-            Whether text may be held back. If so, pushing an empty delta releases it.
+            Whether text may be held back. Pushing an empty delta then releases the text.
         """
         self._is_interrupted = True
         return bool(self._unfinished_outputs)
 
-    def complete(self, output: CompletionOutput) -> CompletionOutput:
-        """Copy of ``output`` with its reasoning and tool calls."""
-        parsed = self.output(output.index)
+    def add_reasoning_and_calls(self, output: CompletionOutput) -> CompletionOutput:
+        """Copy ``output`` with the reasoning and tool calls parsed from its deltas."""
+        parsed = self._output_parser(output.index)
         return replace(output, reasoning=parsed.reasoning, tool_calls=tuple(parsed.calls))
 
-    def output(self, index: int) -> OutputParser:
-        parser = self._outputs.get(index)
+    def _output_parser(self, index: int) -> OutputParser:
+        parser = self._output_parsers.get(index)
         if parser is None:
-            parser = self._make_output(self.answer_begin)
-            self._outputs[index] = parser
+            parser = self._make_output_parser(self.answer_begin)
+            self._output_parsers[index] = parser
             self._unfinished_outputs.add(index)
         return parser
 

@@ -1,4 +1,4 @@
-"""tool_grammar: makes one grammar for tool calls and, if asked for, an answer of a schema."""
+"""tool_grammar: makes one grammar for tool calls and, if asked for, a structured answer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.structured.json_schema import ANNOTATIONS
+from asyncllm.structured.json_schema import ANNOTATION_KEYWORDS
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.families import CallForm
 from asyncllm.tool_calls.tool_use import ToolUse
 
-_CLOSED_SCHEMA_KEYWORDS = ANNOTATIONS | {"type", "properties", "required"}
-"""Keywords of a schema that says nothing about additional properties. If a tool's parameters have
-only these, additional properties are refused."""
+_CLOSED_SCHEMA_KEYWORDS = ANNOTATION_KEYWORDS | {"type", "properties", "required"}
+"""Keywords that do not concern additional properties. If the schema of a tool's parameters has only
+these keywords, additional properties are refused."""
 
 
 def with_tool_grammar(
@@ -25,7 +25,7 @@ def with_tool_grammar(
 ) -> tuple[dict[str, Any], bool]:
     """Add the grammar that a call's tools need to the fields of its ``SamplingParams``.
 
-    With ``structured_outputs`` the grammar allows both: tool calls, or an answer in that schema.
+    With ``structured_outputs``, the grammar allows tool calls, or an answer that conforms to them.
 
     Args:
         sampling: fields of ``SamplingParams`` that the caller passed by name.
@@ -48,8 +48,10 @@ def with_tool_grammar(
     structured_outputs = sampling.get("structured_outputs")
     if structured_outputs is None and isinstance(params, SamplingParams):
         structured_outputs = params.structured_outputs
-    answer, form = parse_structured_outputs(structured_outputs), syntax.call_form
-    if answer is None and (not tool_use.is_constrained or _ends_with_a_call(tool_use, form)):
+    answer_spec, call_form = parse_structured_outputs(structured_outputs), syntax.call_form
+    if answer_spec is None and (
+        not tool_use.is_constrained or _ends_with_first_call(tool_use, call_form)
+    ):
         if tool_use.is_strict:
             raise InvalidRequestError(
                 "tools: strict=true with tool_choice='auto' and a model whose calls stand before "
@@ -58,27 +60,30 @@ def with_tool_grammar(
                 param="tools",
             )
         return sampling, True
-    if answer is not None and form is not None and form.restart_text:
+    if answer_spec is not None and call_form is not None and call_form.restart_text:
         raise InvalidRequestError(
-            f"{answer.param}: with tools of a model that writes a header before its answer, "
+            f"{answer_spec.param}: with tools of a model that writes a header before its answer, "
             "expected None",
-            param=answer.param,
+            param=answer_spec.param,
         )
-    if answer is not None and (
-        tool_use.choice != "auto" or answer.kind not in ("json", "json_object")
+    if answer_spec is not None and (
+        tool_use.choice != "auto" or answer_spec.kind not in ("json", "json_object")
     ):
         accepted = "a JSON schema or any JSON object" if tool_use.choice == "auto" else "None"
         raise InvalidRequestError(
-            f"{answer.param}: with tools and tool_choice={tool_use.choice!r}, expected {accepted}",
-            param=answer.param,
+            f"{answer_spec.param}: with tools and tool_choice={tool_use.choice!r}, expected "
+            f"{accepted}",
+            param=answer_spec.param,
         )
-    grammar = tool_grammar(syntax, tool_use.schemas, tool_use.choice, tool_use.parallel, answer)
+    grammar = tool_grammar(
+        syntax, tool_use.schemas, tool_use.choice, tool_use.parallel, answer_spec
+    )
     try:
         spec = parse_structured_outputs({"structural_tag": grammar})
     except InvalidRequestError as error:
         raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
     assert spec is not None
-    calls_may_follow_text = tool_use.choice == "auto" and answer is None
+    calls_may_follow_text = tool_use.choice == "auto" and answer_spec is None
     return {**sampling, "structured_outputs": replace(spec, param="tools")}, calls_may_follow_text
 
 
@@ -87,12 +92,12 @@ def tool_grammar(
     tools: Sequence[dict[str, Any]],
     choice: str | dict[str, str],
     parallel: bool,
-    answer: StructuredOutputs | None = None,
+    answer_spec: StructuredOutputs | None = None,
 ) -> dict[str, Any]:
     """Make a structural tag (as in xgrammar) that allows only valid tool calls.
 
-    It has one tag per tool, whose content is the schema of the tool's parameters. Calls have the
-    syntax of the model's chat template, so they always parse.
+    It has one tag per tool, with the schema of the tool's parameters as content. Calls have the
+    syntax of the model's chat template, so the message parser can always parse them.
 
     Args:
         syntax: syntax of the model's calls.
@@ -100,13 +105,13 @@ def tool_grammar(
         choice: "required" if some tool must be called; ``{"name": …}`` if this tool must be called;
             "auto" for text that may contain calls.
         parallel: allow several calls. A named tool is called only once.
-        answer: JSON schema of an answer that is allowed instead of calls.
+        answer_spec: JSON schema of an answer that is allowed instead of calls.
 
     Raises:
         InvalidRequestError: for a model whose format of calls is unknown.
     """
-    form = syntax.call_form
-    if form is None:
+    call_form = syntax.call_form
+    if call_form is None:
         raise InvalidRequestError(
             "tool_choice: how the model's chat template writes calls is not known, expected "
             "EngineConfig.tool_call_parser to name it",
@@ -115,80 +120,87 @@ def tool_grammar(
     name = choice["name"] if isinstance(choice, dict) else None
     functions = [tool["function"] for tool in tools]
     # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
-    only_strict_schemas = choice == "auto" and parallel and answer is None
+    only_strict_schemas = choice == "auto" and parallel and answer_spec is None
     tags = [
-        _tool_tag(form, function, prefix, only_strict_schemas and not function.get("strict"))
+        _tool_tag(call_form, function, prefix, only_strict_schemas and not function.get("strict"))
         for function in functions
         if name in (None, function["name"])
-        for prefix in dict.fromkeys(("", form.restart_text))
+        for prefix in dict.fromkeys(("", call_form.restart_text))
     ]
-    parallel = parallel and form.parallel and name is None
-    if choice == "auto" and answer is None:
-        root_format = _format_of_text_and_calls(form, tags, parallel)
+    parallel = parallel and call_form.parallel and name is None
+    if choice == "auto" and answer_spec is None:
+        root_format = _text_and_calls_format(call_form, tags, parallel)
     else:
-        root_format = _format_of_calls(form, tags, parallel)
-        if answer is not None:
-            schema = {"type": "json_schema", "json_schema": json.loads(answer.text)}
+        root_format = _calls_format(call_form, tags, parallel)
+        if answer_spec is not None:
+            schema = {"type": "json_schema", "json_schema": json.loads(answer_spec.text)}
             root_format = {"type": "or", "elements": [root_format, schema]}
     return {"type": "structural_tag", "format": root_format}
 
 
-def _ends_with_a_call(tool_use: ToolUse, form: CallForm | None) -> bool:
-    """Whether an answer ends with its first call in this format.
+def _ends_with_first_call(tool_use: ToolUse, call_form: CallForm | None) -> bool:
+    """Whether the call format ends an answer with its first call.
 
-    Then no grammar is needed to prevent a second call.
+    Such a format needs no grammar to prevent a second call.
     """
-    return tool_use.choice == "auto" and form is not None and not form.parallel
+    return tool_use.choice == "auto" and call_form is not None and not call_form.parallel
 
 
 def _tool_tag(
-    form: CallForm, function: dict[str, Any], prefix: str, any_arguments: bool
+    call_form: CallForm, function: dict[str, Any], prefix: str, allow_any_arguments: bool
 ) -> dict[str, Any]:
     """Make the tag of one tool.
 
     Args:
         prefix: text before the call.
-        any_arguments: allow any JSON object as arguments.
+        allow_any_arguments: allow any JSON object as arguments.
     """
-    schema = {"type": "object"} if any_arguments else _arguments_schema(function)
+    schema = {"type": "object"} if allow_any_arguments else _arguments_schema(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
-    if form.style != "json":
-        content["style"] = form.style
-    begin = prefix + form.begin.replace("NAME", function["name"])
-    return {"type": "tag", "begin": begin, "content": content, "end": form.end}
+    if call_form.style != "json":
+        content["style"] = call_form.style
+    begin = prefix + call_form.begin.replace("NAME", function["name"])
+    return {"type": "tag", "begin": begin, "content": content, "end": call_form.end}
 
 
 def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a tool's arguments. It refuses additional properties unless the tool allows them,
-    because a function accepts no further arguments."""
+    """Schema of a tool's arguments.
+
+    It refuses additional properties unless the tool allows them, because a function accepts no
+    further arguments.
+    """
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS:
         schema["additionalProperties"] = False
     return schema
 
 
-def _format_of_calls(form: CallForm, tags: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
+def _calls_format(
+    call_form: CallForm, tags: list[dict[str, Any]], parallel: bool
+) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": form.separator,
+        "separator": call_form.separator,
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
-    if not form.prefix:
+    if not call_form.prefix:
         return calls
-    before, after = ({"type": "const_string", "value": text} for text in (form.prefix, form.suffix))
+    before, after = (
+        {"type": "const_string", "value": text} for text in (call_form.prefix, call_form.suffix)
+    )
     return {"type": "sequence", "elements": [before, calls, after]}
 
 
-def _format_of_text_and_calls(
-    form: CallForm, tags: list[dict[str, Any]], parallel: bool
+def _text_and_calls_format(
+    call_form: CallForm, tags: list[dict[str, Any]], parallel: bool
 ) -> dict[str, Any]:
-    prefix, suffix = form.prefix, form.suffix
+    prefix, suffix = call_form.prefix, call_form.suffix
     tags = [{**tag, "begin": prefix + tag["begin"], "end": tag["end"] + suffix} for tag in tags]
     return {
         "type": "triggered_tags",
-        "triggers": [form.trigger or (prefix + form.begin).partition("NAME")[0]],
+        "triggers": [call_form.trigger or (prefix + call_form.begin).partition("NAME")[0]],
         "tags": tags,
         "at_least_one": False,
         "stop_after_first": not parallel,

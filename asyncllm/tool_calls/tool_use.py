@@ -11,13 +11,13 @@ from typing import Any
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.json_tree import walk_json
-from asyncllm.structured.references import is_local, resolve
+from asyncllm.structured.references import is_local_ref, resolve_pointer
 from asyncllm.text.template_input import TemplateCopier
-from asyncllm.tool_calls.function_schema import function_schema, is_model
+from asyncllm.tool_calls.function_schema import function_schema, is_pydantic_model
 
 MAX_TOOLS = 1024
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_ACCEPTED = "OpenAI's dicts, Python functions or Pydantic models"
+_TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ACCEPTED_TOOLS = "OpenAI's dicts, Python functions or Pydantic models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ToolUse:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
                 message has the path of the invalid value.
         """
-        items = check.bounded_tuple("tools", tools, _ACCEPTED, MAX_TOOLS)
+        items = check.bounded_tuple("tools", tools, _ACCEPTED_TOOLS, MAX_TOOLS)
         copier = TemplateCopier()
         schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
@@ -53,7 +53,7 @@ class ToolUse:
                     f"tools[{i}]", f"the name {name!r} a second time", "different names"
                 )
             seen.add(name)
-        choice = _parse_choice(tool_choice)
+        choice = _parse_tool_choice(tool_choice)
         parallel = check.boolean("parallel_tool_calls", parallel_tool_calls)
         if isinstance(choice, dict) and choice["name"] not in names:
             accepted = f"one of the tools on offer: {', '.join(names) or 'there are none'}"
@@ -73,7 +73,7 @@ class ToolUse:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar is needed to enforce the choice, a single call, or strict tools."""
+        """Whether a grammar must enforce ``tool_choice``, a single call, or strict tools."""
         return self.choice != "auto" or not self.parallel or self.is_strict
 
     @property
@@ -82,7 +82,7 @@ class ToolUse:
         return any(schema["function"].get("strict") for schema in self.schemas)
 
 
-def _parse_choice(value: Any) -> str | dict[str, str]:
+def _parse_tool_choice(value: Any) -> str | dict[str, str]:
     if value is None:
         return "auto"
     if (text := check.plain_text(value)) in ("auto", "none", "required"):
@@ -97,18 +97,19 @@ def _parse_choice(value: Any) -> str | dict[str, str]:
 
 
 def _parse_tool(tool: Any, where: str, copier: TemplateCopier) -> dict[str, Any]:
-    if inspect.isroutine(tool) or is_model(tool):
+    if inspect.isroutine(tool) or is_pydantic_model(tool):
         tool = function_schema(tool, where)
     plain = copier.copy_value(tool, where, "tools")
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
-    _require(is_tool, where, tool, f"one of {_ACCEPTED}")
+    _require(is_tool, where, tool, f"one of {_ACCEPTED_TOOLS}")
     function: Any = plain.get("function")
-    if "function" not in plain:  # OpenAI's Responses protocol has the fields at the top.
+    # OpenAI's Responses protocol puts the function's fields into the tool itself.
+    if "function" not in plain:
         function = {key: value for key, value in plain.items() if key != "type"}
     where = f"{where}.function"
     _require(isinstance(function, dict), where, function, "a dict with a name")
     name = function.get("name")
-    is_name = isinstance(name, str) and _TOOL_NAME.fullmatch(name) is not None
+    is_name = isinstance(name, str) and _TOOL_NAME_PATTERN.fullmatch(name) is not None
     accepted = "1 to 64 letters, digits, underscores, dashes and dots"
     _require(is_name, f"{where}.name", name, accepted)
     function = {key: value for key, value in function.items() if value is not None}
@@ -140,13 +141,12 @@ def _check_parameters(schema: Any, where: str) -> None:
 def _check_reference(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
     """Check that the ``$ref`` of a schema leads to a schema within ``root``.
 
-    A ``$ref`` that leads back to itself only through other ``$ref`` is refused. A recursive schema,
-    such as that of a tree, is accepted.
+    A circle of ``$ref`` alone is refused. A recursive schema, such as a tree's, is accepted.
     """
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
-        if not is_local(pointer):
+        if not is_local_ref(pointer):
             raise _invalid_tool(
                 where, f"$ref {check.describe(pointer)}", "one into this schema, #/…"
             )
@@ -156,7 +156,7 @@ def _check_reference(schema: dict[str, Any], root: dict[str, Any], where: str) -
             )
         seen.add(pointer)
         try:
-            schema = resolve(pointer, root)
+            schema = resolve_pointer(pointer, root)
         except LookupError:
             raise _invalid_tool(
                 where, f"$ref {pointer!r}, which leads nowhere", "one to a schema"
