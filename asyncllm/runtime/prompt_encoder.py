@@ -103,7 +103,7 @@ class PromptEncoder:
         if max_characters is not None and chat.num_characters > max_characters:
             return None
         return self.loaded_model.tokenizer.encode_chat(
-            chat, max_tokens, split_special_tokens=split, at_once=max_characters is not None
+            chat, max_tokens, split_special_tokens=split, only_if_fast=max_characters is not None
         )
 
     def template_input(
@@ -140,7 +140,7 @@ class PromptEncoder:
             InvalidRequestError: for tools that the template cannot offer to the model.
         """
         template = self.loaded_model.tokenizer.chat_template
-        if tool_use is not None and not template.reads("tools", options.chat_template):
+        if tool_use is not None and not template.reads_variable("tools", options.chat_template):
             raise check.argument_error("tools", "the chat template takes none")
         return self._syntaxes.syntax_for(tool_use is not None)
 

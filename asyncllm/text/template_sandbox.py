@@ -20,20 +20,23 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-# Cost in characters that is charged for a list item, or for a bit of an integer.
 _ITEM_CHARACTERS = 16
+"""Characters that a list item, or a bit of an integer, counts against the size limit."""
 
-# Filters that accept a list or a dict without converting it to text.
-_READING_FILTERS = frozenset(
+_NON_TEXT_FILTERS = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
-# Filters and methods whose result is larger for a larger argument.
+"""Filters that accept a list or a dict without converting it to text."""
+
 _GROWING_METHODS = frozenset(
     "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
     "wordwrap zfill".split()
 )
-_COMPUTED_WIDTH = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
+"""Filters and methods whose result is larger for a larger argument."""
+
+_COMPUTED_WIDTH_PATTERN = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
+"""Format field with a computed width or precision, such as ``%*d`` or ``{:{}}``."""
 
 
 class TemplateLimitError(Exception):
@@ -60,8 +63,8 @@ class RenderLimits:
     seconds: float
 
 
-class Meter:
-    """Meter of the time and memory of one rendering.
+class RenderMeter:
+    """Meter of the processor time and memory of one rendering.
 
     Its methods are called before an operation allocates memory, and raise TemplateLimitError if the
     operation would exceed the limits.
@@ -110,10 +113,10 @@ class Meter:
         Args:
             name: name of the filter or method.
             value: the object that it is applied to.
-            given: its other arguments.
+            arguments: the arguments of the call.
         """
-        size = _size(value)
-        if name not in _READING_FILTERS and not isinstance(value, (str, bytes)):
+        size = _value_size(value)
+        if name not in _NON_TEXT_FILTERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
         result_size = 0
         if name in _GROWING_METHODS:
@@ -124,7 +127,7 @@ class Meter:
             result_size = size + times * max(map(len, texts), default=0)
         elif name in ("format", "format_map"):
             text = str(value)
-            if _COMPUTED_WIDTH.search(text):
+            if _COMPUTED_WIDTH_PATTERN.search(text):
                 raise TemplateLimitError("formats with a width that it computes")
             widths = sum(map(int, re.findall(r"\d+", text)))
             fields = text.count("%") + text.count("{")
@@ -144,8 +147,8 @@ class Meter:
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja environment with the functions and settings that Hugging Face's chat templates expect.
 
-    Loops, calls, filters and operators report to a Meter, which bounds the processor time and
-    memory of a rendering. The time is checked between operations. A single operation is short,
+    Loops, calls, filters and operators report to a RenderMeter, which bounds the processor time
+    and memory of a rendering. The time is checked between operations. A single operation is short,
     because its strings have bounded length.
     """
 
@@ -184,7 +187,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             TemplateLimitError: for a template that needs more than ``limits``.
             Exception: any other error, from the template itself.
         """
-        self._thread_state.meter = Meter(limits)
+        self._thread_state.meter = RenderMeter(limits)
         pieces, length = [], 0
         try:
             for piece in template.root_render_func(template.new_context(values)):
@@ -197,7 +200,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     @property
-    def _meter(self) -> Meter:
+    def _meter(self) -> RenderMeter:
         # During compilation there is no meter, so this raises. Jinja then does not fold constant
         # expressions, whose cost would escape the limits.
         return self._thread_state.meter
@@ -222,7 +225,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator != "%":
-            self._meter.charge(_combined_size(operator, left, right))
+            self._meter.charge(_binop_result_size(operator, left, right))
         elif isinstance(left, (str, bytes)):
             self._meter.charge_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
@@ -252,11 +255,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             yield value
 
     def _charge_result(self, value: Any) -> Any:
-        self._meter.charge(_size(value))
+        self._meter.charge(_value_size(value))
         return value
 
 
-def _size(value: Any) -> int:
+def _value_size(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
@@ -264,14 +267,14 @@ def _size(value: Any) -> int:
     return _ITEM_CHARACTERS * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
-def _combined_size(operator: str, left: Any, right: Any) -> int:
+def _binop_result_size(operator: str, left: Any, right: Any) -> int:
     """Upper bound of the size of a sum, a product or a power."""
     integers = isinstance(left, int) and isinstance(right, int)
     if operator == "+" or (operator == "*" and integers):
-        return _size(left) + _size(right)
+        return _value_size(left) + _value_size(right)
     if isinstance(right, int):
-        return _size(left) * right
-    return left * _size(right) if isinstance(left, int) else 0
+        return _value_size(left) * right
+    return left * _value_size(right) if isinstance(left, int) else 0
 
 
 class _MeterInserter(jinja2.visitor.NodeTransformer):
