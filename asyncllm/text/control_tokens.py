@@ -83,9 +83,9 @@ class ControlTokens:
             self._marking_tokenizer.pre_tokenizer = backend.pre_tokenizer
         # A message cannot contain a mark, because its author does not know the random number.
         number = secrets.token_hex(8)
-        self._break_mark = f"\U0010fffd{number}\U0010fffd"
+        self._separator_mark = f"\U0010fffd{number}\U0010fffd"
         self._mark_by_token: dict[str, str] = {}
-        tokens, ids = [tokenizers.AddedToken(self._break_mark, normalized=False)], [-1]
+        tokens, ids = [tokenizers.AddedToken(self._separator_mark, normalized=False)], [-1]
         for i, token in added_tokens:
             if token.content in self._id_by_token:
                 mark = self._mark_by_token[token.content] = f"\U0010fffd{number}{i}\U0010fffd"
@@ -237,7 +237,7 @@ class ControlTokens:
         marked = self._token_pattern.sub(lambda match: self._mark_by_token[match[0]], prompt)
         # The vocabulary may contain a special token's text as an ordinary token too. The second
         # attempt therefore splits such text at its delimiter.
-        for separator in ("", self._break_mark):
+        for separator in ("", self._separator_mark):
             ids = encode_text(self._marking_tokenizer, self._restore_delimiters(marked, separator))
             ids = [self._original_ids.get(i, i) for i in ids]
             ids = [i for i in ids if i >= 0]

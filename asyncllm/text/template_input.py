@@ -123,7 +123,7 @@ class TemplateInputCopier:
         self.texts = self._copier.texts
 
     @property
-    def values_left(self) -> int:
+    def num_values_left(self) -> int:
         return _MAX_VALUES - self._copier.num_values
 
     def copy_value(self, value: Any, where: str, param: str) -> Any:
@@ -230,7 +230,7 @@ def _convert_arguments(
     elif (
         not arguments_as_text and isinstance(arguments, str) and arguments.lstrip().startswith("{")
     ):
-        _check_num_values(arguments, copier.values_left, where)
+        _check_num_values(arguments, copier.num_values_left, where)
         try:
             converted = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -243,12 +243,12 @@ def _convert_arguments(
     return {**call, "function": converted} if "function" in call else converted
 
 
-def _check_num_values(text: str, num_left: int, where: str) -> None:
-    """Refuse JSON text of more than ``num_left`` values before it is parsed."""
-    signs = ",[{"
-    if sum(map(text.count, signs)) > num_left:
+def _check_num_values(text: str, num_values_left: int, where: str) -> None:
+    """Refuse JSON text of more than ``num_values_left`` values before it is parsed."""
+    separators = ",[{"
+    if sum(map(text.count, separators)) > num_values_left:
         text = _JSON_STRING_PATTERN.sub("", text)
-        if sum(map(text.count, signs)) > num_left:
+        if sum(map(text.count, separators)) > num_values_left:
             raise InvalidRequestError(
                 f"{where}: beyond {_MAX_VALUES} values, expected JSON types", param="messages"
             )

@@ -44,7 +44,7 @@ class TemplateLimitError(Exception):
 
 
 class TemplateOutputError(TemplateLimitError):
-    """Error for a template that writes more than ``max_output`` characters."""
+    """Error for a template that writes more than ``max_output_characters``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class RenderLimits:
     """Limits of one rendering.
 
     Attributes:
-        max_output: maximum number of characters of the rendered text.
-        max_value: maximum size of an intermediate value: characters of a string, 16 for each item
-            of a list. All intermediate values together may have 16 times this size.
-        seconds: maximum processor time of the rendering thread.
+        max_output_characters: maximum number of characters of the rendered text.
+        max_value_size: maximum size of an intermediate value: characters of a string, 16 for each
+            item of a list. All intermediate values together may have 16 times this size.
+        max_seconds: maximum processor time of the rendering thread.
     """
 
-    max_output: int
-    max_value: int
-    seconds: float
+    max_output_characters: int
+    max_value_size: int
+    max_seconds: float
 
 
 class RenderMeter:
@@ -74,19 +74,19 @@ class RenderMeter:
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
-        self._characters_left = 16 * limits.max_value
+        self._characters_left = 16 * limits.max_value_size
         self._num_charges = 0
-        self._deadline = time.thread_time() + limits.seconds
+        self._deadline = time.thread_time() + limits.max_seconds
 
     def charge(self, size: int) -> None:
         """Charge an operation whose result has ``size`` characters, or one step of a loop."""
         self._characters_left -= max(size, 0)
-        if size > self._limits.max_value or self._characters_left < 0:
-            raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
+        if size > self._limits.max_value_size or self._characters_left < 0:
+            raise TemplateLimitError(f"makes more than {self._limits.max_value_size} characters")
         self._num_charges += 1
         # Reading the clock takes longer than most operations, so it is not read for each.
         if self._num_charges % 32 == 0 and time.thread_time() > self._deadline:
-            raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
+            raise TemplateLimitError(f"takes more than {self._limits.max_seconds} s")
 
     def charge_text(self, *values: Any) -> int:
         """Charge the conversion of ``values`` to text and return its estimated length.
@@ -94,7 +94,7 @@ class RenderMeter:
         A list that occurs several times within another is charged each time.
         """
         stack, size = list(values), 0
-        while stack and size <= self._limits.max_value:
+        while stack and size <= self._limits.max_value_size:
             value = stack.pop()
             if isinstance(value, str):
                 size += len(value)
@@ -107,7 +107,7 @@ class RenderMeter:
         self.charge(size)
         return size
 
-    def charge_growth(self, name: str, value: Any, arguments: tuple[Any, ...]) -> None:
+    def charge_call(self, name: str, value: Any, arguments: tuple[Any, ...]) -> None:
         """Charge the largest possible result of a filter or method.
 
         Args:
@@ -193,8 +193,10 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             for piece in template.root_render_func(template.new_context(values)):
                 pieces.append(piece)
                 length += len(piece)
-                if length > limits.max_output:
-                    raise TemplateOutputError(f"writes more than {limits.max_output} characters")
+                if length > limits.max_output_characters:
+                    raise TemplateOutputError(
+                        f"writes more than {limits.max_output_characters} characters"
+                    )
         finally:
             del self._thread_state.meter
         return "".join(pieces)
@@ -220,14 +222,14 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
-            self._meter.charge_growth(method.__name__, owner, (*args, *kwargs.values()))
+            self._meter.charge_call(method.__name__, owner, (*args, *kwargs.values()))
         return self._charge_result(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator != "%":
             self._meter.charge(_binop_result_size(operator, left, right))
         elif isinstance(left, (str, bytes)):
-            self._meter.charge_growth("format", left, (right,))
+            self._meter.charge_call("format", left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def _finalize(self, value: Any) -> Any:
@@ -242,7 +244,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
             arguments = (*args[num_injected + 1 :], *kwargs.values())
-            self._meter.charge_growth(name, args[num_injected], arguments)
+            self._meter.charge_call(name, args[num_injected], arguments)
             result = function(*args, **kwargs)
             # Compute a lazy result now, so that its size is known.
             return self._charge_result(list(result) if isinstance(result, Iterator) else result)

@@ -279,10 +279,10 @@ class WindowDecoder:
     """TextDecoder for any tokenizer. It decodes a window of the last few tokens again with each new
     one, and returns the text that the new one added at the end.
 
-    Correct if a token's text depends only on a few tokens before it. Text that ends in one to three
-    replacement characters is held back, because they may be an unfinished character; four cannot be
-    one. For invalid UTF-8, the number of replacement characters may differ from decoding all at
-    once.
+    The result is correct if a token's text depends only on a few tokens before it. Text that ends
+    in one to three replacement characters is held back, because they may be an unfinished
+    character; four cannot be one. For invalid UTF-8, the number of replacement characters may
+    differ from decoding all at once.
 
     Args:
         decode: function from token ids to text, special tokens included.

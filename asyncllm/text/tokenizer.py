@@ -44,7 +44,9 @@ from asyncllm.validation import explain
 
 _MAX_PROMPT_CHARACTERS = 1 << 24
 _FAST_RENDER_LIMITS = RenderLimits(
-    max_output=LONG_TEXT_CHARACTERS, max_value=16 * LONG_TEXT_CHARACTERS, seconds=0.005
+    max_output_characters=LONG_TEXT_CHARACTERS,
+    max_value_size=16 * LONG_TEXT_CHARACTERS,
+    max_seconds=0.005,
 )
 """Limits of a rendering that may not hold up an event loop or the thread of short texts."""
 
@@ -244,9 +246,9 @@ class Tokenizer:
                 return None
             if (
                 isinstance(error, TemplateOutputError)
-                and limits.max_output < _MAX_PROMPT_CHARACTERS
+                and limits.max_output_characters < _MAX_PROMPT_CHARACTERS
             ):
-                min_tokens = self.min_num_tokens(limits.max_output + 1)
+                min_tokens = self.min_num_tokens(limits.max_output_characters + 1)
                 raise ContextLengthExceededError(
                     f"messages: the chat template {error}, which are at least {min_tokens} tokens, "
                     f"expected at most {max_tokens}"
@@ -256,7 +258,7 @@ class Tokenizer:
     def _template_limits(self, max_tokens: int | None) -> RenderLimits:
         fitting = (max_tokens or 0) * self._max_token_characters or _MAX_PROMPT_CHARACTERS
         return RenderLimits(
-            min(fitting, _MAX_PROMPT_CHARACTERS), _MAX_PROMPT_CHARACTERS, seconds=2.0
+            min(fitting, _MAX_PROMPT_CHARACTERS), _MAX_PROMPT_CHARACTERS, max_seconds=2.0
         )
 
     def token_bytes(self, size: int) -> list[bytes]:
