@@ -37,7 +37,7 @@ from asyncllm.outputs import Usage
 from asyncllm.routing import Candidate, PrefixIndex, Route, Router, SentPrompt
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import FakeExecutor
-from asyncllm.text.detokenizer import NoText
+from asyncllm.text.detokenizer import NullDetokenizer
 from benchmarks.common import Report, cpu_time_of, options, percentile
 
 BLOCK_SIZE = 64
@@ -206,7 +206,7 @@ def make_request(name: str, token_ids: list[int], now: float = 0.0) -> Request:
         SamplingParams(seed=0, temperature=0.0, ignore_eos=True, max_tokens=ANSWER_TOKENS),
         token_ids=token_ids,
         max_model_len=INFO.max_model_len,
-        output=DetokenizerState(str, NoText()),
+        output=DetokenizerState(str, NullDetokenizer()),
     )
 
 

@@ -65,11 +65,11 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return text_of(token_ids)
 
-    def bytes_of(self, token_id: int) -> bytes:
+    def id_to_bytes(self, token_id: int) -> bytes:
         return f"{token_id} ".encode()
 
-    def spelling_of(self, token_id: int) -> tuple[str, list[int]]:
-        data = self.bytes_of(token_id)
+    def id_to_text_and_bytes(self, token_id: int) -> tuple[str, list[int]]:
+        data = self.id_to_bytes(token_id)
         return data.decode(), list(data)
 
     def encode_chat(
@@ -78,7 +78,7 @@ class FakeTokenizer:
         max_tokens: int | None = None,
         *,
         split_special_tokens: bool = True,
-        at_once: bool = False,
+        only_if_fast: bool = False,
     ) -> list[int]:
         return self.encode(" ".join(m["content"] for m in conversation.values["messages"]))
 

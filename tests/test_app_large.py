@@ -260,14 +260,14 @@ async def test_log_probabilities_of_a_stream_spell_each_token_once(monkeypatch):
     spelled: list[int] = []
     engine = AsyncLLMEngine(num_blocks=64, max_num_seqs=4)
     async with app_client(engine) as client:
-        bytes_of = engine.tokenizer.bytes_of
+        id_to_bytes = engine.tokenizer.id_to_bytes
 
         def note(token_id: int) -> bytes:
             spelled.append(token_id)
-            return bytes_of(token_id)
+            return id_to_bytes(token_id)
 
-        engine.tokenizer.__dict__["bytes_of"] = note
-        engine.tokenizer.__dict__.pop("spelling_of", None)
+        engine.tokenizer.__dict__["id_to_bytes"] = note
+        engine.tokenizer.__dict__.pop("id_to_text_and_bytes", None)
         body = {"stream": True, "max_tokens": 20, "ignore_eos": True, "seed": 1}
         asked = {"prompt": "Once", "logprobs": 5, **body}
         first = await client.post("/v1/completions", json=asked)

@@ -19,7 +19,7 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateOutputError
 from tests.tokenizer_kinds import byte_level, make
 
-LIMITS = RenderLimits(max_output=100_000, max_value=1_000_000, seconds=5.0)
+LIMITS = RenderLimits(max_output_characters=100_000, max_value_size=1_000_000, max_seconds=5.0)
 CHAT = [
     {"role": "system", "content": "Be | brief."},
     {"role": "user", "content": "Hello <b>\n\n", "name": "Ann"},
@@ -170,8 +170,10 @@ TOO_LARGE = [
 
 @pytest.mark.parametrize("source", TOO_LARGE)
 def test_oversized_values_allocate_nothing(source: str) -> None:
-    max_value = 200_000
-    limits = RenderLimits(max_output=10_000, max_value=max_value, seconds=60.0)
+    max_value_size = 200_000
+    limits = RenderLimits(
+        max_output_characters=10_000, max_value_size=max_value_size, max_seconds=60.0
+    )
     source = "{% set x = 'a' * 10000 %}{% set y = x * 19 %}" + source
     template = ChatTemplate({"default": source}, {})
     given = TemplateInput(CHAT, {})
@@ -179,9 +181,9 @@ def test_oversized_values_allocate_nothing(source: str) -> None:
     try:
         # Nothing is folded while it compiles, either.
         template.compile()
-        with pytest.raises(TemplateLimitError, match=f"more than {max_value}|computes"):
+        with pytest.raises(TemplateLimitError, match=f"more than {max_value_size}|computes"):
             template.render(given, limits)
-        assert tracemalloc.get_traced_memory()[1] < 40 * max_value + 5_000_000
+        assert tracemalloc.get_traced_memory()[1] < 40 * max_value_size + 5_000_000
     finally:
         tracemalloc.stop()
 
@@ -217,7 +219,7 @@ def test_a_template_that_fails(source: str) -> None:
     ],
 )
 def test_time_is_bounded(source: str) -> None:
-    limits = RenderLimits(max_output=10**9, max_value=10**9, seconds=0.02)
+    limits = RenderLimits(max_output_characters=10**9, max_value_size=10**9, max_seconds=0.02)
     before = time.thread_time()
     with pytest.raises(TemplateLimitError, match=r"more than 0\.02 s"):
         render(source, limits=limits)
@@ -227,9 +229,10 @@ def test_time_is_bounded(source: str) -> None:
 
 def test_output_is_bounded() -> None:
     source = "{% for i in range(1000) %}0123456789{% endfor %}"
-    assert len(render(source, limits=dataclasses.replace(LIMITS, max_output=10_000))) == 10_000
+    limits = dataclasses.replace(LIMITS, max_output_characters=10_000)
+    assert len(render(source, limits=limits)) == 10_000
     with pytest.raises(TemplateOutputError, match="more than 9999 characters"):
-        render(source, limits=dataclasses.replace(LIMITS, max_output=9_999))
+        render(source, limits=dataclasses.replace(LIMITS, max_output_characters=9_999))
 
 
 def test_render_limits_apply_per_rendering() -> None:
@@ -278,14 +281,14 @@ def test_prompts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPat
 def test_long_renderings_are_left_to_the_thread() -> None:
     tokenizer = make(byte_level(), "{{ 'x' * n }}")
     short, long = (TemplateInput(CHAT, {"n": n}) for n in (4096, 4097))
-    assert tokenizer.encode_chat(short, at_once=True) is None, "it is not compiled"
+    assert tokenizer.encode_chat(short, only_if_fast=True) is None, "it is not compiled"
     tokenizer.chat_template.compile()
-    assert tokenizer.encode_chat(short, at_once=True) == tokenizer.encode_chat(short)
-    assert tokenizer.encode_chat(long, at_once=True) is None
+    assert tokenizer.encode_chat(short, only_if_fast=True) == tokenizer.encode_chat(short)
+    assert tokenizer.encode_chat(long, only_if_fast=True) is None
     huge = TemplateInput(CHAT, {"n": 10**9})
-    assert tokenizer.encode_chat(huge, at_once=True) is None
+    assert tokenizer.encode_chat(huge, only_if_fast=True) is None
     own = TemplateInput(CHAT, {"chat_template": "{{ 1 }}"})
-    assert tokenizer.encode_chat(own, at_once=True) is None, "it is to be compiled"
+    assert tokenizer.encode_chat(own, only_if_fast=True) is None, "it is to be compiled"
     assert tokenizer.encode_chat(own) == tokenizer.encode("1", False)
 
 

@@ -15,7 +15,7 @@ from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.gguf_vocabulary import end_token_ids
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS
-from asyncllm.text.text_decoder import REPLACEMENT, ByteFallbackDecoder, ByteLevelDecoder
+from asyncllm.text.text_decoder import REPLACEMENT_CHARACTER, ByteFallbackDecoder, ByteLevelDecoder
 from asyncllm.text.tokenizer import Tokenizer
 
 pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
@@ -152,7 +152,7 @@ def test_invalid_bytes_become_replacement_characters(load):
     tokenizer = load(FILES["llama"])
     byte = FILES["llama"]["tokens"].index("<0x00>")
     assert tokenizer.decode([byte + 0xE4, byte + 0xBD, byte + 0xA0]) == "你"
-    assert tokenizer.decode([byte + 0xFF]) == REPLACEMENT
+    assert tokenizer.decode([byte + 0xFF]) == REPLACEMENT_CHARACTER
     assert tokenizer.encode("한", add_special_tokens=False)[1:] == [
         byte + one for one in "한".encode()
     ]

@@ -364,14 +364,16 @@ def test_an_engine_that_ends_leaves_no_part_of_a_file(plain, folder, monkeypatch
     )
     runner.close()
     stores = []
-    write_in_background = PackedStore.write_in_background
-    monkeypatch.setattr(PackedStore, "write_in_background", lambda self, sidecars: stores.append(self))
+    write = PackedStore.write_in_background
+    monkeypatch.setattr(
+        PackedStore, "write_in_background", lambda self, sidecars: stores.append(self)
+    )
     runner = build_model_runner(
         settings(folder, packed_cache="auto"), ModelConfig.from_directory(plain)
     )
     runner.close()
     (store,) = stores
-    write_later(store, {})
+    write(store, {})
     store._writer.join()
     assert store.state.endswith("the engine ended before the file was written")
     assert list(folder.iterdir()) == []

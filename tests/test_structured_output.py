@@ -422,7 +422,9 @@ async def test_timed_out_compile_fails_requests_and_is_kept(slow):
         assert (await engine.generate("y", structured_outputs={"regex": "quick"})).text == "quick"
         slow.gate.set()
         while (
-            thread_of(engine).grammar_compiler.find_cached(parse_structured_outputs({"regex": "slow"}))
+            thread_of(engine).grammar_compiler.find_cached(
+                parse_structured_outputs({"regex": "slow"})
+            )
             is None
         ):
             await asyncio.sleep(0.01)
@@ -493,7 +495,8 @@ async def test_closing_does_not_wait_for_a_compile(slow):
         assert not one.is_alive()
     assert sent == []
     assert (
-        thread_of(engine).grammar_compiler.find_cached(parse_structured_outputs({"regex": "slow"})) is None
+        thread_of(engine).grammar_compiler.find_cached(parse_structured_outputs({"regex": "slow"}))
+        is None
     )
 
 

@@ -313,7 +313,7 @@ def test_folder_errors_name_the_folder(make: Callable[..., Path], monkeypatch) -
     def fail(*_: object) -> None:
         raise RuntimeError("no such piece")
 
-    monkeypatch.setattr(Tokenizer, "_make_decoder_maker", fail)
+    monkeypatch.setattr(Tokenizer, "_make_decoder_factory", fail)
     path = make()
     with pytest.raises(ModelLoadError, match=re.escape(f"{path}: ") + r".*\(no such piece\)"):
         load(path)

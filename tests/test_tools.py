@@ -279,8 +279,8 @@ def test_past_arguments_match_the_template_form() -> None:
         assert rendered(arguments, True) == '{"a": 1}'
     for odd in ("{a", "[1]", "3", "[" * 100_000, None):
         assert rendered(odd, False) == odd
-    ChatTemplate({"default": "x"}, {}).reads("x")
-    assert not ChatTemplate({"default": "{{ my_tools }}"}, {}).reads("tools")
+    ChatTemplate({"default": "x"}, {}).reads_variable("x")
+    assert not ChatTemplate({"default": "{{ my_tools }}"}, {}).reads_variable("tools")
     with pytest.raises(InvalidRequestError, match="nested"):
         rendered('{"a":' + "[" * 200 + "]" * 200 + "}", False)
 
@@ -381,7 +381,7 @@ def test_special_token_delimiters_stay_in_the_text() -> None:
     visible = tokenizer.special_ids_where(lambda text: text == "<think>")
     ids = tokenizer.encode("a<think>b</think>")
     for keep, expected in ((visible, "a<think>b"), (frozenset(), "ab")):
-        detokenizer = tokenizer.detokenizer(SamplingParams(), visible=keep)
+        detokenizer = tokenizer.detokenizer(SamplingParams(), visible_ids=keep)
         assert "".join(map(detokenizer.push, ids)) == expected
     assert tokenizer.delimiter_ids("</think>") == (END_THINK,)
     assert tokenizer.delimiter_ids("think") == tokenizer.delimiter_ids("") == ()

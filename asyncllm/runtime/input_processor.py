@@ -28,7 +28,7 @@ from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fi
 from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
-from asyncllm.text.detokenizer import NoText, StopStrings
+from asyncllm.text.detokenizer import NullDetokenizer, StopStrings
 from asyncllm.text.long_text import SHORT_TEXT_CHARACTERS
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.message_parser import MessageParser
@@ -339,7 +339,7 @@ class InputProcessor:
         skip = resolved.skip_special_tokens
         decode = partial(self.loaded_model.tokenizer.decode, skip_special_tokens=skip)
         if not resolved.detokenize:
-            decode = NoText.decode
+            decode = NullDetokenizer.decode
         for index in range(resolved.n):
             Request(  # The constructor adds the request to the group.
                 group,
@@ -378,7 +378,7 @@ class InputProcessor:
             detokenizer_options["stop"] = StopStrings(request.sampling.stop)
         if parser is not None:
             delimiters = self._find_delimiter_tokens(parser.syntax)
-            detokenizer_options["visible"] = delimiters.special_ids
+            detokenizer_options["visible_ids"] = delimiters.special_ids
             end = tokenizer.decode(token_ids[-_NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.syntax.find_answer_begin(end)
             for member in request.group.members:
@@ -389,7 +389,7 @@ class InputProcessor:
             member.output.detokenizer = (
                 tokenizer.detokenizer(sampling, token_ids, **detokenizer_options)
                 if sampling.detokenize
-                else NoText()
+                else NullDetokenizer()
             )
             member.set_prompt(token_ids if member is request else token_ids.copy())
 

@@ -110,7 +110,7 @@ class PromptEncoder:
             chat,
             max_tokens,
             split_special_tokens=split_special_tokens,
-            at_once=max_characters is not None,
+            only_if_fast=max_characters is not None,
         )
 
     def make_template_input(
@@ -149,7 +149,7 @@ class PromptEncoder:
             InvalidRequestError: for tools that the template cannot offer to the model.
         """
         template = self.loaded_model.tokenizer.chat_template
-        if tool_use is not None and not template.reads("tools", options.chat_template):
+        if tool_use is not None and not template.reads_variable("tools", options.chat_template):
             raise check.argument_error("tools", "the chat template takes none")
         return self._chat_syntaxes.syntax_for(tool_use is not None)
 

@@ -124,9 +124,9 @@ class TemplateFields(RequestBody):
         template = engine.tokenizer.chat_template
         if effort is None:
             return variables
-        if template.reads("reasoning_effort"):
+        if template.reads_variable("reasoning_effort"):
             return {**variables, "reasoning_effort": effort}
-        if template.reads("enable_thinking"):
+        if template.reads_variable("enable_thinking"):
             return {**variables, "enable_thinking": effort != "none"}
         if effort != "none":
             self._unsupported_fields.refuse_or_ignore(effort_field, effort)
@@ -237,7 +237,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
 def template_messages(messages: Sequence[Mapping[str, Any]], engine: AsyncLLMEngine) -> list[Any]:
     """Convert a request's messages for the model's chat template. The role "developer", OpenAI's
     new name for "system", becomes "system" unless the template knows it."""
-    knows_developer = engine.tokenizer.chat_template.reads("developer")
+    knows_developer = engine.tokenizer.chat_template.reads_variable("developer")
     converted = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None}

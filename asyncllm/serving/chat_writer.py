@@ -28,7 +28,7 @@ class ChatWriter(ChoicesWriter):
         super().__init__(model, request, service_tier="default")
         self._metadata = {} if request.metadata is None else {"metadata": request.metadata}
         top = request.num_logprobs
-        self._logprobs = None if top is None else LogprobWriter(tokenizer.spelling_of, top)
+        self._logprobs = None if top is None else LogprobWriter(tokenizer.id_to_text_and_bytes, top)
         self._call_collectors = [ToolCallCollector() for _ in range(request.num_outputs)]
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class CompletionWriter(ChoicesWriter):
         num_choices = len(request.prompts) * request.num_outputs
         self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
         self._logprobs = [
-            None if top is None else LegacyLogprobWriter(tokenizer.spelling_of, top)
+            None if top is None else LegacyLogprobWriter(tokenizer.id_to_text_and_bytes, top)
             for _ in range(num_choices)
         ]
 

@@ -29,7 +29,7 @@ class ResponseEvents:
     Args:
         request: the client's request.
         response: the response's object.
-        spelling_of: function from token id to text and bytes, for log-probabilities.
+        id_to_text_and_bytes: function from token id to text and bytes, for log-probabilities.
 
     Attributes:
         id: id of the response.
@@ -43,7 +43,7 @@ class ResponseEvents:
         self,
         request: ResponseRequest,
         response: ResponseObject,
-        spelling_of: Callable[[int], tuple[str, list[int]]],
+        id_to_text_and_bytes: Callable[[int], tuple[str, list[int]]],
     ) -> None:
         self.id = response.id
         self.num_tokens = 0
@@ -51,7 +51,7 @@ class ResponseEvents:
         self.response_json = ""
         self._response = response
         top = request.num_logprobs
-        self._logprobs = None if top is None else LogprobWriter(spelling_of, top)
+        self._logprobs = None if top is None else LogprobWriter(id_to_text_and_bytes, top)
         self._sequence_number = 0
         self._items: list[TextItem | CallItem] = []
         self._message_item: TextItem | None = None

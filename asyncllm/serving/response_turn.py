@@ -86,7 +86,7 @@ class ResponseTurn:
             stream = request.submit(engine, conversation.messages, serving.request_options(owner))
             defaults = engine.model_config.generation_defaults or {}
             response = ResponseObject(request, model, defaults)
-            events = ResponseEvents(request, response, engine.tokenizer.spelling_of)
+            events = ResponseEvents(request, response, engine.tokenizer.id_to_text_and_bytes)
             store = serving.response_store if request.should_store else connection_store
             return cls(stream, events, serving, owner, conversation, store, request_bytes, claim)
 

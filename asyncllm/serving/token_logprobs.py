@@ -31,11 +31,11 @@ class LogprobWriter:
     """Writer for chat completions and responses: ``{"token", "logprob", "bytes", "top_logprobs"}``.
 
     Args:
-        spelling_of: function from token id to text and bytes.
+        id_to_text_and_bytes: function from token id to text and bytes.
         num_top: number of alternatives per token.
     """
 
-    spelling_of: Callable[[int], tuple[str, list[int]]]
+    id_to_text_and_bytes: Callable[[int], tuple[str, list[int]]]
     num_top: int
 
     def write(self, tokens: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
@@ -48,11 +48,11 @@ class LogprobWriter:
         ]
 
     def _make_entries(self, candidates: Iterable[tuple[int, float]]) -> list[TopLogprob]:
-        spell, lowest = self.spelling_of, LOWEST_LOGPROB
+        id_to_text_and_bytes, lowest = self.id_to_text_and_bytes, LOWEST_LOGPROB
         return [
             {"token": text, "logprob": logprob if logprob > lowest else lowest, "bytes": data}
             for token_id, logprob in candidates
-            for text, data in (spell(token_id),)
+            for text, data in (id_to_text_and_bytes(token_id),)
         ]
 
 
@@ -62,11 +62,11 @@ class LegacyLogprobWriter:
     is the number of characters of the tokens before it, each decoded alone.
 
     Args:
-        spelling_of: function from token id to text and bytes.
+        id_to_text_and_bytes: function from token id to text and bytes.
         num_top: number of alternatives per token.
     """
 
-    spelling_of: Callable[[int], tuple[str, list[int]]]
+    id_to_text_and_bytes: Callable[[int], tuple[str, list[int]]]
     num_top: int
     _offset: int = field(default=0, init=False)
 
@@ -81,14 +81,14 @@ class LegacyLogprobWriter:
         lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in tokens:
             if item is None:
-                text, logprob, top = (
-                    "" if first_token_id is None else self.spelling_of(first_token_id)[0],
-                    None,
-                    None,
+                text = (
+                    "" if first_token_id is None else self.id_to_text_and_bytes(first_token_id)[0]
                 )
+                logprob, top = None, None
             else:
                 sampled, likeliest = item._ids_and_logprobs()
-                text, logprob = self.spelling_of(sampled[0])[0], max(sampled[1], LOWEST_LOGPROB)
+                text = self.id_to_text_and_bytes(sampled[0])[0]
+                logprob = max(sampled[1], LOWEST_LOGPROB)
                 top = self._top_by_text((*islice(likeliest, self.num_top), sampled))
             lists["tokens"].append(text)
             lists["token_logprobs"].append(logprob)
@@ -101,7 +101,8 @@ class LegacyLogprobWriter:
         """Map from tokens' texts to log-probabilities. If two tokens have one text, the likelier
         counts. The sampled token is always included, as in OpenAI's protocol."""
         top: dict[str, float] = {}
-        spell, lowest = self.spelling_of, LOWEST_LOGPROB
+        id_to_text_and_bytes, lowest = self.id_to_text_and_bytes, LOWEST_LOGPROB
         for token_id, logprob in candidates:
-            top.setdefault(spell(token_id)[0], logprob if logprob > lowest else lowest)
+            text = id_to_text_and_bytes(token_id)[0]
+            top.setdefault(text, logprob if logprob > lowest else lowest)
         return top

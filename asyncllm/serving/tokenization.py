@@ -86,8 +86,8 @@ def tokenize(serving: ServingContext, data: bytes, max_characters: int | None) -
         return None
     body = TokenizeResponse(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
-        bytes_of = engine.tokenizer.bytes_of
-        body["token_strs"] = [bytes_of(token_id).decode(errors="replace") for token_id in token_ids]
+        id_to_bytes = engine.tokenizer.id_to_bytes
+        body["token_strs"] = [id_to_bytes(i).decode(errors="replace") for i in token_ids]
     return to_json(body)
 
 

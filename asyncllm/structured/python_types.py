@@ -81,7 +81,9 @@ def parse_json_as(python_type: Any, text: str, param_name: str) -> Any:
     # Pydantic resolves names of types only here, and a type's own validators may raise errors of
     # any class.
     except Exception as error:
-        raise check.value_error(param_name, python_type, f"a type that Pydantic knows ({error})") from error
+        raise check.value_error(
+            param_name, python_type, f"a type that Pydantic knows ({error})"
+        ) from error
 
 
 def typed_dict_fields(typed_dict: Any) -> dict[str, tuple[Any, bool]]:
@@ -109,7 +111,9 @@ def _make_adapter(python_type: Any, param_name: str) -> Any:
     try:
         return pydantic.TypeAdapter(_replace_typing_typed_dicts(python_type))
     except Exception as error:
-        raise check.value_error(param_name, python_type, f"a type that Pydantic knows ({error})") from error
+        raise check.value_error(
+            param_name, python_type, f"a type that Pydantic knows ({error})"
+        ) from error
 
 
 def _replace_typing_typed_dicts(python_type: Any) -> Any:

@@ -74,7 +74,9 @@ def _parse_mapping(value: Any) -> StructuredOutputs:
     if not isinstance(value, Mapping):
         raise check.value_error(_PARAM_NAME, value, _ACCEPTED_STRUCTURED_OUTPUTS + ", or None")
     check.refuse_unknown_names(f"kind of {_PARAM_NAME}", value, SPEC_KINDS)
-    by_kind: dict[SpecKind, Any] = {kind: value[kind] for kind in SPEC_KINDS if value.get(kind) is not None}
+    by_kind: dict[SpecKind, Any] = {
+        kind: value[kind] for kind in SPEC_KINDS if value.get(kind) is not None
+    }
     if by_kind.get("json_object") is False:
         del by_kind["json_object"]
     if len(by_kind) != 1:
@@ -169,7 +171,10 @@ def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema in the order of its keys: the model writes properties in this order."""
     # On average a value takes two characters of JSON.
     copier = JsonCopier(
-        MAX_SPEC_CHARACTERS // 2 + 1, MAX_SPEC_CHARACTERS, MAX_SCHEMA_DEPTH - 1, require_text_keys=True
+        MAX_SPEC_CHARACTERS // 2 + 1,
+        MAX_SPEC_CHARACTERS,
+        MAX_SCHEMA_DEPTH - 1,
+        require_text_keys=True,
     )
     try:
         text = json.dumps(copier.copy(value), ensure_ascii=False, allow_nan=False)

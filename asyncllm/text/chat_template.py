@@ -24,8 +24,8 @@ _MAX_SOURCE_CHARACTERS = 1 << 17
 of this length holds the GIL for a second; one of a few megabytes would hold it for a minute."""
 
 
-_MAX_CACHED = 8
-"""Maximum number of compiled templates that are cached from the ``chat_template`` of calls."""
+_MAX_CACHED_TEMPLATES = 8
+"""Maximum number of cached templates that calls passed as ``chat_template``."""
 
 
 class ChatTemplate:
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._sandbox = TemplateSandbox()
         self._compiled_templates: dict[str, jinja2.Template] = {}
-        self._compile_cached = lru_cache(_MAX_CACHED)(self._compile)
+        self._compile_cached = lru_cache(_MAX_CACHED_TEMPLATES)(self._compile)
 
     @classmethod
     def from_directory(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -72,26 +72,27 @@ class ChatTemplate:
         return cls(sources, special_tokens)
 
     @classmethod
-    def from_setting(
-        cls, setting: str | os.PathLike[str], special_tokens: Mapping[str, str]
+    def from_source_or_path(
+        cls, source_or_path: str | os.PathLike[str], special_tokens: Mapping[str, str]
     ) -> ChatTemplate:
         """Make a ChatTemplate from ``EngineConfig.chat_template``.
 
         Args:
-            given: a ``str`` is the source of the template; a path is that of its file.
+            source_or_path: a ``str`` is the template's source; an ``os.PathLike`` names its file.
 
         Raises:
             ModelLoadError: for a file that cannot be read.
             InvalidRequestError: for a template that is too long or does not compile.
         """
-        if not isinstance(setting, str):
-            setting = _read_text(Path(setting))
-        template = cls({"default": setting}, special_tokens)
-        template._compile(setting)
+        source = (
+            source_or_path if isinstance(source_or_path, str) else _read_text(Path(source_or_path))
+        )
+        template = cls({"default": source}, special_tokens)
+        template._compile(source)
         return template
 
     def compile(self) -> None:
-        """Compile the model's templates, so that no request waits for it (50 ms).
+        """Compile the model's templates in advance: a request would wait 50 ms for it.
 
         A template that does not compile raises its error when it is used.
         """
@@ -99,16 +100,19 @@ class ChatTemplate:
             with contextlib.suppress(InvalidRequestError):
                 self._compile(source)
 
-    def reads(self, variable: str, chosen: str | None = None) -> bool:
+    def reads_variable(self, variable: str, chat_template: str | None = None) -> bool:
         """Whether a template contains the name of a variable, such as ``tools``.
 
         Args:
-            chosen: name or source of the template; None for all templates of the
-                model, of which one suffices.
+            chat_template: name or source of the template; None: whether any of the model's
+                templates contains it.
         """
-        word = re.compile(rf"\b{re.escape(variable)}\b")
-        sources = self.sources.values() if chosen is None else (self._find_source(chosen),)
-        return any(word.search(source) for source in sources)
+        name_pattern = re.compile(rf"\b{re.escape(variable)}\b")
+        if chat_template is None:
+            sources = tuple(self.sources.values())
+        else:
+            sources = (self._find_source(chat_template),)
+        return any(name_pattern.search(source) for source in sources)
 
     def is_compiled(self, conversation: TemplateInput) -> bool:
         return self._choose_source(conversation) in self._compiled_templates
@@ -117,13 +121,13 @@ class ChatTemplate:
         self,
         conversation: TemplateInput,
         limits: RenderLimits,
-        change: Callable[[str], str] | None = None,
+        change_string: Callable[[str], str] | None = None,
     ) -> str:
         """Render the prompt of a conversation.
 
         Args:
-            change: function that is applied to every string of the conversation, except variables
-                that override one of ``special_tokens``.
+            change_string: function that is applied to every string of the conversation, except
+                variables that override one of ``special_tokens``.
 
         Raises:
             InvalidRequestError: for a template that is missing, does not compile, or raises an
@@ -134,8 +138,10 @@ class ChatTemplate:
         template = self._compiled_templates.get(source) or self._compile_cached(source)
         try:
             values = conversation.values
-            if change is not None:
-                values = conversation.with_changed_strings(change, unchanged=self.special_tokens)
+            if change_string is not None:
+                values = conversation.with_changed_strings(
+                    change_string, unchanged_names=self.special_tokens
+                )
             return self._sandbox.render(template, {**self.special_tokens, **values}, limits)
         except TemplateLimitError:
             raise
@@ -149,9 +155,8 @@ class ChatTemplate:
             ) from error
 
     def _choose_source(self, conversation: TemplateInput) -> str:
-        chosen = conversation.chat_template
-        if chosen is not None:
-            return self._find_source(chosen)
+        if conversation.chat_template is not None:
+            return self._find_source(conversation.chat_template)
         if conversation.values["tools"] is not None and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" in self.sources:
@@ -167,17 +172,17 @@ class ChatTemplate:
             param="messages",
         )
 
-    def _find_source(self, chosen: str) -> str:
-        """Source of the template that ``chosen`` names, or ``chosen`` itself if it is a source.
+    def _find_source(self, chat_template: str) -> str:
+        """Source of the template that ``chat_template`` names, or ``chat_template`` itself.
 
         A text without "{" is refused: as a template it would be the whole prompt, so it must be the
         path of a file, or an unknown name.
         """
-        if chosen in self.sources or "{" in chosen:
-            return self.sources.get(chosen, chosen)
+        if chat_template in self.sources or "{" in chat_template:
+            return self.sources.get(chat_template, chat_template)
         names = ", ".join(map(repr, sorted(self.sources))) or "none"
         accepted = f"the text of a template, or the name of one of the model's ({names})"
-        raise value_error("chat_template", chosen, accepted)
+        raise value_error("chat_template", chat_template, accepted)
 
     def _compile(self, source: str) -> jinja2.Template:
         if len(source) > _MAX_SOURCE_CHARACTERS:

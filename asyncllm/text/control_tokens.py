@@ -16,9 +16,9 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.text.literal_pattern import literal_pattern
 
 _FIRST_SURROGATE = 0xD800
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-# Punctuation of ordinary text, from the rarest to the most frequent. Other punctuation is rarer.
-_COMMON_CHARACTERS = "[]<>{}()#*=\"'`-/:;!?.,\n "
+_SURROGATE_PATTERN = re.compile(r"[\ud800-\udfff]")
+_PUNCTUATION_BY_FREQUENCY = "[]<>{}()#*=\"'`-/:;!?.,\n "
+"""Punctuation of ordinary text, rarest first. Punctuation that is not listed is rarer still."""
 
 
 class ControlTokens:
@@ -37,33 +37,43 @@ class ControlTokens:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        added = sorted(backend.get_added_tokens_decoder().items())
-        self._ids = {token.content: i for i, token in added if token.special and token.content}
-        signs = {text: _rarest_character(text) for text in self._ids}
+        added_tokens = sorted(backend.get_added_tokens_decoder().items())
+        self._id_by_token = {
+            token.content: i for i, token in added_tokens if token.special and token.content
+        }
+        delimiters = {text: _rarest_character(text) for text in self._id_by_token}
         surrogates = {
-            sign: chr(_FIRST_SURROGATE + i) for i, sign in enumerate(sorted(set(signs.values())))
+            delimiter: chr(_FIRST_SURROGATE + i)
+            for i, delimiter in enumerate(sorted(set(delimiters.values())))
         }
-        self._token_with_surrogate = {
-            text: text.replace(sign, surrogates[sign], 1) for text, sign in signs.items()
+        self._hidden_text_by_token = {
+            text: text.replace(delimiter, surrogates[delimiter], 1)
+            for text, delimiter in delimiters.items()
         }
-        self._surrogates = surrogates
-        spelling = set("".join(self._ids))
-        self._encodable_character = next(
-            sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in spelling
+        self._surrogate_by_delimiter = surrogates
+        token_characters = set("".join(self._id_by_token))
+        self._placeholder_character = next(
+            character
+            for character in map(chr, range(0xE000, 0xF8FF))
+            if character not in token_characters
         )
-        # The delimiter of a token without punctuation is a letter. It is hidden only within that
-        # token's text, because templates compare fields and roles with words.
-        self._delimiters = [sign for sign in surrogates if not _occurs_in_words(sign)]
-        self._word_tokens = [text for text, sign in signs.items() if _occurs_in_words(sign)]
-        self._token_pattern = literal_pattern(self._ids)
-        normalizers = {step["type"] for step in component_stages(backend.normalizer)}
-        self._normalizer_rewrites = not normalizers <= {"NFC", "Prepend", "Replace"}
-        self._add_marks(backend, added)
+        # A special token without punctuation has a letter as its delimiter. Hide this letter only
+        # within the whole token: templates compare roles and fields with words that contain it.
+        self._punctuation_delimiters = [
+            delimiter for delimiter in surrogates if not _is_word_character(delimiter)
+        ]
+        self._tokens_without_punctuation = [
+            text for text, delimiter in delimiters.items() if _is_word_character(delimiter)
+        ]
+        self._token_pattern = literal_pattern(self._id_by_token)
+        normalizers = {stage["type"] for stage in tokenizer_stages(backend.normalizer)}
+        self._has_rewriting_normalizer = not normalizers <= {"NFC", "Prepend", "Replace"}
+        self._make_marking_tokenizer(backend, added_tokens)
         # Ordinary text may become the unknown token, so it is not a control token.
-        self._control_ids = frozenset(self._ids.values()) - unknown_ids(backend)
+        self._control_ids = frozenset(self._id_by_token.values()) - unk_token_ids(backend)
 
-    def _add_marks(
-        self, backend: tokenizers.Tokenizer, added: list[tuple[int, tokenizers.AddedToken]]
+    def _make_marking_tokenizer(
+        self, backend: tokenizers.Tokenizer, added_tokens: list[tuple[int, tokenizers.AddedToken]]
     ) -> None:
         # The new tokenizer shares the components of ``backend``, without a copy.
         self._marking_tokenizer = tokenizers.Tokenizer(backend.model)
@@ -73,11 +83,11 @@ class ControlTokens:
             self._marking_tokenizer.pre_tokenizer = backend.pre_tokenizer
         # A message cannot contain a mark, because its author does not know the random number.
         number = secrets.token_hex(8)
-        self._break_mark = f"\U0010fffd{number}\U0010fffd"
+        self._separator_mark = f"\U0010fffd{number}\U0010fffd"
         self._mark_by_token: dict[str, str] = {}
-        tokens, ids = [tokenizers.AddedToken(self._break_mark, normalized=False)], [-1]
-        for i, token in added:
-            if token.content in self._ids:
+        tokens, ids = [tokenizers.AddedToken(self._separator_mark, normalized=False)], [-1]
+        for i, token in added_tokens:
+            if token.content in self._id_by_token:
                 mark = self._mark_by_token[token.content] = f"\U0010fffd{number}{i}\U0010fffd"
                 token = tokenizers.AddedToken(
                     mark, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
@@ -90,54 +100,59 @@ class ControlTokens:
             for token, i in zip(tokens, ids, strict=True)
         }
 
-    def may_be_spelled_by(self, texts: Iterable[str]) -> bool:
+    def can_occur_in(self, texts: Iterable[str]) -> bool:
         """Whether ``texts`` may contain a special token's text, or a part of it."""
         text = "".join(texts)
-        if self._normalizer_rewrites and not text.isascii():
+        if self._has_rewriting_normalizer and not text.isascii():
             return True
-        return any(sign in text for sign in (*self._delimiters, *self._word_tokens))
+        parts = (*self._punctuation_delimiters, *self._tokens_without_punctuation)
+        return any(part in text for part in parts)
 
-    def render(self, texts: Iterable[str], render: Callable[[Callable[[str], str]], str]) -> str:
+    def render(
+        self, texts: Iterable[str], render_prompt: Callable[[Callable[[str], str]], str]
+    ) -> str:
         """Render a prompt for ``encode``, with delimiters of special tokens hidden in messages.
 
         Args:
             texts: all strings of a conversation.
-            render: function that renders the prompt. Its argument is a function that it must apply
+            render_prompt: function that renders the prompt. It must apply its argument, a function,
                 to every string of the conversation.
         """
         text = "".join(texts)
-        if _SURROGATE.search(text):
+        if _SURROGATE_PATTERN.search(text):
             raise InvalidRequestError(
                 "messages: have a lone surrogate, expected Unicode text", param="messages"
             )
         try:
-            prompt = self._render_least_hidden(set(self._token_pattern.findall(text)), render)
+            prompt = self._render_hiding_fewest_tokens(
+                set(self._token_pattern.findall(text)), render_prompt
+            )
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 self._restore_delimiters(str(error)), param=error.param
             ) from error
         if "\\ud8" not in text:
             # Restore surrogates that a filter such as tojson has escaped as "\ud8…".
-            for surrogate in self._surrogates.values():
+            for surrogate in self._surrogate_by_delimiter.values():
                 prompt = prompt.replace(f"\\u{ord(surrogate):x}", surrogate)
         return prompt
 
-    def _render_least_hidden(
-        self, spelled: set[str], render: Callable[[Callable[[str], str]], str]
+    def _render_hiding_fewest_tokens(
+        self, message_tokens: set[str], render_prompt: Callable[[Callable[[str], str]], str]
     ) -> str:
-        """Render the prompt with as few of the messages' delimiters hidden as possible.
+        """Render the prompt with as few of the messages' special tokens hidden as possible.
 
-        Templates search messages, for example for thoughts in old turns, so a hidden delimiter may
-        change the prompt. Three renderings are tried until one has the control tokens of a prompt
-        with all delimiters hidden: nothing hidden; the special tokens hidden that occur too often;
-        all special tokens in the messages hidden.
+        Templates search messages, for example for thoughts in old turns, so a hidden token may
+        change the prompt. Three renderings are tried until one has the same control tokens as the
+        strict prompt, which hides all delimiters: hide nothing; hide only the special tokens that
+        occur more often than in the strict prompt; hide all special tokens of the messages.
 
         Args:
-            spelled: special tokens that the messages contain as text.
+            message_tokens: special tokens that the messages contain as text.
         """
         refusal = None
         try:
-            strict = render(self._hide_all_delimiters)
+            strict_prompt = render_prompt(self._hide_all_delimiters)
         except InvalidRequestError as error:
             if not isinstance(error.__cause__, UnicodeEncodeError):
                 raise
@@ -146,79 +161,87 @@ class ControlTokens:
                 "split_special_tokens=False lets it",
                 param="messages",
             )
-            if spelled:
+            if message_tokens:
                 raise refusal from error
             # A filter such as urlencode refuses surrogates. The messages contain no special token,
-            # so this prompt is only a reference, and one character may replace all delimiters.
-            strict = render(
-                lambda text: _SURROGATE.sub(
-                    self._encodable_character, self._hide_all_delimiters(text)
+            # so the strict prompt is only compared, never returned: one character can stand for
+            # every delimiter.
+            strict_prompt = render_prompt(
+                lambda text: _SURROGATE_PATTERN.sub(
+                    self._placeholder_character, self._hide_all_delimiters(text)
                 )
             )
-        written = self._token_pattern.findall(strict)
-        hidden: set[str] = set()
-        for everything in (set(), set(), spelled):
-            hidden |= everything
-            prompt = render(partial(self._hide_tokens, hidden))
+        template_tokens = self._token_pattern.findall(strict_prompt)
+        hidden_tokens: set[str] = set()
+        for more_tokens in (set(), set(), message_tokens):
+            hidden_tokens |= more_tokens
+            prompt = render_prompt(partial(self._hide_tokens, hidden_tokens))
             tokens = self._token_pattern.findall(prompt)
-            if tokens == written and (spelled <= hidden or self._only_drops_text(prompt, strict)):
+            if tokens == template_tokens and (
+                message_tokens <= hidden_tokens
+                or self._differs_only_by_dropped_text(prompt, strict_prompt)
+            ):
                 return prompt
-            hidden |= set(Counter(tokens) - Counter(written))
+            hidden_tokens |= set(Counter(tokens) - Counter(template_tokens))
         if refusal is not None:
             raise refusal
-        return strict
+        return strict_prompt
 
-    def _only_drops_text(self, prompt: str, strict: str) -> bool:
-        """Whether ``prompt`` equals ``strict`` except for dropped text between control tokens. If
-        so, no message has moved a control token."""
-        parts = zip(
-            self._token_pattern.split(prompt), self._token_pattern.split(strict), strict=True
+    def _differs_only_by_dropped_text(self, prompt: str, strict_prompt: str) -> bool:
+        """Whether ``prompt`` is ``strict_prompt`` with text between control tokens left out. If so,
+        no text of a message has added, removed or shifted a control token."""
+        pairs = zip(
+            self._token_pattern.split(prompt),
+            self._token_pattern.split(strict_prompt),
+            strict=True,
         )
-        for part, whole in parts:
-            rest = iter(self._restore_delimiters(whole))
-            if not all(character in rest for character in self._restore_delimiters(part)):
+        for text, strict_text in pairs:
+            rest = iter(self._restore_delimiters(strict_text))
+            if not all(character in rest for character in self._restore_delimiters(text)):
                 return False
         return True
 
-    def _hide_tokens(self, hidden: Collection[str], text: str) -> str:
+    def _hide_tokens(self, hidden_tokens: Collection[str], text: str) -> str:
         return self._token_pattern.sub(
-            lambda match: self._token_with_surrogate[match[0]] if match[0] in hidden else match[0],
+            lambda match: (
+                self._hidden_text_by_token[match[0]] if match[0] in hidden_tokens else match[0]
+            ),
             text,
         )
 
     def _hide_all_delimiters(self, text: str) -> str:
-        text = self._hide_tokens(self._token_with_surrogate, text)
-        for sign in self._delimiters:
-            text = text.replace(sign, self._surrogates[sign])
+        text = self._hide_tokens(self._hidden_text_by_token, text)
+        for delimiter in self._punctuation_delimiters:
+            text = text.replace(delimiter, self._surrogate_by_delimiter[delimiter])
         return text
 
     def _restore_delimiters(self, text: str, separator: str = "") -> str:
-        for sign, surrogate in self._surrogates.items():
-            text = text.replace(surrogate, separator + sign + separator)
+        for delimiter, surrogate in self._surrogate_by_delimiter.items():
+            text = text.replace(surrogate, separator + delimiter + separator)
         return text
 
     def encode(
-        self, prompt: str, encode: Callable[[tokenizers.Tokenizer, str], list[int]]
+        self, prompt: str, encode_text: Callable[[tokenizers.Tokenizer, str], list[int]]
     ) -> list[int]:
         """Token ids of a prompt that ``render`` returned.
 
         Args:
-            encode: function that encodes a text with a tokenizer.
+            encode_text: function that encodes a text with a tokenizer.
 
         Raises:
-            InvalidRequestError: if message text becomes a control token in any case, for example
-                through the tokenizer's normalizer.
+            InvalidRequestError: if message text still becomes a control token, for example through
+                the tokenizer's normalizer.
         """
-        written = self._token_pattern.findall(prompt)
-        controls = [i for i in map(self._ids.__getitem__, written) if i in self._control_ids]
+        token_ids = map(self._id_by_token.__getitem__, self._token_pattern.findall(prompt))
+        expected_ids = [i for i in token_ids if i in self._control_ids]
         marked = self._token_pattern.sub(lambda match: self._mark_by_token[match[0]], prompt)
         # The vocabulary may contain a special token's text as an ordinary token too. The second
         # attempt therefore splits such text at its delimiter.
-        for separator in ("", self._break_mark):
-            ids = encode(self._marking_tokenizer, self._restore_delimiters(marked, separator))
+        for separator in ("", self._separator_mark):
+            ids = encode_text(self._marking_tokenizer, self._restore_delimiters(marked, separator))
             ids = [self._original_ids.get(i, i) for i in ids]
             ids = [i for i in ids if i >= 0]
-            if [i for i in ids if i in self._control_ids] == controls:
+            if [i for i in ids if i in self._control_ids] == expected_ids:
                 return ids
         raise InvalidRequestError(
             "messages: this tokenizer makes a special token of text in them; "
@@ -227,29 +250,29 @@ class ControlTokens:
         )
 
 
-def component_stages(part: Any) -> list[dict[str, Any]]:
+def tokenizer_stages(component: Any) -> list[dict[str, Any]]:
     """List the stages of a tokenizer's normalizer, pre-tokenizer or decoder.
 
     Args:
-        part: the component, its section of tokenizer.json, or None.
+        component: the normalizer, pre-tokenizer or decoder, its section of tokenizer.json, or None.
 
     Returns:
         One section of tokenizer.json for each stage, with nested sequences flattened.
     """
-    if part is None:
+    if component is None:
         return []
-    if not isinstance(part, dict):
+    if not isinstance(component, dict):
         # The pickled state is the component's section of tokenizer.json. Serialising the whole
         # tokenizer instead would take 0.7 s with 150,000 tokens.
-        part = json.loads(part.__getstate__())
-    if part["type"] != "Sequence":
-        return [part]
-    inner = next(value for value in part.values() if isinstance(value, list))
-    return [step for section in inner for step in component_stages(section)]
+        component = json.loads(component.__getstate__())
+    if component["type"] != "Sequence":
+        return [component]
+    sections = next(value for value in component.values() if isinstance(value, list))
+    return [stage for section in sections for stage in tokenizer_stages(section)]
 
 
-def unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """Id of the token that an unknown character becomes, if there is one."""
+def unk_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """Id of the token for unknown characters; empty if the tokenizer has none."""
     try:
         tokens = backend.model.tokenize("\U0010fffd")
     except Exception:  # ``tokenizers`` raises bare Exceptions.
@@ -258,11 +281,11 @@ def unknown_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
     return frozenset(token.id for token in tokens) if len(tokens) == 1 else frozenset()
 
 
-def _rarest_character(text: str) -> str:
+def _rarest_character(token: str) -> str:
     """The character of a special token that is the rarest in ordinary text."""
-    signs = [sign for sign in text if not _occurs_in_words(sign)] or [text[0]]
-    return min(signs, key=_COMMON_CHARACTERS.find)
+    candidates = [character for character in token if not _is_word_character(character)]
+    return min(candidates or [token[0]], key=_PUNCTUATION_BY_FREQUENCY.find)
 
 
-def _occurs_in_words(sign: str) -> bool:
-    return sign.isalnum() or sign == "_"
+def _is_word_character(character: str) -> bool:
+    return character.isalnum() or character == "_"

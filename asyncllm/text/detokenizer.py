@@ -36,7 +36,7 @@ class StopMatcher:
 
     __slots__ = (
         "_first_characters",
-        "_held",
+        "_held_text",
         "_include_stop",
         "_max_stop_length",
         "_stops",
@@ -49,7 +49,7 @@ class StopMatcher:
         self._include_stop = include_stop
         self._first_characters = prepared.first_characters
         self._max_stop_length = prepared.max_length
-        self._held = ""
+        self._held_text = ""
         self.stopped: str | None = None
 
     def push(self, text: str, *, search_stop_strings: bool = True) -> str:
@@ -58,29 +58,29 @@ class StopMatcher:
         Args:
             search_stop_strings: False to ignore a stop string that ends in this piece.
         """
-        if not self._held and self._first_characters.isdisjoint(text):
+        if not self._held_text and self._first_characters.isdisjoint(text):
             return text  # Usually no stop string begins in this piece.
         if not text:
             return ""
-        buffer = self._held + text
+        buffer = self._held_text + text
         if search_stop_strings:
             start = self._find_stop(buffer)
             if self.stopped is not None:
-                self._held = ""
+                self._held_text = ""
                 return buffer[: start + len(self.stopped) if self._include_stop else start]
-        held = self._length_to_hold(buffer)
-        self._held = buffer[len(buffer) - held :]
-        return buffer[: len(buffer) - held]
+        released_length = len(buffer) - self._length_to_hold(buffer)
+        self._held_text = buffer[released_length:]
+        return buffer[:released_length]
 
     def finish(self) -> str:
         """Release the held-back text after the last piece."""
-        held, self._held = self._held, ""
-        return held
+        held_text, self._held_text = self._held_text, ""
+        return held_text
 
     def _find_stop(self, buffer: str) -> int:
         best = len(buffer)
         for stop in self._stops:
-            start = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
+            start = buffer.find(stop, max(0, len(self._held_text) - len(stop) + 1))
             if 0 <= start < best:
                 best = start
                 self.stopped = stop
@@ -106,7 +106,7 @@ class Detokenizer:
     tokens).
 
     Args:
-        decoder: decoder of this output alone.
+        decoder: decoder that no other output uses.
         stop: non-empty strings that end the output.
         include_stop_str_in_output: keep the stop string at the end of the text.
         min_tokens: number of leading tokens in which stop strings are ignored.
@@ -137,7 +137,7 @@ class Detokenizer:
             search_stop_strings: False for a token that no stop string may overlap.
 
         Raises:
-            Exception: any error of the decoder, which must end this output alone.
+            Exception: any error of the decoder; the caller must end only this output.
             RuntimeError: after a stop string was found.
         """
         text = self._decoder.push(token_id)
@@ -165,8 +165,8 @@ class Detokenizer:
         return text if self._matcher is None else self._matcher.finish() + text
 
 
-class NoText:
-    """Detokenizer that makes no text, for ``SamplingParams.detokenize=False``."""
+class NullDetokenizer:
+    """Detokenizer whose text is always empty, for ``SamplingParams.detokenize=False``."""
 
     stopped: str | None = None
 
@@ -178,5 +178,5 @@ class NoText:
 
     @staticmethod
     def decode(token_ids: Sequence[int]) -> str:
-        """Text of a whole output: always empty."""
+        """Return an empty text, whatever the tokens."""
         return ""

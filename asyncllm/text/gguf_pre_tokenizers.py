@@ -1,8 +1,8 @@
 """GGUF pre-tokenizers: rules that split text into words, by the name in a GGUF file.
 
 The names and regular expressions are those of llama.cpp (``llama-vocab.cpp``). Where an expression
-differs from that of the model's own tokenizer (llama.cpp knows no classes of upper and lower case
-beyond ASCII), llama.cpp's is used, because GGUF files are made for it. An expression of
+of llama.cpp differs from the model's own tokenizer (llama.cpp knows no classes of upper and lower
+case beyond ASCII), llama.cpp's is used, because GGUF files are made for it. An expression of
 ``std::regex`` is rewritten for Oniguruma: non-ASCII spaces match only ``\\s``, and ``\\d`` is
 ``[0-9]``.
 """
@@ -18,32 +18,33 @@ _SPACES = r"\s+(?!\S)|\s+"
 _LINE_ENDS_AND_SPACES = rf"\s*[\r\n]+|{_SPACES}"
 _PUNCTUATION_OR_SPACES = rf"{_PUNCTUATION}|{_LINE_ENDS_AND_SPACES}"
 
-_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
-_LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}"
-_QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}"
+_GPT2_PATTERN = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+_LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}"
+_QWEN2_PATTERN = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}"
 
 _NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 _NOT_LOWER_OR_MARK, _NOT_UPPER_OR_MARK = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]"
 
 
-def _cased_words(lower: str, upper: str, end: str = "") -> str:
-    """Regular expression of a word: letters of ``upper``, then of ``lower``, at least one."""
-    first = r"[^\r\n\p{L}\p{N}]?"
-    return f"{first}{upper}*{lower}+{end}|{first}{upper}+{lower}*{end}"
+def _cased_word_pattern(lower: str, upper: str, suffix: str = "") -> str:
+    """Regular expression of a word: letters of ``upper``, then letters of ``lower``. Either part
+    may be empty, but not both. One character that is no letter, digit or line end may precede."""
+    prefix = r"[^\r\n\p{L}\p{N}]?"
+    return f"{prefix}{upper}*{lower}+{suffix}|{prefix}{upper}+{lower}*{suffix}"
 
 
 _PUNCTUATION_AND_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINE_ENDS_AND_SPACES}"
-_WORD_OF_ANY_CASE = _cased_words(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{_CONTRACTION}?")
+_WORD_OF_ANY_CASE = _cased_word_pattern(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{_CONTRACTION}?")
 _DIGIT_TRIPLES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _NEWLINE_RUNS = r"[^\n]+|[\n]+"
 _WORD_WITH_PUNCTUATION = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 )
-_DEEPSEEK3 = rf"{_WORD_WITH_PUNCTUATION}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINE_ENDS_AND_SPACES}"
+_DEEPSEEK3_PATTERN = rf"{_WORD_WITH_PUNCTUATION}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINE_ENDS_AND_SPACES}"
 _HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 # ``&&\S`` leaves out U+3000, a space, as llama.cpp's range does.
 _HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff&&\\S]+"
-_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_BLOOM_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _HAN = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
@@ -60,8 +61,8 @@ class PreTokenizer:
     """Rules by which a BPE tokenizer splits text into words.
 
     Attributes:
-        splits: regular expressions, applied in order; each splits every piece of text into its
-            matches and the text between them.
+        split_patterns: regular expressions, applied in order; each splits every piece of text into
+            its matches and the text between them.
         ignore_merges: whether a word of the vocabulary is one token even if the merges split it.
         add_bos: whether a prompt begins with the BOS token, unless the file says otherwise.
         merges_characters: whether characters are merged, not bytes. A space is then written as
@@ -70,27 +71,27 @@ class PreTokenizer:
             same result.
     """
 
-    splits: tuple[str, ...]
+    split_patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
     merges_characters: bool = False
 
 
-_NAMES_BY_RULE: dict[PreTokenizer, str] = {
-    PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
-    PreTokenizer((_GPT2,)): (
+_NAMES_BY_PRE_TOKENIZER: dict[PreTokenizer, str] = {
+    PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
+    PreTokenizer((_GPT2_PATTERN,)): (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
         "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4"
     ),
-    PreTokenizer((r"\p{N}", _GPT2)): (
+    PreTokenizer((r"\p{N}", _GPT2_PATTERN)): (
         "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"
     ),
-    PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")): "falcon",
-    PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True): (
+    PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2_PATTERN, "[0-9][0-9][0-9]")): "falcon",
+    PreTokenizer((_LLAMA3_PATTERN,), ignore_merges=True, add_bos=True): (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
     ),
-    PreTokenizer((_LLAMA3,)): "dbrx smaug-bpe chatglm-bpe",
-    PreTokenizer((_LLAMA3,), ignore_merges=True): "glm4 glm5",
+    PreTokenizer((_LLAMA3_PATTERN,)): "dbrx smaug-bpe chatglm-bpe",
+    PreTokenizer((_LLAMA3_PATTERN,), ignore_merges=True): "glm4 glm5",
     PreTokenizer(
         (
             rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION}|\s*[\r\n]+|"
@@ -98,7 +99,7 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
             + r"|\s{1}",
         )
     ): "jais-2",
-    PreTokenizer((_QWEN2,)): (
+    PreTokenizer((_QWEN2_PATTERN,)): (
         "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 "
         "bailingmoe bailingmoe2 llada-moe"
     ),
@@ -109,19 +110,19 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
         )
     ): "qwen35",
     PreTokenizer(
-        (_cased_words(_NOT_UPPER, _NOT_LOWER) + rf"|\p{{N}}|{_PUNCTUATION_AND_SLASHES}",),
+        (_cased_word_pattern(_NOT_UPPER, _NOT_LOWER) + rf"|\p{{N}}|{_PUNCTUATION_AND_SLASHES}",),
         ignore_merges=True,
         add_bos=True,
     ): "tekken",
     PreTokenizer(
         (
-            _cased_words(_NOT_UPPER, _NOT_LOWER, f"{_CONTRACTION}?")
+            _cased_word_pattern(_NOT_UPPER, _NOT_LOWER, f"{_CONTRACTION}?")
             + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}",
         )
     ): "gpt-4o llama4 kanana2 talkie minimax-m2",
     PreTokenizer(
         (
-            _cased_words(_NOT_UPPER_OR_MARK, _NOT_LOWER_OR_MARK, f"{_CONTRACTION}?")
+            _cased_word_pattern(_NOT_UPPER_OR_MARK, _NOT_LOWER_OR_MARK, f"{_CONTRACTION}?")
             + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}",
         ),
         ignore_merges=True,
@@ -150,7 +151,7 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
     PreTokenizer(
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL, r"\p{N}")
     ): "deepseek-coder",
-    PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)): (
+    PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_PATTERN)): (
         "deepseek-v3 hunyuan-dense joyai-llm hy_v4"
     ),
     PreTokenizer(
@@ -161,8 +162,8 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
             r"\p{N}",
         )
     ): "spark2_5",
-    PreTokenizer((_BLOOM,)): "poro-chat bloom gpt3-finnish",
-    PreTokenizer((_BLOOM, r"\p{N}")): "viking",
+    PreTokenizer((_BLOOM_PATTERN,)): "poro-chat bloom gpt3-finnish",
+    PreTokenizer((_BLOOM_PATTERN, r"\p{N}")): "viking",
     PreTokenizer(
         (
             "<sentinel:[0-9]+>",
@@ -170,7 +171,7 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
             r"([\t\n]|    |  )",
             r"\p{N}",
             r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2,
+            _GPT2_PATTERN,
         ),
         add_bos=True,
     ): "chameleon",
@@ -191,10 +192,10 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
             "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
             "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
             "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
-            _DEEPSEEK3,
+            _DEEPSEEK3_PATTERN,
         )
     ): "afmoe",
-    PreTokenizer((_NEWLINE_RUNS, _QWEN2)): "laguna",
+    PreTokenizer((_NEWLINE_RUNS, _QWEN2_PATTERN)): "laguna",
     PreTokenizer(
         (
             rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
@@ -211,5 +212,9 @@ _NAMES_BY_RULE: dict[PreTokenizer, str] = {
     PreTokenizer((_NEWLINE_RUNS,), merges_characters=True): "sarvam-moe",
 }
 
-PRE_TOKENIZERS = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names.split()}
+PRE_TOKENIZERS = {
+    name: pre_tokenizer
+    for pre_tokenizer, names in _NAMES_BY_PRE_TOKENIZER.items()
+    for name in names.split()
+}
 """Pre-tokenizers by ``tokenizer.ggml.pre``. "whitespace" is left out, because it drops text."""

@@ -25,7 +25,7 @@ _TEMPLATE_KEY = "tokenizer.chat_template"
 _WORD_MARK = "▁"
 _UNKNOWN_TYPE, _CONTROL_TYPE, _USER_DEFINED_TYPE = 2, 3, 4
 
-_NAMED_TOKENS = {
+_SPECIAL_TOKEN_NAMES = {
     "bos": "bos_token",
     "eos": "eos_token",
     "unknown": "unk_token",
@@ -34,10 +34,10 @@ _NAMED_TOKENS = {
     "cls": "cls_token",
     "mask": "mask_token",
 }
-_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+_SENTENCEPIECE_SPECIAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids of special tokens in a SentencePiece vocabulary, where the file does not state them."""
 
-_FILL_IN_TOKENS = frozenset(
+_FIM_TOKENS = frozenset(
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
     "<|prefix|> <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> "
     "<|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> "
@@ -49,12 +49,12 @@ _FILL_IN_TOKENS = frozenset(
 _UNSTRIPPED_TOKENS_OF_PHI3 = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
-_MAX_SQUARED_LENGTHS = 2**26
+_MAX_SUM_OF_SQUARED_LENGTHS = 2**26
 """Maximum sum of the squared lengths of a SentencePiece vocabulary's tokens: four times Gemma's.
-Time and memory to find the pairs that make a token grow with the square of its length."""
+Time and memory to find a token's merges grow with the square of its length."""
 
 _MAX_MERGES = 2**20
-"""Maximum number of pairs that make the tokens of a SentencePiece vocabulary: twice Gemma's."""
+"""Maximum number of BPE merges derived from a SentencePiece vocabulary: twice Gemma's number."""
 
 
 def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, str]]:
@@ -71,23 +71,23 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     kind = metadata.choice("tokenizer.ggml.model", ("gpt2", "llama", "gemma4"))
     vocabulary = {token: i for i, token in enumerate(read_tokens(file))}
     pre_tokenizer = None if kind == "llama" else _pre_tokenizer(metadata, kind)
-    added = list(_added_tokens(file, vocabulary))
+    added_tokens = list(_added_tokens(file, vocabulary))
     try:
         if pre_tokenizer is None:
             backend = _sentencepiece_tokenizer(
-                file, metadata, vocabulary, {token.content for token in added}
+                file, metadata, vocabulary, {token.content for token in added_tokens}
             )
         else:
             backend = _bpe_tokenizer(file, pre_tokenizer, vocabulary)
-        backend.add_tokens(added)
+        backend.add_tokens(added_tokens)
     except ModelLoadError:
         raise
     except Exception as error:  # ``tokenizers`` raises plain ``Exception``.
         raise ModelLoadError(
             f"{path}: no tokenizer can be made of it ({explain(error)})"
         ) from error
-    special_tokens = _named_tokens(
-        metadata, list(vocabulary), {} if pre_tokenizer else _SENTENCEPIECE_IDS
+    special_tokens = _special_tokens_by_name(
+        metadata, list(vocabulary), {} if pre_tokenizer else _SENTENCEPIECE_SPECIAL_IDS
     )
     _add_bos_and_eos(
         backend, metadata, special_tokens, add_bos=pre_tokenizer is None or pre_tokenizer.add_bos
@@ -111,7 +111,7 @@ def _bpe_tokenizer(
     file: GGUFFile, pre_tokenizer: PreTokenizer, vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
     """Make a BPE tokenizer with the file's merges, of bytes or of characters."""
-    merges = dict.fromkeys(_split_merge(file, merge) for merge in file.read_array(_MERGES))
+    merges = dict.fromkeys(_split_merge(file, merge) for merge in file.read_array(_MERGES_KEY))
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocabulary,
@@ -121,11 +121,12 @@ def _bpe_tokenizer(
         )
     )
     splits: list[Any] = [
-        pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in pre_tokenizer.splits
+        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        for pattern in pre_tokenizer.split_patterns
     ]
     if pre_tokenizer.merges_characters:
         backend.normalizer = normalizers.Replace(" ", _WORD_MARK)
-        backend.decoder = _piece_decoder(strip_start=False)
+        backend.decoder = _sentencepiece_decoder(strip_start=False)
     else:
         splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         backend.decoder = decoders.ByteLevel()
@@ -133,7 +134,7 @@ def _bpe_tokenizer(
     return backend
 
 
-_MERGES = "tokenizer.ggml.merges"
+_MERGES_KEY = "tokenizer.ggml.merges"
 
 
 def _split_merge(file: GGUFFile, merge: Any) -> tuple[str, str]:
@@ -141,14 +142,14 @@ def _split_merge(file: GGUFFile, merge: Any) -> tuple[str, str]:
     cut = merge.find(" ", 1) if isinstance(merge, str) else -1
     if cut < 0:
         raise ModelLoadError(
-            f"{file.path}: metadata {_MERGES!r} has {merge!r:.100}, expected two tokens with a "
+            f"{file.path}: metadata {_MERGES_KEY!r} has {merge!r:.100}, expected two tokens with a "
             "space between them"
         )
     return merge[:cut], merge[cut + 1 :]
 
 
 def _sentencepiece_tokenizer(
-    file: GGUFFile, metadata: ConfigFile, vocabulary: dict[str, int], added: set[str]
+    file: GGUFFile, metadata: ConfigFile, vocabulary: dict[str, int], added_tokens: set[str]
 ) -> tokenizers.Tokenizer:
     """Make a tokenizer that merges the pair with the highest score first.
 
@@ -163,17 +164,20 @@ def _sentencepiece_tokenizer(
             f"{file.path}: metadata 'tokenizer.ggml.scores' has {len(scores)} values for "
             f"{len(vocabulary)} tokens, expected one each"
         )
-    if sum(len(token) ** 2 for token in vocabulary if token not in added) > _MAX_SQUARED_LENGTHS:
+    if (
+        sum(len(token) ** 2 for token in vocabulary if token not in added_tokens)
+        > _MAX_SUM_OF_SQUARED_LENGTHS
+    ):
         longest = max(map(len, vocabulary))
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has tokens of up to {longest} "
             "characters, expected squares of their lengths that add up to "
-            f"{_MAX_SQUARED_LENGTHS} at most"
+            f"{_MAX_SUM_OF_SQUARED_LENGTHS} at most"
         )
     cuts = (
         (-scores[i], -cut, token[:cut], token[cut:])
         for token, i in vocabulary.items()
-        if token not in added
+        if token not in added_tokens
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     )
@@ -200,11 +204,11 @@ def _sentencepiece_tokenizer(
     backend.normalizer = (
         normalizers.Sequence([normalizers.Prepend(_WORD_MARK), marks]) if prefix else marks
     )
-    backend.decoder = _piece_decoder(strip_start=prefix)
+    backend.decoder = _sentencepiece_decoder(strip_start=prefix)
     return backend
 
 
-def _piece_decoder(*, strip_start: bool) -> decoders.Decoder:
+def _sentencepiece_decoder(*, strip_start: bool) -> decoders.Decoder:
     stages: list[Any] = [
         decoders.Replace(_WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(),
     ]  # fmt: skip
@@ -228,9 +232,7 @@ def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[Add
     strips = isinstance(name, str) and any(phi in name.lower() for phi in ("phi-3", "phi3"))
     is_jina = "jina-v2-" in str(file.metadata.get("tokenizer.ggml.pre"))
     for token, i in vocabulary.items():
-        special = (
-            types[i] in (_UNKNOWN_TYPE, _CONTROL_TYPE) or token in END_TOKENS | _FILL_IN_TOKENS
-        )
+        special = types[i] in (_UNKNOWN_TYPE, _CONTROL_TYPE) or token in END_TOKENS | _FIM_TOKENS
         if special or types[i] == _USER_DEFINED_TYPE:
             yield AddedToken(
                 token,
@@ -241,11 +243,11 @@ def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[Add
             )
 
 
-def _named_tokens(
+def _special_tokens_by_name(
     metadata: ConfigFile, tokens: list[str], default_ids: Mapping[str, int]
 ) -> dict[str, str]:
     special_tokens: dict[str, str] = {}
-    for name, label in _NAMED_TOKENS.items():
+    for name, label in _SPECIAL_TOKEN_NAMES.items():
         key = f"tokenizer.ggml.{name}_token_id"
         if metadata.values.get(key, ABSENT_TOKEN_ID) != ABSENT_TOKEN_ID:
             special_tokens[label] = tokens[metadata.integer(key, low=0, high=len(tokens) - 1)]

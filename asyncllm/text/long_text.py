@@ -1,9 +1,9 @@
 """SHORT_TEXT_CHARACTERS, LONG_TEXT_CHARACTERS: text lengths that decide which thread tokenises."""
 
 SHORT_TEXT_CHARACTERS = 512
-"""Maximum number of characters of a text that an event loop's thread tokenises. It takes up to a
-third of a millisecond, and a text of 4,095 characters up to 3 ms."""
+"""Maximum number of characters of a text that an event loop's thread tokenises. Tokenising takes up
+to a third of a millisecond for this length, and up to 3 ms for 4,095 characters."""
 
 LONG_TEXT_CHARACTERS = 4096
-"""Minimum number of characters of a text that another worker thread tokenises than shorter ones,
-which would wait too long for it. Also the minimum number of tokens that this thread decodes."""
+"""Texts of at least this many characters are tokenised on a thread of their own, so that shorter
+texts do not wait for them. Lists of at least this many tokens are decoded there too."""

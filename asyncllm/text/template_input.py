@@ -14,14 +14,14 @@ from asyncllm.validation import describe, explain
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
-_MAX_DEPTH = 100
+_MAX_NESTING_DEPTH = 100
 _MAX_VALUES = 100_000
 
 MAX_CHARACTERS = 2**24
-"""Maximum number of characters of the strings of a conversation, as many as a prompt may have. One
-long string may occur many times, and all of them are joined to be searched."""
+"""Maximum number of characters of all strings of a conversation, as many as a prompt may have. A
+string counts each time it occurs, because all are joined to be searched for special tokens."""
 
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_JSON_STRING_PATTERN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class TemplateInput:
@@ -74,7 +74,7 @@ class TemplateInput:
                 "chat_template", kind, "the name or the source of one", "chat_template"
             )
         self.chat_template: str | None = template
-        copier = TemplateCopier()
+        copier = TemplateInputCopier()
         chat = _check_messages(messages, copier, arguments_as_text)
         self.values = {
             "add_generation_prompt": True,
@@ -87,50 +87,52 @@ class TemplateInput:
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
 
     def with_changed_strings(
-        self, change: Callable[[str], str], unchanged: Collection[str] = ()
+        self, change_string: Callable[[str], str], unchanged_names: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Copy of ``values`` with ``change`` applied to every string.
+        """Copy of ``values`` with ``change_string`` applied to every string.
 
         Args:
-            unchanged: names of variables that are not changed.
+            unchanged_names: names of variables that are not changed.
         """
         return {
-            name: value if name in unchanged else _change_strings(value, change)
+            name: value if name in unchanged_names else _change_strings(value, change_string)
             for name, value in self.values.items()
         }
 
 
-def _change_strings(value: Any, change: Callable[[str], str]) -> Any:
+def _change_strings(value: Any, change_string: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return change(value)
+        return change_string(value)
     if isinstance(value, dict):
         return {
-            _change_strings(key, change): _change_strings(item, change)
+            _change_strings(key, change_string): _change_strings(item, change_string)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return type(value)(_change_strings(item, change) for item in value)
+        return type(value)(_change_strings(item, change_string) for item in value)
     return value
 
 
-class TemplateCopier:
-    """Copier of the values of one call; its errors are InvalidRequestErrors."""
+class TemplateInputCopier:
+    """Copier of what one call passes to a chat template; it raises InvalidRequestError."""
 
     def __init__(self) -> None:
-        self._copier = JsonCopier(_MAX_VALUES, MAX_CHARACTERS, _MAX_DEPTH, _convert)
+        self._copier = JsonCopier(
+            _MAX_VALUES, MAX_CHARACTERS, _MAX_NESTING_DEPTH, _convert_to_json_type
+        )
         self.texts = self._copier.texts
 
     @property
-    def values_left(self) -> int:
+    def num_values_left(self) -> int:
         return _MAX_VALUES - self._copier.num_values
 
     def copy_value(self, value: Any, where: str, param: str) -> Any:
-        return self._run(lambda: self._copier.copy(value), where, param)
+        return self._copy_or_raise(lambda: self._copier.copy(value), where, param)
 
     def copy_items(self, values: Collection[Any], where: str, param: str) -> list[Any]:
-        return self._run(lambda: self._copier.copy_items(values), where, param)
+        return self._copy_or_raise(lambda: self._copier.copy_items(values), where, param)
 
-    def _run(self, copy: Callable[[], Any], where: str, param: str) -> Any:
+    def _copy_or_raise(self, copy: Callable[[], Any], where: str, param: str) -> Any:
         try:
             return copy()
         except NotJsonError as error:
@@ -143,7 +145,7 @@ class TemplateCopier:
             ) from error
 
 
-def _convert(value: Any) -> Any:
+def _convert_to_json_type(value: Any) -> Any:
     """Convert a dataclass, a pydantic model or an object of a subclass of a JSON type."""
     if isinstance(value, (type, str, int, float)):
         return convert_subclass(value)
@@ -152,7 +154,9 @@ def _convert(value: Any) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else convert_subclass(value)
 
 
-def _check_messages(messages: Any, copier: TemplateCopier, as_text: bool) -> list[dict[str, Any]]:
+def _check_messages(
+    messages: Any, copier: TemplateInputCopier, arguments_as_text: bool
+) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)):
         accepted = "a list of at least one message; a prompt is for stream() or generate()"
         raise _invalid_input("messages", f"a {type(messages).__name__}", accepted)
@@ -160,7 +164,7 @@ def _check_messages(messages: Any, copier: TemplateCopier, as_text: bool) -> lis
         raise _invalid_input("messages", "empty", "a list of at least one message")
     chat = []
     for i, plain in enumerate(copier.copy_items(messages, "messages", "messages")):
-        if _is_simple(plain):
+        if _has_only_role_and_text(plain):
             chat.append(plain)
             continue
         where = f"messages[{i}]"
@@ -176,14 +180,14 @@ def _check_messages(messages: Any, copier: TemplateCopier, as_text: bool) -> lis
         if calls := plain.get("tool_calls"):
             where = f"{where}.tool_calls"
             plain["tool_calls"] = [
-                _convert_arguments(call, copier, as_text, where) for call in calls
+                _convert_arguments(call, copier, arguments_as_text, where) for call in calls
             ]
         chat.append(_with_reasoning(plain))
     return chat
 
 
-def _is_simple(message: Any) -> bool:
-    """Whether a message needs no conversion, because it has a role and a text alone."""
+def _has_only_role_and_text(message: Any) -> bool:
+    """Whether a message needs no conversion: it has a role and a text, and no other field."""
     return (
         type(message) is dict
         and len(message) == 2
@@ -213,17 +217,20 @@ def _join_content(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _convert_arguments(call: Any, copier: TemplateCopier, as_text: bool, where: str) -> Any:
-    """Copy a call with its arguments as JSON text if ``as_text`` is set, else as a dict. Invalid
-    JSON stays text."""
+def _convert_arguments(
+    call: Any, copier: TemplateInputCopier, arguments_as_text: bool, where: str
+) -> Any:
+    """Copy a tool call with its arguments as JSON text or as a dict. Invalid JSON stays text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
     arguments = function.get("arguments")
-    if as_text and isinstance(arguments, dict):
+    if arguments_as_text and isinstance(arguments, dict):
         converted: Any = json.dumps(arguments, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        _check_num_values(arguments, copier.values_left, where)
+    elif (
+        not arguments_as_text and isinstance(arguments, str) and arguments.lstrip().startswith("{")
+    ):
+        _check_num_values(arguments, copier.num_values_left, where)
         try:
             converted = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -236,12 +243,12 @@ def _convert_arguments(call: Any, copier: TemplateCopier, as_text: bool, where: 
     return {**call, "function": converted} if "function" in call else converted
 
 
-def _check_num_values(text: str, num_left: int, where: str) -> None:
-    """Refuse JSON text of more than ``num_left`` values before it is parsed."""
-    signs = ",[{"
-    if sum(map(text.count, signs)) > num_left:
-        text = _STRING.sub("", text)
-        if sum(map(text.count, signs)) > num_left:
+def _check_num_values(text: str, num_values_left: int, where: str) -> None:
+    """Refuse JSON text of more than ``num_values_left`` values before it is parsed."""
+    separators = ",[{"
+    if sum(map(text.count, separators)) > num_values_left:
+        text = _JSON_STRING_PATTERN.sub("", text)
+        if sum(map(text.count, separators)) > num_values_left:
             raise InvalidRequestError(
                 f"{where}: beyond {_MAX_VALUES} values, expected JSON types", param="messages"
             )
@@ -256,7 +263,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _check_tools(tools: Any, copier: TemplateCopier) -> list[Any] | None:
+def _check_tools(tools: Any, copier: TemplateInputCopier) -> list[Any] | None:
     if tools is None:
         return None
     plain = copier.copy_value(tools, "tools", "tools")

@@ -20,20 +20,23 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-# Cost in characters that is charged for a list item, or for a bit of an integer.
 _ITEM_CHARACTERS = 16
+"""Characters that a list item, or a bit of an integer, counts against the size limit."""
 
-# Filters that accept a list or a dict without converting it to text.
-_READING_FILTERS = frozenset(
+_NON_TEXT_FILTERS = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
-# Filters and methods whose result is larger for a larger argument.
+"""Filters that accept a list or a dict without converting it to text."""
+
 _GROWING_METHODS = frozenset(
     "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
     "wordwrap zfill".split()
 )
-_COMPUTED_WIDTH = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
+"""Filters and methods whose result is larger for a larger argument."""
+
+_COMPUTED_WIDTH_PATTERN = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
+"""Format field with a computed width or precision, such as ``%*d`` or ``{:{}}``."""
 
 
 class TemplateLimitError(Exception):
@@ -41,7 +44,7 @@ class TemplateLimitError(Exception):
 
 
 class TemplateOutputError(TemplateLimitError):
-    """Error for a template that writes more than ``max_output`` characters."""
+    """Error for a template that writes more than ``max_output_characters``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,19 @@ class RenderLimits:
     """Limits of one rendering.
 
     Attributes:
-        max_output: maximum number of characters of the rendered text.
-        max_value: maximum size of an intermediate value: characters of a string, 16 for each item
-            of a list. All intermediate values together may have 16 times this size.
-        seconds: maximum processor time of the rendering thread.
+        max_output_characters: maximum number of characters of the rendered text.
+        max_value_size: maximum size of an intermediate value: characters of a string, 16 for each
+            item of a list. All intermediate values together may have 16 times this size.
+        max_seconds: maximum processor time of the rendering thread.
     """
 
-    max_output: int
-    max_value: int
-    seconds: float
+    max_output_characters: int
+    max_value_size: int
+    max_seconds: float
 
 
-class Meter:
-    """Meter of the time and memory of one rendering.
+class RenderMeter:
+    """Meter of the processor time and memory of one rendering.
 
     Its methods are called before an operation allocates memory, and raise TemplateLimitError if the
     operation would exceed the limits.
@@ -71,19 +74,19 @@ class Meter:
 
     def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
-        self._characters_left = 16 * limits.max_value
+        self._characters_left = 16 * limits.max_value_size
         self._num_charges = 0
-        self._deadline = time.thread_time() + limits.seconds
+        self._deadline = time.thread_time() + limits.max_seconds
 
     def charge(self, size: int) -> None:
         """Charge an operation whose result has ``size`` characters, or one step of a loop."""
         self._characters_left -= max(size, 0)
-        if size > self._limits.max_value or self._characters_left < 0:
-            raise TemplateLimitError(f"makes more than {self._limits.max_value} characters")
+        if size > self._limits.max_value_size or self._characters_left < 0:
+            raise TemplateLimitError(f"makes more than {self._limits.max_value_size} characters")
         self._num_charges += 1
         # Reading the clock takes longer than most operations, so it is not read for each.
         if self._num_charges % 32 == 0 and time.thread_time() > self._deadline:
-            raise TemplateLimitError(f"takes more than {self._limits.seconds} s")
+            raise TemplateLimitError(f"takes more than {self._limits.max_seconds} s")
 
     def charge_text(self, *values: Any) -> int:
         """Charge the conversion of ``values`` to text and return its estimated length.
@@ -91,7 +94,7 @@ class Meter:
         A list that occurs several times within another is charged each time.
         """
         stack, size = list(values), 0
-        while stack and size <= self._limits.max_value:
+        while stack and size <= self._limits.max_value_size:
             value = stack.pop()
             if isinstance(value, str):
                 size += len(value)
@@ -104,16 +107,16 @@ class Meter:
         self.charge(size)
         return size
 
-    def charge_growth(self, name: str, value: Any, arguments: tuple[Any, ...]) -> None:
+    def charge_call(self, name: str, value: Any, arguments: tuple[Any, ...]) -> None:
         """Charge the largest possible result of a filter or method.
 
         Args:
             name: name of the filter or method.
             value: the object that it is applied to.
-            given: its other arguments.
+            arguments: the arguments of the call.
         """
-        size = _size(value)
-        if name not in _READING_FILTERS and not isinstance(value, (str, bytes)):
+        size = _value_size(value)
+        if name not in _NON_TEXT_FILTERS and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
         result_size = 0
         if name in _GROWING_METHODS:
@@ -124,7 +127,7 @@ class Meter:
             result_size = size + times * max(map(len, texts), default=0)
         elif name in ("format", "format_map"):
             text = str(value)
-            if _COMPUTED_WIDTH.search(text):
+            if _COMPUTED_WIDTH_PATTERN.search(text):
                 raise TemplateLimitError("formats with a width that it computes")
             widths = sum(map(int, re.findall(r"\d+", text)))
             fields = text.count("%") + text.count("{")
@@ -144,8 +147,8 @@ class Meter:
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja environment with the functions and settings that Hugging Face's chat templates expect.
 
-    Loops, calls, filters and operators report to a Meter, which bounds the processor time and
-    memory of a rendering. The time is checked between operations. A single operation is short,
+    Loops, calls, filters and operators report to a RenderMeter, which bounds the processor time
+    and memory of a rendering. The time is checked between operations. A single operation is short,
     because its strings have bounded length.
     """
 
@@ -184,20 +187,22 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             TemplateLimitError: for a template that needs more than ``limits``.
             Exception: any other error, from the template itself.
         """
-        self._thread_state.meter = Meter(limits)
+        self._thread_state.meter = RenderMeter(limits)
         pieces, length = [], 0
         try:
             for piece in template.root_render_func(template.new_context(values)):
                 pieces.append(piece)
                 length += len(piece)
-                if length > limits.max_output:
-                    raise TemplateOutputError(f"writes more than {limits.max_output} characters")
+                if length > limits.max_output_characters:
+                    raise TemplateOutputError(
+                        f"writes more than {limits.max_output_characters} characters"
+                    )
         finally:
             del self._thread_state.meter
         return "".join(pieces)
 
     @property
-    def _meter(self) -> Meter:
+    def _meter(self) -> RenderMeter:
         # During compilation there is no meter, so this raises. Jinja then does not fold constant
         # expressions, whose cost would escape the limits.
         return self._thread_state.meter
@@ -217,14 +222,14 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
-            self._meter.charge_growth(method.__name__, owner, (*args, *kwargs.values()))
+            self._meter.charge_call(method.__name__, owner, (*args, *kwargs.values()))
         return self._charge_result(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator != "%":
-            self._meter.charge(_combined_size(operator, left, right))
+            self._meter.charge(_binop_result_size(operator, left, right))
         elif isinstance(left, (str, bytes)):
-            self._meter.charge_growth("format", left, (right,))
+            self._meter.charge_call("format", left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def _finalize(self, value: Any) -> Any:
@@ -239,7 +244,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
             arguments = (*args[num_injected + 1 :], *kwargs.values())
-            self._meter.charge_growth(name, args[num_injected], arguments)
+            self._meter.charge_call(name, args[num_injected], arguments)
             result = function(*args, **kwargs)
             # Compute a lazy result now, so that its size is known.
             return self._charge_result(list(result) if isinstance(result, Iterator) else result)
@@ -252,11 +257,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             yield value
 
     def _charge_result(self, value: Any) -> Any:
-        self._meter.charge(_size(value))
+        self._meter.charge(_value_size(value))
         return value
 
 
-def _size(value: Any) -> int:
+def _value_size(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
@@ -264,14 +269,14 @@ def _size(value: Any) -> int:
     return _ITEM_CHARACTERS * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
-def _combined_size(operator: str, left: Any, right: Any) -> int:
+def _binop_result_size(operator: str, left: Any, right: Any) -> int:
     """Upper bound of the size of a sum, a product or a power."""
     integers = isinstance(left, int) and isinstance(right, int)
     if operator == "+" or (operator == "*" and integers):
-        return _size(left) + _size(right)
+        return _value_size(left) + _value_size(right)
     if isinstance(right, int):
-        return _size(left) * right
-    return left * _size(right) if isinstance(left, int) else 0
+        return _value_size(left) * right
+    return left * _value_size(right) if isinstance(left, int) else 0
 
 
 class _MeterInserter(jinja2.visitor.NodeTransformer):

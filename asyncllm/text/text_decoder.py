@@ -18,11 +18,18 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-REPLACEMENT = "\ufffd"
-_MAX_CONTEXT_TOKENS = 6  # Tokens with text that WindowDecoder takes from the end of a prompt.
-_MAX_SCANNED_TOKENS = 256  # Tokens of a prompt that WindowDecoder looks at, for some have no text.
-_MAX_RUN_BYTES = 16  # Byte tokens at the end of a prompt that ByteFallbackDecoder looks at.
-_HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+REPLACEMENT_CHARACTER = "\ufffd"
+
+_MAX_PROMPT_CONTEXT_TOKENS = 6
+"""Number of tokens with text that WindowDecoder takes from the end of a prompt."""
+
+_MAX_SCANNED_PROMPT_TOKENS = 256
+"""Maximum number of prompt tokens that WindowDecoder scans for tokens with text."""
+
+_MAX_BYTE_TOKEN_RUN = 16
+"""Maximum number of byte tokens at the end of a prompt that ByteFallbackDecoder reads."""
+
+_BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 IdToToken = Callable[[int], str | None]
 """Function from token id to the vocabulary's string; None for an unknown id."""
@@ -50,7 +57,7 @@ class ByteTable(dict[int, bytes]):
     def __init__(self, id_to_token: IdToToken, skipped_ids: Collection[int] = ()) -> None:
         super().__init__(dict.fromkeys(skipped_ids, b""))
         self._id_to_token = id_to_token
-        self._byte_of = byte_alphabet()
+        self._byte_by_character = byte_alphabet()
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._id_to_token(token_id)
@@ -58,7 +65,7 @@ class ByteTable(dict[int, bytes]):
             data = b""
         else:
             try:
-                data = bytes([self._byte_of[c] for c in token])
+                data = bytes([self._byte_by_character[c] for c in token])
             except KeyError:
                 # An added token with a character outside the alphabet is plain text.
                 data = token.encode()
@@ -84,37 +91,39 @@ class ByteLevelDecoder:
     def __init__(self, table: ByteTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._boundary_bytes = _unfinished_tail(table, prompt_token_ids)
+        self._boundary_bytes = _unfinished_character_bytes(table, prompt_token_ids)
         if self._boundary_bytes:
             self._decode(self._boundary_bytes)
 
     def push(self, token_id: int) -> str:
         text = self._decode(self._table[token_id])
-        return self._without_prompt(text, self._table[token_id]) if self._boundary_bytes else text
+        if self._boundary_bytes:
+            return self._remove_prompt_character(text, self._table[token_id])
+        return text
 
     def flush(self) -> str:
         text = self._decode(b"", True)
-        return self._without_prompt(text, b"") if self._boundary_bytes else text
+        return self._remove_prompt_character(text, b"") if self._boundary_bytes else text
 
-    def _without_prompt(self, text: str, data: bytes) -> str:
+    def _remove_prompt_character(self, text: str, data: bytes) -> str:
         """Remove the replacement character that stands for the prompt's unfinished character, if
         the output did not complete that character.
 
         Args:
-            text: new text, of which only the first non-empty one is changed.
+            text: new text; only the first non-empty text of an output is changed.
             data: bytes of the new token.
         """
         self._boundary_bytes += data
         if not text:
             return text
-        unfinished = text[0] == REPLACEMENT and not self._boundary_bytes.startswith(
-            REPLACEMENT.encode()
+        unfinished = text[0] == REPLACEMENT_CHARACTER and not self._boundary_bytes.startswith(
+            REPLACEMENT_CHARACTER.encode()
         )
         self._boundary_bytes = b""
         return text[1:] if unfinished else text
 
 
-def _unfinished_tail(table: ByteTable, token_ids: Sequence[int]) -> bytes:
+def _unfinished_character_bytes(table: ByteTable, token_ids: Sequence[int]) -> bytes:
     """Bytes of the incomplete character at the end of a token sequence, at most three."""
     tail = b""
     for token_id in reversed(token_ids):
@@ -134,7 +143,7 @@ class PieceTable(dict[int, str | int]):
     its token first occurs, as in ByteTable.
 
     Attributes:
-        strips_start: whether one space at the beginning of a text is removed.
+        strips_leading_space: whether one space at the beginning of a text is removed.
     """
 
     def __init__(
@@ -143,31 +152,31 @@ class PieceTable(dict[int, str | int]):
         skipped_ids: Collection[int] = (),
         *,
         word_mark: str = "▁",
-        strips_start: bool = True,
+        strips_leading_space: bool = True,
     ) -> None:
         super().__init__(dict.fromkeys(skipped_ids, ""))
-        self.strips_start = strips_start
+        self.strips_leading_space = strips_leading_space
         self._id_to_token = id_to_token
         self._word_mark = word_mark
 
     def __missing__(self, token_id: int) -> str | int:
         text = (self._id_to_token(token_id) or "").replace(self._word_mark, " ")
-        match = _HEX_BYTE.fullmatch(text)
+        match = _BYTE_TOKEN_PATTERN.fullmatch(text)
         piece = int(match[1], 16) if match else text
         self[token_id] = piece
         return piece
 
 
-def make_table(
+def make_token_table(
     decoder_stages: list[dict[str, Any]], id_to_token: IdToToken, skipped_ids: Collection[int]
 ) -> ByteTable | PieceTable | None:
-    """Make the table for a tokenizer's decoder; None if WindowDecoder is needed.
+    """Make the table of a decoder's tokens; None if the decoder needs a WindowDecoder.
 
     A decoder with the one stage "ByteLevel" gets a ByteTable. A PieceTable is for a decoder with
     these stages: replace the word mark by a space, convert byte tokens, join, and optionally strip
     one leading space.
     """
-    kinds = [step["type"] for step in decoder_stages]
+    kinds = [stage["type"] for stage in decoder_stages]
     if kinds == ["ByteLevel"]:
         return ByteTable(id_to_token, skipped_ids)
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -177,7 +186,7 @@ def make_table(
     if not mark or decoder_stages[0]["content"] != " ":
         return None
     return PieceTable(
-        id_to_token, skipped_ids, word_mark=mark, strips_start=len(decoder_stages) == 4
+        id_to_token, skipped_ids, word_mark=mark, strips_leading_space=len(decoder_stages) == 4
     )
 
 
@@ -190,17 +199,17 @@ class ByteFallbackDecoder:
     differ in one case: characters that were complete before their run became invalid are kept.
     """
 
-    __slots__ = ("_is_at_start", "_pending_bytes", "_prompt_bytes", "_run_is_invalid", "_table")
+    __slots__ = ("_is_at_start", "_num_prompt_bytes", "_pending_bytes", "_run_is_invalid", "_table")
 
     def __init__(self, table: PieceTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._pending_bytes = b""
         self._run_is_invalid = False
-        run, has_text = _trailing_bytes(table, prompt_token_ids)
+        run, has_text = _trailing_byte_run(table, prompt_token_ids)
         for byte in run:
             self._push_byte(byte)
-        self._prompt_bytes = len(self._pending_bytes)
-        self._is_at_start = table.strips_start and not has_text
+        self._num_prompt_bytes = len(self._pending_bytes)
+        self._is_at_start = table.strips_leading_space and not has_text
 
     def push(self, token_id: int) -> str:
         piece = self._table[token_id]
@@ -218,13 +227,13 @@ class ByteFallbackDecoder:
         return text
 
     def flush(self) -> str:
-        text = self._replace_pending()
+        text = self._replace_pending_bytes()
         self._run_is_invalid = False
         return text
 
     def _push_byte(self, byte: int) -> str:
         if self._run_is_invalid:
-            return REPLACEMENT
+            return REPLACEMENT_CHARACTER
         self._pending_bytes += bytes((byte,))
         try:
             text = self._pending_bytes.decode()
@@ -232,21 +241,20 @@ class ByteFallbackDecoder:
             if error.reason == "unexpected end of data":
                 return ""
             self._run_is_invalid = True
-            return self._replace_pending()
+            return self._replace_pending_bytes()
         self._pending_bytes = b""
-        self._prompt_bytes = 0
+        self._num_prompt_bytes = 0
         return text
 
-    def _replace_pending(self) -> str:
-        """Clear the pending bytes and return a replacement character for each that is not the
-        prompt's."""
-        text = REPLACEMENT * (len(self._pending_bytes) - self._prompt_bytes)
+    def _replace_pending_bytes(self) -> str:
+        """Clear the pending bytes; return a replacement character for each byte of the output."""
+        text = REPLACEMENT_CHARACTER * (len(self._pending_bytes) - self._num_prompt_bytes)
         self._pending_bytes = b""
-        self._prompt_bytes = 0
+        self._num_prompt_bytes = 0
         return text
 
 
-def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
+def _trailing_byte_run(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
     """Bytes of the run of byte tokens at the end, and whether the tokens have any text.
 
     Of a long run, only the last whole characters are returned.
@@ -256,7 +264,7 @@ def _trailing_bytes(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes,
         piece = table[token_id]
         if isinstance(piece, int):
             run.append(piece)
-            if len(run) < _MAX_RUN_BYTES:
+            if len(run) < _MAX_BYTE_TOKEN_RUN:
                 continue
             # Drop continuation bytes, so that the run begins with a whole character.
             while run and run[-1] & 0xC0 == 0x80:
@@ -271,10 +279,10 @@ class WindowDecoder:
     """TextDecoder for any tokenizer. It decodes a window of the last few tokens again with each new
     one, and returns the text that the new one added at the end.
 
-    Correct if a token's text depends only on a few tokens before it. Text that ends in one to three
-    replacement characters is held back, because they may be an unfinished character; four cannot be
-    one. For invalid UTF-8, the number of replacement characters may differ from decoding all at
-    once.
+    The result is correct if a token's text depends only on a few tokens before it. Text that ends
+    in one to three replacement characters is held back, because they may be an unfinished
+    character; four cannot be one. For invalid UTF-8, the number of replacement characters may
+    differ from decoding all at once.
 
     Args:
         decode: function from token ids to text, special tokens included.
@@ -300,7 +308,9 @@ class WindowDecoder:
         self._decode = decode
         self._skipped_ids = skipped_ids
         tail = self._prompt_context(prompt_token_ids)
-        while len(tail) > _MAX_CONTEXT_TOKENS - 3 and decode(tail).startswith(REPLACEMENT):
+        while len(tail) > _MAX_PROMPT_CONTEXT_TOKENS - 3 and decode(tail).startswith(
+            REPLACEMENT_CHARACTER
+        ):
             # A window that begins inside a character would garble the text after it.
             del tail[0]
         # The window consists of the context, whose text was already returned, and newer tokens.
@@ -310,8 +320,8 @@ class WindowDecoder:
         self._prompt_text = decode(unfinished) if unfinished else ""
 
     def _prompt_context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, up to six with text. They are needed as context, because the
-        first token of a text may be decoded differently."""
+        """The prompt's last tokens, at most six of them with text. New tokens are decoded after
+        them, because the first token of a text may be decoded differently."""
         tail: list[int] = []
         num_with_text = 0
         for token_id in reversed(prompt_token_ids):
@@ -319,7 +329,10 @@ class WindowDecoder:
                 continue
             tail.append(token_id)
             num_with_text += bool(self._decode([token_id]))
-            if num_with_text == _MAX_CONTEXT_TOKENS or len(tail) == _MAX_SCANNED_TOKENS:
+            if (
+                num_with_text == _MAX_PROMPT_CONTEXT_TOKENS
+                or len(tail) == _MAX_SCANNED_PROMPT_TOKENS
+            ):
                 break
         return tail[::-1]
 
@@ -328,28 +341,28 @@ class WindowDecoder:
             return ""
         self._window.append(token_id)
         text = self._new_text()
-        unfinished = len(text) - len(text.rstrip(REPLACEMENT))
+        unfinished = len(text) - len(text.rstrip(REPLACEMENT_CHARACTER))
         if not text or 1 <= unfinished <= 3:
             return ""
         del self._window[: self._context_length]
         self._context_length = len(self._window)
         self._context_text = self._decode(self._window)
-        return self._without_prompt(text)
+        return self._remove_prompt_character(text)
 
     def flush(self) -> str:
         text = self._new_text()
         self._window = []
         self._context_length, self._context_text = 0, ""
-        return self._without_prompt(text)
+        return self._remove_prompt_character(text)
 
     def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
         """Number of leading ids whose text does not end within a character, and that text."""
         text = self._decode(token_ids) if token_ids else ""
-        if not text.endswith(REPLACEMENT):
+        if not text.endswith(REPLACEMENT_CHARACTER):
             return len(token_ids), text
         for count in range(len(token_ids) - 1, max(-1, len(token_ids) - 4), -1):
             shorter = self._decode(token_ids[:count]) if count else ""
-            if not shorter.endswith(REPLACEMENT):
+            if not shorter.endswith(REPLACEMENT_CHARACTER):
                 return count, shorter
         return len(token_ids), text
 
@@ -365,8 +378,8 @@ class WindowDecoder:
         # ends in replacement characters, more bytes may follow, so it is held back.
         return self._decode(self._window[self._context_length :])
 
-    def _without_prompt(self, text: str) -> str:
-        """Remove from the first text the prompt's unfinished character, if the output did not
-        complete it."""
+    def _remove_prompt_character(self, text: str) -> str:
+        """Remove the prompt's unfinished character from the first text of the output, unless the
+        output has completed the character."""
         dropped, self._prompt_text = self._prompt_text, ""
         return text.removeprefix(dropped)

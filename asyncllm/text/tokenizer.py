@@ -25,7 +25,7 @@ from asyncllm.errors import (
 )
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.control_tokens import ControlTokens, component_stages
+from asyncllm.text.control_tokens import ControlTokens, tokenizer_stages
 from asyncllm.text.detokenizer import Detokenizer, StopStrings
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
@@ -37,21 +37,24 @@ from asyncllm.text.text_decoder import (
     ByteTable,
     TextDecoder,
     WindowDecoder,
-    make_table,
+    make_token_table,
 )
-from asyncllm.text.token_bytes import token_bytes, token_table
+from asyncllm.text.token_bytes import make_id_to_bytes, token_bytes
 from asyncllm.validation import explain
 
 _MAX_PROMPT_CHARACTERS = 1 << 24
-_EVENT_LOOP_LIMITS = RenderLimits(
-    max_output=LONG_TEXT_CHARACTERS, max_value=16 * LONG_TEXT_CHARACTERS, seconds=0.005
+_FAST_RENDER_LIMITS = RenderLimits(
+    max_output_characters=LONG_TEXT_CHARACTERS,
+    max_value_size=16 * LONG_TEXT_CHARACTERS,
+    max_seconds=0.005,
 )
+"""Limits of a rendering that may not hold up an event loop or the thread of short texts."""
 
-_MIN_BATCH = 16
-"""Number of short texts beyond which they are encoded by one call. Its threads take longer to begin
-than fewer texts take."""
+_MAX_UNBATCHED_TEXTS = 16
+"""Maximum number of short texts that are encoded one by one. Starting the tokenizer's threads takes
+longer than encoding so few texts."""
 
-_NAMED_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
+_SPECIAL_TOKEN_NAMES = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 
 
 class Tokenizer:
@@ -82,7 +85,7 @@ class Tokenizer:
         self.special_tokens = special_tokens
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._decoder_maker = self._make_decoder_maker()
+        self._decoder_factory = self._make_decoder_factory()
         self._control_tokens = ControlTokens(backend)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -101,7 +104,7 @@ class Tokenizer:
             ModelLoadError: if files are missing or damaged, or transformers cannot convert them to
                 a fast tokenizer.
         """
-        with _load_errors(Path(path)):
+        with _converting_load_errors(Path(path)):
             return cls._read_directory(Path(path), trust_remote_code)
 
     @classmethod
@@ -111,7 +114,7 @@ class Tokenizer:
             return cls(backend, ChatTemplate(templates, special_tokens), special_tokens)
         file = path / "tokenizer.json"
         if file.exists():
-            with _load_errors(file):
+            with _converting_load_errors(file):
                 backend = tokenizers.Tokenizer.from_buffer(
                     read_small_file(file, MAX_TOKENIZER_BYTES)
                 )
@@ -132,10 +135,10 @@ class Tokenizer:
         """Copy of the tokenizer with another chat template.
 
         Args:
-            template: as for ``ChatTemplate.from_setting``.
+            template: as for ``ChatTemplate.from_source_or_path``.
         """
         other = copy(self)
-        other.chat_template = ChatTemplate.from_setting(template, self.special_tokens)
+        other.chat_template = ChatTemplate.from_source_or_path(template, self.special_tokens)
         return other
 
     @cached_property
@@ -162,13 +165,15 @@ class Tokenizer:
         Raises:
             InvalidRequestError: as ``encode``, at the text that cannot be encoded.
         """
-        if len(texts) > _MIN_BATCH:
+        if len(texts) > _MAX_UNBATCHED_TEXTS:
             try:
                 batch = self.backend.encode_batch_fast(texts, add_special_tokens=False)
                 return (encoding.ids for encoding in batch)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException:  # Or a Rust panic. Encoding one by one tells which text fails.
+            except BaseException:
+                # ``tokenizers`` raised an exception or a Rust panic. Encode one by one below to
+                # find the text at fault.
                 pass
         return (self.encode(text, add_special_tokens=False) for text in texts)
 
@@ -204,7 +209,7 @@ class Tokenizer:
         try:
             return self.chat_template.render(conversation, self._template_limits(None))
         except TemplateLimitError as error:
-            raise _limit_error(error) from None
+            raise _template_limit_error(error) from None
 
     def encode_chat(
         self,
@@ -212,7 +217,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         *,
         split_special_tokens: bool = True,
-        at_once: bool = False,
+        only_if_fast: bool = False,
     ) -> list[int] | None:
         """Render and tokenise a conversation.
 
@@ -220,41 +225,40 @@ class Tokenizer:
             max_tokens: limit of the prompt; a prompt that certainly exceeds it is not tokenised.
             split_special_tokens: encode the text of a special token in the conversation's own
                 strings as ordinary text, not as the special token.
-            at_once: return None if the prompt is long or its template slow, so that a worker thread
-                should make it.
+            only_if_fast: return None if the prompt is long, or its template slow or not compiled.
 
         Raises:
             InvalidRequestError: for a template that raises an error or exceeds its limits, and for
                 text that cannot be tokenised.
             ContextLengthExceededError: for a prompt that is certainly longer than ``max_tokens``.
         """
-        if at_once and not self.chat_template.is_compiled(conversation):
+        if only_if_fast and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _EVENT_LOOP_LIMITS if at_once else self._template_limits(max_tokens)
+        limits = _FAST_RENDER_LIMITS if only_if_fast else self._template_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:
-            if not split_special_tokens or not control.may_be_spelled_by(conversation.texts):
+            if not split_special_tokens or not control.can_occur_in(conversation.texts):
                 return _encode(self.backend, render())
             return control.encode(control.render(conversation.texts, render), _encode)
         except TemplateLimitError as error:
-            if at_once:
+            if only_if_fast:
                 return None
             if (
                 isinstance(error, TemplateOutputError)
-                and limits.max_output < _MAX_PROMPT_CHARACTERS
+                and limits.max_output_characters < _MAX_PROMPT_CHARACTERS
             ):
-                min_tokens = self.min_num_tokens(limits.max_output + 1)
+                min_tokens = self.min_num_tokens(limits.max_output_characters + 1)
                 raise ContextLengthExceededError(
                     f"messages: the chat template {error}, which are at least {min_tokens} tokens, "
                     f"expected at most {max_tokens}"
                 ) from None
-            raise _limit_error(error) from None
+            raise _template_limit_error(error) from None
 
     def _template_limits(self, max_tokens: int | None) -> RenderLimits:
         fitting = (max_tokens or 0) * self._max_token_characters or _MAX_PROMPT_CHARACTERS
         return RenderLimits(
-            min(fitting, _MAX_PROMPT_CHARACTERS), _MAX_PROMPT_CHARACTERS, seconds=2.0
+            min(fitting, _MAX_PROMPT_CHARACTERS), _MAX_PROMPT_CHARACTERS, max_seconds=2.0
         )
 
     def token_bytes(self, size: int) -> list[bytes]:
@@ -266,61 +270,65 @@ class Tokenizer:
         return token_bytes(self.backend, self.special_token_ids, size)
 
     @cached_property
-    def bytes_of(self) -> Callable[[int], bytes]:
+    def id_to_bytes(self) -> Callable[[int], bytes]:
         """Function from a token id to the bytes that the token adds to a text.
 
         The bytes may be an incomplete character. Those of a special token are its name. A token
         whose bytes depend on its neighbours is decoded alone.
         """
         decode = self.decode
-        return token_table(self.backend) or (
+        return make_id_to_bytes(self.backend) or (
             lambda token_id: decode([token_id], skip_special_tokens=False).encode()
         )
 
     @cached_property
-    def spelling_of(self) -> Callable[[int], tuple[str, list[int]]]:
-        """Function from a token id to the token's text and bytes. The bytes are those of
-        ``bytes_of``; the text has U+FFFD for an incomplete character. Results are cached, because
-        each log-probability needs one."""
+    def id_to_text_and_bytes(self) -> Callable[[int], tuple[str, list[int]]]:
+        """Function from a token id to the token's text and bytes.
+
+        The bytes are those of ``id_to_bytes``; the text has U+FFFD for an incomplete character.
+        Results are cached, because each log-probability needs one.
+        """
 
         @lru_cache(2**15)
-        def spell(token_id: int) -> tuple[str, list[int]]:
-            data = self.bytes_of(token_id)
+        def cached_text_and_bytes(token_id: int) -> tuple[str, list[int]]:
+            data = self.id_to_bytes(token_id)
             return data.decode(errors="replace"), list(data)
 
-        return spell
+        return cached_text_and_bytes
 
     def text_decoder(
         self,
         prompt_token_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
-        visible: frozenset[int] = frozenset(),
+        visible_ids: frozenset[int] = frozenset(),
     ) -> TextDecoder:
         """Make the decoder of one output.
 
         Args:
-            visible: ids of special tokens that are decoded even with ``skip_special_tokens``.
+            visible_ids: ids of special tokens that are decoded even with ``skip_special_tokens``.
         """
-        skip = self.special_token_ids - visible if skip_special_tokens else frozenset()
-        return self._decoder_maker(skip)(prompt_token_ids)
+        skipped_ids = self.special_token_ids - visible_ids if skip_special_tokens else frozenset()
+        return self._decoder_factory(skipped_ids)(prompt_token_ids)
 
     def detokenizer(
         self,
         params: SamplingParams,
         prompt_token_ids: Sequence[int] = (),
         *,
-        visible: frozenset[int] = frozenset(),
+        visible_ids: frozenset[int] = frozenset(),
         stop: StopStrings | None = None,
     ) -> Detokenizer:
         """Make the detokenizer of one output.
 
         Args:
-            visible: as for ``text_decoder``.
+            visible_ids: as for ``text_decoder``.
             stop: ``params.stop``, prepared for several outputs.
         """
         decoder = self.text_decoder(
-            prompt_token_ids, skip_special_tokens=params.skip_special_tokens, visible=visible
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            visible_ids=visible_ids,
         )
         return Detokenizer(
             decoder,
@@ -351,29 +359,29 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return None if token is None else self.backend.token_to_id(token)
 
-    def _make_decoder_maker(
+    def _make_decoder_factory(
         self,
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
-        """Make the factory of decoders: call it with the ids to skip, then with a prompt."""
-        steps = component_stages(self.backend.decoder)
+        """Make a function of ids to skip; it returns a function from a prompt to a decoder."""
+        stages = tokenizer_stages(self.backend.decoder)
         id_to_token = self.backend.id_to_token
         decode = partial(self.decode, skip_special_tokens=False)
 
         @cache
-        def make_decoder(skip: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
-            table = make_table(steps, id_to_token, skip)
+        def decoder_factory(skipped_ids: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
+            table = make_token_table(stages, id_to_token, skipped_ids)
             if isinstance(table, ByteTable):
                 return partial(ByteLevelDecoder, table)
             if table is not None:
                 return partial(ByteFallbackDecoder, table)
-            return partial(WindowDecoder, decode, skipped_ids=skip)
+            return partial(WindowDecoder, decode, skipped_ids=skipped_ids)
 
-        return make_decoder
+        return decoder_factory
 
 
 @contextmanager
-def _load_errors(path: Path) -> Iterator[None]:
-    """Convert errors of ``tokenizers`` to ModelLoadError: bare exceptions and Rust panics."""
+def _converting_load_errors(path: Path) -> Iterator[None]:
+    """Convert errors of ``tokenizers``, bare exceptions and Rust panics, to ModelLoadError."""
     try:
         yield
     except (AsyncLLMError, KeyboardInterrupt, SystemExit):
@@ -407,7 +415,7 @@ def _encode(
         raise InvalidRequestError(f"{param}: cannot be tokenised ({error})", param=param) from error
 
 
-def _limit_error(error: TemplateLimitError) -> InvalidRequestError:
+def _template_limit_error(error: TemplateLimitError) -> InvalidRequestError:
     return InvalidRequestError(
         f"messages: the chat template {error}, expected one that needs less", param="messages"
     )
@@ -420,7 +428,7 @@ def _max_token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str
     normalizer = type(backend.normalizer).__name__
     # NFC composes at most four code points to one.
     joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
-    splits = component_stages(backend.pre_tokenizer)
+    splits = tokenizer_stages(backend.pre_tokenizer)
     kinds = {split["type"] for split in splits}
     lossless = kinds <= {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
     removes = any(split.get("behavior") == "Removed" for split in splits)
@@ -442,7 +450,7 @@ def _read_special_tokens(path: Path) -> dict[str, str]:
         for name in ("tokenizer_config.json", "special_tokens_map.json")
     ]
     tokens: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
+    for name in _SPECIAL_TOKEN_NAMES:
         for file in files:
             if name not in file:
                 continue

@@ -12,7 +12,7 @@ from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.json_tree import walk_json
 from asyncllm.structured.references import is_local_ref, resolve_pointer
-from asyncllm.text.template_input import TemplateCopier
+from asyncllm.text.template_input import TemplateInputCopier
 from asyncllm.tool_calls.function_schema import function_schema, is_pydantic_model
 
 MAX_TOOLS = 1024
@@ -43,7 +43,7 @@ class ToolUse:
                 message has the path of the invalid value.
         """
         items = check.bounded_tuple("tools", tools, _ACCEPTED_TOOLS, MAX_TOOLS)
-        copier = TemplateCopier()
+        copier = TemplateInputCopier()
         schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
@@ -96,7 +96,7 @@ def _parse_tool_choice(value: Any) -> str | dict[str, str]:
     raise check.value_error("tool_choice", value, accepted)
 
 
-def _parse_tool(tool: Any, where: str, copier: TemplateCopier) -> dict[str, Any]:
+def _parse_tool(tool: Any, where: str, copier: TemplateInputCopier) -> dict[str, Any]:
     if inspect.isroutine(tool) or is_pydantic_model(tool):
         tool = function_schema(tool, where)
     plain = copier.copy_value(tool, where, "tools")

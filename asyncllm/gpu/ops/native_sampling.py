@@ -69,7 +69,9 @@ def sample_args(
     )
 
 
-def _row_args(logits: Tensor, rows: RowsToSample | SamplingRows, max_requests: int) -> dict[str, Any]:
+def _row_args(
+    logits: Tensor, rows: RowsToSample | SamplingRows, max_requests: int
+) -> dict[str, Any]:
     """Arguments that ``SampleArgs`` and ``LogitsArgs`` have in common.
 
     Args:

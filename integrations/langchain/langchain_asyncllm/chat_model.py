@@ -174,7 +174,7 @@ class ChatAsyncLLM(EngineModel, BaseChatModel):
         """Agents choose by the profile how to ask for structured output, and when to summarise."""
         if self.profile is None and self.engine.state == "running":
             template = self.engine.tokenizer.chat_template
-            has_tools = template.reads("tools")
+            has_tools = template.reads_variable("tools")
             self.profile = ModelProfile(
                 name=self.model_name,
                 max_input_tokens=self.engine.max_model_len,

@@ -93,8 +93,8 @@ class AsyncLLMModel(Model[AsyncLLMEngine]):
         template = self.engine.tokenizer.chat_template
         return ModelProfile(
             context_window=self.engine.max_model_len,
-            supports_tools=template.reads("tools"),
-            supports_thinking=template.reads("enable_thinking"),
+            supports_tools=template.reads_variable("tools"),
+            supports_thinking=template.reads_variable("enable_thinking"),
             supports_json_schema_output=True,
             supports_json_object_output=True,
             default_structured_output_mode="native",
