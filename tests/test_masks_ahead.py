@@ -238,7 +238,7 @@ def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
 
 
 def slow_at(seed: int, share: int, threads: set[str]) -> Any:
-    """``StructuredOutput.compute_mask`` that takes 3 ms at some outputs, by one thread at a time. The
+    """``compute_mask`` that takes 3 ms at some outputs, by one thread at a time. The
     names of the threads are added to ``threads``."""
     real, using = StructuredOutput.compute_mask, set[int]()
 
