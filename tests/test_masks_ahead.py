@@ -238,9 +238,9 @@ def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
 
 
 def slow_at(seed: int, share: int, threads: set[str]) -> Any:
-    """``StructuredOutput.mask`` that takes 3 ms at some outputs, by one thread at a time. The
+    """``compute_mask`` that takes 3 ms at some outputs, by one thread at a time. The
     names of the threads are added to ``threads``."""
-    real, using = StructuredOutput.mask, set[int]()
+    real, using = StructuredOutput.compute_mask, set[int]()
 
     def compute_mask(self: StructuredOutput, request: Any) -> bytes | None:
         assert id(self) not in using, "two threads use a matcher"
