@@ -70,7 +70,7 @@ def test_non_finite_inputs_spoil_only_their_scale(name, isa):
     values = awkward(12, 96, torch.float32, 5)
     values[3, 40], values[4, 40], values[5, 95], values[6, 3] = torch.nan, torch.inf, -torch.inf, 1
     spoilt = LinearWeights(values)
-    found = NativeOps(context(1, isa)).conversions[name].linear(spoilt)
+    found = NativeOps(context(1, isa)).quantisers[name].linear(spoilt)
     expected = QUANTISERS[name].linear(spoilt)
     assert found.scales is not None
     assert expected.scales is not None
@@ -93,4 +93,4 @@ def test_non_contiguous_rows_are_quantised():
 
 def test_an_odd_number_of_inputs_is_refused():
     with pytest.raises(ModelLoadError, match="5 x 33 in 4 bits: expected an even number of inputs"):
-        NativeOps(context(1)).conversions["int4"].linear(LinearWeights(torch.ones(5, 33)))
+        NativeOps(context(1)).quantisers["int4"].linear(LinearWeights(torch.ones(5, 33)))
