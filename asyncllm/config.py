@@ -256,7 +256,7 @@ class EngineConfig:
         check.validate_field(self, check.plain_data, "hf_overrides")
         check.validate_field(self, check.string, "attention_backend")
         check.validate_field(self, check.string, "revision")
-        device = check.plain_text(self.device)
+        device = check.as_plain_str(self.device)
         if device is None or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
             raise check.value_error("device", self.device, "auto, cpu, cuda or cuda:N")
         object.__setattr__(self, "device", device)

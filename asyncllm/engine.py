@@ -204,8 +204,8 @@ class AsyncLLMEngine(UncopyableHandle):
         wait.
 
         Raises:
-            EngineDeadError, EngineClosedError: ``error``, if it ended by anything but
-                ``aclose``.
+            EngineDeadError, EngineClosedError: the engine's ``error``, unless ``aclose`` ended the
+                engine.
             EngineClosedError: if it was not started.
         """
         if self._thread is not None or not self._is_closed:

@@ -33,8 +33,8 @@ from asyncllm.runtime.worker_thread import Cooldown
 from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 
-_MAX_TEXT_PIECES_PER_ENGINE = 4096
-"""Maximum number of hashed pieces of prompts that are remembered for each engine: 8 MiB of text."""
+_MAX_TEXT_HASHES_PER_ENGINE = 4096
+"""Maximum number of hashes of prompt text that are kept for each engine; they stand for 8 MiB."""
 
 _MAX_HASHED_CHARACTERS = 1 << 16
 """Maximum number of characters that are hashed of a prompt that is not tokenised yet."""
@@ -59,7 +59,7 @@ class GroupQueue:
         self.caller_queue = CallerQueue()
         self._retries = retries
         self._router = Router()
-        self._text_index = PrefixIndex(_MAX_TEXT_PIECES_PER_ENGINE)
+        self._text_index = PrefixIndex(_MAX_TEXT_HASHES_PER_ENGINE)
         self.retryable_streams: WeakValueDictionary[str, TokenStream] = WeakValueDictionary()
 
     @property
@@ -187,18 +187,18 @@ class GroupQueue:
             return None
 
     def _place_request(
-        self, submission: Submission, num_queues_ahead: int | None = None
+        self, submission: Submission, num_caller_queues_ahead: int | None = None
     ) -> tuple[Submitter, TokenStream]:
         """Give a request its place in an engine's queue, and make its stream. The caller holds the
-        lock of the waiting line, so that two requests cannot take one id.
+        lock of the caller queue, so that two requests cannot take one id.
 
         Args:
-            num_queues_ahead: as for ``Admission.reserve``.
+            num_caller_queues_ahead: as for ``Admission.reserve``.
         """
         while True:
-            submitter, observer = self._choose_engine(submission, num_queues_ahead)
+            submitter, observer = self._choose_engine(submission, num_caller_queues_ahead)
             try:
-                return submitter, submitter.reserve_place(submission, num_queues_ahead)
+                return submitter, submitter.reserve_place(submission, num_caller_queues_ahead)
             except BaseException as error:
                 if observer is not None:
                     observer.withdraw_request()
@@ -209,7 +209,7 @@ class GroupQueue:
                     raise
 
     def _choose_engine(
-        self, submission: Submission, num_queues_ahead: int | None
+        self, submission: Submission, num_caller_queues_ahead: int | None
     ) -> tuple[Submitter, _RoutingObserver | None]:
         """Choose an engine for a request.
 
@@ -243,7 +243,7 @@ class GroupQueue:
             if request.token_ids:
                 cached = core.num_cached_tokens(request)
             num_tokens = submission.num_tokens
-            wait = core.admission.retry_after(request.group, num_tokens, num_queues_ahead)
+            wait = core.admission.retry_after(request.group, num_tokens, num_caller_queues_ahead)
             kv = core.scheduler.kv
             uncached = max(num_tokens - cached, 1)
             num_blocks, num_free = kv.max_blocks_for(uncached), kv.pool.num_free

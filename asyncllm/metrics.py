@@ -204,10 +204,10 @@ class _GroupObserver:
     """Observer of an EngineGroup, which has a record for each of its engines."""
 
     def __init__(
-        self, group: EngineGroup, make_record: Callable[[AsyncLLMEngine, int], _EngineRecord]
+        self, group: EngineGroup, make_engine_record: Callable[[AsyncLLMEngine, int], _EngineRecord]
     ) -> None:
         self.engine = weakref.ref(group)
-        self._make_record = make_record
+        self._make_record = make_engine_record
         self._records: dict[int | None, _EngineRecord] = {}
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
@@ -294,14 +294,14 @@ class EngineMetrics(Collector):
         self._prefix = "asyncllm:" if compat is None else "vllm:"
         self._label_names = ("model_name", "engine", *extra)
 
-        def make_record(engine: AsyncLLMEngine, number: int) -> _EngineRecord:
-            labels = (model_name or engine.config.model_name, str(number), *extra.values())
+        def make_engine_record(engine: AsyncLLMEngine, engine_index: int) -> _EngineRecord:
+            labels = (model_name or engine.config.model_name, str(engine_index), *extra.values())
             return _EngineRecord(engine, labels, compat is not None)
 
         self._observers = [
-            _GroupObserver(engine_or_group, make_record)
+            _GroupObserver(engine_or_group, make_engine_record)
             if isinstance(engine_or_group, EngineGroup)
-            else make_record(engine_or_group, index)
+            else make_engine_record(engine_or_group, index)
             for index, engine_or_group in enumerate(engines)
         ]
         self.registry = CollectorRegistry() if registry is None else registry

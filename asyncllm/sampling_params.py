@@ -370,4 +370,4 @@ NEUTRAL_VALUES: Mapping[str, float | int] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Value of each sampling parameter that has no effect."""
+"""For each sampling parameter, the value at which it has no effect."""

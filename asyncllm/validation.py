@@ -105,7 +105,7 @@ def explain(error: BaseException) -> str:
         return describe(error)
 
 
-def plain_text(value: object) -> str | None:
+def as_plain_str(value: object) -> str | None:
     """Copy a text as a plain ``str``; None for anything but text. Methods of a subclass of ``str``
     would otherwise run on the engine thread."""
     return str.__str__(value) if isinstance(value, str) else None
@@ -206,7 +206,7 @@ def string(
     Args:
         max_length: maximum number of characters.
     """
-    text = plain_text(value)
+    text = as_plain_str(value)
     if text is not None and len(text) > max_length:
         _refuse(name, text, f"at most {max_length} characters, not {len(text)}", **options)
     if text or (empty and text is not None):
@@ -248,7 +248,7 @@ def _convert_plain_scalar(value: Any) -> Any:
 
 
 def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any:
-    text = plain_text(value)
+    text = as_plain_str(value)
     if text in choices:
         return text
     return _refuse(name, value, " or ".join(map(repr, choices)), **options)

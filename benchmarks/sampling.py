@@ -18,7 +18,7 @@ import torch
 
 from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcessObjects
+from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.graph.streams import SyncStream
@@ -114,7 +114,7 @@ def sampling_time(
     model: Any = GivenLogits(ops, make_logits())
     cache: Any = NoCache()
     runner = StepRunner(
-        model, cache, info, SyncStream(), InProcessObjects(), on_device=False, num_logprobs=20
+        model, cache, info, SyncStream(), UnpicklableObjects(), on_device=False, num_logprobs=20
     )
     params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
     rows = list(range(ROWS))

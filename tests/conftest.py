@@ -62,7 +62,7 @@ def small_bandwidth_probe(monkeypatch):
     """Reports read 1 MiB where 256 MiB would take a quarter of a second."""
     from asyncllm.gpu import execution_report
 
-    monkeypatch.setattr(execution_report, "PROBE_BYTES", 2**20)
+    monkeypatch.setattr(execution_report, "BANDWIDTH_PROBE_BYTES", 2**20)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcessObjects
+from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample
@@ -90,7 +90,7 @@ class Bench:
             cache,
             info,
             SyncStream(),
-            InProcessObjects(),
+            UnpicklableObjects(),
             on_device=False,
             num_logprobs=64,
         )

@@ -57,8 +57,8 @@ def read_tokens(file: GGUFFile) -> list[str]:
 def end_token_ids(file: GGUFFile) -> list[int]:
     """Ids of the tokens that end an answer: those that the metadata names, then ``END_TOKENS``.
 
-    "<|end|>" is left out if the vocabulary also has "<|call|>" or "<|calls|>", and "<|return|>" or
-    "<|flush|>" (gpt-oss): it then ends a message, not the answer.
+    "<|end|>" is left out if the vocabulary has one of "<|call|>" and "<|calls|>" as well as one of
+    "<|return|>" and "<|flush|>" (gpt-oss): there "<|end|>" ends a message, not the answer.
     """
     metadata = ConfigFile(file.path, file.metadata)
     ids = [metadata.integer(name, low=0) for name in _END_TOKEN_ID_KEYS if name in metadata]

@@ -98,8 +98,8 @@ def download(model: str, revision: str | None, patterns: tuple[str, ...], hub: H
     """Download the files of a repository that match ``patterns`` and return their directory.
 
     Raises:
-        ModelLoadError: if the download fails. If ``hub`` has ``announce``, also if the disk has
-            less space than the download, before any of it.
+        ModelLoadError: if the download fails. With the option ``announce`` in ``hub``, the free
+            disk space is checked before the download begins, and too little is an error.
     """
     from huggingface_hub import snapshot_download
 

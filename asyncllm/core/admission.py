@@ -88,15 +88,15 @@ class Admission:
             )
 
     def reserve(
-        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
     ) -> None:
         """Register a group: give each member a place in the queue and an arrival index.
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
-            num_queues_ahead: number of ``caller_queues`` whose callers come before the group. For a
-                group that is first in a CallerQueue, it is the index of that CallerQueue. None: all
-                of them.
+            num_caller_queues_ahead: number of ``caller_queues`` whose callers come before the
+                group. For a group that is first in a CallerQueue, it is the index of that
+                CallerQueue. None: all of them.
 
         Raises:
             EngineOverloadedError: if the queue is full.
@@ -105,21 +105,21 @@ class Admission:
             EngineError: after ``close(error)``, the result of ``error()``.
         """
         with self._lock:
-            shortage = self._admit(group, num_tokens, num_queues_ahead)
+            shortage = self._admit(group, num_tokens, num_caller_queues_ahead)
             if shortage is not None:
-                self.num_rejected += num_queues_ahead is None
+                self.num_rejected += num_caller_queues_ahead is None
                 reason, num_requests_ahead = shortage
                 retry_after = self._retry_after(num_requests_ahead)
                 message = f"{reason}; try again in {retry_after:.2f} s"
                 raise EngineOverloadedError(message, retry_after=retry_after)
 
     def retry_after(
-        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
     ) -> float:
         """Seconds after which ``reserve`` is likely to have room for a group; 0.0 if it has room
         now."""
         with self._lock:
-            shortage = self._find_shortage(group, num_tokens, num_queues_ahead)
+            shortage = self._find_shortage(group, num_tokens, num_caller_queues_ahead)
             return 0.0 if shortage is None else self._retry_after(shortage[1])
 
     def reserve_or_wait(
@@ -157,15 +157,15 @@ class Admission:
             queue.advance()
 
     def _find_shortage(
-        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
     ) -> tuple[str, int] | None:
         """Reason why a group cannot be queued now, as ``_check_room`` returns it. None if the
         group fits the queue, or its owner's share of the queue, and no call waits before the group.
 
         Args:
-            num_queues_ahead: as for ``reserve``.
+            num_caller_queues_ahead: as for ``reserve``.
         """
-        queues_ahead = self.caller_queues[:num_queues_ahead]
+        queues_ahead = self.caller_queues[:num_caller_queues_ahead]
         num_waiting = sum(map(len, queues_ahead))
         if num_waiting:
             shortage = f"{num_waiting} wait for a place in the queue", num_waiting
@@ -178,7 +178,7 @@ class Admission:
         return None if not waits and self._fits_owner_share(group, num_tokens) else shortage
 
     def _admit(
-        self, group: RequestGroup, num_tokens: int, num_queues_ahead: int | None = None
+        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
     ) -> tuple[str, int] | None:
         """Register a group if the queue has room for it; returns the result of ``_find_shortage``.
 
@@ -195,7 +195,7 @@ class Admission:
         if count > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
             raise check.value_error("n", count, accepted)
-        shortage = self._find_shortage(group, num_tokens, num_queues_ahead)
+        shortage = self._find_shortage(group, num_tokens, num_caller_queues_ahead)
         if shortage is not None:
             return shortage
         if earlier is not None:

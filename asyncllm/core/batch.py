@@ -34,9 +34,9 @@ class RequestAssignment:
         eos_token_ids: EOS token ids, which ``min_tokens`` suppresses together with
             ``stop_token_ids``; empty with ``ignore_eos``.
         processors_key: key of the request's own logits processors in
-            ``InProcessObjects.processors``; -1 if it has none.
+            ``UnpicklableObjects.processors``; -1 if it has none.
         token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
-        claiming_processors: indices into ``InProcessObjects.logits_processors`` of the engine's
+        claiming_processors: indices into ``UnpicklableObjects.logits_processors`` of the engine's
             processors that apply to the request.
     """
 
@@ -166,7 +166,7 @@ class StepResult:
             ``PromptSpan``, in order; for every row that has a span and no error.
         errors: map from row to the error that ends only this row's request (a logits processor that
             raised, logits that are NaN or infinite). An executor in the engine's process leaves the
-            exceptions in ``InProcessObjects.errors``.
+            exceptions in ``UnpicklableObjects.errors``.
     """
 
     step: int

@@ -126,7 +126,7 @@ class Executor(Protocol):
     ``execute_model`` and ``sample_tokens``). The next step may be launched before ``sample``, and
     runs after it. If the device does not run by itself (the CPU), the executor does the work in
     ``collect``. An executor in the engine's process has an attribute ``in_process``, an
-    ``InProcessObjects``. The method ``report() -> ExecutionReport`` is optional.
+    ``UnpicklableObjects``. The method ``report() -> ExecutionReport`` is optional.
 
     Raises:
         StepOutOfMemoryError: from ``launch`` or ``collect``. Every step in flight is void, and the

@@ -1,4 +1,4 @@
-"""InProcessObjects: objects that the engine shares with an executor in its own process."""
+"""UnpicklableObjects: objects that the engine shares with an executor in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class InProcessObjects:
+class UnpicklableObjects:
     """Objects of requests and steps that cannot be pickled: callables, and exceptions with their
     causes.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcessObjects, picklable_params
+from asyncllm.core.in_process import UnpicklableObjects, picklable_params
 from asyncllm.core.kv_cache import FreedEntries, KVCacheManager, block_ids
 from asyncllm.core.prompt_logprobs import append_prompt_logprobs, budget_per_token, prompt_spans
 from asyncllm.core.request import Request, Status
@@ -39,7 +39,7 @@ class Scheduler:
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: cache and find shared prefixes, if the executor has no states or
             keeps snapshots of them.
-        in_process: the executor's InProcessObjects, if it has one.
+        in_process: the executor's UnpicklableObjects, if it has one.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Scheduler:
         *,
         policy: str = "fcfs",
         enable_prefix_caching: bool = True,
-        in_process: InProcessObjects | None = None,
+        in_process: UnpicklableObjects | None = None,
     ) -> None:
         self.info = info
         self.kv = KVCacheManager(
@@ -59,7 +59,7 @@ class Scheduler:
             and (not info.has_states or info.num_state_snapshots > 0),
             num_state_snapshots=info.num_state_snapshots,
         )
-        self.in_process = in_process or InProcessObjects()
+        self.in_process = in_process or UnpicklableObjects()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.budget = TokenBudget(info.max_num_batched_tokens)
         self.waiting = WaitingQueue(policy)

@@ -27,8 +27,8 @@ class _Owner:
         heap: ``(sort key, serial, request)`` of waiting requests, and of some discarded ones; the
             first entry is a waiting request.
         num_running: number of requests that hold a slot.
-        last_turn: position in the round-robin order of owners that the last admission gave it; its
-            next position is no earlier.
+        last_turn: round-robin position that the owner got at its last admission. Its later
+            positions are never smaller.
         entry: its entry in the heap of owners; None while none of its requests waits.
     """
 

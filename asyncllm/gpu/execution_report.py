@@ -13,7 +13,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
-PROBE_BYTES = 256 * 2**20
+BANDWIDTH_PROBE_BYTES = 256 * 2**20
 """Bytes to read for a measurement: more than a processor's caches hold."""
 
 
@@ -21,9 +21,9 @@ def memory_bandwidth(ops: TorchOps) -> float:
     """Measures memory bandwidth in bytes per second: the median of five reads.
 
     Call it on the thread that runs the steps, while none runs. It takes some tenths of a second
-    and ``PROBE_BYTES`` of memory.
+    and ``BANDWIDTH_PROBE_BYTES`` of memory.
     """
-    memory = torch.ones(PROBE_BYTES // 8, dtype=torch.int64, device="cpu")
+    memory = torch.ones(BANDWIDTH_PROBE_BYTES // 8, dtype=torch.int64, device="cpu")
     rates = []
     for _ in range(5):
         began = time.perf_counter()

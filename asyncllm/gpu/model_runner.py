@@ -15,7 +15,7 @@ import torch
 from asyncllm.core.batch import GrammarMask, RowError, StepBatch, StepResult
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.core.executor import ExecutorInfo, SamplingLimits
-from asyncllm.core.in_process import InProcessObjects
+from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
 from asyncllm.gpu.execution_report import execution_report
@@ -84,7 +84,7 @@ class ModelRunner:
     ) -> None:
         self._packed_store = packed
         self.info = info
-        self.in_process = InProcessObjects(logits_processors=logits_processors)
+        self.in_process = UnpicklableObjects(logits_processors=logits_processors)
         self.dtype = model.embedding.dtype
         self.device = model.embedding.device
         self._stream = SyncStream() if stream is None else stream

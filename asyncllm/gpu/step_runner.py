@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcessObjects
+from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages, TopLogprobs
 from asyncllm.gpu.graph.forward_pass import ForwardPass
@@ -35,7 +35,7 @@ class StepRunner:
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
-        in_process: the executor's InProcessObjects, which holds the logits processors.
+        in_process: the executor's UnpicklableObjects, which holds the logits processors.
         num_logprobs: log-probabilities per token for which a step has buffers.
         padded_tokens: largest number of tokens to which mixed steps are padded.
 
@@ -47,7 +47,8 @@ class StepRunner:
 
     def __init__(
         self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: SyncStream,
-        in_process: InProcessObjects, *, on_device: bool, num_logprobs: int, padded_tokens: int = 0,
+        in_process: UnpicklableObjects, *, on_device: bool, num_logprobs: int,
+        padded_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.cache, self.info, self.stream = model, cache, info, stream
         self._in_process = in_process

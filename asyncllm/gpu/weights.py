@@ -166,7 +166,8 @@ def _quantised_weight(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_weights
     )
     if found is not None and found.next_parts and ".experts." in parameter.name:
-        # Each expert becomes a layer of its own, and the format may change within an expert.
+        # Each expert becomes linear layers of its own, and the quantisation format may differ
+        # between the matrices of one expert.
         return None
     return found
 

@@ -41,7 +41,7 @@ _TokenRuleParams = tuple[Sequence[int] | None, Sequence[str]]
 _NUM_PROMPT_END_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
-_MAX_TRUNCATED_CHARACTERS = 2**20
+_MAX_CHARACTERS_TO_TRUNCATE = 2**20
 """Maximum number of characters of a prompt with ``truncate_prompt_tokens``. All of it is tokenised,
 which takes up to 180 bytes per character."""
 
@@ -92,7 +92,7 @@ class InputProcessor:
         sampling_overrides: dict[str, Any],
     ) -> Submission:
         """Make a Submission from a text or token ids."""
-        text = check.plain_text(prompt)
+        text = check.as_plain_str(prompt)
         if prompt is None or text == "":
             raise check.value_error("prompt", prompt, "text or token ids, not empty")
         call: CallArguments = ("text_completion", prompt)
@@ -233,10 +233,10 @@ class InputProcessor:
         if self._max_prompt_tokens(request) is None:
             if min_num_tokens >= request.max_model_len:
                 raise self.prompts.too_long_error(min_num_tokens, "at least ")
-        elif num_characters > _MAX_TRUNCATED_CHARACTERS:
+        elif num_characters > _MAX_CHARACTERS_TO_TRUNCATE:
             raise ContextLengthExceededError(
                 f"prompt: has {num_characters} characters, expected at most "
-                f"{_MAX_TRUNCATED_CHARACTERS} with truncate_prompt_tokens"
+                f"{_MAX_CHARACTERS_TO_TRUNCATE} with truncate_prompt_tokens"
             )
 
     def _resolve_params(
@@ -394,8 +394,8 @@ class InputProcessor:
             member.set_prompt(token_ids if member is request else token_ids.copy())
 
     def _find_delimiter_tokens(self, syntax: ChatSyntax) -> DelimiterTokens:
-        """Delimiters of a response format as tokens; cached, because every conversation needs
-        them."""
+        """Token ids of the delimiters of reasoning and tool calls; cached, because every
+        conversation needs them."""
         delimiters = self._delimiter_tokens.get(syntax)
         if delimiters is None:
             delimiters = DelimiterTokens.of(syntax, self.loaded_model.tokenizer)

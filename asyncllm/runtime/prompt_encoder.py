@@ -61,7 +61,7 @@ class PromptEncoder:
         special = check.boolean("add_special_tokens", add_special_tokens, optional=True)
         generation = check.boolean("add_generation_prompt", add_generation_prompt)
         options = TemplateOptions(**template)
-        text = check.plain_text(prompt)
+        text = check.as_plain_str(prompt)
         if text is None:
             if special:
                 accepted = "None or False with messages, whose special tokens the template writes"

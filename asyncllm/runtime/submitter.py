@@ -141,16 +141,16 @@ class Submitter:
         return stream
 
     def reserve_place(
-        self, submission: Submission, num_queues_ahead: int | None = None
+        self, submission: Submission, num_caller_queues_ahead: int | None = None
     ) -> TokenStream:
         """First half of ``enqueue``: give a request its place in the queue, and make its stream.
 
         Args:
-            num_queues_ahead: as for ``Admission.reserve``.
+            num_caller_queues_ahead: as for ``Admission.reserve``.
         """
         self._make_notifier(submission)
         group = submission.request.group
-        self.core.admission.reserve(group, submission.num_tokens, num_queues_ahead)
+        self.core.admission.reserve(group, submission.num_tokens, num_caller_queues_ahead)
         return self._make_stream(submission)
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:

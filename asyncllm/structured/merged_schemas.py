@@ -91,7 +91,7 @@ class _MergeChecker:
         self._check_comparison_cost(self._total_comparison_cost)
 
     def count_expanded_schemas(self, schema: Any) -> int:
-        """Count the schemas that apply to a value of ``schema``, or are alternatives for it."""
+        """Count the schemas that a JSON value has to match, together with all alternatives."""
         if not isinstance(schema, Mapping):
             return 1
         count = self._expanded_counts.get(id(schema))

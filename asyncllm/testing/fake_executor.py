@@ -13,7 +13,7 @@ from typing import cast
 from asyncllm.core.batch import GrammarMask, PromptSpan, RowError, StepBatch, StepResult
 from asyncllm.core.block_pool import NULL_BLOCK_ID
 from asyncllm.core.executor import ExecutorInfo
-from asyncllm.core.in_process import InProcessObjects
+from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.outputs import Logprob, TokenLogprobs
 
 _UINT64_MASK = (1 << 64) - 1
@@ -111,7 +111,7 @@ class FakeExecutor:
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
         self.info = info
-        self.in_process = InProcessObjects()
+        self.in_process = UnpicklableObjects()
         self.step_time = step_time
         self.sleep: Callable[[float], None] = time.sleep
         self.record = record

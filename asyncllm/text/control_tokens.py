@@ -111,12 +111,13 @@ class ControlTokens:
     def render(
         self, texts: Iterable[str], render_prompt: Callable[[Callable[[str], str]], str]
     ) -> str:
-        """Render a prompt for ``encode``, with delimiters of special tokens hidden in messages.
+        """Render a prompt for ``encode``. Where a message spells a special token, its delimiters
+        are masked, so that they are encoded as plain text.
 
         Args:
             texts: all strings of a conversation.
-            render_prompt: function that renders the prompt. It must apply its argument, a function,
-                to every string of the conversation.
+            render_prompt: function that renders the prompt. It gets a masking function, which it
+                must apply to every string of the conversation.
         """
         text = "".join(texts)
         if _SURROGATE_PATTERN.search(text):

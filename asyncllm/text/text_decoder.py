@@ -21,7 +21,8 @@ from typing import Any, Protocol
 REPLACEMENT_CHARACTER = "\ufffd"
 
 _MAX_PROMPT_CONTEXT_TOKENS = 6
-"""Number of tokens with text that WindowDecoder takes from the end of a prompt."""
+"""Maximum number of tokens that WindowDecoder takes from the end of a prompt, besides tokens
+without text, such as skipped special tokens."""
 
 _MAX_SCANNED_PROMPT_TOKENS = 256
 """Maximum number of prompt tokens that WindowDecoder scans for tokens with text."""

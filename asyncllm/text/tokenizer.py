@@ -43,7 +43,7 @@ from asyncllm.text.token_bytes import make_id_to_bytes, token_bytes
 from asyncllm.validation import explain
 
 _MAX_PROMPT_CHARACTERS = 1 << 24
-_FAST_RENDER_LIMITS = RenderLimits(
+_FAST_TEMPLATE_RENDER_LIMITS = RenderLimits(
     max_output_characters=LONG_TEXT_CHARACTERS,
     max_value_size=16 * LONG_TEXT_CHARACTERS,
     max_seconds=0.005,
@@ -234,7 +234,7 @@ class Tokenizer:
         """
         if only_if_fast and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _FAST_RENDER_LIMITS if only_if_fast else self._template_limits(max_tokens)
+        limits = _FAST_TEMPLATE_RENDER_LIMITS if only_if_fast else self._template_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:

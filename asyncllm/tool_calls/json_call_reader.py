@@ -178,7 +178,8 @@ class JsonCallReader:
         return rest
 
     def _process_token(self, token: str, start: int, end: int) -> int:
-        """Process a token; returns the position at which parsing continues."""
+        """Process a JSON token (bracket, string or delimiter); returns the position in the text at
+        which parsing continues."""
         state = self._state
         if state == "key":
             self._current_key = _parse_string(token, end)

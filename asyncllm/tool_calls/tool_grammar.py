@@ -149,7 +149,8 @@ def _ends_with_first_call(tool_use: ToolUse, call_form: CallForm | None) -> bool
 def _tool_tag(
     call_form: CallForm, function: dict[str, Any], prefix: str, allow_any_arguments: bool
 ) -> dict[str, Any]:
-    """Make the tag of one tool.
+    """Make the structural tag of one tool: the text that opens a call, the schema of the
+    arguments, and the text that closes the call.
 
     Args:
         prefix: text before the call.

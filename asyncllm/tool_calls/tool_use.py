@@ -17,7 +17,7 @@ from asyncllm.tool_calls.function_schema import function_schema, is_pydantic_mod
 
 MAX_TOOLS = 1024
 _TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_ACCEPTED_TOOLS = "OpenAI's dicts, Python functions or Pydantic models"
+_ACCEPTED_TOOLS_TEXT = "OpenAI's dicts, Python functions or Pydantic models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ToolUse:
             InvalidRequestError: ``param`` is "tools", "tool_choice" or "parallel_tool_calls"; the
                 message has the path of the invalid value.
         """
-        items = check.bounded_tuple("tools", tools, _ACCEPTED_TOOLS, MAX_TOOLS)
+        items = check.bounded_tuple("tools", tools, _ACCEPTED_TOOLS_TEXT, MAX_TOOLS)
         copier = TemplateInputCopier()
         schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(items))
         names = [schema["function"]["name"] for schema in schemas]
@@ -85,12 +85,12 @@ class ToolUse:
 def _parse_tool_choice(value: Any) -> str | dict[str, str]:
     if value is None:
         return "auto"
-    if (text := check.plain_text(value)) in ("auto", "none", "required"):
+    if (text := check.as_plain_str(value)) in ("auto", "none", "required"):
         return text
     if isinstance(value, Mapping) and check.equal_json(value.get("type"), "function"):
         function = value.get("function", value)
         name = function.get("name") if isinstance(function, Mapping) else None
-        if (text := check.plain_text(name)) is not None:
+        if (text := check.as_plain_str(name)) is not None:
             return {"name": text}
     accepted = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
     raise check.value_error("tool_choice", value, accepted)
@@ -101,7 +101,7 @@ def _parse_tool(tool: Any, where: str, copier: TemplateInputCopier) -> dict[str,
         tool = function_schema(tool, where)
     plain = copier.copy_value(tool, where, "tools")
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
-    _require(is_tool, where, tool, f"one of {_ACCEPTED_TOOLS}")
+    _require(is_tool, where, tool, f"one of {_ACCEPTED_TOOLS_TEXT}")
     function: Any = plain.get("function")
     # OpenAI's Responses protocol puts the function's fields into the tool itself.
     if "function" not in plain:

@@ -90,7 +90,7 @@ class RecordedStep(ForwardPass):
         return self.output(step.sizes)
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
-        """Returns views of the last run's outputs, which had ``sizes``."""
+        """Returns views of the last run's outputs; ``sizes`` are the sizes of that run."""
         *_, wanted, num_logits, num_greedy = sizes
         tokens = NO_TOKENS if self.greedy is None else self.greedy[:num_greedy]
         return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)

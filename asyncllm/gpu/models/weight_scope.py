@@ -62,13 +62,14 @@ class WeightScope:
         shape = (sum(rows for _, rows in modules), *width)
         return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
 
-    def tensor(self, name: str, stored_name: str, rows: int, *width: int, **fields: Any) -> Tensor:
+    def tensor(self, name: str, stored_name: str, *shape: int, **parameter_fields: Any) -> Tensor:
         """Read a parameter that is one checkpoint tensor.
 
         Args:
-            fields: other fields of Parameter.
+            parameter_fields: other fields of Parameter.
         """
-        return self.plain_values(self.parameter(name, ((stored_name, rows),), *width, **fields))
+        parts = ((stored_name, shape[0]),)
+        return self.plain_values(self.parameter(name, parts, *shape[1:], **parameter_fields))
 
     def vector(self, name: str, size: int, stored_name: str | None = None, **fields: Any) -> Tensor:
         """Read a float32 vector, called ``name`` in the checkpoint if ``stored_name`` is None."""

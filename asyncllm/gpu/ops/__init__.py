@@ -1,1 +1,1 @@
-"""Op sets of the decoder and attention backends, with their protocols."""
+"""The decoder's op sets, the attention backends, and the protocols of both."""

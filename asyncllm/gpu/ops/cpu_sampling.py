@@ -34,8 +34,9 @@ SPAN_TOKENS = 32
 """Tokens per span, whose ids differ by a constant stride: torch computes maxima over a strided
 dimension in a fraction of the time that it takes over adjacent elements."""
 
-SORTED_SPAN_COUNTS = (64, 512)
-"""Numbers of a row's spans to sort, tried in order; if none suffices, all spans are sorted."""
+SPANS_TO_SORT = (64, 512)
+"""How many spans of a row's logits, each of SPAN_TOKENS tokens, to sort: the first number that
+suffices for the draw; else all spans."""
 
 
 def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor) -> None:
@@ -81,7 +82,7 @@ def _sample_rows(
     if len(rows := torch.nonzero(is_drawn & is_truncated).flatten()):
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
         tokens[rows] = _sample_truncated(
-            scaled_logits[rows], maxima[rows], keys[rows], chosen, vocab_size, SORTED_SPAN_COUNTS[0]
+            scaled_logits[rows], maxima[rows], keys[rows], chosen, vocab_size, SPANS_TO_SORT[0]
         )
     return tokens
 
@@ -139,9 +140,7 @@ def _sample_truncated(
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     tokens = ids.gather(1, winner).squeeze(1)
     if len(rows := torch.nonzero(~complete & (bound > -torch.inf)).flatten()):
-        more_spans = next(
-            (count for count in SORTED_SPAN_COUNTS if count > num_spans), maxima.shape[1]
-        )
+        more_spans = next((count for count in SPANS_TO_SORT if count > num_spans), maxima.shape[1])
         chosen = limits[0][rows], limits[1][rows], limits[2][rows]
         tokens[rows] = _sample_truncated(
             scaled_logits[rows], maxima[rows], keys[rows], chosen, vocab_size, more_spans

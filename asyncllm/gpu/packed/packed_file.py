@@ -81,7 +81,7 @@ class PanelsEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredWeightForm:
+class StoredWeightFormat:
     """Form of a linear layer's weights, see ``LinearWeights``.
 
     Attributes:
@@ -135,7 +135,7 @@ class TensorEntry:
     num_bytes: int
     checksum: int
     parts: list[PanelsEntry]
-    forms: list[StoredWeightForm]
+    forms: list[StoredWeightFormat]
 
 
 class RecordingPanelSource:
@@ -148,14 +148,14 @@ class RecordingPanelSource:
 
     def __init__(self) -> None:
         self.weights: list[PackedWeights] = []
-        self.forms: list[StoredWeightForm] = []
+        self.forms: list[StoredWeightFormat] = []
 
     def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
         """Pack weights, and record them with their form."""
         packed = pack_new_weights(context, weights)
         self.weights.append(packed)
         values, scales, block = weights.values, weights.scales, weights.scale_block
-        form = StoredWeightForm(
+        form = StoredWeightFormat(
             _dtype_name(values.dtype),
             [*values.shape],
             weights.scheme,
@@ -170,7 +170,7 @@ class RecordingPanelSource:
         return packed
 
 
-def _stack_forms(upper: StoredWeightForm, lower: StoredWeightForm) -> StoredWeightForm:
+def _stack_forms(upper: StoredWeightFormat, lower: StoredWeightFormat) -> StoredWeightFormat:
     scale_shape = upper.scale_shape
     if scale_shape is not None and lower.scale_shape is not None:
         scale_shape = [scale_shape[0] + lower.scale_shape[0], *scale_shape[1:]]
@@ -178,7 +178,7 @@ def _stack_forms(upper: StoredWeightForm, lower: StoredWeightForm) -> StoredWeig
     return replace(upper, shape=shape, scale_shape=scale_shape)
 
 
-def _can_stack_rows(upper: StoredWeightForm, lower: StoredWeightForm) -> bool:
+def _can_stack_rows(upper: StoredWeightFormat, lower: StoredWeightFormat) -> bool:
     """Whether two forms are equal except for the number of rows."""
     return replace(upper, shape=lower.shape, scale_shape=lower.scale_shape) == lower
 
@@ -423,7 +423,7 @@ def _make_entry(
 
 def _parse_entry(line: dict[str, Any]) -> TensorEntry:
     parts: Any = [PanelsEntry(**part) for part in line["parts"]]
-    forms: Any = [StoredWeightForm(**form) for form in line["forms"]]
+    forms: Any = [StoredWeightFormat(**form) for form in line["forms"]]
     return TensorEntry(**line | {"parts": parts, "forms": forms})
 
 

@@ -110,7 +110,7 @@ class SamplingState:
             self._assign_logprobs(update, params.logprobs)
         restricted = params.allowed_token_ids is not None or assignment.token_rules is not None
         if restricted or params.logit_bias or params.min_tokens or params.logits_processors:
-            self._assign_rules(update, assignment)
+            self._update_logits_tables(update, assignment)
         added = params.presence_penalty or params.frequency_penalty
         if added or params.repetition_penalty != 1:
             self._assign_penalties(update, assignment)
@@ -132,7 +132,9 @@ class SamplingState:
             max_count = self.vocab_size if count < 0 else int(np.int64(count))
             self.host_logprobs[update.req_index] = max_count
 
-    def _assign_rules(self, update: LogitsTableUpdate, assignment: RequestAssignment) -> None:
+    def _update_logits_tables(
+        self, update: LogitsTableUpdate, assignment: RequestAssignment
+    ) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         if params.logit_bias:
             update.rows["bias_ids"] = ids = self._checked_token_ids(

@@ -32,7 +32,7 @@ STEP_TOKEN_COUNTS = ((17, 9), (28, 19), (1, 1), (1, 1), (1, 1))
 """Numbers of tokens of the two sequences in each step: two chunks of different sizes, then three
 decodes."""
 
-TOLERANCE_IN_NOISE = 4.0
+TOLERANCE_NOISE_MULTIPLE = 4.0
 """Maximum accepted difference, as a multiple of ``ReferenceLogprobs.noise``."""
 
 MIN_NOISE_EPSILONS = 16
@@ -107,10 +107,11 @@ class ReferenceLogprobs:
         """Compare the log-probabilities of the engine's steps with transformers'.
 
         Raises:
-            ModelLoadError: log-probabilities differ by more than ``TOLERANCE_IN_NOISE * noise``.
+            ModelLoadError: log-probabilities differ by more than ``TOLERANCE_NOISE_MULTIPLE``
+                times ``noise``.
         """
         model, difference = decoder.model, self.max_logprob_difference(decoder, groups)
-        limit = TOLERANCE_IN_NOISE * self.noise
+        limit = TOLERANCE_NOISE_MULTIPLE * self.noise
         if not difference <= limit:
             raise ModelLoadError(
                 f"{model.path}: {model.architecture} is not among the tested architectures, and in "

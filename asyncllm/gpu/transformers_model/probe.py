@@ -101,7 +101,7 @@ to be causal, and RoPE is applied before attention."""
 
 
 class _CallRecorder:
-    """Handler that records the calls of every module of a skeleton."""
+    """Hook that records each call of a module in a model without weights (on the meta device)."""
 
     def __init__(self, probe: ProbeResult) -> None:
         self.probe = probe

@@ -17,10 +17,10 @@ from asyncllm.gpu.ops import gumbel
 
 CHUNK_TOKENS = tl.constexpr(gumbel.CHUNK_TOKENS)
 
-SHUFFLE_KEY_FACTOR = tl.constexpr(0x9E3779B1)
+TOKEN_ID_HASH_FACTOR = tl.constexpr(0x9E3779B1)
 """Odd factor that maps token ids, modulo 2**32, to keys in a pseudo-random order."""
 
-SHUFFLE_KEY_FACTOR_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
+TOKEN_ID_HASH_FACTOR_INVERSE = tl.constexpr(pow(0x9E3779B1, -1, 2**32))
 
 CHUNKS_PER_SCAN = tl.constexpr(4)
 """Number of chunks that a program reads at a time."""
@@ -97,7 +97,7 @@ def count_ahead_of(
             logits, listed_chunks, num_listed, logit_factor, vocab_size, start
         )
         # Give tokens pseudo-random keys: the largest key in a set of tokens picks a random token.
-        key = (token.to(tl.uint32) * SHUFFLE_KEY_FACTOR).to(tl.int32, bitcast=True)
+        key = (token.to(tl.uint32) * TOKEN_ID_HASH_FACTOR).to(tl.int32, bitcast=True)
         ahead = is_ahead(value, token, pivot_value, pivot)
         at_pivot = (value == pivot_value) & (token == pivot)
         ranks += (real & ahead).to(tl.int32)
@@ -117,8 +117,10 @@ def count_ahead_of(
 
 @triton.jit
 def token_of_key(key):
-    """Token id of a key, see ``SHUFFLE_KEY_FACTOR``."""
-    return (key.to(tl.uint32, bitcast=True) * SHUFFLE_KEY_FACTOR_INVERSE).to(tl.int32, bitcast=True)
+    """Token id of a key, see ``TOKEN_ID_HASH_FACTOR``."""
+    return (key.to(tl.uint32, bitcast=True) * TOKEN_ID_HASH_FACTOR_INVERSE).to(
+        tl.int32, bitcast=True
+    )
 
 
 @triton.jit
