@@ -227,13 +227,13 @@ def _no_z(runner: ModelRunner) -> None:
 
 def _no_decay(runner: ModelRunner) -> None:
     for mixer in _mixers(runner, GatedDeltaMixer):
-        mixer.delta.biases.log_rate.fill_(-torch.inf)
+        mixer.delta.decay_parameters.log_rate.fill_(-torch.inf)
 
 
 def _rounded_decay(runner: ModelRunner) -> None:
     """As a checkpoint in bfloat16 has it: the least of these mistakes, where noise is greatest."""
     for mixer in _mixers(runner, GatedDeltaMixer):
-        rate = mixer.delta.biases.log_rate
+        rate = mixer.delta.decay_parameters.log_rate
         rate.copy_(rate.bfloat16())
 
 

@@ -239,7 +239,7 @@ def test_a_sum_without_a_norm(ops, dtype, scales):
     place = ops.residual_add(*scales)
     assert place(x) is x
     kept = residual.clone()
-    summed, added = place.add(x, kept)
+    summed, added = place.add_and_norm(x, kept)
     assert torch.equal(summed, total * scales[1] if len(scales) > 1 else total)
     assert summed is added is kept
 

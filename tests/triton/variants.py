@@ -255,7 +255,7 @@ def variants() -> list[Variant]:
             where = CAPABILITIES if kernel == "gate_up" else (80, 90)
             launches = of_experts(tokens, torch.bfloat16)
             add(f"experts-{name}-{kernel[:4]}", kernel, launches, *where)
-    for kernel in ("sort", "tiles", "sum"):
+    for kernel in ("sort_pairs", "tile_ends", "sum_experts"):
         add(f"experts-{kernel}", kernel, of_experts(16, torch.bfloat16), 90)
     add("experts-routing", "routing", of_routing, 90)
     clamped = of_experts(1024, half, limit=7.0)
@@ -290,6 +290,6 @@ def variants() -> list[Variant]:
     add("step-state", "decode_inputs", of_decode_inputs, 80, 90, 100)
     for dtype, name in ((torch.bfloat16, "bf16"), (single, "fp32")):
         where = (80, 90, 100) if dtype == single else (90,)
-        add(f"sample-chunks-{name}", "chunk", sample(151_936, dtype), *where)
-        add(f"sample-choose-{name}", "choose", sample(151_936, dtype), *where)
+        add(f"sample-chunks-{name}", "chunk_statistics", sample(151_936, dtype), *where)
+        add(f"sample-choose-{name}", "sample_tokens", sample(151_936, dtype), *where)
     return found
