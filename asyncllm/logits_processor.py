@@ -63,7 +63,8 @@ class LogitsProcessor(ABC):
         is_pin_memory: whether tensors to copy to the device should be pinned.
 
     Attributes:
-        extra_args: the keys of ``SamplingParams.extra_args`` that the processor reads.
+        extra_args: the keys of ``SamplingParams.extra_args`` that the processor reads. It must not
+            change their values, which all outputs of a request share.
     """
 
     extra_args: ClassVar[Sequence[str]] = ()

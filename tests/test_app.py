@@ -262,6 +262,13 @@ async def test_a_page_is_shown_to_all_and_hides_nothing():
         assert (await client.get("/health")).json()["ready"] is True
 
 
+@pytest.mark.parametrize("origin", ["http://[", "//[", "http://a]b", "http://[::1", "\u00fc"])
+async def test_an_odd_origin_is_refused(origin):
+    async with app_client(fake_engine("x")) as client:
+        answer = await client.get("/v1/models", headers={"origin": origin.encode()})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+
+
 async def test_other_origins_are_refused_without_cors_headers():
     async with app_client(fake_engine("x"), local=True) as client:
         other = await client.post(CHAT, json=BODY, headers={"origin": "https://evil.example"})

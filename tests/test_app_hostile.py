@@ -16,10 +16,12 @@ import httpx
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.serving import choices, create_app, http_protocol
+from asyncllm.serving import choices, completion_request, create_app, http_protocol
+from asyncllm.serving import serving as serving_module
 from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol
 from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connections import RESERVED_FILE_DESCRIPTORS
+from asyncllm.serving.event_sender import EventSender
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.parse_queue import (
@@ -650,6 +652,71 @@ async def test_logprobs_of_a_whole_answer_are_bounded(monkeypatch):
         assert '"stream": true' in refused.json()["error"]["message"]
         for change in ({"stream": True}, {"logprobs": None}):
             assert (await client.post("/v1/completions", json=fields | change)).status_code == 200
+
+
+async def test_outputs_do_not_repeat_a_long_prompt_without_end(monkeypatch):
+    monkeypatch.setattr(completion_request, "MAX_ECHOED_CHARACTERS", 300)
+    async with app_client(fake_engine("x", max_model_len=4096)) as client:
+        for n, prompt, status in (
+            (4, "a" * 100, 200),
+            (4, "a" * 101, 400),
+            (1, "a" * 1000, 200),
+            (4, [[1] * 12, [2] * 13], 200),
+            (4, [[1] * 12, [2] * 14], 400),
+        ):
+            for stream in (False, True):
+                fields = {"prompt": prompt, "echo": True, "n": n, "max_tokens": 1, "stream": stream}
+                answer = await client.post("/v1/completions", json=fields)
+                assert answer.status_code == status
+                if status == 400:
+                    assert answer.json()["error"]["param"] == "echo"
+
+
+async def test_outputs_that_wait_together_are_not_one_long_write(monkeypatch):
+    sent, send = [], EventSender.send
+
+    def record(sender, text):
+        sent.append(text)
+        return send(sender, text)
+
+    monkeypatch.setattr(EventSender, "send", record)
+    fields = {"prompt": "1", "n": 8, "max_tokens": 6, "logprobs": 2, "ignore_eos": True}
+    fields |= {"stream": True, "seed": 1}
+    for limit, is_split in ((1 << 16, False), (100, True)):
+        monkeypatch.setattr(choices, "LARGE_JSON_BYTES", limit)
+        sent.clear()
+        async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
+            assert (await client.post("/v1/completions", json=fields)).status_code == 200
+        counts = [text.count('"finish_reason"') for text in sent]
+        assert (max(counts) == 1) == is_split
+        assert sum(counts) >= 8
+
+
+async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
+    monkeypatch.setattr(serving_module, "LARGE_JSON_BYTES", 1)
+    fields = {"input": "1", "max_output_tokens": 20, "ignore_eos": True, "top_logprobs": 3}
+    fields |= {"include": ["message.output_text.logprobs"], "stream": True, "seed": 1}
+    async with served_app(AsyncLLMEngine(num_blocks=64)) as server:
+        serving = server._server.config.app._serving
+        budget = serving.logprobs_budget = ByteBudget(1000)
+        held = budget.claim(1000, lambda: None)
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+            answer = asyncio.create_task(client.post("/v1/responses", json=fields))
+            await until(lambda: budget.num_waiting == 1)
+            assert not answer.done()
+            held.release()
+            text = (await answer).text
+        assert budget.num_waiting == 0
+        assert budget._num_free_bytes == 1000
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    told = [entry for event in deltas for entry in event["logprobs"]]
+    assert len(told) == 20
+    assert all(len(entry["top_logprobs"]) == 3 for entry in told)
+    text_done, part_done, item_done, last = events[-4:]
+    assert text_done["logprobs"] == part_done["part"]["logprobs"] == told
+    assert item_done["item"]["content"][0]["logprobs"] == told
+    assert last["response"]["output"][0]["content"][0]["logprobs"] == told
 
 
 async def test_ids_to_detokenize_fit_the_context():

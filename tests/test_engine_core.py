@@ -4,6 +4,7 @@ would wait, without a thread."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import queue
 import weakref
@@ -708,13 +709,22 @@ def test_an_exception_that_is_raised_again_and_again_keeps_one_note():
     assert len(error.__notes__) == 1
 
 
-def test_odd_notes_do_not_end_the_engine():
-    class Odd(RequestError):
-        @property
-        def __notes__(self):  # pyright: ignore[reportIncompatibleVariableOverride]
-            raise ZeroDivisionError
+class RaisingNotes(RequestError):
+    @property
+    def __notes__(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise KeyboardInterrupt
 
-    with pytest.raises(Odd) as caught:
-        raise Odd("x")
+    def add_note(self, note):
+        raise SystemExit
+
+
+class EndlessNotes(RequestError):
+    __notes__ = itertools.count()  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.parametrize("odd", [RaisingNotes, EndlessNotes])
+def test_odd_notes_do_not_end_the_engine(odd):
+    with pytest.raises(odd) as caught:
+        raise odd("x")
     replace_tracebacks(caught.value)
     assert caught.value.__traceback__ is None

@@ -25,6 +25,7 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.in_process import picklable_params
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
@@ -183,6 +184,12 @@ def test_extra_args_are_plain_data(value):
     with pytest.raises(InvalidRequestError, match="a dict of plain data") as caught:
         SamplingParams(extra_args=value)
     assert caught.value.param == "extra_args"
+
+
+def test_an_output_does_not_copy_extra_args():
+    """Each would do so on the engine thread, when it is admitted."""
+    params = SamplingParams(extra_args={"a": [[] for _ in range(100)]}, logit_bias={1: 2.0})
+    assert picklable_params(params).extra_args is params.extra_args
 
 
 def test_extra_args_are_copied_and_bounded_in_depth():

@@ -176,6 +176,32 @@ async def test_one_response_at_a_time():
     assert after["usage"]["output_tokens"] == 2
 
 
+async def test_a_response_that_begins_beside_the_last_events_of_another_is_one_too(monkeypatch):
+    go_on, send_all = asyncio.Event(), ResponseSession._send_all
+
+    async def hold_first_end(session, events):
+        events = list(events)
+        if any('"response.incomplete"' in data for _, data in events) and not go_on.is_set():
+            await go_on.wait()
+        await send_all(session, events)
+
+    monkeypatch.setattr(ResponseSession, "_send_all", hold_first_end)
+    async with served(fake(step_time=0.005).engine()) as server, client_of(server) as client:
+        await client.create("1", max_output_tokens=2)
+        await client.until("response.output_text.delta")
+        await until(lambda: all(one.current_turn is None for one in server._app._serving.sessions))
+        await client.create("2", max_output_tokens=100)
+        await client.until("response.created")
+        go_on.set()
+        await client.until("response.incomplete")
+        await client.create("3")
+        refused = (await client.until("error"))[-1]
+        await client.send(type="response.cancel")
+        last = (await client.until(*ENDS))[-1]
+    assert refused["error"]["code"] == "response_already_in_flight"
+    assert last["response"]["status"] == "cancelled"
+
+
 async def test_a_response_can_be_cancelled_and_continued():
     async with served(fake(step_time=0.005).engine()) as server, client_of(server) as client:
         await client.send(type="response.cancel")

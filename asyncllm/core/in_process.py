@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from asyncllm.core.batch import RequestAssignment
@@ -41,13 +41,16 @@ class UnpicklableObjects:
 
 
 def picklable_params(sampling: SamplingParams) -> SamplingParams:
-    """Copy the parameters to a picklable object, without callables, grammar or shared mappings."""
-    shared = sampling.logits_processors, sampling.logit_bias, sampling.extra_args
+    """Copy the parameters to a picklable object, without callables and grammar.
+
+    ``extra_args`` are not copied: they may be large, and each output would copy them on the engine
+    thread.
+    """
+    shared = sampling.logits_processors, sampling.logit_bias
     if not any(shared) and sampling.structured_outputs is None:
         return sampling
     params = _replace_logits_processors(sampling, ())
     object.__setattr__(params, "logit_bias", copy(sampling.logit_bias))
-    object.__setattr__(params, "extra_args", deepcopy(sampling.extra_args))
     object.__setattr__(params, "structured_outputs", None)
     return params
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Iterator
 
-_TRACEBACK, _CAUSE, _CONTEXT = (
-    vars(BaseException)[name] for name in ("__traceback__", "__cause__", "__context__")
+_TRACEBACK, _CAUSE, _CONTEXT, _ATTRIBUTES = (
+    vars(BaseException)[name] for name in ("__traceback__", "__cause__", "__context__", "__dict__")
 )
+"""BaseException's own descriptors: a subclass may override the attributes, and raise or never
+return."""
 
 _MAX_LINES = 16
 """Maximum number of a traceback's frames in a note; the innermost frames are shown."""
@@ -36,18 +37,13 @@ def replace_tracebacks(error: BaseException) -> None:
             lines += [f"{type(current).__name__} was raised in:\n", *summary.format()]
             _TRACEBACK.__set__(current, None)
     note = "".join(lines).rstrip()
-    # A subclass may define ``__notes__`` as something other than a list of strings.
-    with contextlib.suppress(Exception):
-        if note and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+    notes = _ATTRIBUTES.__get__(error).setdefault("__notes__", [])
+    if note and type(notes) is list and not any(type(one) is str and one == note for one in notes):
+        notes.append(note)
 
 
 def _exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over an exception, its causes and contexts.
-
-    The attributes are read by BaseException's own descriptors: a subclass may override them, and
-    raise.
-    """
+    """Iterate over an exception, its causes and contexts."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Sequence
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -73,7 +74,9 @@ class AccessRules:
 
     def _is_allowed_origin(self, origin: str, host: str) -> bool:
         if self._origins is None:
-            return urlsplit(origin).netloc.lower() == host.lower()
+            with suppress(ValueError):
+                return urlsplit(origin).netloc.lower() == host.lower()
+            return False
         return "*" in self._origins or origin in self._origins
 
 

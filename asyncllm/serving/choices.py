@@ -22,7 +22,7 @@ from asyncllm.serving.exchange import Exchange, encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.sampling_fields import ChoicesRequest
-from asyncllm.serving.serving import ServingContext
+from asyncllm.serving.serving import LARGE_JSON_BYTES, ServingContext
 from asyncllm.serving.token_logprobs import num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
@@ -137,6 +137,9 @@ async def _send_chunks(
                     job = partial(chunks, unsent_delta, first_choice, stream)
                     num_bytes = writer.num_logprobs_bytes(unsent_delta, first_choice, stream)
                     text += await serving.run_json_job(job, num_bytes)
+                    if len(text) >= LARGE_JSON_BYTES:
+                        await send(text)
+                        text = ""
                 unsent.clear()
                 num_read = 0
             else:  # Nearly every token takes this fast path.

@@ -11,9 +11,13 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.serving.request_body import AcceptedValues, unsupported_error
 from asyncllm.serving.sampling_fields import ChoicesRequest, TokenIds
 from asyncllm.stream import TokenStream
-from asyncllm.validation import MAX_INTEGER, value_error
+from asyncllm.validation import MAX_INTEGER, argument_error, value_error
 
 MAX_PROMPTS = 256
+MAX_ECHOED_CHARACTERS = 1 << 20
+"""Maximum number of characters of prompts that the outputs of one request echo, beyond the first
+output. A token counts as four characters."""
+
 DEFAULT_MAX_TOKENS = 16
 """Value of ``max_tokens`` for a request that leaves it out, as in OpenAI's protocol."""
 
@@ -69,6 +73,15 @@ class CompletionRequest(ChoicesRequest):
             raise unsupported_error("best_of", self.best_of, (self.num_outputs,))
         if self.min_tokens and not self.should_generate:
             raise value_error("min_tokens", self.min_tokens, "at most max_tokens=0")
+        if self.echo and self.num_outputs > 1:
+            num_characters = sum(
+                len(prompt) * (1 if isinstance(prompt, str) else 4) for prompt in self.prompts
+            )
+            if (self.num_outputs - 1) * num_characters > MAX_ECHOED_CHARACTERS:
+                problem = f"{self.num_outputs} outputs would repeat {num_characters} characters"
+                raise argument_error(
+                    "echo", f"{problem}, expected at most {MAX_ECHOED_CHARACTERS} in all"
+                )
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(
             n=self.num_outputs,

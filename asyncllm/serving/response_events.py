@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from json.encoder import encode_basestring
 from typing import Any
 
-from asyncllm.outputs import Delta, ToolCall, Usage
-from asyncllm.serving.answers import ItemStatus, TokenLogprob
+from asyncllm.outputs import Delta, TokenLogprobs, ToolCall, Usage
+from asyncllm.serving.answers import ItemStatus
 from asyncllm.serving.call_collector import ToolCallCollector
 from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, TextItem
 from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
+from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs, num_logprobs_bytes
 
 ResponseEvent = tuple[str, str]
 """Type of the event, and the whole event as JSON."""
@@ -48,7 +48,8 @@ class ResponseEvents:
         self.id = response.id
         self.num_tokens = 0
         self.should_generate = request.should_generate
-        self.response_json = ""
+        self._final_response_json = ""
+        self._logprobs_json = ""
         self._response = response
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobWriter(id_to_text_and_bytes, top)
@@ -57,8 +58,34 @@ class ResponseEvents:
         self._message_item: TextItem | None = None
         self._reasoning_item: TextItem | None = None
         self._call_collector = ToolCallCollector()
-        self._unsent_logprobs: list[TokenLogprob] = []
+        self._unsent_logprobs: list[TokenLogprobs] = []
         self._text_event_start = ""
+
+    @property
+    def num_logprobs_bytes(self) -> int:
+        """Approximate number of JSON bytes of the message's log-probabilities."""
+        return 0 if self._message_item is None else num_logprobs_bytes(self._message_item.logprobs)
+
+    @property
+    def response_json(self) -> str:
+        """JSON of the response at its end; empty before."""
+        return self._insert_logprobs(self._final_response_json)
+
+    def insert_logprobs(self, event: ResponseEvent) -> ResponseEvent:
+        """Insert the message's log-probabilities into one of the last events."""
+        return event[0], self._insert_logprobs(event[1])
+
+    def _insert_logprobs(self, data: str) -> str:
+        item = self._message_item
+        if item is None or not item.logprobs:
+            return data
+        self._logprobs_json = self._logprobs_json or self._encode_logprobs(item.logprobs)
+        return data.replace(f'"{item.logprobs_mark}"', self._logprobs_json)
+
+    def _encode_logprobs(self, logprobs: list[TokenLogprobs]) -> str:
+        if self._logprobs is None or not logprobs:
+            return "[]"
+        return encode_logprobs(self._logprobs.write(logprobs))
 
     def assistant_message(self) -> dict[str, Any]:
         """The answer as a message of the assistant, for the history of a conversation."""
@@ -100,7 +127,7 @@ class ResponseEvents:
             self._unsent_logprobs.clear()
             yield from self._add_reasoning(delta.reasoning)
         if self._logprobs is not None and delta.logprobs:
-            self._unsent_logprobs += self._logprobs.write(delta.logprobs)
+            self._unsent_logprobs += delta.logprobs
         if delta.text or (self._unsent_logprobs and self._message_item is not None):
             yield from self._add_text(delta.text)
         for _, call in self._call_collector.push(delta.tool_calls):
@@ -109,8 +136,8 @@ class ResponseEvents:
     def completed_events(
         self, finish_reason: str | None, usage: Usage | None
     ) -> Iterator[ResponseEvent]:
-        """Events at the end of a response. The finish reason ``abort`` means that the client
-        cancelled it."""
+        """Events at the end of a response, for ``insert_logprobs``. The finish reason ``abort``
+        means that the client cancelled it."""
         if not self.should_generate:
             yield self._final_event("response.completed", self._response_object("completed", usage))
             return
@@ -120,6 +147,7 @@ class ResponseEvents:
         if self._unsent_logprobs or not self._items:
             yield from self._add_text("")
         if self._message_item is not None:
+            self._logprobs_json = self._encode_logprobs(self._message_item.logprobs)
             yield from self._close_item(self._message_item, item_status)
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             finish_reason or "", "completed"
@@ -136,7 +164,7 @@ class ResponseEvents:
         if error.code == "context_length_exceeded":
             code = error.code  # OpenAI's servers send this code.
         response["error"] = {"code": code, "message": str(error), "param": error.param}
-        yield self._final_event("response.failed", response)
+        yield self.insert_logprobs(self._final_event("response.failed", response))
 
     # --- items --------------------------------------------------------------------------
 
@@ -161,7 +189,7 @@ class ResponseEvents:
             return
         self._message_item.texts.append(text)
         self._message_item.logprobs += logprobs
-        yield self._text_event(text, encode_logprobs(logprobs))
+        yield self._text_event(text, self._encode_logprobs(logprobs))
 
     def _text_event(self, text: str, logprobs: str) -> ResponseEvent:
         """Event of new text. Written without the slower JSON encoder: there is one per token."""
@@ -206,7 +234,7 @@ class ResponseEvents:
 
     def _close_item(self, item: TextItem, status: ItemStatus) -> Iterator[ResponseEvent]:
         item.status = status
-        kind, more = "response.output_text.done", {"logprobs": item.logprobs}
+        kind, more = "response.output_text.done", {"logprobs": item.logprobs_field}
         if item.is_reasoning:
             kind, more = "response.reasoning_text.done", {}
         yield self._make_event(kind, **item.event_fields, text=item.text, **more)
@@ -223,12 +251,9 @@ class ResponseEvents:
         return self._response.as_dict(status, [item.as_dict() for item in self._items], usage)
 
     def _final_event(self, kind: str, response: dict[str, Any]) -> ResponseEvent:
-        self.response_json = encode_json(response)
+        response_json = self._final_response_json = encode_json(response)
         number = self._next_sequence_number()
-        return (
-            kind,
-            f'{{"type":"{kind}","sequence_number":{number},"response":{self.response_json}}}',
-        )
+        return kind, f'{{"type":"{kind}","sequence_number":{number},"response":{response_json}}}'
 
     def _make_event(self, kind: str, **fields: Any) -> ResponseEvent:
         return kind, encode_json(

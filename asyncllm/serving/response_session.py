@@ -162,9 +162,9 @@ class ResponseSession:
         try:
             async with turn.stream:
                 await self._send_all(await turn.serialize(turn.events.created_events()))
-                await turn.run(self._send_all, before_end=self._end_current_turn)
+                await turn.run(self._send_all, before_end=partial(self._end_turn, turn))
         except AsyncLLMError as error:
-            self._end_current_turn()
+            self._end_turn(turn)
             with contextlib.suppress(*DISCONNECT_ERRORS):
                 failed = turn.events.failed_events(to_protocol_error(error, FIELD_BY_ENGINE_PARAM))
                 await self._send_all(await turn.serialize(failed))
@@ -176,10 +176,11 @@ class ResponseSession:
             self._close(1011, "internal error")
         finally:
             turn.release()
-            self._end_current_turn()
+            self._end_turn(turn)
 
-    def _end_current_turn(self) -> None:
-        if self.current_turn is not None:
+    def _end_turn(self, turn: ResponseTurn) -> None:
+        """Allow the next response, unless it has begun while the turn's last events were sent."""
+        if self.current_turn is turn:
             self.current_turn = None
             self.serving.frame_pacer.end_response()
 

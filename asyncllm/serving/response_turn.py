@@ -104,8 +104,9 @@ class ResponseTurn:
 
     async def serialize(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
         """Serialise events that contain the whole response; long ones on the worker thread."""
+        num_bytes = self._request_bytes // WRITTEN_BYTES_PER_READ_BYTE
         return await self._serving.run_json_job(
-            lambda: list(events), self._request_bytes // WRITTEN_BYTES_PER_READ_BYTE
+            lambda: list(events), num_bytes + self.events.num_logprobs_bytes
         )
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
@@ -127,13 +128,18 @@ class ResponseTurn:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream = self.stream
-        final_events = await self.serialize(
-            events.completed_events(stream.finish_reason, stream.usage)
-        )
-        turn = (events.assistant_message(),) if should_generate else ()
-        # A response with ``store=false`` can be continued, but not read again.
-        body = events.response_json if self._store is self._serving.response_store else ""
-        stored = StoredResponse(self._conversation.with_messages(turn), body)
-        self._store.add(self._owner, events.id, stored)
-        before_end()
-        await send(final_events)
+        async with self._serving.claimed_logprobs_bytes(events.num_logprobs_bytes):
+            final_events = await self.serialize(
+                events.completed_events(stream.finish_reason, stream.usage)
+            )
+            turn = (events.assistant_message(),) if should_generate else ()
+            # A response with ``store=false`` can be continued, but not read again.
+            body = events.response_json if self._store is self._serving.response_store else ""
+            stored = StoredResponse(self._conversation.with_messages(turn), body)
+            self._store.add(self._owner, events.id, stored)
+            before_end()
+            if not events.num_logprobs_bytes:
+                await send(final_events)
+                return
+            for event in final_events:  # One by one, because each repeats the log-probabilities.
+                await send((events.insert_logprobs(event),))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,6 +33,10 @@ not wait. A byte takes up to a quarter of a microsecond."""
 
 LARGE_JSON_BYTES = 1 << 16
 """Minimum number of bytes of JSON that count in ``large_body_budget``."""
+
+COPIES_OF_LOGPROBS = 3
+"""Copies of a response's log-probabilities that are in memory while its last events are sent: as
+JSON, in the event that is made, and in the one that the client has not read."""
 
 
 @dataclass(eq=False, repr=False)
@@ -62,6 +66,8 @@ class ServingContext:
             large one.
         answer_budget: budget of bytes for answers that clients have not read yet, and for requests
             that an answer repeats event by event. JSON below LARGE_JSON_BYTES does not count.
+        logprobs_budget: budget of bytes for the last events of streamed responses with
+            log-probabilities, until clients have read them.
     """
 
     engine: AsyncLLMEngine
@@ -85,6 +91,7 @@ class ServingContext:
     small_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
     answer_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
+    logprobs_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
 
     def __post_init__(self) -> None:
         self.json_worker = WorkerThread("asyncllm-json", self.engine._cooldown)
@@ -102,15 +109,21 @@ class ServingContext:
         which the caller releases; None below LONG_JSON_BYTES, which need no claim."""
         if num_bytes < LONG_JSON_BYTES:
             return None
-        granted = anyio.Event()
         budget = self.small_body_budget if num_bytes < LARGE_JSON_BYTES else self.large_body_budget
-        claim = budget.claim(num_bytes, granted.set)
+        return await _wait_for_claim(budget, num_bytes)
+
+    @asynccontextmanager
+    async def claimed_logprobs_bytes(self, num_bytes: int) -> AsyncIterator[None]:
+        """Reserve memory for events that repeat ``num_bytes`` of log-probabilities, waiting until
+        it is free; few log-probabilities need none."""
+        if num_bytes < LARGE_JSON_BYTES:
+            yield
+            return
+        claim = await _wait_for_claim(self.logprobs_budget, COPIES_OF_LOGPROBS * num_bytes)
         try:
-            await granted.wait()
-        except BaseException:
+            yield
+        finally:
             claim.release()
-            raise
-        return claim
 
     def claim_answer_bytes(self, num_bytes: int) -> ByteClaim:
         """Reserve ``num_bytes`` of the answer budget: the JSON of an answer, or of a request that
@@ -191,6 +204,18 @@ class ServingContext:
                 status=503,
                 headers={"Retry-After": "1"},
             )
+
+
+async def _wait_for_claim(budget: ByteBudget, num_bytes: int) -> ByteClaim:
+    """Claim bytes of a budget, waiting until they are granted."""
+    granted = anyio.Event()
+    claim = budget.claim(num_bytes, granted.set)
+    try:
+        await granted.wait()
+    except BaseException:
+        claim.release()
+        raise
+    return claim
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
