@@ -11,7 +11,7 @@ from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import describe, explain, value_error
 
-ENTRY_POINTS = "asyncllm.logits_processors"
+ENTRY_POINT_GROUP = "asyncllm.logits_processors"
 """Entry point group by which other distributions add processors to every engine."""
 
 AddedRequest = tuple[int, SamplingParams, Sequence[int], Sequence[int]]
@@ -40,7 +40,7 @@ class BatchUpdate:
 
 
 class ProcessorConfig(Protocol):
-    """Protocol of the EngineConfig that processors get, whose limits are never None."""
+    """Protocol of the config that processors get: an EngineConfig whose limits are all set."""
 
     @property
     def max_num_seqs(self) -> int | None: ...

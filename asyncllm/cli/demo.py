@@ -12,7 +12,7 @@ from typing import Any
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
 from asyncllm.cli.prompts import Prompt, make_prompts
-from asyncllm.cli.session import checked_config, open_engine, run_async
+from asyncllm.cli.session import checked_config, run_async, running_engine
 from asyncllm.cli.text import format_seconds, one_line
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.stream import TokenStream
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _main(arguments: argparse.Namespace) -> int:
     config = checked_config(arguments)
-    async with open_engine(AsyncLLMEngine(config=config)) as engine:
+    async with running_engine(AsyncLLMEngine(config=config)) as engine:
         show = _print_when_done
         if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             from asyncllm.cli.demo_view import watch as show
@@ -82,6 +82,6 @@ def _format_answer(stream: DemoStream) -> str:
         lines.append(f"    failed: {one_line(stream.error, 200)}")
     lines.append(
         f"    ({stream.num_tokens} tokens, first after {format_seconds(stream.ttft)}, "
-        f"{stream.speed}, {stream.finish_reason or 'failed'})"
+        f"{stream.rate_text}, {stream.finish_reason or 'failed'})"
     )
     return "\n".join(lines)

@@ -43,7 +43,7 @@ class DemoStream:
         return None if self.first_token_at is None else self.first_token_at - self.began_at
 
     @property
-    def speed(self) -> str:
+    def rate_text(self) -> str:
         """Tokens per second after the first token."""
         if self.first_token_at is None or self.last_token_at is None:
             return "–"

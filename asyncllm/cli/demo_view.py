@@ -16,12 +16,12 @@ from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
 from asyncllm.cli.text import format_rate, format_seconds, one_line
 
 _SHORT_PANEL_HEIGHT = 4
-_SHORT_PANEL_WIDTH = 38
+_MIN_SHORT_PANEL_WIDTH = 38
 _MIN_TALL_PANEL_HEIGHT = 6
 _MAX_TALL_PANEL_HEIGHT = 14
 _MAX_TABLE_ROWS = 16
 _WIDTH_OF_COLUMNS_BESIDE_TITLE = 60
-_CURSOR = "▌"
+_CURSOR_CHARACTER = "▌"
 
 
 async def watch(demo: Demo) -> None:
@@ -42,7 +42,7 @@ class DemoView:
         self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
         self._tall_streams = [stream for stream in demo.streams if stream.prompt.is_long][:columns]
-        self._short_columns = max(1, min(4, console.width // _SHORT_PANEL_WIDTH))
+        self._short_columns = max(1, min(4, console.width // _MIN_SHORT_PANEL_WIDTH))
         tall_height = _MIN_TALL_PANEL_HEIGHT if self._tall_streams else 0
         rows = max(self._num_lines_above_status() - tall_height, 0) // _SHORT_PANEL_HEIGHT
         short_streams = [stream for stream in demo.streams if not stream.prompt.is_long]
@@ -108,7 +108,7 @@ class DemoView:
     def _wrap_text(self, stream: DemoStream, width: int) -> list[Text]:
         text = stream.error or stream.text.strip()
         if not stream.is_done and stream.first_token_at is not None:
-            text += _CURSOR
+            text += _CURSOR_CHARACTER
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
     def _panel(self, stream: DemoStream, lines: list[Text], width: int, height: int) -> Panel:
@@ -167,7 +167,7 @@ class DemoView:
                 one_line(stream.prompt.title, title_width) if title_width > 8 else "",
                 str(stream.num_tokens),
                 format_seconds(stream.ttft),
-                stream.speed,
+                stream.rate_text,
                 Text(stream.finish_reason or "failed", style=_style_and_mark(stream)[0]),
             )
         return table
@@ -185,4 +185,4 @@ def _style_and_mark(stream: DemoStream) -> tuple[str, str]:
 def _format_timings(stream: DemoStream) -> str:
     if stream.first_token_at is None:
         return " failed " if stream.error else " waiting "
-    return f" {format_seconds(stream.ttft)} · {stream.num_tokens} tokens · {stream.speed} "
+    return f" {format_seconds(stream.ttft)} · {stream.num_tokens} tokens · {stream.rate_text} "

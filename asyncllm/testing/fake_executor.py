@@ -83,8 +83,8 @@ class FakeExecutor:
     output; ``reference`` computes the correct output.
 
     - KV groups have different digests, so a block of another group changes the output.
-    - In a group with a window, a digest is computed from exactly those in the window. So a block
-      that is freed too early changes the output; a block that is freed too late does not.
+    - In a group with a window, a digest is computed from exactly the tokens in the window. So a
+      block that is freed too early changes the output; a block that is freed too late does not.
     - If ``info.max_tokens_per_row`` is above 1, it imitates speculative decoding: the digest
       decides how many drafts are accepted, and rejected drafts leave wrong KV behind.
     - With ``info.has_states`` it keeps one more digest per request index, like a recurrent layer's
@@ -131,7 +131,7 @@ class FakeExecutor:
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """Compute the ``count`` tokens that follow ``prompt``, without a KV cache."""
-        digests = self._make_digests()
+        digests = self._make_token_digests()
         states = list(range(len(digests)))
         for token_id in prompt:
             states = [group_digests.append(token_id) for group_digests in digests]
@@ -148,27 +148,27 @@ class FakeExecutor:
         Args:
             count: number of most likely tokens to add at each position.
         """
-        digests = self._make_digests()[: len(self.info.kv_groups)]
+        digests = self._make_token_digests()[: len(self.info.kv_groups)]
         entries = []
         for position in range(1, len(prompt)):
             states = [group_digests.append(prompt[position - 1]) for group_digests in digests]
             entries.append(self._logprobs(states, prompt[position], count))
         return entries
 
-    def _make_digests(self) -> list[_TokenDigests]:
+    def _make_token_digests(self) -> list[_TokenDigests]:
         """Make an empty ``_TokenDigests`` per KV group, and one for the recurrent state if any."""
         windows = [spec.window for spec in self.info.kv_groups] + [None] * self.info.has_states
         return [_TokenDigests(index, window) for index, window in enumerate(windows)]
 
-    def _logprobs(self, states: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
-        likeliest, size = self._next_token(states), self.info.vocab_size
-        top = [Logprob((likeliest + r - 1) % size, -r / 10, r) for r in range(1, count + 1)]
+    def _logprobs(self, digests: Sequence[int], token_id: int, num_top: int) -> TokenLogprobs:
+        likeliest, size = self._next_token(digests), self.info.vocab_size
+        top = [Logprob((likeliest + r - 1) % size, -r / 10, r) for r in range(1, num_top + 1)]
         rank = (token_id - likeliest) % size + 1
         return TokenLogprobs(Logprob(token_id, -rank / 10, rank), tuple(top))
 
-    def _next_token(self, states: Sequence[int]) -> int:
+    def _next_token(self, digests: Sequence[int]) -> int:
         """Token that is computed from the last digests of all KV groups."""
-        return functools.reduce(operator.xor, states) % self.info.vocab_size
+        return functools.reduce(operator.xor, digests) % self.info.vocab_size
 
     def launch(self, batch: StepBatch) -> None:
         if len(self._launched_batches) >= self.info.pipeline_depth:

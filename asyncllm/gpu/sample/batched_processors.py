@@ -17,7 +17,7 @@ from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.host_rules import RequestWithProcessors, checked_logits
-from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
+from asyncllm.logits_processor import ENTRY_POINT_GROUP, BatchUpdate, LogitsProcessor
 from asyncllm.validation import explain
 
 
@@ -170,7 +170,7 @@ def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsP
             loaders.append((repr(processor), lambda m=module, n=name: getattr(import_module(m), n)))
         else:
             loaders.append((processor.__name__, lambda kind=processor: kind))
-    for entry in entry_points(group=ENTRY_POINTS):
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
         owner = entry.dist.name if entry.dist is not None else "an unknown distribution"
         loaders.append((f"{entry.value!r} of {owner}", entry.load))
     processors: dict[type, LogitsProcessor] = {}
