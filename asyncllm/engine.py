@@ -603,7 +603,7 @@ class AsyncLLMEngine(UncopyableHandle):
         outcome = await wait_for(core.call(run))
         if isinstance(outcome, Exception):
             raise EngineError(
-                f"the execution cannot be measured: {check.explain(outcome)}"
+                f"the execution cannot be measured: {check.describe_error(outcome)}"
             ) from outcome
         return outcome
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.validation import describe, explain, value_error
+from asyncllm.validation import describe, describe_error, value_error
 
 ENTRY_POINT_GROUP = "asyncllm.logits_processors"
 """Entry point group by which other distributions add processors to every engine."""
@@ -146,6 +146,6 @@ def _applies_to_request(processor: LogitsProcessor, sampling_params: SamplingPar
     except Exception as error:
         raise InvalidRequestError(
             f"extra_args={describe(sampling_params.extra_args)}: logits processor "
-            f"{type(processor).__name__} refused it: {explain(error)}",
+            f"{type(processor).__name__} refused it: {describe_error(error)}",
             param="extra_args",
         ) from error

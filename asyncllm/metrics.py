@@ -91,7 +91,7 @@ _HISTOGRAMS = (
 )
 """Name, documentation and vLLM's bucket bounds of each histogram."""
 
-# Name, field of EngineStats, documentation. vLLM has no metric for names with ``asyncllm:``.
+# Name, field of EngineStats, documentation. vLLM has no counterpart of ``asyncllm:…`` names.
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests in the batch."),
     ("num_requests_waiting", "num_waiting", "Requests waiting for a place."),

@@ -33,7 +33,7 @@ from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 logger = get_logger("asyncllm")
 
@@ -87,7 +87,7 @@ class _Row:
             self.on_end(self)
 
     def set(self) -> None:
-        """Call ``set_result``, by the name that a ThreadMailbox calls, as on a threading.Event."""
+        """Call ``set_result``, for a ThreadMailbox: it calls ``set``, as on a threading.Event."""
         self.set_result()
 
     @contextmanager
@@ -192,7 +192,7 @@ class RowJob:
             yield
         except Exception as error:
             self._iterator = None  # A generator that raised needs no closing.
-            failure = check.argument_error("rows", f"the iterable raised {explain(error)}")
+            failure = check.argument_error("rows", f"the iterable raised {describe_error(error)}")
             self.end_input(with_cause(failure, error))
 
     def make_request(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
@@ -280,7 +280,7 @@ class RowJob:
             try:
                 self.progress(self._num_done, self._num_failed)
             except Exception as failure:
-                logger.error("progress of map() raised %s", explain(failure))
+                logger.error("progress of map() raised %s", describe_error(failure))
         return RowResult(row.row, row.key, completion, error)
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class RowJob:
         under_way, self._under_way = self._under_way, {}
         self._ended_rows.clear()
         for row in under_way:
-            row.on_end = bool  # The engine may keep the row; keep the job out of it.
+            row.on_end = bool  # The engine may keep the row alive, but must not keep the job.
             row.row = None
             if row.stream is not None:
                 row.stream.close()
@@ -302,7 +302,7 @@ def _log_closing_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.error("closing the rows of map() raised %s", explain(error))
+        logger.error("closing the rows of map() raised %s", describe_error(error))
 
 
 def _close_generator(iterator: Any) -> None:
@@ -372,7 +372,7 @@ class RowStream(UncopyableHandle):
 
 
 async def _read_row(job: RowJob, row: _Row) -> RowResult:
-    """Read the stream of an ended row; everything is there, so this does not wait."""
+    """Read an ended row's stream; all its deltas are there already."""
     if row.stream is not None:
         with row.store_read_error():
             row.completion = await row.stream.result()
@@ -380,8 +380,8 @@ async def _read_row(job: RowJob, row: _Row) -> RowResult:
 
 
 class _RowFeeder:
-    """Background task that draws and submits rows while there is room. It has no reference
-    to the RowStream, so that a RowStream that its reader drops is collected."""
+    """Background task that draws and submits rows while there is room. It holds no
+    reference to the RowStream, so that dropping the RowStream collects it."""
 
     def __init__(self, job: RowJob, submit: Submit) -> None:
         self._job = job
@@ -427,7 +427,7 @@ class _RowFeeder:
         async generator on the event loop."""
         iterator, backend = self._job.pop_iterator(), self._backend
         if isinstance(iterator, Generator):
-            with suppress(RequestError):  # If no thread starts, its destructor closes it.
+            with suppress(RequestError):  # Garbage collection also closes a generator.
                 self._worker.submit(partial(_close_generator, iterator))
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 
@@ -516,7 +516,7 @@ def _submit_next_row(
 
 
 def _read_row_blocking(job: RowJob, row: _Row, mailbox: ThreadMailbox) -> RowResult:
-    """Read the stream of an ended row, in a thread without an event loop."""
+    """Read an ended row's stream, in a thread without an event loop."""
     if row.stream is not None:
         with row.store_read_error():
             while row.stream.read_blocking(mailbox) is not None:

@@ -97,7 +97,7 @@ def describe(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def explain(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Make a text of an exception's type and full message; never raises."""
     try:
         return f"{type(error).__name__}: {error}"

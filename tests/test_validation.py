@@ -215,11 +215,11 @@ def test_stop_tokens_read_per_step_are_bounded() -> None:
 @pytest.mark.parametrize("how", UNPRINTABLE)
 def test_an_exception_is_explained_though_its_methods_raise(how: str) -> None:
     odd = UNPRINTABLE[how]()
-    for told in (check.describe(odd), check.explain(odd)):
+    for told in (check.describe(odd), check.describe_error(odd)):
         assert type(told) is str
         assert 0 < len(told) < 200
     assert RowError.of(odd).kind == "Odd"
-    assert check.explain(KeyError("x" * 200)) == f"KeyError: {'x' * 200!r}"
+    assert check.describe_error(KeyError("x" * 200)) == f"KeyError: {'x' * 200!r}"
 
 
 def test_equal_as_json_is() -> None:

@@ -36,25 +36,25 @@ class _TokenDigests:
     Args:
         window: size of the sliding window in tokens; None without.
         start: position of the next digest.
-        states: the digests before that position, as far back as the window reaches.
+        digests: those before that position, as far back as the window reaches.
     """
 
     def __init__(
-        self, group: int, window: int | None, start: int = 0, states: list[int] | None = None
+        self, group: int, window: int | None, start: int = 0, digests: list[int] | None = None
     ) -> None:
         self._group, self._window = group, window
-        self._next, self._states = start, states or []
+        self._next, self._digests = start, digests or []
 
     def append(self, token_id: int) -> int:
         """Append the digest of the next token; returns the digest."""
         if self._window is None:
-            state = self._states[-1] if self._states else self._group
+            state = self._digests[-1] if self._digests else self._group
         else:
-            seen = self._states[max(0, len(self._states) - self._window + 1) :]
+            seen = self._digests[max(0, len(self._digests) - self._window + 1) :]
             state = hash_pair(hash_pair(self._group, self._next), hash(tuple(seen)) & _UINT64_MASK)
-            self._states = seen
+            self._digests = seen
         state = hash_pair(state, token_id)
-        self._states.append(state)
+        self._digests.append(state)
         self._next += 1
         return state
 
@@ -340,14 +340,14 @@ class FakeExecutor:
         self,
         batch: StepBatch,
         row: int,
-        states: Sequence[int],
+        digests: Sequence[int],
         result: StepResult,
         mask: bytes | None,
     ) -> None:
         req_index, info = batch.req_indices[row], self.info
         position = batch.starts[row] + batch.counts[row]
         error = self.row_errors.get(self._request_ids[req_index])
-        yielded, drafts = [self._next_token(states)], 0
+        yielded, drafts = [self._next_token(digests)], 0
         if mask is None:
             drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
         else:
@@ -357,13 +357,13 @@ class FakeExecutor:
                     yielded = [allowed[yielded[0] % len(allowed)]]
             except ValueError as broken:
                 error = error or broken
-        accepted = hash_pair(states[0], 0) % (drafts + 1) if drafts > 0 else 0
+        accepted = hash_pair(digests[0], 0) % (drafts + 1) if drafts > 0 else 0
         for i in range(drafts):
             draft = yielded[-1] if i < accepted else ~yielded[-1] % info.vocab_size
-            groups = range(len(states))
-            states = [self._write_digests(g, req_index, position + i, [draft]) for g in groups]
+            groups = range(len(digests))
+            digests = [self._write_digests(g, req_index, position + i, [draft]) for g in groups]
             if i < accepted:
-                yielded.append(self._next_token(states))
+                yielded.append(self._next_token(digests))
         if error is None:
             result.token_ids += yielded
             result.counts[row] = len(yielded)

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.json_copier import JsonCopier, NotJsonError, convert_scalar_subclass
-from asyncllm.validation import describe, explain
+from asyncllm.validation import describe, describe_error
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
@@ -137,11 +137,11 @@ class TemplateInputCopier:
             return copy()
         except NotJsonError as error:
             cause, message = error.__cause__, error.message_for(where)
-            message += ", expected JSON types" if cause is None else f" ({explain(cause)})"
+            message += ", expected JSON types" if cause is None else f" ({describe_error(cause)})"
             raise InvalidRequestError(message, param=param) from cause
         except Exception as error:
             raise InvalidRequestError(
-                f"{where}: cannot be read ({explain(error)})", param=param
+                f"{where}: cannot be read ({describe_error(error)})", param=param
             ) from error
 
 

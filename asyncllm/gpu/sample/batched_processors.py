@@ -18,7 +18,7 @@ from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.host_rules import RequestWithProcessors, checked_logits
 from asyncllm.logits_processor import ENTRY_POINT_GROUP, BatchUpdate, LogitsProcessor
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 
 class BatchedProcessors:
@@ -108,7 +108,7 @@ class _ProcessorBatch:
         on this thread.
         """
         name = type(self.processor).__name__
-        return RuntimeError(f"logits processor {name} failed: {explain(error)}")
+        return RuntimeError(f"logits processor {name} failed: {describe_error(error)}")
 
     def apply(self, logits: Tensor, indices: list[int]) -> Tensor:
         shape = logits.shape
@@ -183,6 +183,6 @@ def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsP
                 processors[kind] = kind(config, device, device.type == "cuda")
         except Exception as error:
             raise EngineError(
-                f"logits_processors: {name} cannot be made: {explain(error)}"
+                f"logits_processors: {name} cannot be made: {describe_error(error)}"
             ) from error
     return tuple(processors.values())
