@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from asyncllm.cli.arguments import sampling_options
-from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
+from asyncllm.cli.demo_streams import Demo, DemoStream, follow_streams
 from asyncllm.cli.prompts import Prompt, make_prompts
 from asyncllm.cli.session import checked_config, run_async, running_engine
 from asyncllm.cli.text import format_seconds, one_line
@@ -28,7 +28,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     async with running_engine(AsyncLLMEngine(config=config)) as engine:
         show = _print_when_done
         if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-            from asyncllm.cli.demo_view import watch as show
+            from asyncllm.cli.demo_view import show_demo as show
         demo = _start_streams(engine, arguments)
         await show(demo)
     return 1 if any(stream.error for stream in demo.streams) else 0
@@ -68,7 +68,7 @@ async def _print_when_done(demo: Demo) -> None:
             unprinted.remove(stream)
             print(f"\n{_format_answer(stream)}", flush=True)
 
-    await follow_all(demo, refresh)
+    await follow_streams(demo, refresh)
     refresh()
     print(f"\n{demo.totals_text()}", flush=True)
 

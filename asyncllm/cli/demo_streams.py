@@ -114,7 +114,7 @@ class Demo:
         )
 
 
-async def follow_all(demo: Demo, refresh: Callable[[], None]) -> None:
+async def follow_streams(demo: Demo, refresh: Callable[[], None]) -> None:
     """Read every stream to its end, and call ``refresh`` about ten times a second."""
     readers = [asyncio.create_task(stream.follow_stream()) for stream in demo.streams]
     try:
