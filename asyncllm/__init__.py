@@ -80,13 +80,15 @@ _NAMES_BY_MODULE = {
     "asyncllm.sampling_params": "SamplingParams",
     "asyncllm.stream": "TokenStream",
 }
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+_MODULE_BY_NAME = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
+}
 
-__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_MODULE_BY_NAME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
+    module = _MODULE_BY_NAME.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)
@@ -95,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted({*globals(), *_MODULE_BY_NAME})

@@ -101,7 +101,7 @@ async def beam_search(
         early_stopping=_check_early_stopping(early_stopping),
         stop_token_ids=eos_token_ids.union(stop_token_ids),
     )
-    timeout = check.seconds("timeout", timeout, optional=True, above=True)
+    timeout = check.seconds("timeout", timeout, optional=True, exclusive_low=True)
     options = {"priority": priority, "cache_salt": cache_salt, "owner": owner}
     driver = _SearchDriver(engine, search, eos_token_ids, options, timeout)
     return await driver.run(prompt)
@@ -293,7 +293,7 @@ class _SearchDriver:
         if not self._search.length:
             self._first_completion = completion
         if completion.finish_reason == "abort":
-            # A search does not abort its streams itself.
+            # BeamSearch aborts no stream, so the engine must have aborted this one.
             raise EngineClosedError("beam search: the engine was closed meanwhile")
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")

@@ -36,7 +36,7 @@ ToolParser = Literal[
 ]
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "gpt_oss"]
 
-PACKAGED_MODEL = "asyncllm/demo"
+PACKAGED_MODEL_NAME = "asyncllm/demo"
 """Name of the packaged model in metrics, servers and messages."""
 
 _BYTES_PER_UNIT = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -229,9 +229,9 @@ class EngineConfig:
             check.validate_field(self, check.integer, "max_num_batched_tokens", 1, _INT32_MAX)
         if not check.equal_json(self.num_state_snapshots, "auto"):
             check.validate_field(self, check.integer, "num_state_snapshots", 1, _MAX_NUM_SEQS)
-        check.validate_field(self, check.number, "gpu_memory_utilization", 0, 1, above=True)
-        check.validate_field(self, check.seconds, "step_timeout", above=True)
-        check.validate_field(self, check.seconds, "grammar_timeout", above=True)
+        check.validate_field(self, check.number, "gpu_memory_utilization", 0, 1, exclusive_low=True)
+        check.validate_field(self, check.seconds, "step_timeout", exclusive_low=True)
+        check.validate_field(self, check.seconds, "grammar_timeout", exclusive_low=True)
         self._check_logits_processors()
         self._check_model_names()
         for name in ("kv_cache_memory", "packed_cache_size"):
@@ -250,7 +250,7 @@ class EngineConfig:
             kind = annotation.removesuffix(" | None")
             if kind == "bool":
                 check.validate_field(self, check.boolean, name)
-            elif choices := get_args(globals().get(kind)):  # The type is a Literal of this module.
+            elif choices := get_args(globals().get(kind)):  # A Literal type defined above.
                 optional = kind != annotation
                 check.validate_field(self, check.choice, name, choices, optional=optional)
         check.validate_field(self, check.plain_data, "hf_overrides")
@@ -313,10 +313,10 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """Name of the model: the first ``served_model_name``, else the model's name or path as
-        given, or PACKAGED_MODEL for the packaged model."""
+        given, or PACKAGED_MODEL_NAME for the packaged model."""
         if self.served_model_name is not None:
             return self.served_model_name[0]
-        return PACKAGED_MODEL if self.model is None else os.fspath(self.model)
+        return PACKAGED_MODEL_NAME if self.model is None else os.fspath(self.model)
 
 
 def make_config(

@@ -38,7 +38,7 @@ from asyncllm.stream import TokenStream
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
-_JOIN_SECONDS = 2.0
+_THREAD_JOIN_SECONDS = 2.0
 """Maximum number of seconds that closing waits for threads that have ended their work."""
 
 
@@ -77,7 +77,7 @@ class AsyncLLMEngine(UncopyableHandle):
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
         self._group: object | None = None
-        """Queue of the EngineGroup that the engine is in."""
+        """GroupQueue of the EngineGroup that has this engine; None outside a group."""
         self._cooldown = Cooldown(self._has_running_requests)
         self._submitter: Submitter | None = None
         self._input_processor: InputProcessor | None = None
@@ -151,7 +151,7 @@ class AsyncLLMEngine(UncopyableHandle):
 
         Args:
             drain: seconds that live requests may go on; 0 aborts them at once, None lets them
-                finish. Paused streams that are not read are aborted after any drain.
+                finish. After the drain, paused streams that nobody reads are aborted.
 
         Idempotent, and safe to call from several tasks. Closing goes on if the call is cancelled.
         """
@@ -194,7 +194,7 @@ class AsyncLLMEngine(UncopyableHandle):
             *self._input_processor.prompts.tokenizer_threads.close(),
             *self._submitter.close(),
         )
-        deadline = time.monotonic() + _JOIN_SECONDS
+        deadline = time.monotonic() + _THREAD_JOIN_SECONDS
         for leftover in leftovers:
             if leftover is not None:
                 yield leftover, max(0.0, deadline - time.monotonic())
@@ -254,9 +254,9 @@ class AsyncLLMEngine(UncopyableHandle):
 
     @property
     def load_progress(self) -> tuple[int, int]:
-        """Progress of ``start`` as ``(done, total)``, in units of the stage. Stages are downloaded
-        bytes, then bytes of weights that are read; on a GPU then steps that compile kernels, and at
-        last CUDA graphs. ``load_stage`` names the current stage."""
+        """Progress of ``start`` as ``(done, total)``, in the unit of the current stage
+        (``load_stage``): downloaded bytes, then bytes of weights read; on a GPU then steps that
+        compile kernels, and at last captured CUDA graphs."""
         return self._thread.progress if self._thread is not None else (0, 0)
 
     @property
@@ -603,7 +603,7 @@ class AsyncLLMEngine(UncopyableHandle):
         outcome = await wait_for(core.call(run))
         if isinstance(outcome, Exception):
             raise EngineError(
-                f"the execution cannot be measured: {check.explain(outcome)}"
+                f"the execution cannot be measured: {check.describe_error(outcome)}"
             ) from outcome
         return outcome
 
@@ -630,7 +630,7 @@ class AsyncLLMEngine(UncopyableHandle):
         inputs = self._require_input_processor()
         info = inputs.loaded_model.executor.info
         token_ids = check.token_ids("token_ids", token_ids, info.vocab_size, info.max_model_len)
-        cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
+        cache_salt = check.string("cache_salt", cache_salt, allow_empty=True, optional=True)
         return inputs.submitter.core.num_cached_tokens(PromptHashes(token_ids, cache_salt))
 
     def add_observer(self, observer: Observer) -> None:
@@ -672,8 +672,8 @@ class AsyncLLMEngine(UncopyableHandle):
         return self._thread
 
     def _require_input_processor(self) -> InputProcessor:
-        """Input processor of a running or dead engine; raises an error for any other engine, and in
-        a forked process. Every call checks the engine's state here, and only here."""
+        """Input processor of a running or dead engine. Raises an error for an engine in any other
+        state, and in a forked process. Public methods check the engine's state only here."""
         thread, inputs = self._thread, self._input_processor
         if thread is None or inputs is None:
             raise self._not_started_error()

@@ -38,9 +38,9 @@ class AsyncLLMError(Exception):
 
 
 def copy_for_raise(error: BaseException) -> BaseException:
-    """Copy an exception that a stream stores, to raise the copy to its reader. Raising the stored
-    one would make a cycle: its traceback refers to the reader's frames, and these to the stream. An
-    application's exception that cannot be copied is returned as it is."""
+    """Copy an exception that a stream stores; the stream's reader gets the copy. Raising the stored
+    exception would make a cycle: its traceback refers to the reader's frames, and the frames refer
+    to the stream. An application's exception that cannot be copied is returned as it is."""
     try:
         copied = copy(error).with_traceback(error.__traceback__)
         copied.__cause__, copied.__context__ = error.__cause__, error.__context__

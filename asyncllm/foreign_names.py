@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NAMES_BY_FOREIGN_NAME: Mapping[str, Mapping[str, str]] = {
+OUR_NAMES_BY_FOREIGN_NAME: Mapping[str, Mapping[str, str]] = {
     "setting": {
         "cuda_graph_sizes": "cudagraph_capture_sizes",
         "enforce_eager": 'cuda_graphs="off"',

@@ -15,7 +15,7 @@ from asyncllm.core.engine_core import CLOSED_MESSAGE
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine, EngineState
 from asyncllm.errors import EngineClosedError, EngineError
-from asyncllm.group_agreement import check_agreement
+from asyncllm.group_agreement import check_compatible_engines
 from asyncllm.group_queue import GroupQueue
 from asyncllm.observer import Observer
 from asyncllm.outputs import EngineStats
@@ -27,7 +27,7 @@ from asyncllm.runtime.prompt_encoder import PromptEncoder
 from asyncllm.runtime.request_options import normalized_request_ids
 from asyncllm.runtime.worker_thread import Cooldown
 
-_JOIN_SECONDS = 2.0
+_THREAD_JOIN_SECONDS = 2.0
 
 _STEP_CHECK_SECONDS = 1.0
 """Seconds between two checks of the engines' steps while a thread waits without an event loop."""
@@ -97,7 +97,7 @@ class EngineGroup(AsyncLLMEngine):
         if running and len(running) < len(engine_tuple):
             raise check.value_error("engines", engines, "engines that are all new, or all running")
         for engine in running:
-            check_agreement(engine, running[0])
+            check_compatible_engines(engine, running[0])
         super().__init__(config=engine_tuple[0].config)
         self._queue = GroupQueue(check.integer("retries", retries, 0, 100))
         self._engine_numbers = itertools.count()
@@ -138,8 +138,8 @@ class EngineGroup(AsyncLLMEngine):
         """Add an engine; a new one is started first. Later requests may go to it.
 
         Raises:
-            InvalidRequestError: for an engine that does not agree with the others, is in a group,
-                or is neither new nor running.
+            InvalidRequestError: for an engine whose model or settings differ from the others', that
+                is in a group, or that is neither new nor running.
             AsyncLLMError: any exception of its start.
         """
         self._require_input_processor()
@@ -195,7 +195,7 @@ class EngineGroup(AsyncLLMEngine):
             await engine.aclose(drain=drain)
         if self._input_processor is not None:
             for thread in self._input_processor.prompts.tokenizer_threads.close():
-                await join_thread(thread, _JOIN_SECONDS)
+                await join_thread(thread, _THREAD_JOIN_SECONDS)
 
     async def wait_closed(self) -> None:
         """Wait until no engine runs; see ``AsyncLLMEngine.wait_closed``."""
@@ -358,7 +358,7 @@ class EngineGroup(AsyncLLMEngine):
                 engine._adopt_thread(thread)
             primary = self if self._input_processor is not None else engines[0]
             for engine in engines:
-                check_agreement(engine, primary)
+                check_compatible_engines(engine, primary)
             for thread in threads:
                 thread.supervise()
         if self._input_processor is None:

@@ -7,7 +7,7 @@ from typing import Any
 from asyncllm import validation as check
 from asyncllm.engine import AsyncLLMEngine
 
-_SETTINGS_TO_AGREE_ON = (
+_REQUIRED_EQUAL_FIELDS = (
     "scheduling_policy",
     "max_logprobs",
     "logits_processors",
@@ -17,10 +17,10 @@ _SETTINGS_TO_AGREE_ON = (
 """Fields of EngineConfig by which a request is checked before its engine is chosen."""
 
 
-def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
-    """Refuse an engine that may check or tokenise a request otherwise than ``other`` does."""
-    expected = _values_to_agree_on(other)
-    for name, value in _values_to_agree_on(engine).items():
+def check_compatible_engines(engine: AsyncLLMEngine, group_engine: AsyncLLMEngine) -> None:
+    """Raise an error if the two engines may check or tokenise a request differently."""
+    expected = _required_equal_values(group_engine)
+    for name, value in _required_equal_values(engine).items():
         if value != expected[name]:
             raise check.argument_error(
                 "engine",
@@ -29,7 +29,7 @@ def check_agreement(engine: AsyncLLMEngine, other: AsyncLLMEngine) -> None:
             )
 
 
-def _values_to_agree_on(engine: AsyncLLMEngine) -> dict[str, Any]:
+def _required_equal_values(engine: AsyncLLMEngine) -> dict[str, Any]:
     loaded, config = engine._require_started().loaded_model, engine.config
     info, tokenizer, model = loaded.executor.info, loaded.tokenizer, loaded.model_config
     template = tokenizer.chat_template
@@ -42,5 +42,5 @@ def _values_to_agree_on(engine: AsyncLLMEngine) -> dict[str, Any]:
         "generation_config": dict(model.generation_defaults or {}),
         "sampling_limits": info.sampling_limits,
         "max_tokens_per_row": info.max_tokens_per_row,
-        **{name: getattr(config, name) for name in _SETTINGS_TO_AGREE_ON},
+        **{name: getattr(config, name) for name in _REQUIRED_EQUAL_FIELDS},
     }

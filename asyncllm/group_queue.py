@@ -34,10 +34,10 @@ from asyncllm.stream import TokenStream
 from asyncllm.structured.compiler import GrammarCompiler
 
 _MAX_TEXT_HASHES_PER_ENGINE = 4096
-"""Maximum number of hashes of prompt text that are kept for each engine; they stand for 8 MiB."""
+"""Maximum number of prompt-text hashes kept per engine; together they cover 8 MiB of text."""
 
 _MAX_HASHED_CHARACTERS = 1 << 16
-"""Maximum number of characters that are hashed of a prompt that is not tokenised yet."""
+"""Maximum number of leading characters to hash of a prompt that is not tokenised yet."""
 
 _TOKENS_PER_TEXT_PIECE = TEXT_PIECE_CHARACTERS // 4
 
@@ -46,7 +46,7 @@ class GroupQueue:
     """Chooses an engine for each request of a group, and submits the request there.
 
     Attributes:
-        engines: engines by number; replaced, never changed.
+        engines: engines by number. Changes replace the dict, so readers need no lock.
         retryable_streams: streams whose requests may be sent again, by request id.
         primary_submitter: submitter of the engine that represents the group; None until an engine
             has started.
@@ -215,8 +215,8 @@ class GroupQueue:
 
         Returns:
             The engine's submitter, and an observer that reports the request's outcome to the
-            router. The observer is None if only one engine runs and the prompt is tokenised; a text
-            is always recorded, for engines that start later.
+            router. The observer is None if only one engine runs and the prompt is tokenised. A text
+            always has one: its hashes are recorded for engines that start later.
         """
         request, submission.observers = submission.request, ()
         cores = self.engine_cores().values()

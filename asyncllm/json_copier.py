@@ -10,9 +10,9 @@ from typing import Any
 SCALAR_TYPES = frozenset({str, bool, int, float, NoneType})
 
 
-_MIN_SHARED_CONTAINER_VALUES = 16
-"""Minimum number of values in a flat container (one that holds no containers) whose copy is
-shared."""
+_MIN_CACHED_COPY_VALUES = 16
+"""Minimum number of values in a flat container (one that holds no containers) whose copy is cached
+and shared."""
 
 
 class NotJsonError(Exception):
@@ -25,17 +25,17 @@ class NotJsonError(Exception):
         self._path: list[str] = []
 
     def add_parent_key(self, container: Any, key: Any) -> None:
-        """Add the key or index of the value in ``container``."""
+        """Extend the error's path by the key or index of the faulty value in ``container``."""
         name = key if type(key) is str else f"<{type(key).__name__}>"
         self._path.append(f".{name:.40}" if type(container) is dict else f"[{key}]")
 
-    def explain(self, root: str) -> str:
-        """Make a message that names the place of the value in ``root``."""
-        where = root + "".join(reversed(self._path))
+    def message_for(self, root_name: str) -> str:
+        """Make a message with the path of the faulty value, which begins with ``root_name``."""
+        where = root_name + "".join(reversed(self._path))
         return f"{where:.80}: {self}" if self._is_limit else f"{where}: {self}"
 
 
-def convert_subclass(value: Any) -> Any:
+def convert_scalar_subclass(value: Any) -> Any:
     """Convert an object of a subclass of ``str``, ``int`` or ``float`` to the plain type."""
     if isinstance(value, str):
         return str.__str__(value)
@@ -69,7 +69,7 @@ class JsonCopier:
         max_values: int,
         max_characters: int,
         max_depth: int,
-        convert: Callable[[Any], Any] = convert_subclass,
+        convert: Callable[[Any], Any] = convert_scalar_subclass,
         *,
         scalar_types: frozenset[type] = SCALAR_TYPES,
         require_text_keys: bool = False,
@@ -150,7 +150,7 @@ class JsonCopier:
             # Count conversions as depth, because an object may convert to another object endlessly.
             # A dict needs no such level: its items are one level deeper.
             copied = self._copy_value(copied, depth + (type(copied) is not dict))
-        if self._last_height < 2 and self.num_values - num_values < _MIN_SHARED_CONTAINER_VALUES:
+        if self._last_height < 2 and self.num_values - num_values < _MIN_CACHED_COPY_VALUES:
             return copied
         self._copies[id(value)] = (
             value,

@@ -157,7 +157,7 @@ class LLM(UncopyableHandle):
             AsyncLLMError: the first error of any prompt; the other requests are then aborted.
             EngineOverloadedError: only if not even the first prompt is accepted.
         """
-        is_one = isinstance(prompts, str) or _first_item_is(prompts, "prompts", numbers.Integral)
+        is_one = isinstance(prompts, str) or _starts_with_type(prompts, "prompts", numbers.Integral)
         name = None if is_one else "prompts"
         return self._complete_batch(
             self.engine.stream, name, prompts, sampling_params, progress, options
@@ -173,7 +173,7 @@ class LLM(UncopyableHandle):
     ) -> Any:
         """Answer one conversation, or a sequence of conversations as one batch. Arguments and
         errors are those of ``generate`` and of ``AsyncLLMEngine.chat``."""
-        is_one = _first_item_is(messages, "messages", Mapping) or len(messages) == 0
+        is_one = _starts_with_type(messages, "messages", Mapping) or len(messages) == 0
         name = None if is_one else "messages"
         return self._complete_batch(
             self.engine.chat, name, messages, sampling_params, progress, options
@@ -333,15 +333,15 @@ def _add_index_to_error(name: str | None, index: int) -> Iterator[None]:
         raise
 
 
-def _first_item_is(value: Any, name: str, kind: type) -> bool:
-    """Whether the first item of ``value`` is an instance of ``kind``.
+def _starts_with_type(value: Any, name: str, item_type: type) -> bool:
+    """Whether the first item of ``value`` is an instance of ``item_type``.
 
     Raises:
-        InvalidRequestError: if ``value`` has no items.
+        InvalidRequestError: if ``value`` is not a sequence of items.
     """
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__getitem__"):
         raise argument_error(name, f"is a {type(value).__name__}, expected a sequence")
-    return len(value) > 0 and isinstance(value[0], kind)
+    return len(value) > 0 and isinstance(value[0], item_type)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.validation import describe, explain, value_error
+from asyncllm.validation import describe, describe_error, value_error
 
-ENTRY_POINTS = "asyncllm.logits_processors"
+ENTRY_POINT_GROUP = "asyncllm.logits_processors"
 """Entry point group by which other distributions add processors to every engine."""
 
 AddedRequest = tuple[int, SamplingParams, Sequence[int], Sequence[int]]
@@ -40,7 +40,7 @@ class BatchUpdate:
 
 
 class ProcessorConfig(Protocol):
-    """Protocol of the EngineConfig that processors get, whose limits are never None."""
+    """Protocol of the config that processors get: an EngineConfig whose limits are all set."""
 
     @property
     def max_num_seqs(self) -> int | None: ...
@@ -147,6 +147,6 @@ def _applies_to_request(processor: LogitsProcessor, sampling_params: SamplingPar
     except Exception as error:
         raise InvalidRequestError(
             f"extra_args={describe(sampling_params.extra_args)}: logits processor "
-            f"{type(processor).__name__} refused it: {explain(error)}",
+            f"{type(processor).__name__} refused it: {describe_error(error)}",
             param="extra_args",
         ) from error

@@ -40,9 +40,9 @@ FamilyT = TypeVar("FamilyT", bound=Metric)
 
 TOKEN_BUCKETS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2, 5)), 1e6)
 """Bucket bounds of token counts: 1, 2, 5, 10, 20, 50 … up to a million."""
-TIME_BUCKETS = tuple(value / 1000 for value in TOKEN_BUCKETS)
+LATENCY_BUCKETS_SECONDS = tuple(value / 1000 for value in TOKEN_BUCKETS)
 """Bucket bounds of times: 1 ms to 1000 s, for small models as well as long queues."""
-OUTPUT_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+NUM_OUTPUTS_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # vLLM's buckets, which its dashboards and alerts expect.
 _VLLM_TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -87,11 +87,11 @@ _HISTOGRAMS = (
     ("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS),
     ("request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKEN_BUCKETS),
     ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKEN_BUCKETS),
-    ("request_params_n", "The n of requests: outputs asked for.", OUTPUT_BUCKETS),
+    ("request_params_n", "The n of requests: outputs asked for.", NUM_OUTPUTS_BUCKETS),
 )
 """Name, documentation and vLLM's bucket bounds of each histogram."""
 
-# Name, field of EngineStats, documentation. Names with a colon do not exist in vLLM.
+# Name, field of EngineStats, documentation. vLLM has no counterpart of ``asyncllm:…`` names.
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests in the batch."),
     ("num_requests_waiting", "num_waiting", "Requests waiting for a place."),
@@ -151,8 +151,8 @@ class _EngineRecord:
         self.histograms = {
             name: _Histogram(
                 buckets
-                if vllm_buckets or buckets in (TOKEN_BUCKETS, OUTPUT_BUCKETS)
-                else TIME_BUCKETS
+                if vllm_buckets or buckets in (TOKEN_BUCKETS, NUM_OUTPUTS_BUCKETS)
+                else LATENCY_BUCKETS_SECONDS
             )
             for name, _, buckets in _HISTOGRAMS
         }
@@ -201,7 +201,7 @@ class _EngineRecord:
 
 
 class _GroupObserver:
-    """Observer of an EngineGroup, which has a record for each of its engines."""
+    """Observer of an EngineGroup; keeps an ``_EngineRecord`` for each engine of the group."""
 
     def __init__(
         self, group: EngineGroup, make_engine_record: Callable[[AsyncLLMEngine, int], _EngineRecord]
@@ -334,7 +334,7 @@ class EngineMetrics(Collector):
     # --- methods that the registry calls -----------------------------------------------
 
     def describe(self) -> Iterable[Metric]:
-        """Describe the metrics without samples, so that a registry refuses duplicates."""
+        """Make all metric families without samples. A registry finds duplicate names by them."""
         return self._make_families(())
 
     def collect(self) -> Iterable[Metric]:

@@ -76,41 +76,43 @@ def outputs_of(request: Request) -> list[Request]:
 
 @dataclass(slots=True, eq=False)
 class ObserverNotifier:
-    """Calls the observers of one request. Two threads may run ``notify_submit`` and
-    ``notify_finish`` at once, if the engine dies during ``stream()``: the later call reports the
-    end. A first token that arrives before ``on_submit`` has returned is reported just before the
-    end."""
+    """Calls the observers of one request. If the engine dies during ``stream()``, two threads may
+    run ``notify_submit`` and ``notify_finish`` at once: the one that returns last calls
+    ``on_finish``. A first token that arrives during ``on_submit`` is reported just before that
+    call."""
 
     _request: Request
     _observers: tuple[Observer, ...]
     _is_submitted: bool = False
     _has_ended: bool = False
     # Popping is atomic, so two threads never make the same call of an observer.
-    _calls: deque[tuple[Any, ...]] = field(default_factory=deque)
+    _pending_calls: deque[tuple[Any, ...]] = field(default_factory=deque)
 
     def notify_submit(self, submission: RequestInfo) -> None:
         for observer in self._observers:
             _call_method(observer, "on_submit", self._request, submission)
         self._is_submitted = True
         if self._has_ended:
-            self._make_calls()
+            self._call_observers()
 
     def notify_first_token(self) -> None:
-        self._add_calls("on_first_token")
+        self._queue_calls("on_first_token")
 
     def notify_finish(self, usage: Usage, error: BaseException | None) -> None:
         self._has_ended = True
-        self._add_calls("on_finish", usage, error)
+        self._queue_calls("on_finish", usage, error)
 
-    def _add_calls(self, method: str, *args: Any) -> None:
-        self._calls.extend((observer, method, self._request, *args) for observer in self._observers)
+    def _queue_calls(self, method: str, *args: Any) -> None:
+        self._pending_calls.extend(
+            (observer, method, self._request, *args) for observer in self._observers
+        )
         if self._is_submitted:
-            self._make_calls()
+            self._call_observers()
 
-    def _make_calls(self) -> None:
+    def _call_observers(self) -> None:
         with suppress(IndexError):
             while True:
-                _call_method(*self._calls.popleft())
+                _call_method(*self._pending_calls.popleft())
 
 
 class Observers:
@@ -140,7 +142,7 @@ class Observers:
                 self.registered = (*self.registered, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer. It is still called when requests end whose submission it saw."""
+        """Remove an observer. It still gets the end of each request whose submission it saw."""
         with self._lock:
             self.registered = tuple(other for other in self.registered if other is not observer)
 

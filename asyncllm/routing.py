@@ -29,7 +29,7 @@ TEXT_PIECE_CHARACTERS = 2048
 _MAX_HASHED_TEXT_PIECES = 32
 """Maximum number of pieces of a text that ``text_hashes`` hashes: 64 KiB of text."""
 
-_TOKENS_PER_RUNNING_REQUEST = 32
+_RUNNING_REQUEST_LOAD_TOKENS = 32
 """Load of a running request in prompt tokens: in a step, its one token takes as long as several
 prompt tokens."""
 
@@ -37,26 +37,26 @@ _RATE_TOLERANCE_FACTOR = 1.5
 """A token rate within this factor of the median rate counts as the median, because measured rates
 of equal engines differ."""
 
-_MAX_RATE_OVER_MEDIAN = 8.0
-"""Largest ratio between an engine's token rate and the median rate; larger ratios are clamped."""
+_MAX_RATIO_TO_MEDIAN_RATE = 8.0
+"""Maximum ratio between an engine's token rate and the median rate; larger ratios are clamped."""
 
-_NUM_RECENT_CHOICES = 256
-"""Number of latest choices per engine that count as recent. With fewer, prompts that are mostly a
-shared prefix all go to one engine; with more, an old burst influences choices for a long time."""
+_NUM_RECENT_ROUTES = 256
+"""Number of latest routes per engine that count as recent. With fewer, prompts that are mostly a
+shared prefix all go to one engine; with more, an old burst influences routing for a long time."""
 
-_EXCESS_TOKENS_SHARE = 0.5
-"""Part of an engine's recent tokens above the mean that is added to its load."""
+_EXCESS_LOAD_FRACTION = 0.5
+"""Fraction of an engine's excess of recent tokens over the mean; the router adds it to the load."""
 
 _MAX_DECAY_WEIGHT = 1e6
-"""Value of ``Router._decay_weight`` at which all recent loads are scaled down."""
+"""Value of ``Router._decay_weight`` at which recent loads are divided by it, against overflow."""
 
-_TRUST_WINDOW_REQUESTS = 8
-"""Number of requests that the moving average ``_EngineLoad.trust`` covers."""
+_HIT_ACCURACY_WINDOW_REQUESTS = 8
+"""Number of requests that the moving average ``_EngineLoad.hit_accuracy`` covers."""
 
-_MAX_ARGUMENT_VALUE = 1e18
+_MAX_TIME_OR_TOKENS = 1e18
 """Largest accepted value of an argument that is a time or a number of tokens."""
 
-_NO_ENGINE_KEYS: frozenset[Key] = frozenset()
+_EMPTY_KEY_SET: frozenset[Key] = frozenset()
 
 
 @dataclass(slots=True)
@@ -93,14 +93,14 @@ class _EngineLoad:
         num_uncached: prompt tokens of these requests that are not expected to be cached.
         recent_uncached: prompt tokens that were not expected to be cached, of the latest requests,
             weighted by ``Router._decay_weight``.
-        trust: moving average of the share of expected cached tokens that were really cached.
+        hit_accuracy: moving average of the share of expected cached tokens that were really cached.
     """
 
     num_requests: int = 0
     num_tokens: int = 0
     num_uncached: int = 0
     recent_uncached: float = 0.0
-    trust: float = 1.0
+    hit_accuracy: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +202,7 @@ class Router:
             load.num_uncached -= route.num_tokens - route.cached_tokens
             if cached_tokens is not None and route._reported_cached_tokens > 0:
                 share = min(cached_tokens / route._reported_cached_tokens, 1.0)
-                load.trust += (share - load.trust) / _TRUST_WINDOW_REQUESTS
+                load.hit_accuracy += (share - load.hit_accuracy) / _HIT_ACCURACY_WINDOW_REQUESTS
 
     def forget(self, key: Key) -> None:
         """Forget an engine that was removed or has died, and the requests sent to it."""
@@ -210,7 +210,7 @@ class Router:
             self._loads.pop(key, None)
 
     def _choose_engine(self, candidates: Sequence[Candidate], num_tokens: int) -> Route:
-        median_rate = _median_rate(candidates)
+        median_rate = _median_token_rate(candidates)
         loads = [load for candidate in candidates if (load := self._loads.get(candidate.key))]
         mean = sum(load.recent_uncached for load in loads) / max(len(loads), 1)
         if len(loads) < len(candidates):
@@ -219,7 +219,7 @@ class Router:
                 self._loads.setdefault(one.key, _EngineLoad(recent_uncached=mean))
                 for one in candidates
             ]
-        excess_weight = _EXCESS_TOKENS_SHARE / self._decay_weight
+        excess_weight = _EXCESS_LOAD_FRACTION / self._decay_weight
         best_index, least_seconds = 0, math.inf
         for i, (candidate, load) in enumerate(zip(candidates, loads, strict=True)):
             stats = candidate.stats
@@ -232,7 +232,7 @@ class Router:
             num_running = load.num_requests
             if stats.num_running > num_running:
                 num_running = stats.num_running
-            num_work_tokens += _TOKENS_PER_RUNNING_REQUEST * num_running
+            num_work_tokens += _RUNNING_REQUEST_LOAD_TOKENS * num_running
             if load.recent_uncached > mean:
                 num_work_tokens += excess_weight * (load.recent_uncached - mean)
             rate = stats.prompt_tokens_per_second
@@ -254,7 +254,7 @@ class Router:
         load.num_requests += 1
         load.num_tokens += route.num_tokens
         load.num_uncached += num_uncached
-        self._decay_weight *= 1.0 + 1.0 / (_NUM_RECENT_CHOICES * num_engines)
+        self._decay_weight *= 1.0 + 1.0 / (_NUM_RECENT_ROUTES * num_engines)
         load.recent_uncached += num_uncached * self._decay_weight
         if self._decay_weight > _MAX_DECAY_WEIGHT:
             for other in self._loads.values():
@@ -284,7 +284,7 @@ def _check_candidates(candidates: Sequence[Candidate]) -> None:
             raise check.value_error(f"{name}.stats", candidate.stats, "EngineStats")
         for field_name in ("cached_tokens", "missing_tokens", "retry_after"):
             check.number(
-                f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_ARGUMENT_VALUE
+                f"{name}.{field_name}", getattr(candidate, field_name), 0, _MAX_TIME_OR_TOKENS
             )
     keys = [candidate.key for candidate in candidate_tuple]
     try:
@@ -297,17 +297,17 @@ def _check_candidates(candidates: Sequence[Candidate]) -> None:
 
 def _expected_cached_tokens(candidate: Candidate, load: _EngineLoad, num_tokens: int) -> int:
     """Tokens of a prompt that are expected to be cached; the last token is always computed."""
-    return min(int(candidate.cached_tokens * load.trust), num_tokens - 1)
+    return min(int(candidate.cached_tokens * load.hit_accuracy), num_tokens - 1)
 
 
 def _clamp_rate(rate: float, median: float) -> float:
     """Rate of an engine, clamped to within a factor of the median rate."""
     if not rate > 0.0 or median / _RATE_TOLERANCE_FACTOR < rate < median * _RATE_TOLERANCE_FACTOR:
         return median
-    return min(max(rate, median / _MAX_RATE_OVER_MEDIAN), median * _MAX_RATE_OVER_MEDIAN)
+    return min(max(rate, median / _MAX_RATIO_TO_MEDIAN_RATE), median * _MAX_RATIO_TO_MEDIAN_RATE)
 
 
-def _median_rate(candidates: Iterable[Candidate]) -> float:
+def _median_token_rate(candidates: Iterable[Candidate]) -> float:
     """Median of the known rates in tokens a second; 1.0 if none is known."""
     rates = [candidate.stats.prompt_tokens_per_second for candidate in candidates]
     known = [rate for rate in rates if 0.0 < rate < math.inf]
@@ -328,7 +328,7 @@ def block_hashes(
         InvalidRequestError: for an argument of a wrong type, or a ``block_size`` below 1.
     """
     block_size = check.integer("block_size", block_size, 1)
-    cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
+    cache_salt = check.string("cache_salt", cache_salt, allow_empty=True, optional=True)
     hashes: list[bytes] = []
     try:
         append_block_hashes(hashes, token_ids, block_size, cache_salt)
@@ -351,7 +351,7 @@ def text_hashes(text: str, cache_salt: str | None = None) -> list[bytes]:
     """
     if not isinstance(text, str):
         raise check.value_error("text", text, "a string")
-    cache_salt = check.string("cache_salt", cache_salt, empty=True, optional=True)
+    cache_salt = check.string("cache_salt", cache_salt, allow_empty=True, optional=True)
     hashes, parent = [], root_hash(cache_salt)
     for i in range(min(len(text) // TEXT_PIECE_CHARACTERS, _MAX_HASHED_TEXT_PIECES)):
         piece = text[i * TEXT_PIECE_CHARACTERS : (i + 1) * TEXT_PIECE_CHARACTERS].encode(
@@ -399,10 +399,10 @@ class PrefixIndex:
         self.max_blocks = check.integer("max_blocks", max_blocks, 1)
         description = "a number of seconds"
         self.max_age = check.number(
-            "max_age", max_age, 0, math.inf, above=True, description=description
+            "max_age", max_age, 0, math.inf, exclusive_low=True, description=description
         )
         self._lock = threading.Lock()
-        self._holders: dict[bytes, set[Key]] = {}
+        self._keys_by_block: dict[bytes, set[Key]] = {}
         self._blocks: dict[Key, OrderedDict[bytes, tuple[int, float]]] = {}
         self._stamp = 0
         self._pending_stamps: set[int] = set()
@@ -426,7 +426,7 @@ class PrefixIndex:
                     num_blocks_by_key.update(dict.fromkeys(keys, low))
                     continue
                 middle = (low + high + 1) // 2
-                longer_keys = keys & self._holders.get(hashes[middle - 1], _NO_ENGINE_KEYS)
+                longer_keys = keys & self._keys_by_block.get(hashes[middle - 1], _EMPTY_KEY_SET)
                 if longer_keys:
                     ranges.append((longer_keys, middle, high))
                 if middle > 1 and len(longer_keys) < len(keys):
@@ -453,7 +453,7 @@ class PrefixIndex:
             self._stamp += 1
             blocks = self._blocks.setdefault(key, OrderedDict())
             while blocks and now - next(iter(blocks.values()))[1] > self.max_age:
-                self._drop_oldest(key, blocks)
+                self._evict_oldest_block(key, blocks)
             indexed = hashes[: self.max_blocks]
             stamps = []
             for block_hash in indexed:
@@ -465,9 +465,9 @@ class PrefixIndex:
                 blocks[block_hash] = self._stamp, now
                 blocks.move_to_end(block_hash)
             for block_hash in indexed[len(stamps) :]:
-                self._holders.setdefault(block_hash, set()).add(key)
+                self._keys_by_block.setdefault(block_hash, set()).add(key)
             while len(blocks) > self.max_blocks:
-                self._drop_oldest(key, blocks)
+                self._evict_oldest_block(key, blocks)
             self._pending_stamps.add(self._stamp)
             return SentPrompt(key, indexed, stamps, self._stamp)
 
@@ -488,7 +488,7 @@ class PrefixIndex:
             evicted = sent.known_stamps[num_blocks]
             blocks = self._blocks.get(sent.key, OrderedDict())
             while blocks and next(iter(blocks.values()))[0] <= evicted:
-                self._drop_oldest(sent.key, blocks)
+                self._evict_oldest_block(sent.key, blocks)
 
     def withdraw(self, sent: SentPrompt) -> None:
         """Forget a prompt that the engine did not compute: it was refused, or ended before its
@@ -500,31 +500,31 @@ class PrefixIndex:
             for block_hash in sent.hashes[len(sent.known_stamps) :]:
                 if block_hash in blocks and blocks[block_hash][0] == sent.stamp:
                     del blocks[block_hash]
-                    self._drop_holder(sent.key, block_hash)
+                    self._forget_cached_block(sent.key, block_hash)
 
     def forget(self, key: Key) -> None:
         """Forget an engine that died, was closed or has emptied its cache."""
         with self._lock:
             for block_hash in self._blocks.pop(key, ()):
-                self._drop_holder(key, block_hash)
+                self._forget_cached_block(key, block_hash)
 
-    def _drop_oldest(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]]) -> None:
+    def _evict_oldest_block(self, key: Key, blocks: OrderedDict[bytes, tuple[int, float]]) -> None:
         oldest, _ = blocks.popitem(last=False)
-        self._drop_holder(key, oldest)
+        self._forget_cached_block(key, oldest)
 
-    def _drop_holder(self, key: Key, block_hash: bytes) -> None:
-        holders = self._holders[block_hash]
-        holders.remove(key)
-        if not holders:
-            del self._holders[block_hash]
+    def _forget_cached_block(self, key: Key, block_hash: bytes) -> None:
+        keys = self._keys_by_block[block_hash]
+        keys.remove(key)
+        if not keys:
+            del self._keys_by_block[block_hash]
 
 
 def _check_hashes_and_time(hashes: Any, now: Any) -> None:
-    check.number("now", now, -_MAX_ARGUMENT_VALUE, _MAX_ARGUMENT_VALUE)
+    check.number("now", now, -_MAX_TIME_OR_TOKENS, _MAX_TIME_OR_TOKENS)
     if not isinstance(hashes, Sequence) or set(map(type, hashes)) - {bytes}:
         raise check.value_error("hashes", hashes, "a list of block hashes")
 
 
-def _check_sent_prompt(sent: Any) -> None:
-    if not isinstance(sent, SentPrompt):
-        raise check.value_error("sent", sent, "what add() returned")
+def _check_sent_prompt(value: Any) -> None:
+    if not isinstance(value, SentPrompt):
+        raise check.value_error("sent", value, "what add() returned")

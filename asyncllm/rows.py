@@ -33,7 +33,7 @@ from asyncllm.runtime.mailbox import ThreadMailbox
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.stream import TokenStream
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 logger = get_logger("asyncllm")
 
@@ -87,7 +87,7 @@ class _Row:
             self.on_end(self)
 
     def set(self) -> None:
-        """Call ``set_result``. A ThreadMailbox calls ``set``, as on a threading.Event."""
+        """Call ``set_result``, for a ThreadMailbox: it calls ``set``, as on a threading.Event."""
         self.set_result()
 
     @contextmanager
@@ -192,34 +192,34 @@ class RowJob:
             yield
         except Exception as error:
             self._iterator = None  # A generator that raised needs no closing.
-            failure = check.argument_error("rows", f"the iterable raised {explain(error)}")
+            failure = check.argument_error("rows", f"the iterable raised {describe_error(error)}")
             self.end_input(with_cause(failure, error))
 
     def make_request(self, row: Any) -> tuple[_Row, Any, SamplingParams | None] | None:
-        """Make a row's request: the row, its prompt and its sampling parameters. Returns None for a
-        row that an earlier run has done, for a row that a function of the job fails for, and after
-        the last row."""
+        """Make a row's request: the row, its prompt and its sampling parameters. Returns None if an
+        earlier run has done the row, if ``key``, ``prompt`` or ``sampling_params`` raises for it,
+        and after the last row."""
         if row is _END_OF_ROWS:
             self._iterator = None
             if not self.is_exhausted:
                 self.end_input()
             return None
-        drawn = _Row(row, self._num_drawn, self._on_end)
+        new_row = _Row(row, self._num_drawn, self._on_end)
         self._num_drawn += 1
         try:
             if self.key is not None:
-                drawn.key = None  # The key stays None if ``key`` raises.
-                drawn.key = self.key(row)
-            if drawn.key in self.done:
+                new_row.key = None  # The key stays None if ``key`` raises.
+                new_row.key = self.key(row)
+            if new_row.key in self.done:
                 self._num_done += 1
                 return None
             prompt = row if self.prompt is None else self.prompt(row)
             params = self.sampling_params
             params = params(row) if callable(params) else params
         except Exception as error:
-            self.fail_row(drawn, error)
+            self.fail_row(new_row, error)
             return None
-        return drawn, prompt, params
+        return new_row, prompt, params
 
     def fail_row(self, row: _Row, error: Exception) -> None:
         """End a row that was not submitted. Raises ``error`` if the engine has ended."""
@@ -280,7 +280,7 @@ class RowJob:
             try:
                 self.progress(self._num_done, self._num_failed)
             except Exception as failure:
-                logger.error("progress of map() raised %s", explain(failure))
+                logger.error("progress of map() raised %s", describe_error(failure))
         return RowResult(row.row, row.key, completion, error)
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class RowJob:
         under_way, self._under_way = self._under_way, {}
         self._ended_rows.clear()
         for row in under_way:
-            row.on_end = bool  # Do not refer to the job, because the engine may keep the row.
+            row.on_end = bool  # The engine may keep the row alive, but must not keep the job.
             row.row = None
             if row.stream is not None:
                 row.stream.close()
@@ -302,7 +302,7 @@ def _log_closing_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.error("closing the rows of map() raised %s", explain(error))
+        logger.error("closing the rows of map() raised %s", describe_error(error))
 
 
 def _close_generator(iterator: Any) -> None:
@@ -372,7 +372,7 @@ class RowStream(UncopyableHandle):
 
 
 async def _read_row(job: RowJob, row: _Row) -> RowResult:
-    """Read the stream of a row that has ended, without waiting."""
+    """Read an ended row's stream; all its deltas are there already."""
     if row.stream is not None:
         with row.store_read_error():
             row.completion = await row.stream.result()
@@ -380,8 +380,8 @@ async def _read_row(job: RowJob, row: _Row) -> RowResult:
 
 
 class _RowFeeder:
-    """Background task that draws and submits rows while there is room. It does not refer to the
-    RowStream, which is collected when its reader drops it."""
+    """Background task that draws and submits rows while there is room. It holds no
+    reference to the RowStream, so that dropping the RowStream collects it."""
 
     def __init__(self, job: RowJob, submit: Submit) -> None:
         self._job = job
@@ -400,7 +400,7 @@ class _RowFeeder:
             self._cancel = self._backend.spawn(self._run())
 
     async def wait(self) -> None:
-        """Wait until a row or the task has ended."""
+        """Wait until a row, or the feeder's own task, has ended."""
         if self._waiter is not None:
             raise RuntimeError("the results of map() are being read by another task")
         assert self._backend is not None
@@ -427,7 +427,7 @@ class _RowFeeder:
         async generator on the event loop."""
         iterator, backend = self._job.pop_iterator(), self._backend
         if isinstance(iterator, Generator):
-            with suppress(RequestError):  # If no thread starts, the generator's destructor closes.
+            with suppress(RequestError):  # Garbage collection also closes a generator.
                 self._worker.submit(partial(_close_generator, iterator))
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 
@@ -516,7 +516,7 @@ def _submit_next_row(
 
 
 def _read_row_blocking(job: RowJob, row: _Row, mailbox: ThreadMailbox) -> RowResult:
-    """Read the stream of a row that has ended, in a thread without an event loop."""
+    """Read an ended row's stream, in a thread without an event loop."""
     if row.stream is not None:
         with row.store_read_error():
             while row.stream.read_blocking(mailbox) is not None:

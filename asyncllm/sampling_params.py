@@ -13,7 +13,7 @@ from asyncllm import validation as check
 from asyncllm.structured.response_format import parse_response_format
 from asyncllm.structured.spec import parse_structured_outputs
 
-INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
+INTEGER_FIELD_BOUNDS: Mapping[str, tuple[int, int]] = {
     # Bounded, because each output has a copy of the prompt's token ids.
     "n": (1, 256),
     "top_k": (-1, check.MAX_INTEGER),
@@ -24,7 +24,7 @@ INTEGER_BOUNDS: Mapping[str, tuple[int, int]] = {
     "prompt_logprobs": (-1, check.MAX_INTEGER),
     "truncate_prompt_tokens": (-1, check.MAX_INTEGER),
 }
-NUMBER_BOUNDS: Mapping[str, tuple[float, float]] = {
+NUMBER_FIELD_BOUNDS: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -38,7 +38,7 @@ LOGIT_BIAS_RANGE = (-100, 100)
 """Minimum and maximum of a bias in ``logit_bias``."""
 
 MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
+MAX_STOP_STRING_CHARACTERS = 1024
 """Maximum number of characters of a stop string. Each token's text is searched for all stop strings
 while the batch waits."""
 
@@ -100,7 +100,8 @@ class SamplingParams:
         seed: 64-bit seed; None draws one. A token depends on (seed, position) alone. The first
             output uses this seed, and each further output a seed derived from it; see
             ``of_output``.
-        stop: strings that end the output, 64 of 1024 characters at most; they may span tokens.
+        stop: at most 64 strings that end the output, each of at most 1024 characters; a string may
+            span tokens.
         stop_token_ids: token ids that end the output. This and ``allowed_token_ids`` have at most
             270,000 entries, in a call at most as many as the vocabulary; repeats are dropped.
         ignore_eos: go on past the model's end-of-sequence tokens.
@@ -118,9 +119,9 @@ class SamplingParams:
         logit_bias: map from token id to a number in [-100, 100] that is added to the token's logit;
             1024 entries at most.
         allowed_token_ids: the only token ids that may be sampled.
-        bad_words: texts, 1024 of 1024 characters at most and 16,384 in all, whose token sequences
-            may not occur in the output, with or without a space before them. Words of one token
-            cost nothing; longer ones are checked on the host.
+        bad_words: at most 1024 texts, each of at most 1024 characters and 16,384 in all. Their
+            token sequences may not occur in the output, with or without a space before them. Words
+            of one token cost nothing; longer ones are checked on the host.
         detokenize: make text of the tokens; False leaves ``text`` empty and spends no time on it.
             Not with ``stop``, nor in a chat whose answer is parsed: with tools, reasoning or a
             response format.
@@ -173,10 +174,10 @@ class SamplingParams:
     _set_field = object.__setattr__
 
     def __post_init__(self) -> None:
-        for name, bounds in INTEGER_BOUNDS.items():
+        for name, bounds in INTEGER_FIELD_BOUNDS.items():
             check.validate_field(self, check.integer, name, *bounds)
-        for name, bounds in NUMBER_BOUNDS.items():
-            check.validate_field(self, check.number, name, *bounds, above=name == "top_p")
+        for name, bounds in NUMBER_FIELD_BOUNDS.items():
+            check.validate_field(self, check.number, name, *bounds, exclusive_low=name == "top_p")
         if self.truncate_prompt_tokens == 0:
             raise check.value_error("truncate_prompt_tokens", 0, "1 or more, -1 or None")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
@@ -211,7 +212,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             self._set_field("stop", (self.stop,))
         for name, *limits in (
-            ("stop", MAX_STOP_STRINGS, MAX_STOP_LENGTH),
+            ("stop", MAX_STOP_STRINGS, MAX_STOP_STRING_CHARACTERS),
             ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
         ):
             if getattr(self, name) is None:
@@ -233,7 +234,7 @@ class SamplingParams:
                 raise check.value_error("logit_bias", bias, f"at most {MAX_LOGIT_BIASES} token ids")
             ids = check.token_ids("logit_bias", bias.keys(), max_items=MAX_LOGIT_BIASES)
             numbers = check.bounded_tuple("logit_bias", bias.values(), "numbers", MAX_LOGIT_BIASES)
-            values = check.numbers_in("logit_bias", numbers, *LOGIT_BIAS_RANGE)
+            values = check.numbers_in_range("logit_bias", numbers, *LOGIT_BIAS_RANGE)
             self._set_field("logit_bias", dict(zip(ids, values, strict=True)))
         check.validate_field(
             self, check.bounded_tuple, "logits_processors", "callables", MAX_LOGITS_PROCESSORS
@@ -322,8 +323,8 @@ class SamplingParams:
         return resolved
 
     def of_output(self, index: int) -> SamplingParams:
-        """Parameters of a request with ``n=1`` that reproduces output ``index`` of this one. They
-        have that output's seed: ``seed`` itself for the first; for output i a 64-bit BLAKE2b of
+        """Parameters with ``n=1`` that reproduce one output of a request with these parameters.
+        The seed is that output's: ``seed`` itself for the first; for output i a 64-bit BLAKE2b of
         ``seed`` and i, both as 8 bytes, little-endian.
 
         Raises:
@@ -343,24 +344,26 @@ class SamplingParams:
         return params
 
 
-def with_response_format(sampling: dict[str, Any], params: Any, value: Any) -> dict[str, Any]:
+def with_response_format(
+    sampling_fields: dict[str, Any], sampling_params: Any, response_format: Any
+) -> dict[str, Any]:
     """Add the grammar of a ``response_format`` to fields of ``SamplingParams``.
 
     Raises:
         InvalidRequestError: as ``parse_response_format``, and if ``structured_outputs`` is given
             too.
     """
-    structured = parse_response_format(value)
+    structured = parse_response_format(response_format)
     if structured is None:
-        return sampling
-    other_grammar = sampling.get("structured_outputs")
-    if other_grammar is None and isinstance(params, SamplingParams):
-        other_grammar = params.structured_outputs
+        return sampling_fields
+    other_grammar = sampling_fields.get("structured_outputs")
+    if other_grammar is None and isinstance(sampling_params, SamplingParams):
+        other_grammar = sampling_params.structured_outputs
     if other_grammar is not None:
         raise check.value_error(
-            "response_format", value, "one of response_format and structured_outputs"
+            "response_format", response_format, "one of response_format and structured_outputs"
         )
-    return sampling | {"structured_outputs": structured}
+    return sampling_fields | {"structured_outputs": structured}
 
 
 NEUTRAL_VALUES: Mapping[str, float | int] = {

@@ -198,7 +198,7 @@ class TokenStream(UncopyableHandle):
         Raises:
             InvalidRequestError: unless ``seconds`` is positive and finite.
         """
-        return StreamWithHeartbeat(self, check.seconds("seconds", seconds, above=True))
+        return StreamWithHeartbeat(self, check.seconds("seconds", seconds, exclusive_low=True))
 
     def _bind_to_loop(self) -> EventLoopBackend:
         """Bind this stream to the running loop, at its first wait."""
@@ -287,54 +287,46 @@ class TokenStream(UncopyableHandle):
             self._core.send(self._core.on_reader_caught_up, self._group)
         return delta
 
-    def _merge_end(self, delta: Delta, final: StreamEnd | BaseException) -> Delta:
+    def _merge_end(self, delta: Delta, end: StreamEnd | BaseException) -> Delta:
         """Merge the end into ``delta``. The end is left for the next read if it is an exception, if
         merging its last token would exceed ``max_merged``, or if it belongs to another output."""
-        if (
-            isinstance(final, StreamEnd)
-            and delta is not _EMPTY_DELTA
-            and delta.index != final.output
-        ):
+        if isinstance(end, StreamEnd) and delta is not _EMPTY_DELTA and delta.index != end.output:
             return delta
-        if (
-            isinstance(final, StreamEnd)
-            and final.finish_reason == "abort"
-            and self._is_read_cancelled
-        ):
+        if isinstance(end, StreamEnd) and end.finish_reason == "abort" and self._is_read_cancelled:
             if self._error is None:
-                delta = replace(delta, text=delta.text + final.text, index=final.output)
+                delta = replace(delta, text=delta.text + end.text, index=end.output)
                 self._error = RequestError(
                     f"request {self.request_id!r} was aborted because a read of its stream was "
                     "cancelled, as asyncio.wait_for does when its time is up; to go on after a "
                     "silence, read stream.with_heartbeat(seconds), or keep the read in a task and "
                     "use asyncio.wait"
                 )
-            final = self._error
-        if not isinstance(final, StreamEnd):
+            end = self._error
+        if not isinstance(end, StreamEnd):
             if delta.text or delta.token_ids:
                 return delta
             if self._parser is not None and self._parser.interrupt():
                 return delta
             self._is_done = True
-            self._error = final
-            raise copy_for_raise(final)
-        last = final.last_delta or _EMPTY_DELTA
+            self._error = end
+            raise copy_for_raise(end)
+        last = end.last_delta or _EMPTY_DELTA
         if len(delta.token_ids) + len(last.token_ids) > self._channel.max_merged:
             return delta
         self._is_done = True
-        self.finish_reason = final.finish_reason
-        self.usage = final.usage
-        self._stop_reason = final.stop_reason
+        self.finish_reason = end.finish_reason
+        self.usage = end.usage
+        self._stop_reason = end.stop_reason
         # A delta that another process parsed has its reasoning and tool calls already.
         return replace(
             delta,
-            text=delta.text + last.text + final.text,
+            text=delta.text + last.text + end.text,
             token_ids=delta.token_ids + last.token_ids,
-            index=final.output,
+            index=end.output,
             logprobs=((delta.logprobs or ()) + (last.logprobs or ())) or None,
-            finish_reason=final.finish_reason,
-            stop_reason=final.stop_reason,
-            usage=final.usage,
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
+            usage=end.usage,
         )
 
     def abort(self) -> None:

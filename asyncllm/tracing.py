@@ -121,9 +121,9 @@ def trace_engine(
 
 
 def _request_attributes(request: Request, submission: RequestInfo, model: str) -> dict[str, Any]:
-    """Span attributes that are known at submission. The conventions leave out settings without
-    effect. The seed is always included, even if the engine drew it, so that a sampled output can be
-    reproduced."""
+    """Span attributes that are known at submission. OpenTelemetry's GenAI conventions omit settings
+    without effect. The seed is always included, even if the engine drew it, so that a sampled
+    output can be reproduced."""
     sampling = request.sampling
     engine = request.group.engine
     optional = {

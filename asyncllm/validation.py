@@ -24,24 +24,24 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.foreign_names import NAMES_BY_FOREIGN_NAME
+from asyncllm.foreign_names import OUR_NAMES_BY_FOREIGN_NAME
 from asyncllm.json_copier import JsonCopier
 
 T = TypeVar("T")
 
 MAX_INTEGER = 2**63 - 1
 
-MAX_ITEMS = 2**19
+MAX_LIST_ITEMS = 2**19
 """Maximum number of items of a list of token ids: twice the size of the largest vocabularies. The
 list is read while an event loop waits."""
 
-MAX_DATA_SIZE = 2**16
+MAX_PLAIN_DATA_SIZE = 2**16
 """Maximum number of values and characters of plain data. It is copied while an event loop waits."""
 
-MAX_DEPTH = 16
+MAX_PLAIN_DATA_DEPTH = 16
 """Maximum nesting depth of plain data, which is copied recursively."""
 
-MAX_SECONDS = 1e7
+MAX_DURATION_SECONDS = 1e7
 """Maximum duration: 115 days, less than any platform's longest wait for a lock."""
 
 ErrorFactory = Callable[[str, object, str], Exception]
@@ -97,7 +97,7 @@ def describe(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-def explain(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Make a text of an exception's type and full message; never raises."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -111,27 +111,27 @@ def as_plain_str(value: object) -> str | None:
     return str.__str__(value) if isinstance(value, str) else None
 
 
-def value_error(name: str, value: object, accepted: str) -> InvalidRequestError:
-    """Make the error of an argument whose value the message quotes."""
-    return InvalidRequestError(f"{name}={describe(value)}: expected {accepted}", param=name)
+def value_error(name: str, value: object, expected_text: str) -> InvalidRequestError:
+    """Make the error of an invalid argument; the message quotes the value."""
+    return InvalidRequestError(f"{name}={describe(value)}: expected {expected_text}", param=name)
 
 
 def argument_error(name: str, problem: str) -> InvalidRequestError:
-    """Make the error of an argument whose value the message leaves out."""
+    """Make the error of an invalid argument; the message leaves out the value."""
     return InvalidRequestError(f"{name}: {problem}", param=name)
 
 
 def _refuse(
     name: str,
     value: Any,
-    accepted: str,
+    expected_text: str,
     *,
     optional: bool = False,
     make_error: ErrorFactory = value_error,
 ) -> None:
     """Refuse a value, unless it is None and None is accepted."""
     if value is not None or not optional:
-        raise make_error(name, value, accepted + " or None" * optional)
+        raise make_error(name, value, expected_text + " or None" * optional)
 
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INTEGER, **options: Any) -> Any:
@@ -158,26 +158,26 @@ def number(
     low: float,
     high: float,
     *,
-    above: bool = False,
+    exclusive_low: bool = False,
     description: str = "a finite number",
     **options: Any,
 ) -> Any:
-    """Check a float in ``[low, high]``, or in ``(low, high]`` if ``above`` is set. Negative zero
-    becomes zero."""
+    """Check a float in ``[low, high]``, or in ``(low, high]`` if ``exclusive_low`` is set. Negative
+    zero becomes zero."""
     result = math.nan
     if isinstance(value, numbers.Real) and type(value) is not bool:
         try:
             result = float(value) + 0.0
         except OverflowError:
             result = math.inf
-    if low <= result <= high and not (above and result == low):
+    if low <= result <= high and not (exclusive_low and result == low):
         return result
-    preposition = "above" if above else "from"
+    preposition = "above" if exclusive_low else "from"
     return _refuse(name, value, f"{description} {preposition} {low:g} to {high:g}", **options)
 
 
-def numbers_in(name: str, values: Collection[Any], low: float, high: float) -> list[float]:
-    """Check floats in ``[low, high]``."""
+def numbers_in_range(name: str, values: Collection[Any], low: float, high: float) -> list[float]:
+    """Check that all values are numbers in ``[low, high]``; returns them as floats."""
     # Plain numbers are checked together, in a tenth of the time.
     if set(map(type, values)) <= {int, float} and all(low <= value <= high for value in values):
         return [value + 0.0 for value in values]
@@ -185,8 +185,10 @@ def numbers_in(name: str, values: Collection[Any], low: float, high: float) -> l
 
 
 def seconds(name: str, value: Any, **options: Any) -> Any:
-    """Check a duration in seconds. If ``above`` is set, 0 is refused too."""
-    return number(name, value, 0, MAX_SECONDS, description="a number of seconds", **options)
+    """Check a duration in seconds. If ``exclusive_low`` is set, 0 is refused too."""
+    return number(
+        name, value, 0, MAX_DURATION_SECONDS, description="a number of seconds", **options
+    )
 
 
 def boolean(name: str, value: Any, **options: Any) -> Any:
@@ -199,7 +201,12 @@ def boolean(name: str, value: Any, **options: Any) -> Any:
 
 
 def string(
-    name: str, value: Any, *, empty: bool = False, max_length: int = MAX_INTEGER, **options: Any
+    name: str,
+    value: Any,
+    *,
+    allow_empty: bool = False,
+    max_length: int = MAX_INTEGER,
+    **options: Any,
 ) -> Any:
     """Check a text: it must be valid UTF-8, without lone surrogates.
 
@@ -209,20 +216,20 @@ def string(
     text = as_plain_str(value)
     if text is not None and len(text) > max_length:
         _refuse(name, text, f"at most {max_length} characters, not {len(text)}", **options)
-    if text or (empty and text is not None):
+    if text or (allow_empty and text is not None):
         with suppress(UnicodeEncodeError):
             text.encode()
             return text
-    return _refuse(name, value, "a string" if empty else "a non-empty string", **options)
+    return _refuse(name, value, "a string" if allow_empty else "a non-empty string", **options)
 
 
 def plain_data(name: str, value: Any, **options: Any) -> Any:
     """Copy a dict of plain data: None, booleans, finite numbers, 64-bit integers, text, lists, and
     dicts with text for keys."""
     copier = JsonCopier(
-        MAX_DATA_SIZE,
-        MAX_DATA_SIZE,
-        MAX_DEPTH,
+        MAX_PLAIN_DATA_SIZE,
+        MAX_PLAIN_DATA_SIZE,
+        MAX_PLAIN_DATA_DEPTH,
         _convert_plain_scalar,
         scalar_types=frozenset({str, bool, NoneType}),
         require_text_keys=True,
@@ -231,12 +238,13 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
         if isinstance(value, Mapping):
             copied = copier.copy(value)
             "".join(copier.texts).encode()
-            if copier.num_values + copier.num_characters <= MAX_DATA_SIZE:
+            if copier.num_values + copier.num_characters <= MAX_PLAIN_DATA_SIZE:
                 return copied
-    accepted = (
-        f"a dict of plain data, {MAX_DEPTH} deep, {MAX_DATA_SIZE} values and characters at most"
+    expected_text = (
+        f"a dict of plain data, {MAX_PLAIN_DATA_DEPTH} deep, "
+        f"{MAX_PLAIN_DATA_SIZE} values and characters at most"
     )
-    return _refuse(name, value, accepted, **options)
+    return _refuse(name, value, expected_text, **options)
 
 
 def _convert_plain_scalar(value: Any) -> Any:
@@ -255,7 +263,7 @@ def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any
 
 
 def bounded_tuple(
-    name: str, value: Any, accepted: str, max_items: int = MAX_ITEMS, **options: Any
+    name: str, value: Any, expected_text: str, max_items: int = MAX_LIST_ITEMS, **options: Any
 ) -> Any:
     """Copy the items of a sequence or a set to a tuple, empty for None. More than ``max_items``
     items are refused; an endless iterable is read no further than one item beyond."""
@@ -267,7 +275,7 @@ def bounded_tuple(
         with suppress(Exception):
             length = len(value)  # pyright: ignore[reportArgumentType]
         if length > max_items:
-            return _refuse(name, value, f"at most {max_items} {accepted}", **options)
+            return _refuse(name, value, f"at most {max_items} {expected_text}", **options)
         with suppress(TypeError):  # Iterating over an array without dimensions raises TypeError.
             found_items = tuple(itertools.islice(value, max_items + 1))
     if found_items is not None and len(found_items) <= max_items:
@@ -275,27 +283,31 @@ def bounded_tuple(
     return _refuse(
         name,
         value,
-        accepted if found_items is None else f"at most {max_items} {accepted}",
+        expected_text if found_items is None else f"at most {max_items} {expected_text}",
         **options,
     )
 
 
 def strings(
-    name: str, value: Any, max_items: int = MAX_ITEMS, max_length: int = MAX_INTEGER, **options: Any
+    name: str,
+    value: Any,
+    max_items: int = MAX_LIST_ITEMS,
+    max_length: int = MAX_INTEGER,
+    **options: Any,
 ) -> Any:
     """Check a sequence of at most ``max_items`` non-empty strings; returns a tuple.
 
     Args:
         max_length: maximum number of characters of a string.
     """
-    accepted = "a sequence of strings"
+    expected_text = "a sequence of strings"
     if max_length < MAX_INTEGER:
-        accepted = f"strings of {max_length} characters at most"
+        expected_text = f"strings of {max_length} characters at most"
     if value is None:
-        return _refuse(name, value, accepted, **options)
-    texts = bounded_tuple(name, value, accepted, max_items, **options)
+        return _refuse(name, value, expected_text, **options)
+    texts = bounded_tuple(name, value, expected_text, max_items, **options)
     if any(isinstance(text, str) and str.__len__(text) > max_length for text in texts):
-        _refuse(name, texts, accepted, **options)
+        _refuse(name, texts, expected_text, **options)
     # ``optional`` concerns the field; its items may not be None.
     return tuple([string(name, text, **{**options, "optional": False}) for text in texts])
 
@@ -303,29 +315,29 @@ def strings(
 def token_ids(
     name: str,
     value: Any,
-    below: int = MAX_INTEGER,
-    max_items: int = MAX_ITEMS,
+    vocab_size: int = MAX_INTEGER,
+    max_items: int = MAX_LIST_ITEMS,
     *,
     unique: bool = False,
     **options: Any,
 ) -> Any:
-    """Check a sequence of integers in ``[0, below)``; returns a tuple, empty for None.
+    """Check a sequence of integers in ``[0, vocab_size)``; returns a tuple, empty for None.
 
     Args:
         unique: drop repeats.
     """
-    accepted = f"token ids, integers from 0 to {below - 1}"
-    all_ids = bounded_tuple(name, value, accepted, max_items, **options)
+    expected_text = f"token ids, integers from 0 to {vocab_size - 1}"
+    all_ids = bounded_tuple(name, value, expected_text, max_items, **options)
     with suppress(Exception):
         kinds = set(map(type, all_ids))
         ids = all_ids if kinds <= {int} else tuple(array("q", all_ids))
-        # Long lists have many repeats.
+        # Long lists repeat most ids, so check each distinct id once.
         distinct = dict.fromkeys(ids)
-        if not ids or (min(distinct) >= 0 and max(distinct) < below and bool not in kinds):
+        if not ids or (min(distinct) >= 0 and max(distinct) < vocab_size and bool not in kinds):
             return tuple(distinct) if unique else ids
-    invalid_ids = (one for one in all_ids if _parse_integer(one, 0, below - 1) is None)
+    invalid_ids = (one for one in all_ids if _parse_integer(one, 0, vocab_size - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
-    return _refuse(name, next(invalid_ids, value), accepted, **{**options, "optional": False})
+    return _refuse(name, next(invalid_ids, value), expected_text, **{**options, "optional": False})
 
 
 def validate_field(
@@ -339,35 +351,35 @@ def validate_field(
         object.__setattr__(owner, name, validator(name, value, *limits, **options))
 
 
-def equal_json(value: Any, other: Any) -> bool:
+def equal_json(left: Any, right: Any) -> bool:
     """Compare JSON values: 1 does not equal True, and a numpy array equals no value."""
-    if type(value) is not type(other):
+    if type(left) is not type(right):
         return False
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(
-            equal_json(value[key], other[key]) for key in value
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(
+            equal_json(left[key], right[key]) for key in left
         )
-    return bool(value == other)
+    return bool(left == right)
 
 
-def refuse_unknown_names(kind: str, names: Iterable[Any], known: Collection[str]) -> None:
+def refuse_unknown_names(name_kind: str, names: Iterable[Any], known: Collection[str]) -> None:
     """Raise InvalidRequestError for an unknown name; the message has asyncllm's name for it, if
     there is one."""
     for name in names:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)
-            our_name = NAMES_BY_FOREIGN_NAME.get(kind, {}).get(name)
+            our_name = OUR_NAMES_BY_FOREIGN_NAME.get(name_kind, {}).get(name)
             hint = f", expected {our_name}"
             if our_name is None:
                 hint = f" (there are {', '.join(sorted(known))})"
-            raise argument_error(name, f"no such {kind}{hint}")
+            raise argument_error(name, f"no such {name_kind}{hint}")
 
 
-def refuse_unknown_fields(kind: str) -> Callable[[type[T]], type[T]]:
+def refuse_unknown_fields(field_kind: str) -> Callable[[type[T]], type[T]]:
     """Make a dataclass refuse an unknown field as ``refuse_unknown_names`` does.
 
     Args:
-        kind: kind of the fields, for error messages.
+        field_kind: what the fields are, for error messages.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -377,7 +389,7 @@ def refuse_unknown_fields(kind: str) -> Callable[[type[T]], type[T]]:
         @wraps(original_init)
         def init(self: T, *values: Any, **keywords: Any) -> None:
             if not keywords.keys() <= fields.keys():
-                refuse_unknown_names(kind, keywords, fields)
+                refuse_unknown_names(field_kind, keywords, fields)
             original_init(self, *values, **keywords)
 
         cls.__init__ = init

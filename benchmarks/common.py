@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asyncllm.cli.measure import LagMeter, format_machine, machine_facts, percentile
+from asyncllm.cli.measure import LagMeter, format_machine_info, machine_info, percentile
 
 __all__ = [
     "Figure",
@@ -53,9 +53,9 @@ class Report:
 
     def __init__(self, title: str, conditions: Mapping[str, str] | None = None) -> None:
         self.title = title
-        self.machine = machine_facts() | dict(conditions or {})
+        self.machine = machine_info() | dict(conditions or {})
         self.figures: list[Figure] = []
-        print(f"{title}\n{format_machine(self.machine)}", flush=True)
+        print(f"{title}\n{format_machine_info(self.machine)}", flush=True)
         if conditions:
             print(", ".join(f"{name} {value}" for name, value in conditions.items()), flush=True)
 

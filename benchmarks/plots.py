@@ -190,7 +190,7 @@ async def draw_demo(streams: int = 8, seed: int = 11) -> str:
     from asyncllm import AsyncLLMEngine
     from asyncllm.cli.arguments import parse
     from asyncllm.cli.demo import _start_streams
-    from asyncllm.cli.demo_streams import follow_all
+    from asyncllm.cli.demo_streams import follow_streams
     from asyncllm.cli.demo_view import DemoView
 
     given = parse(["demo", "--streams", str(streams), "--seed", str(seed)])
@@ -206,7 +206,7 @@ async def draw_demo(streams: int = 8, seed: int = 11) -> str:
             if len(running) >= 3 and text > most:
                 most, frame = text, view.live_frame()
 
-        await follow_all(demo, look)
+        await follow_streams(demo, look)
     console = Console(width=110, height=24, record=True, file=io.StringIO())
     console.print(frame)
     return console.export_svg(title="asyncllm demo", unique_id="demo")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm import AsyncLLMEngine, TokenStream
-from asyncllm.cli.measure import format_machine, machine_facts
+from asyncllm.cli.measure import format_machine_info, machine_info
 
 REQUESTS = 40
 MAX_NUM_SEQS = 8
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the times")
     chosen = parser.parse_args()
     requests = asyncio.run(measure())
-    found = machine_facts()
+    found = machine_info()
     conditions = f"packaged model, {found['cores']} cores of an {found['processor']}"
     result = {
         "title": "timeline: a batch over time",
@@ -79,7 +79,7 @@ def main() -> None:
     }
     end = max(one["finished"] for one in requests)
     tokens = sum(one["tokens"] for one in requests)
-    print(f"{format_machine(found)}\n{len(requests)} requests, {tokens} tokens in {end:.2f} s")
+    print(f"{format_machine_info(found)}\n{len(requests)} requests, {tokens} tokens in {end:.2f} s")
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -46,7 +46,7 @@ def site() -> Path:
 def test_the_reference_is_generated(site: Path) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
     for name in CLASSES:
-        assert f'id="{asyncllm._MODULE_OF[name]}.{name}"' in page, name
+        assert f'id="{asyncllm._MODULE_BY_NAME[name]}.{name}"' in page, name
     assert 'id="asyncllm.engine.AsyncLLMEngine.chat"' in page
     assert 'title="asyncllm.sampling_params.SamplingParams.temperature"' in page
     assert "which a chat template renders" in page

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from asyncllm import RequestError
-from asyncllm.foreign_names import NAMES_BY_FOREIGN_NAME
+from asyncllm.foreign_names import OUR_NAMES_BY_FOREIGN_NAME
 from asyncllm.serving import create_app
 from asyncllm.testing import fake_engine
 from tests.app_clients import RawRequest, app_client, events_of, user
@@ -320,7 +320,7 @@ OTHER_ENDPOINTS = [
     ("responses", {"response_format": {"type": "text"}}, 'text={"format": …}'),
     ("responses", {"reasoning_effort": "low"}, 'reasoning={"effort": …}'),
     *(
-        (path, {"extra_body": {"top_k": 5}}, NAMES_BY_FOREIGN_NAME["field"]["extra_body"])
+        (path, {"extra_body": {"top_k": 5}}, OUR_NAMES_BY_FOREIGN_NAME["field"]["extra_body"])
         for path in ("chat/completions", "completions", "responses")
     ),
 ]

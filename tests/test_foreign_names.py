@@ -12,7 +12,7 @@ import pytest
 
 from asyncllm import LLM, AsyncLLMEngine, EngineConfig, InvalidRequestError, SamplingParams
 from asyncllm.callbacks import stream_with_callbacks
-from asyncllm.foreign_names import NAMES_BY_FOREIGN_NAME
+from asyncllm.foreign_names import OUR_NAMES_BY_FOREIGN_NAME
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.response_request import ResponseRequest
@@ -87,10 +87,12 @@ async def test_a_sampling_parameter(name):
 
 
 def test_every_counterpart_exists():
-    assert NAMES_BY_FOREIGN_NAME["setting"] == SETTINGS
-    assert NAMES_BY_FOREIGN_NAME["sampling parameter"] == SAMPLING | {"params": "sampling_params"}
+    assert OUR_NAMES_BY_FOREIGN_NAME["setting"] == SETTINGS
+    assert OUR_NAMES_BY_FOREIGN_NAME["sampling parameter"] == SAMPLING | {
+        "params": "sampling_params"
+    }
     for kind, known in {"setting": EngineConfig, "sampling parameter": SamplingParams}.items():
-        names = NAMES_BY_FOREIGN_NAME[kind]
+        names = OUR_NAMES_BY_FOREIGN_NAME[kind]
         here = {field.name for field in fields(known)}
         assert not here & names.keys()
         if kind == "sampling parameter":
@@ -104,7 +106,7 @@ def test_every_counterpart_exists():
 
 @pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, ResponseRequest])
 def test_every_counterpart_of_a_body_exists(body):
-    names = NAMES_BY_FOREIGN_NAME[body.FOREIGN_NAMES_KEY]
+    names = OUR_NAMES_BY_FOREIGN_NAME[body.FOREIGN_NAMES_KEY]
     assert not body.model_fields.keys() & names.keys()
     assert not body.ACCEPTED_VALUES.keys() & names.keys()
     ours = {re.split("[=;]", one)[0] for name, one in names.items() if "." not in name}

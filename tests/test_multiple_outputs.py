@@ -48,8 +48,8 @@ class SeededExecutor(FakeExecutor):
         self._seed = self._seeds[batch.req_indices[row]]
         return digests
 
-    def _next_token(self, states):
-        return hash_pair(super()._next_token(states), self._seed) % self.info.vocab_size
+    def _next_token(self, digests):
+        return hash_pair(super()._next_token(digests), self._seed) % self.info.vocab_size
 
     def of_seed(self, prompt, count, seed):
         self._seed = seed

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.sampling_params import INTEGER_BOUNDS, NUMBER_BOUNDS
+from asyncllm.sampling_params import INTEGER_FIELD_BOUNDS, NUMBER_FIELD_BOUNDS
 from asyncllm.serving.openapi import _ANSWER_TYPES, _BODY_TYPES, openapi
 from asyncllm.testing import fake_engine
 from tests.app_clients import app_client, user
@@ -39,7 +39,7 @@ def test_schema_references_are_complete_and_used() -> None:
 @pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "ResponseRequest"])
 def test_the_bounds_of_sampling_parameters_are_described(name: str) -> None:
     described = SCHEMAS[name]["properties"]
-    for field, (low, high) in {**INTEGER_BOUNDS, **NUMBER_BOUNDS}.items():
+    for field, (low, high) in {**INTEGER_FIELD_BOUNDS, **NUMBER_FIELD_BOUNDS}.items():
         # These fields are the protocol's: booleans, or with a meaning of their own.
         if field in described and field not in ("logprobs", "max_tokens"):
             least = "exclusiveMinimum" if field == "top_p" else "minimum"

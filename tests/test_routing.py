@@ -519,7 +519,7 @@ def test_eviction_is_lru_and_tails_first():
     long = block_hashes(range(30, 40), 1)
     index.add("a", long, 0.0)
     assert index.find(long, 0.0) == {"a": 6}
-    assert len(index._holders) == 6
+    assert len(index._keys_by_block) == 6
 
 
 def test_old_entries_expire():
@@ -531,7 +531,7 @@ def test_old_entries_expire():
     assert index.find(hashes, 10.5) == {"a": 2}
     assert index.find(hashes, 16.5) == {}
     index.add("a", block_hashes([9], 1), 16.5)
-    assert len(index._holders) == 1
+    assert len(index._keys_by_block) == 1
 
 
 def test_missing_prefix_means_older_ones_were_evicted():
@@ -644,7 +644,9 @@ class IndexMachine(RuleBasedStateMachine):
             expected[key] = len(list(itertools.takewhile(young.__contains__, hashes)))
         found = self.index.find(hashes, self.now)
         assert found == {key: count for key, count in expected.items() if count}
-        assert sum(map(len, self.index._holders.values())) == sum(map(len, self.held.values()))
+        assert sum(map(len, self.index._keys_by_block.values())) == sum(
+            map(len, self.held.values())
+        )
 
 
 IndexMachine.TestCase.settings = examples(40, **STEPS)

@@ -82,11 +82,11 @@ def test_numbers_out_of_range(value: Any) -> None:
 
 
 def test_ends_of_a_range() -> None:
-    assert check.number("field", 5e-324, 0, 1, above=True) == 5e-324
-    assert "above 0 to 1" in refused(check.number, 0, 0, 1, above=True)
-    assert "above 0" in refused(check.number, -0.0, 0, 1, above=True)
+    assert check.number("field", 5e-324, 0, 1, exclusive_low=True) == 5e-324
+    assert "above 0 to 1" in refused(check.number, 0, 0, 1, exclusive_low=True)
+    assert "above 0" in refused(check.number, -0.0, 0, 1, exclusive_low=True)
     assert math.copysign(1, check.number("field", -0.0, 0, 1)) == 1
-    assert "seconds above 0" in refused(check.seconds, 10**400, above=True)
+    assert "seconds above 0" in refused(check.seconds, 10**400, exclusive_low=True)
     assert check.seconds("field", 0) == 0
 
 
@@ -136,7 +136,7 @@ def test_sequences_of_strings_are_tuples_of_them() -> None:
 
 def test_strings_are_valid_utf8() -> None:
     assert check.string("field", "Zoë \U0001f600") == "Zoë \U0001f600"
-    assert check.string("field", "", empty=True) == ""
+    assert check.string("field", "", allow_empty=True) == ""
     for value in ("", "\ud800", b"x", 5, None):
         refused(check.string, value)
 
@@ -215,11 +215,11 @@ def test_stop_tokens_read_per_step_are_bounded() -> None:
 @pytest.mark.parametrize("how", UNPRINTABLE)
 def test_an_exception_is_explained_though_its_methods_raise(how: str) -> None:
     odd = UNPRINTABLE[how]()
-    for told in (check.describe(odd), check.explain(odd)):
+    for told in (check.describe(odd), check.describe_error(odd)):
         assert type(told) is str
         assert 0 < len(told) < 200
     assert RowError.of(odd).kind == "Odd"
-    assert check.explain(KeyError("x" * 200)) == f"KeyError: {'x' * 200!r}"
+    assert check.describe_error(KeyError("x" * 200)) == f"KeyError: {'x' * 200!r}"
 
 
 def test_equal_as_json_is() -> None:

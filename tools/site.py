@@ -47,7 +47,7 @@ def api_page() -> str:
     """Page of the API reference, for mkdocstrings: every public name by its module."""
     entries = [
         f"::: {module}.{name}\n    options:\n      heading: asyncllm.{name}\n"
-        for name, module in sorted(asyncllm._MODULE_OF.items())
+        for name, module in sorted(asyncllm._MODULE_BY_NAME.items())
     ]
     entries += [f"::: {module}.{name}\n" for module, names in MODULES.items() for name in names]
     return "\n".join(["# API reference\n", *entries])

@@ -102,10 +102,12 @@ class ConfigFile:
         *,
         low: float = 0.0,
         high: float = 1e12,
-        open_low: bool = False,
+        exclusive_low: bool = False,
     ) -> Any:
-        """Read a finite number in ``[low, high]``; with ``open_low`` it must be above ``low``."""
-        return self._read_field(name, default, partial(check.number, above=open_low), low, high)
+        """Read a finite number in ``[low, high]``; with ``exclusive_low`` in ``(low, high]``."""
+        return self._read_field(
+            name, default, partial(check.number, exclusive_low=exclusive_low), low, high
+        )
 
     def boolean(self, name: str, default: bool) -> bool:
         return self._read_field(name, default, check.boolean)

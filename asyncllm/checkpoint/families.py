@@ -254,7 +254,7 @@ def _read_olmo2(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 def _read_olmo3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     window = read_window(config, layer_mask_except_every_nth(4, sizes.num_layers))
-    theta = config.number("rope_theta", 500_000.0, open_low=True)
+    theta = config.number("rope_theta", 500_000.0, exclusive_low=True)
     ropes = read_layer_ropes(
         config, sizes.rotary_dim, {FULL_ATTENTION: theta, SLIDING_ATTENTION: theta}
     )
@@ -274,10 +274,10 @@ def _read_phi3(config: ConfigFile, sizes: ModelSizes) -> Fields:
 def _read_granite(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {
         **_read_llama(config, sizes),
-        "embedding_multiplier": config.number("embedding_multiplier", 1.0, open_low=True),
-        "residual_multiplier": config.number("residual_multiplier", 1.0, open_low=True),
-        "attention_scale": config.number("attention_multiplier", 1.0, open_low=True),
-        "logits_divisor": config.number("logits_scaling", 1.0, open_low=True),
+        "embedding_multiplier": config.number("embedding_multiplier", 1.0, exclusive_low=True),
+        "residual_multiplier": config.number("residual_multiplier", 1.0, exclusive_low=True),
+        "attention_scale": config.number("attention_multiplier", 1.0, exclusive_low=True),
+        "logits_divisor": config.number("logits_scaling", 1.0, exclusive_low=True),
     }
 
 
@@ -315,13 +315,13 @@ def _read_gemma(config: ConfigFile, sizes: ModelSizes) -> Fields:
         "float32_norm_weights": True,
         "embedding_multiplier": sizes.hidden_size**0.5,
         "rounds_embedding_multiplier": True,
-        "attention_scale": config.number("query_pre_attn_scalar", 256, open_low=True) ** -0.5,
-        "logits_softcap": config.number("final_logit_softcapping", None, open_low=True),
+        "attention_scale": config.number("query_pre_attn_scalar", 256, exclusive_low=True) ** -0.5,
+        "logits_softcap": config.number("final_logit_softcapping", None, exclusive_low=True),
     }
 
 
 def _read_gemma2(config: ConfigFile, sizes: ModelSizes) -> Fields:
-    softcap = config.number("attn_logit_softcapping", None, open_low=True)
+    softcap = config.number("attn_logit_softcapping", None, exclusive_low=True)
     window = read_window(config, layer_mask_except_every_nth(2, sizes.num_layers))
     return {**_read_gemma(config, sizes), **window, "attention_softcap": softcap}
 
@@ -334,8 +334,8 @@ def _read_gemma3(config: ConfigFile, sizes: ModelSizes) -> Fields:
         layer_mask_except_every_nth(config.integer("sliding_window_pattern", 6), sizes.num_layers),
     )
     default_thetas = {
-        FULL_ATTENTION: config.number("rope_theta", 1e6, open_low=True),
-        SLIDING_ATTENTION: config.number("rope_local_base_freq", 1e4, open_low=True),
+        FULL_ATTENTION: config.number("rope_theta", 1e6, exclusive_low=True),
+        SLIDING_ATTENTION: config.number("rope_local_base_freq", 1e4, exclusive_low=True),
     }
     ropes = read_layer_ropes(config, sizes.rotary_dim, default_thetas)
     layers = _layer_rope_fields(ropes, window["sliding_layers"])

@@ -98,7 +98,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
     }
     if "rope.freq_base_swa" in fields:
         # Sliding layers have their own base, and only full-attention layers are scaled.
-        theta = fields.number("rope.freq_base_swa", open_low=True)
+        theta = fields.number("rope.freq_base_swa", exclusive_low=True)
         config["rope_parameters"] = {"sliding_attention": {"rope_theta": theta}}
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
@@ -291,7 +291,7 @@ def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | N
             f"{file.path}: tensor 'rope_freqs.weight' has factors from {min(stored):g} to "
             f"{factor:g}, expected finite ones above 0"
         )
-    theta = fields.number("rope.freq_base", 10_000.0, open_low=True)
+    theta = fields.number("rope.freq_base", 10_000.0, exclusive_low=True)
     low, high, original = LLAMA3_FREQUENCIES
     expected = []
     for index in range(0, size, 2):

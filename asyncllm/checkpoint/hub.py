@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from asyncllm.checkpoint.progress import Progress
 from asyncllm.errors import ModelLoadError
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 # Files to leave out although download patterns match them ("*" matches slashes too): a second copy
 # of the weights, and weights in other formats.
@@ -182,7 +182,7 @@ def _explain_download_error(model: str, revision: str | None, error: Exception) 
             f"HF_HUB_OFFLINE. Pass a local directory instead. ({error})"
         )
     else:
-        reason = f"the download failed ({explain(error)})"
+        reason = f"the download failed ({describe_error(error)})"
     return f"model={model!r}{at}: {reason}"
 
 

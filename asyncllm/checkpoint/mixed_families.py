@@ -135,7 +135,7 @@ def _read_deepseek_v3_experts(config: ConfigFile, sizes: ModelSizes) -> Fields:
         "num_local_experts",
         scoring="sigmoid",
         min_weight_sum=1e-20,
-        scale=config.number("routed_scaling_factor", 1.0, high=1e3, open_low=True),
+        scale=config.number("routed_scaling_factor", 1.0, high=1e3, exclusive_low=True),
         has_correction_bias=True,
         is_float32=True,
     )
@@ -237,7 +237,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 
 def _read_gpt_oss(config: ConfigFile, sizes: ModelSizes) -> Fields:
-    limits = {"high": 1e6, "open_low": True}
+    limits = {"high": 1e6, "exclusive_low": True}
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
         # gpt-oss applies the softmax to the chosen experts' logits alone. A softmax over all
@@ -345,7 +345,7 @@ def _read_gemma4(config: ConfigFile, sizes: ModelSizes) -> Fields:
         "attention_scale": 1.0,
         "embedding_multiplier": sizes.hidden_size**0.5,
         "rounds_embedding_multiplier": True,
-        "logits_softcap": config.number("final_logit_softcapping", None, open_low=True),
+        "logits_softcap": config.number("final_logit_softcapping", None, exclusive_low=True),
         "sliding_window": window["sliding_window"] if any(is_sliding) else None,
         "sliding_layers": is_sliding,
         "layers": apply_kv_sharing(config, _read_gemma4_layers(config, is_sliding), kinds),
@@ -389,7 +389,7 @@ def _read_gemma4_rope(config: ConfigFile, sizes: ModelSizes, kind: str) -> RopeC
     )
     section = sections.section(kind)
     section.choice("rope_type", ("default", "proportional"))
-    theta = section.number("rope_theta", open_low=True)
+    theta = section.number("rope_theta", exclusive_low=True)
     aliases: dict[str, RopeKind] = {"proportional": "proportional"}
     return read_rope_section(section, config, theta, sizes.rotary_dim, aliases)
 

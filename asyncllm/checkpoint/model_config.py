@@ -224,7 +224,7 @@ class ModelConfig:
             vocab_size=vocab_size,
             num_layers=num_layers,
             max_position_embeddings=context,
-            rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, open_low=True),
+            rms_norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0, exclusive_low=True),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=_read_dtype(config),
             num_unused_layers=config.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS),
@@ -302,7 +302,7 @@ def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
     """Number of elements of a head that RoPE rotates, from ``partial_rotary_factor``."""
     section, name = rope_section(config), "partial_rotary_factor"
     for holder in (config, section):
-        factor = holder.number(name, 1.0, high=1.0, open_low=True)
+        factor = holder.number(name, 1.0, high=1.0, exclusive_low=True)
         if family.partial_rotary_factor is None and factor != 1.0:
             raise holder.invalid_field(name, "1.0")
     holder = section if name in section else config

@@ -91,7 +91,7 @@ def read_rope(
     if any(isinstance(value, dict) for value in section.values.values()):
         name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS_FIELD
         raise config.invalid_field(name, "one set of RoPE parameters for all layers")
-    theta = config.number("rope_theta", 10_000.0, open_low=True)
+    theta = config.number("rope_theta", 10_000.0, exclusive_low=True)
     return read_rope_section(section, config, theta, rotary_dim, aliases)
 
 
@@ -137,7 +137,7 @@ def read_rope_section(
         ModelLoadError: for an unsupported kind, or a parameter that is missing, of the wrong type
             or out of bounds.
     """
-    theta = section.number("rope_theta", theta, open_low=True)
+    theta = section.number("rope_theta", theta, exclusive_low=True)
     key = "rope_type" if "rope_type" in section else "type"
     names: dict[str, RopeKind] = {**{kind: kind for kind in ROPE_KINDS}, **(aliases or {})}
     kind: RopeKind = names[section.choice(key, tuple(names), "default")]
@@ -146,7 +146,7 @@ def read_rope_section(
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=section.number("factor", low=1.0))
     if kind == "proportional":
-        factor = section.number("factor", 1.0, open_low=True)
+        factor = section.number("factor", 1.0, exclusive_low=True)
         rotated_fraction = section.number("partial_rotary_factor", 1.0, high=1.0)
         return RopeConfig(theta=theta, kind=kind, factor=factor, rotated_fraction=rotated_fraction)
     name, context = "original_max_position_embeddings", config.values["max_position_embeddings"]
@@ -166,8 +166,8 @@ def read_rope_section(
 
 
 def _read_llama3(section: ConfigFile) -> dict[str, Any]:
-    low = section.number("low_freq_factor", open_low=True)
-    high = section.number("high_freq_factor", open_low=True)
+    low = section.number("low_freq_factor", exclusive_low=True)
+    high = section.number("high_freq_factor", exclusive_low=True)
     if high <= low:
         raise section.invalid_field("high_freq_factor", f"a number above low_freq_factor={low:g}")
     factor = section.number("factor", low=1.0)
@@ -175,9 +175,9 @@ def _read_llama3(section: ConfigFile) -> dict[str, Any]:
 
 
 def _read_yarn(section: ConfigFile, implied_factor: float) -> dict[str, Any]:
-    factor = section.number("factor", implied_factor, open_low=True)
-    fast = section.number("beta_fast", 32.0, open_low=True)
-    slow = section.number("beta_slow", 1.0, open_low=True)
+    factor = section.number("factor", implied_factor, exclusive_low=True)
+    fast = section.number("beta_fast", 32.0, exclusive_low=True)
+    slow = section.number("beta_slow", 1.0, exclusive_low=True)
     if fast < slow:
         raise section.invalid_field("beta_fast", f"a number from beta_slow={slow:g} on")
     scale, all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
@@ -189,7 +189,7 @@ def _read_yarn(section: ConfigFile, implied_factor: float) -> dict[str, Any]:
         "beta_fast": fast,
         "beta_slow": slow,
         "truncate": section.boolean("truncate", True),
-        "attention_factor": section.number("attention_factor", implied, open_low=True),
+        "attention_factor": section.number("attention_factor", implied, exclusive_low=True),
     }
 
 
@@ -201,7 +201,7 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
 def _read_longrope(
     section: ConfigFile, implied_factor: float, original_context: int, num_pairs: int
 ) -> dict[str, Any]:
-    factor = section.number("factor", implied_factor, open_low=True)
+    factor = section.number("factor", implied_factor, exclusive_low=True)
     implied = 1.0
     if factor > 1.0:
         if original_context < 2:
@@ -210,7 +210,7 @@ def _read_longrope(
         implied = math.sqrt(1.0 + math.log(factor) / math.log(original_context))
     return {
         "factor": factor,
-        "attention_factor": section.number("attention_factor", implied, open_low=True),
+        "attention_factor": section.number("attention_factor", implied, exclusive_low=True),
         "short_factors": _read_factors(section, "short_factor", num_pairs),
         "long_factors": _read_factors(section, "long_factor", num_pairs),
     }
@@ -220,4 +220,4 @@ def _read_factors(section: ConfigFile, name: str, count: int) -> tuple[float, ..
     accepted = f"a list of {count} numbers, one for each rotated pair of a head"
     factors = section.entries(name, accepted, lambda factor: True, count)
     files = (ConfigFile(section.path, {name: factor}) for factor in factors)
-    return tuple(file.number(name, open_low=True) for file in files)
+    return tuple(file.number(name, exclusive_low=True) for file in files)

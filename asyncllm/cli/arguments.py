@@ -66,7 +66,7 @@ _PACK_OPTIONS = tuple(
     if option[0] in ("dtype", "num_threads", "quantization", "hf_overrides")
 )
 """Options that packed weights depend on, and the number of threads that pack them."""
-_MAX_COUNT = 1_000_000
+_MAX_OPTION_VALUE = 1_000_000
 """Maximum value of an option that counts something, such as streams or tokens."""
 
 _MODEL_HELP = "directory, GGUF file, or hub id with a GGUF quantisation or without: org/repo:Q4_K_M"
@@ -116,7 +116,7 @@ def _add_demo(commands: Any) -> None:
         "Runs stories, questions, sums, JSON, a chat and a tool call at once and shows them "
         "as they stream.",
     )
-    _add_count(parser, "--streams", 8, "streams at once")
+    _add_integer_option(parser, "--streams", 8, "streams at once")
 
 
 def _add_chat(commands: Any) -> None:
@@ -153,7 +153,7 @@ def _add_serve(commands: Any) -> None:
         metavar="NAME",
         help="the model's name to clients and in metrics; repeatable",
     )
-    _add_count(group, "--max-connections", 1024, "connections at once")
+    _add_integer_option(group, "--max-connections", 1024, "connections at once")
     add(
         "--ignore-unsupported",
         action="store_true",
@@ -173,14 +173,14 @@ def _add_bench(commands: Any) -> None:
     )
     parser.add_argument(
         "--concurrency",
-        type=_parse_counts,
+        type=_parse_concurrency_levels,
         default=(1, 4, 16, 64),
         metavar="N,N,…",
         help="streams at once, one row each (1,4,16,64)",
     )
-    _add_count(parser, "--prompt-len", 64, "tokens per prompt")
-    _add_count(parser, "--output-len", 64, "tokens per answer")
-    _add_count(parser, "--rounds", 2, "requests per stream and row")
+    _add_integer_option(parser, "--prompt-len", 64, "tokens per prompt")
+    _add_integer_option(parser, "--output-len", 64, "tokens per answer")
+    _add_integer_option(parser, "--rounds", 2, "requests per stream and row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
     parser.add_argument(
         "--env", action="store_true", help="say which path the model takes here and why, no more"
@@ -252,17 +252,21 @@ def _add_group(parser: argparse.ArgumentParser, title: str, options: Sequence[_O
     return group
 
 
-def _add_count(parser: Any, flag: str, default: int, text: str) -> None:
+def _add_integer_option(parser: Any, flag: str, default: int, help_text: str) -> None:
     parser.add_argument(
-        flag, type=_parse_count, default=default, metavar="N", help=f"{text} ({default})"
+        flag,
+        type=_parse_positive_int,
+        default=default,
+        metavar="N",
+        help=f"{help_text} ({default})",
     )
 
 
-def _parse_count(text: str) -> int:
-    if text.isdecimal() and len(text) < 8 and 1 <= int(text) <= _MAX_COUNT:
+def _parse_positive_int(text: str) -> int:
+    if text.isdecimal() and len(text) < 8 and 1 <= int(text) <= _MAX_OPTION_VALUE:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{describe(text)} is no number from 1 to {_MAX_COUNT}")
+    raise argparse.ArgumentTypeError(f"{describe(text)} is no number from 1 to {_MAX_OPTION_VALUE}")
 
 
-def _parse_counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_parse_count(part.strip()) for part in text.split(",")}))
+def _parse_concurrency_levels(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_parse_positive_int(part.strip()) for part in text.split(",")}))

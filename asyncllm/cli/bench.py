@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncllm.cli.measure import LagMeter, format_machine, machine_facts, percentile
-from asyncllm.cli.session import checked_config, model_name, open_engine, run_async
+from asyncllm.cli.measure import LagMeter, format_machine_info, machine_info, percentile
+from asyncllm.cli.session import checked_config, model_name, run_async, running_engine
 from asyncllm.cli.text import format_bytes, format_seconds
 from asyncllm.core.execution_report import ExecutionReport
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import InvalidRequestError
 from asyncllm.outputs import Usage
 
-_ABORTS_PER_CONCURRENCY = 32
+_MAX_MEASURED_ABORTS = 32
 
 
 @dataclass
@@ -67,16 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     config = checked_config(arguments)
-    facts = machine_facts(config.device)
-    async with open_engine(AsyncLLMEngine(config=config)) as engine:
+    machine = machine_info(config.device)
+    async with running_engine(AsyncLLMEngine(config=config)) as engine:
         _check_lengths(engine, arguments)
         workload = Workload(engine, arguments.prompt_len, arguments.output_len, arguments.seed)
         await workload.warm_up()
         report = await engine.execution_report()
-        print(format_machine(facts))
+        print(format_machine_info(machine))
         print(describe_execution(report, config.attention_backend))
         result = {
-            "machine": facts,
+            "machine": machine,
             "command": ["asyncllm", *sys.argv[1:]],
             "config": {k: str(v) for k, v in asdict(config).items() if v is not None},
             "execution": asdict(report),
@@ -180,7 +180,7 @@ class Workload:
         ]
         for stream in streams:
             await anext(stream)
-        for stream in streams[:_ABORTS_PER_CONCURRENCY]:
+        for stream in streams[:_MAX_MEASURED_ABORTS]:
             began = time.perf_counter()
             stream.abort()
             if (await stream.result()).finish_reason == "abort":
@@ -254,6 +254,6 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_progress(text: str) -> None:
-    """Show the measurement in progress on a terminal."""
+    """Show the current measurement, if standard error is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[2K{text}", end="", file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from asyncllm.cli.arguments import sampling_options
 from asyncllm.cli.conversation import Conversation
 from asyncllm.cli.prompt_line import read_message, without_echo
-from asyncllm.cli.session import checked_config, loop_factory, model_name, open_engine
+from asyncllm.cli.session import checked_config, loop_factory, model_name, running_engine
 from asyncllm.cli.text import format_rate, format_seconds, strip_control_characters
 from asyncllm.cli.word_wrapper import WordWrapper
 from asyncllm.engine import AsyncLLMEngine
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {"loop_factory": loop_factory(arguments)}
     with (
         start_blocking_portal("asyncio", options) as loop,
-        loop.wrap_async_context_manager(open_engine(engine)),
+        loop.wrap_async_context_manager(running_engine(engine)),
     ):
         return Chat(engine, loop, arguments).converse()
 
@@ -225,7 +225,7 @@ class Chat:
         )
 
     def _print_note(self, text: str) -> None:
-        """Print a line outside the conversation; on standard error if output is a pipe."""
+        """Print a notice, such as a warning; on standard error if output is a pipe."""
         if self._is_terminal:
             text = textwrap.fill(text, _line_width(), initial_indent="  ", subsequent_indent="  ")
             print(f"\033[2m{text}\033[0m", flush=True)

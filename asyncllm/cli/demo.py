@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from asyncllm.cli.arguments import sampling_options
-from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
+from asyncllm.cli.demo_streams import Demo, DemoStream, follow_streams
 from asyncllm.cli.prompts import Prompt, make_prompts
-from asyncllm.cli.session import checked_config, open_engine, run_async
+from asyncllm.cli.session import checked_config, run_async, running_engine
 from asyncllm.cli.text import format_seconds, one_line
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.stream import TokenStream
@@ -25,10 +25,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _main(arguments: argparse.Namespace) -> int:
     config = checked_config(arguments)
-    async with open_engine(AsyncLLMEngine(config=config)) as engine:
+    async with running_engine(AsyncLLMEngine(config=config)) as engine:
         show = _print_when_done
         if sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-            from asyncllm.cli.demo_view import watch as show
+            from asyncllm.cli.demo_view import show_demo as show
         demo = _start_streams(engine, arguments)
         await show(demo)
     return 1 if any(stream.error for stream in demo.streams) else 0
@@ -68,7 +68,7 @@ async def _print_when_done(demo: Demo) -> None:
             unprinted.remove(stream)
             print(f"\n{_format_answer(stream)}", flush=True)
 
-    await follow_all(demo, refresh)
+    await follow_streams(demo, refresh)
     refresh()
     print(f"\n{demo.totals_text()}", flush=True)
 
@@ -82,6 +82,6 @@ def _format_answer(stream: DemoStream) -> str:
         lines.append(f"    failed: {one_line(stream.error, 200)}")
     lines.append(
         f"    ({stream.num_tokens} tokens, first after {format_seconds(stream.ttft)}, "
-        f"{stream.speed}, {stream.finish_reason or 'failed'})"
+        f"{stream.rate_text}, {stream.finish_reason or 'failed'})"
     )
     return "\n".join(lines)

@@ -43,7 +43,7 @@ class DemoStream:
         return None if self.first_token_at is None else self.first_token_at - self.began_at
 
     @property
-    def speed(self) -> str:
+    def rate_text(self) -> str:
         """Tokens per second after the first token."""
         if self.first_token_at is None or self.last_token_at is None:
             return "–"
@@ -114,7 +114,7 @@ class Demo:
         )
 
 
-async def follow_all(demo: Demo, refresh: Callable[[], None]) -> None:
+async def follow_streams(demo: Demo, refresh: Callable[[], None]) -> None:
     """Read every stream to its end, and call ``refresh`` about ten times a second."""
     readers = [asyncio.create_task(stream.follow_stream()) for stream in demo.streams]
     try:

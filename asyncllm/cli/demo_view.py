@@ -12,24 +12,24 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from asyncllm.cli.demo_streams import Demo, DemoStream, follow_all
+from asyncllm.cli.demo_streams import Demo, DemoStream, follow_streams
 from asyncllm.cli.text import format_rate, format_seconds, one_line
 
 _SHORT_PANEL_HEIGHT = 4
-_SHORT_PANEL_WIDTH = 38
+_MIN_SHORT_PANEL_WIDTH = 38
 _MIN_TALL_PANEL_HEIGHT = 6
 _MAX_TALL_PANEL_HEIGHT = 14
 _MAX_TABLE_ROWS = 16
 _WIDTH_OF_COLUMNS_BESIDE_TITLE = 60
-_CURSOR = "▌"
+_CURSOR_CHARACTER = "▌"
 
 
-async def watch(demo: Demo) -> None:
+async def show_demo(demo: Demo) -> None:
     """Show the streams while they run, then their whole answers and a table."""
     console = Console()
     view = DemoView(console, demo)
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        await follow_all(demo, lambda: live.update(view.live_frame(), refresh=True))
+        await follow_streams(demo, lambda: live.update(view.live_frame(), refresh=True))
     for part in view.final_frame():
         console.print(part)
 
@@ -42,7 +42,7 @@ class DemoView:
         self._demo = demo
         columns = 3 if console.width >= 150 else 2 if console.width >= 60 else 1
         self._tall_streams = [stream for stream in demo.streams if stream.prompt.is_long][:columns]
-        self._short_columns = max(1, min(4, console.width // _SHORT_PANEL_WIDTH))
+        self._short_columns = max(1, min(4, console.width // _MIN_SHORT_PANEL_WIDTH))
         tall_height = _MIN_TALL_PANEL_HEIGHT if self._tall_streams else 0
         rows = max(self._num_lines_above_status() - tall_height, 0) // _SHORT_PANEL_HEIGHT
         short_streams = [stream for stream in demo.streams if not stream.prompt.is_long]
@@ -58,13 +58,13 @@ class DemoView:
         room = self._num_lines_above_status() - rows * _SHORT_PANEL_HEIGHT
         tall_height = min(max(room, 3), _MAX_TALL_PANEL_HEIGHT)
         panels = self._panels(tall_height, _SHORT_PANEL_HEIGHT)
-        return Group(self._header(), *panels, self._status_marks(), self._status())
+        return Group(self._header(), *panels, self._status_marks(), self._status_line())
 
     def final_frame(self) -> list[RenderableType]:
         """Frame for the end: all answers in full, and the table of statistics."""
         parts = [self._header(), *self._panels(None, None)]
         if len(self._demo.streams) <= _MAX_TABLE_ROWS:
-            parts.append(self._table())
+            parts.append(self._stats_table())
         parts.append(Text(self._demo.totals_text(), style="bold"))
         return parts
 
@@ -108,7 +108,7 @@ class DemoView:
     def _wrap_text(self, stream: DemoStream, width: int) -> list[Text]:
         text = stream.error or stream.text.strip()
         if not stream.is_done and stream.first_token_at is not None:
-            text += _CURSOR
+            text += _CURSOR_CHARACTER
         return list(Text(text).wrap(self._console, max(width, 1))) or [Text("")]
 
     def _panel(self, stream: DemoStream, lines: list[Text], width: int, height: int) -> Panel:
@@ -136,7 +136,7 @@ class DemoView:
         marks.truncate(self._console.width - 1, overflow="ellipsis")
         return marks
 
-    def _status(self) -> Text:
+    def _status_line(self) -> Text:
         demo, stats = self._demo, self._demo.stats
         figures = (
             ("batch", f"{stats.num_running}"),
@@ -154,7 +154,7 @@ class DemoView:
         line.truncate(self._console.width - 1, overflow="ellipsis")
         return line
 
-    def _table(self) -> Table:
+    def _stats_table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
         title_width = min(self._console.width - _WIDTH_OF_COLUMNS_BESIDE_TITLE, 44)
         table.add_column("stream", no_wrap=True)
@@ -167,7 +167,7 @@ class DemoView:
                 one_line(stream.prompt.title, title_width) if title_width > 8 else "",
                 str(stream.num_tokens),
                 format_seconds(stream.ttft),
-                stream.speed,
+                stream.rate_text,
                 Text(stream.finish_reason or "failed", style=_style_and_mark(stream)[0]),
             )
         return table
@@ -185,4 +185,4 @@ def _style_and_mark(stream: DemoStream) -> tuple[str, str]:
 def _format_timings(stream: DemoStream) -> str:
     if stream.first_token_at is None:
         return " failed " if stream.error else " waiting "
-    return f" {format_seconds(stream.ttft)} · {stream.num_tokens} tokens · {stream.speed} "
+    return f" {format_seconds(stream.ttft)} · {stream.num_tokens} tokens · {stream.rate_text} "

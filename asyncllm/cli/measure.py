@@ -55,9 +55,9 @@ class LagMeter:
         await self._task
 
 
-def machine_facts(device: str = "cpu") -> dict[str, str]:
+def machine_info(device: str = "cpu") -> dict[str, str]:
     """Facts about the machine, by name: processor or GPU, system, versions."""
-    facts = {
+    info = {
         "processor": _processor_name(),
         "cores": str(_num_cores()),
         "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",
@@ -70,17 +70,17 @@ def machine_facts(device: str = "cpu") -> dict[str, str]:
         import torch
 
         if torch.cuda.is_available():
-            facts["gpu"] = torch.cuda.get_device_name(0 if device in ("auto", "cuda") else device)
-    return facts
+            info["gpu"] = torch.cuda.get_device_name(0 if device in ("auto", "cuda") else device)
+    return info
 
 
-def format_machine(facts: dict[str, str]) -> str:
-    """Format the result of ``machine_facts`` in one line."""
-    gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
+def format_machine_info(info: dict[str, str]) -> str:
+    """Format the result of ``machine_info`` in one line."""
+    gpu = f"{info['gpu']}, " if "gpu" in info else ""
     return (
-        f"{gpu}{facts['processor']}, {facts['cores']} cores (load {facts['load']}), "
-        f"{facts['system']}, Python {facts['python']}, torch {facts['torch']}, "
-        f"asyncllm {facts['asyncllm']}"
+        f"{gpu}{info['processor']}, {info['cores']} cores (load {info['load']}), "
+        f"{info['system']}, Python {info['python']}, torch {info['torch']}, "
+        f"asyncllm {info['asyncllm']}"
     )
 
 

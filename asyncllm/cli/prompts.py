@@ -1,4 +1,4 @@
-"""Prompts of the demo: tasks that the packaged model does well."""
+"""Prompts of the demo: tasks that suit the small model in the package."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-_QUESTION_FACTS = (
+_QUESTION_CONTEXT = (
     "Nora put the key under the mat. Ben likes soup. Ida lives in Porto. Tom has a red kite."
 )
-_JSON_FACT = "Nora is 34 years old and lives in Porto."
+_JSON_CONTEXT = "Nora is 34 years old and lives in Porto."
 _PERSON_NAMES = "Mia Tom Lena Otto Ruby Max Ida Finn Alice Hugo Nina Theo".split()
-_TOYS = "boat kite lamp drum map clock train violin bell robot".split()
+_TOY_NAMES = "boat kite lamp drum map clock train violin bell robot".split()
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Prompt:
 
     Attributes:
         kind: kind of the task, for the heading.
-        short_question: the question without facts; empty if the question has none.
+        short_question: the question without its context; empty if it has no context.
         is_long: whether the answer is a longer text. A short answer is right or wrong, so it is
             sampled greedily.
         history: earlier messages of the conversation.
@@ -46,24 +46,24 @@ class Prompt:
 def make_prompts(count: int, rng: random.Random) -> list[Prompt]:
     """Make ``count`` prompts: first one of each kind, then random ones."""
     chosen = list(_fixed_prompts())[:count]
-    makers = (_story_prompt, _story_prompt, _sum_prompt, _colour_prompt, _json_prompt)
+    makers = (_story_prompt, _story_prompt, _addition_prompt, _colour_prompt, _json_prompt)
     while len(chosen) < count:
         chosen.append(rng.choice(makers)(rng))
     return chosen
 
 
 def _fixed_prompts() -> tuple[Prompt, ...]:
-    """The prompts that come first, one of each kind. Two of them ask about the same facts, so they
+    """The prompts that come first, one of each kind. Two of them have the same context, so they
     share a cached prefix."""
     return (
         Prompt("story", "Tell me a story about Mia and a boat.", is_long=True),
         Prompt("story", "Write a short story about Tom and a kite.", is_long=True),
-        Prompt("question", f"{_QUESTION_FACTS} Where is the key?", "Where is the key?"),
+        Prompt("question", f"{_QUESTION_CONTEXT} Where is the key?", "Where is the key?"),
         Prompt("sum", "What is 12 + 7?"),
         Prompt(
             "JSON",
-            f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_JSON_FACT}',
-            _JSON_FACT,
+            f'Fill in this JSON: {{"name": "", "age": 0, "city": ""}}\n{_JSON_CONTEXT}',
+            _JSON_CONTEXT,
         ),
         Prompt(
             "chat",
@@ -74,7 +74,7 @@ def _fixed_prompts() -> tuple[Prompt, ...]:
             ),
         ),
         Prompt("tool call", "What is the weather in Oslo?", tools=(_weather_tool(),)),
-        Prompt("question", f"{_QUESTION_FACTS} Who likes soup?", "Who likes soup?"),
+        Prompt("question", f"{_QUESTION_CONTEXT} Who likes soup?", "Who likes soup?"),
     )
 
 
@@ -89,17 +89,17 @@ def _weather_tool() -> dict[str, Any]:
 
 
 def _story_prompt(rng: random.Random) -> Prompt:
-    name, toy = rng.choice(_PERSON_NAMES), rng.choice(_TOYS)
+    name, toy = rng.choice(_PERSON_NAMES), rng.choice(_TOY_NAMES)
     return Prompt("story", f"Tell me a story about {name} and a {toy}.", is_long=True)
 
 
-def _sum_prompt(rng: random.Random) -> Prompt:
+def _addition_prompt(rng: random.Random) -> Prompt:
     a = rng.randint(1, 60)
     return Prompt("sum", f"What is {a} + {rng.randint(1, 99 - a)}?")
 
 
 def _colour_prompt(rng: random.Random) -> Prompt:
-    name, toy = rng.choice(_PERSON_NAMES), rng.choice(_TOYS)
+    name, toy = rng.choice(_PERSON_NAMES), rng.choice(_TOY_NAMES)
     colour = rng.choice(("red", "blue", "green", "yellow"))
     question = f"What colour is the {toy}?"
     return Prompt("question", f"{name} has a {colour} {toy}. {question}", question)

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 
 from asyncllm import validation as check
-from asyncllm.cli.session import checked_config, open_engine, run_async
+from asyncllm.cli.session import checked_config, run_async, running_engine
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineError, InvalidRequestError
 
@@ -73,7 +73,7 @@ async def _main(arguments: argparse.Namespace) -> None:
             file=sys.stderr,
             flush=True,
         )
-    async with open_engine(engine), server:
+    async with running_engine(engine), server:
         with anyio.CancelScope() as until_signal:
             _install_signal_handlers(until_signal.cancel)
             print(f"{app.model_names[0]}: {server.url}/v1", flush=True)

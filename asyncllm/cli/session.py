@@ -55,7 +55,7 @@ def checked_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 @asynccontextmanager
-async def open_engine(engine: AsyncLLMEngine) -> AsyncIterator[AsyncLLMEngine]:
+async def running_engine(engine: AsyncLLMEngine) -> AsyncIterator[AsyncLLMEngine]:
     """Start an engine, and close it at the end. On a terminal, show the progress of loading."""
     if sys.stderr.isatty():
         await _start_with_bar(engine)

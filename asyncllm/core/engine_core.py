@@ -40,7 +40,7 @@ from asyncllm.errors import (
 )
 from asyncllm.logger import get_logger
 from asyncllm.outputs import EngineStats
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 CLOSED_MESSAGE = "the engine is closed; expected a started one"
 _PAUSED_GRACE_SECONDS = 1.0
@@ -191,7 +191,7 @@ class EngineCore:
         it."""
         if self.fatal_error is None:
             return EngineClosedError(self.close_reason)
-        message = f"the engine died: {explain(self.fatal_error)}"
+        message = f"the engine died: {describe_error(self.fatal_error)}"
         return with_cause(EngineDeadError(message), self.fatal_error)
 
     def fail_if_hung(self, timeout: float, cause: Exception) -> bool:

@@ -20,7 +20,7 @@ from asyncllm.gpu.sample.host_rows import HostRows
 from asyncllm.gpu.sample.logprobs import token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampling_state import LogitsTableUpdate
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 
 class Event(Protocol):
@@ -178,7 +178,7 @@ class LaunchedStep:
     def as_out_of_memory_error(self, error: Exception) -> StepOutOfMemoryError:
         """Makes the error that reports to the core that this step ran out of memory."""
         told = StepOutOfMemoryError(
-            f"step {self.batch.step}, {self.batch.num_tokens} tokens: {explain(error)}"
+            f"step {self.batch.step}, {self.batch.num_tokens} tokens: {describe_error(error)}"
         )
         told.__cause__ = error
         return told

@@ -25,7 +25,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu.graph.captures import CAPTURE_GUARD
 from asyncllm.logger import get_logger
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 logger = get_logger(__name__)
 
@@ -395,5 +395,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a step ran out of memory, so that a smaller one may succeed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    message = explain(error)
+    message = describe_error(error)
     return isinstance(error, RuntimeError) and any(text in message for text in _OUT_OF_MEMORY_TEXTS)

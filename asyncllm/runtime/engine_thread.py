@@ -28,7 +28,7 @@ from asyncllm.runtime.loading import (
     make_grammar_compiler,
 )
 from asyncllm.structured.compiler import GrammarCompiler
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 _EXIT_JOIN_SECONDS = 2.0
 _NEVER_SECONDS = 1e9
@@ -303,4 +303,4 @@ def _as_start_error(error: BaseException) -> AsyncLLMError:
     # ``isinstance`` may run the exception's own ``__class__``, which may raise.
     if issubclass(type(error), AsyncLLMError):
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
-    return with_cause(EngineError(f"the engine could not start: {explain(error)}"), error)
+    return with_cause(EngineError(f"the engine could not start: {describe_error(error)}"), error)

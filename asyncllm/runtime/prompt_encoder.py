@@ -183,7 +183,7 @@ class PromptEncoder:
             if length >= max_tokens:
                 raise self.too_long_error(length)
         else:
-            max_tokens = max(check.MAX_ITEMS, max_tokens)
+            max_tokens = max(check.MAX_LIST_ITEMS, max_tokens)
             if max_kept_tokens < length <= max_tokens:
                 with suppress(Exception):  # A set has no order, so it cannot be sliced.
                     prompt, num_cut = prompt[-max_kept_tokens:], length - max_kept_tokens

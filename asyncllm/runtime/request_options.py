@@ -33,10 +33,10 @@ class RequestOptions:
     def __post_init__(self) -> None:
         check.validate_field(self, check.string, "request_id")
         check.validate_field(self, check.integer, "priority", -check.MAX_INTEGER)
-        check.validate_field(self, check.seconds, "timeout", above=True)
+        check.validate_field(self, check.seconds, "timeout", exclusive_low=True)
         check.validate_field(self, check.integer, "max_unread", 1)
         check.validate_field(self, check.choice, "on_slow", get_args(OnSlow))
-        check.validate_field(self, check.string, "cache_salt", empty=True)
+        check.validate_field(self, check.string, "cache_salt", allow_empty=True)
         check.validate_field(self, check.string, "owner")
         if self.owner is not None and len(self.owner) > _MAX_OWNER_LENGTH:
             accepted = f"at most {_MAX_OWNER_LENGTH} characters; a digest of a longer name"

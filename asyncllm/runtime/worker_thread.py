@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from asyncllm.errors import EngineClosedError, RequestError
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 T = TypeVar("T")
 
@@ -100,7 +100,8 @@ class WorkerThread:
                     thread.start()
                 except (RuntimeError, MemoryError) as error:
                     raise RequestError(
-                        f"a long text needs a thread, and none can be started ({explain(error)})"
+                        "a long text needs a thread, and none can be started "
+                        f"({describe_error(error)})"
                     ) from error
                 self._thread = thread
             heappush(self._jobs, (size, next(self._job_numbers), job, future))

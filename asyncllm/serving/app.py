@@ -142,21 +142,21 @@ def create_app(
     serving = ServingContext(
         engine,
         tuple(default_model_names(engine)) if names is None else names,
-        check.seconds("timeout", timeout, above=True, optional=True),
-        check.seconds("ping_interval", ping_interval, above=True),
-        FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, above=True)),
+        check.seconds("timeout", timeout, exclusive_low=True, optional=True),
+        check.seconds("ping_interval", ping_interval, exclusive_low=True),
+        FramePacer(check.number("max_frame_rate", max_frame_rate, 0, 1e9, exclusive_low=True)),
         ResponseStore(
             check.integer("max_stored_responses", max_stored_responses, 0),
             check.integer("max_stored_size", max_stored_size, 0),
         ),
-        check.seconds("stats_interval", stats_interval, above=True),
+        check.seconds("stats_interval", stats_interval, exclusive_low=True),
         MetricsCache(EngineMetrics(engine) if metrics is None else metrics),
         needs_bearer_token=tokens is not None,
         unsupported_fields=UnsupportedFieldPolicy(
             check.boolean("ignore_unsupported", ignore_unsupported)
         ),
         max_body_size=check.integer("max_body_size", max_body_size, 1, 2**30),
-        body_timeout=check.seconds("body_timeout", body_timeout, above=True),
+        body_timeout=check.seconds("body_timeout", body_timeout, exclusive_low=True),
     )
     app = _router(serving, rules, page)
     if pages is not None:

@@ -42,7 +42,7 @@ class ConnectionLimits:
         for name in ("max_connections", "max_header_size", "max_message_size", "keep_alive"):
             check.validate_field(self, check.integer, name, 1, 2**30)
         for name in ("header_timeout", "send_timeout", "close_timeout"):
-            check.validate_field(self, check.seconds, name, above=True)
+            check.validate_field(self, check.seconds, name, exclusive_low=True)
         for name in ("ping_interval", "ping_timeout"):
-            value = check.seconds(name, getattr(self, name), above=True, optional=True)
+            value = check.seconds(name, getattr(self, name), exclusive_low=True, optional=True)
             object.__setattr__(self, name, value)

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
-from asyncllm.foreign_names import NAMES_BY_FOREIGN_NAME
+from asyncllm.foreign_names import OUR_NAMES_BY_FOREIGN_NAME
 from asyncllm.serving.protocol_error import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class RequestBody(BaseModel):
         ACCEPTED_VALUES: map from unsupported fields to the values that are accepted, besides null,
             because they have no effect.
         ACCEPTED_SUBFIELD_VALUES: the same for parts of supported fields, with paths "field.part".
-        FOREIGN_NAMES_KEY: key in NAMES_BY_FOREIGN_NAME for what other APIs call these fields.
+        FOREIGN_NAMES_KEY: key in OUR_NAMES_BY_FOREIGN_NAME for what other APIs call these fields.
     """
 
     # pydantic also applies these settings to TypedDicts in the fields.
@@ -150,10 +150,10 @@ class RequestBody(BaseModel):
     def _equivalent_field(cls, param: str) -> str:
         """Field of this body for a field of another API, such as vLLM's; empty if there is none."""
         name = re.sub(r"\[\d+\]", "[]", param)
-        equivalent = NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
+        equivalent = OUR_NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
         if equivalent.partition("=")[0] in cls.model_fields:
             return equivalent
-        return NAMES_BY_FOREIGN_NAME["field"].get(name) or NAMES_BY_FOREIGN_NAME[
+        return OUR_NAMES_BY_FOREIGN_NAME["field"].get(name) or OUR_NAMES_BY_FOREIGN_NAME[
             cls.FOREIGN_NAMES_KEY
         ].get(name, "")
 

@@ -10,19 +10,19 @@ from typing_extensions import TypedDict
 
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.sampling_params import (
-    INTEGER_BOUNDS,
+    INTEGER_FIELD_BOUNDS,
     LOGIT_BIAS_RANGE,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
-    MAX_STOP_LENGTH,
+    MAX_STOP_STRING_CHARACTERS,
     MAX_STOP_STRINGS,
-    NUMBER_BOUNDS,
+    NUMBER_FIELD_BOUNDS,
     SamplingParams,
 )
 from asyncllm.serving.request_body import AcceptedValues, Label, RequestBody
 from asyncllm.stream import TokenStream
-from asyncllm.validation import MAX_INTEGER, MAX_ITEMS
+from asyncllm.validation import MAX_INTEGER, MAX_LIST_ITEMS
 
 
 def _get_text_or_list_tag(value: Any) -> str:
@@ -40,7 +40,9 @@ alternatives."""
 
 
 # SamplingParams enforces the bounds; ``json_schema_extra`` only describes them.
-StopString = Annotated[str, Field(min_length=1, json_schema_extra={"maxLength": MAX_STOP_LENGTH})]
+StopString = Annotated[
+    str, Field(min_length=1, json_schema_extra={"maxLength": MAX_STOP_STRING_CHARACTERS})
+]
 StopStrings = Annotated[
     list[StopString], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_STOP_STRINGS})
 ]
@@ -50,7 +52,7 @@ BadWords = Annotated[
     list[BadWord], Field(fail_fast=True, json_schema_extra={"maxItems": MAX_BAD_WORDS})
 ]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LIST_ITEMS, fail_fast=True)]
 
 
 def _parse_logit_bias(biases: dict[str, Any]) -> dict[int, Any]:
@@ -85,7 +87,7 @@ OBFUSCATION_VALUES: AcceptedValues = {"stream_options.include_obfuscation": (Fal
 
 def bounded_number_field(name: str) -> Any:
     """Make an optional number field, described with its bounds in SamplingParams."""
-    low, high = {**INTEGER_BOUNDS, **NUMBER_BOUNDS}[name]
+    low, high = {**INTEGER_FIELD_BOUNDS, **NUMBER_FIELD_BOUNDS}[name]
     minimum_key = "exclusiveMinimum" if name == "top_p" else "minimum"
     return Field(default=None, json_schema_extra={minimum_key: low, "maximum": high})
 

@@ -22,7 +22,7 @@ from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import LONG_JSON_BYTES, ServingContext
 from asyncllm.text.long_text import SHORT_TEXT_CHARACTERS
-from asyncllm.validation import MAX_ITEMS
+from asyncllm.validation import MAX_LIST_ITEMS
 
 
 class TokenizeRequest(TemplateFields):
@@ -43,7 +43,8 @@ class DetokenizeRequest(RequestBody):
 
     model: str | None = None
     tokens: Annotated[
-        list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MAX_ITEMS, fail_fast=True)
+        list[Annotated[int, Field(ge=0, lt=2**32)]],
+        Field(max_length=MAX_LIST_ITEMS, fail_fast=True),
     ]
 
 

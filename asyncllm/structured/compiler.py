@@ -172,7 +172,7 @@ class GrammarCompiler:
                 return  # A thread without an overdue job takes the job.
             raise RequestError(
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
-                f"started ({check.explain(error)})"
+                f"started ({check.describe_error(error)})"
             ) from error
         if not self._threads:
             atexit.register(self._at_exit)
@@ -234,7 +234,7 @@ class GrammarCompiler:
         except GrammarError as error:
             return None, _refusal_error(job.spec, str(error))
         except Exception as error:
-            refused = _refusal_error(job.spec, check.explain(error))
+            refused = _refusal_error(job.spec, check.describe_error(error))
             refused.__cause__ = error
             return None, refused
         except BaseException as error:  # A backend's native code may panic (Rust).

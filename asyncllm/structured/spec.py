@@ -182,7 +182,7 @@ def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     except NotJsonError as error:
         accepted = (
             f"a schema of JSON types, {MAX_SCHEMA_DEPTH} levels and {MAX_SPEC_CHARACTERS} "
-            f"characters at most ({error.explain(name)})"
+            f"characters at most ({error.message_for(name)})"
         )
         raise check.value_error(name, value, accepted) from None
     except Exception as error:  # Reading the caller's mapping may raise errors of any class.

@@ -25,7 +25,7 @@ _CHAT_TEMPLATE = (
 def byte_tokenizer() -> Tokenizer:
     """Make a Tokenizer whose token ids are the bytes of UTF-8, and two special tokens.
 
-    So ``encode("Hé")`` is ``[72, 195, 169]``, and a text has as many tokens as bytes. Half
+    So ``encode("Hé")`` is ``[72, 195, 169]``, and a text has as many tokens as bytes. Incomplete
     characters, stop strings and special tokens in messages occur as with a real model. The special
     tokens mark the turns of a ChatML template, which accepts tools and writes calls as Hermes does.
     """

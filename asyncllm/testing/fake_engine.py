@@ -30,7 +30,7 @@ Answers = Answer | Mapping[str, Answer] | Callable[[str], Answer]
 """One answer for every prompt; or a mapping from prompt to answer; or a function from prompt to
 answer. For a conversation, the prompt is the user's last message."""
 
-_ACCEPTED_ANSWERS = "a text, an exception, or a sequence of texts, token ids and exceptions"
+_ACCEPTED_ANSWERS_TEXT = "a text, an exception, or a sequence of texts, token ids and exceptions"
 _USER_TURN_HEADER = b"user\n"
 
 
@@ -89,9 +89,9 @@ class ScriptedExecutor(FakeExecutor):
             if isinstance(answer, (str, Exception)):
                 return self._piece_tokens(answer)
             if answer is None:
-                raise check.value_error("answers", answer, _ACCEPTED_ANSWERS)
+                raise check.value_error("answers", answer, _ACCEPTED_ANSWERS_TEXT)
             pieces = check.bounded_tuple(
-                "answers", answer, _ACCEPTED_ANSWERS, self.info.max_model_len
+                "answers", answer, _ACCEPTED_ANSWERS_TEXT, self.info.max_model_len
             )
             return [token for piece in pieces for token in self._piece_tokens(piece)]
         except Exception as error:  # ``answers`` is the test's own function, and may raise.

@@ -36,25 +36,25 @@ class _TokenDigests:
     Args:
         window: size of the sliding window in tokens; None without.
         start: position of the next digest.
-        states: the digests before that position, as far back as the window reaches.
+        digests: those before that position, as far back as the window reaches.
     """
 
     def __init__(
-        self, group: int, window: int | None, start: int = 0, states: list[int] | None = None
+        self, group: int, window: int | None, start: int = 0, digests: list[int] | None = None
     ) -> None:
         self._group, self._window = group, window
-        self._next, self._states = start, states or []
+        self._next, self._digests = start, digests or []
 
     def append(self, token_id: int) -> int:
         """Append the digest of the next token; returns the digest."""
         if self._window is None:
-            state = self._states[-1] if self._states else self._group
+            state = self._digests[-1] if self._digests else self._group
         else:
-            seen = self._states[max(0, len(self._states) - self._window + 1) :]
+            seen = self._digests[max(0, len(self._digests) - self._window + 1) :]
             state = hash_pair(hash_pair(self._group, self._next), hash(tuple(seen)) & _UINT64_MASK)
-            self._states = seen
+            self._digests = seen
         state = hash_pair(state, token_id)
-        self._states.append(state)
+        self._digests.append(state)
         self._next += 1
         return state
 
@@ -83,8 +83,8 @@ class FakeExecutor:
     output; ``reference`` computes the correct output.
 
     - KV groups have different digests, so a block of another group changes the output.
-    - In a group with a window, a digest is computed from exactly those in the window. So a block
-      that is freed too early changes the output; a block that is freed too late does not.
+    - In a group with a window, a digest is computed from exactly the tokens in the window. So a
+      block that is freed too early changes the output; a block that is freed too late does not.
     - If ``info.max_tokens_per_row`` is above 1, it imitates speculative decoding: the digest
       decides how many drafts are accepted, and rejected drafts leave wrong KV behind.
     - With ``info.has_states`` it keeps one more digest per request index, like a recurrent layer's
@@ -131,7 +131,7 @@ class FakeExecutor:
 
     def reference(self, prompt: Sequence[int], count: int) -> list[int]:
         """Compute the ``count`` tokens that follow ``prompt``, without a KV cache."""
-        digests = self._make_digests()
+        digests = self._make_token_digests()
         states = list(range(len(digests)))
         for token_id in prompt:
             states = [group_digests.append(token_id) for group_digests in digests]
@@ -148,27 +148,27 @@ class FakeExecutor:
         Args:
             count: number of most likely tokens to add at each position.
         """
-        digests = self._make_digests()[: len(self.info.kv_groups)]
+        digests = self._make_token_digests()[: len(self.info.kv_groups)]
         entries = []
         for position in range(1, len(prompt)):
             states = [group_digests.append(prompt[position - 1]) for group_digests in digests]
             entries.append(self._logprobs(states, prompt[position], count))
         return entries
 
-    def _make_digests(self) -> list[_TokenDigests]:
+    def _make_token_digests(self) -> list[_TokenDigests]:
         """Make an empty ``_TokenDigests`` per KV group, and one for the recurrent state if any."""
         windows = [spec.window for spec in self.info.kv_groups] + [None] * self.info.has_states
         return [_TokenDigests(index, window) for index, window in enumerate(windows)]
 
-    def _logprobs(self, states: Sequence[int], token_id: int, count: int) -> TokenLogprobs:
-        likeliest, size = self._next_token(states), self.info.vocab_size
-        top = [Logprob((likeliest + r - 1) % size, -r / 10, r) for r in range(1, count + 1)]
+    def _logprobs(self, digests: Sequence[int], token_id: int, num_top: int) -> TokenLogprobs:
+        likeliest, size = self._next_token(digests), self.info.vocab_size
+        top = [Logprob((likeliest + r - 1) % size, -r / 10, r) for r in range(1, num_top + 1)]
         rank = (token_id - likeliest) % size + 1
         return TokenLogprobs(Logprob(token_id, -rank / 10, rank), tuple(top))
 
-    def _next_token(self, states: Sequence[int]) -> int:
+    def _next_token(self, digests: Sequence[int]) -> int:
         """Token that is computed from the last digests of all KV groups."""
-        return functools.reduce(operator.xor, states) % self.info.vocab_size
+        return functools.reduce(operator.xor, digests) % self.info.vocab_size
 
     def launch(self, batch: StepBatch) -> None:
         if len(self._launched_batches) >= self.info.pipeline_depth:
@@ -340,14 +340,14 @@ class FakeExecutor:
         self,
         batch: StepBatch,
         row: int,
-        states: Sequence[int],
+        digests: Sequence[int],
         result: StepResult,
         mask: bytes | None,
     ) -> None:
         req_index, info = batch.req_indices[row], self.info
         position = batch.starts[row] + batch.counts[row]
         error = self.row_errors.get(self._request_ids[req_index])
-        yielded, drafts = [self._next_token(states)], 0
+        yielded, drafts = [self._next_token(digests)], 0
         if mask is None:
             drafts = min(info.max_tokens_per_row, info.max_model_len - position) - 1
         else:
@@ -357,13 +357,13 @@ class FakeExecutor:
                     yielded = [allowed[yielded[0] % len(allowed)]]
             except ValueError as broken:
                 error = error or broken
-        accepted = hash_pair(states[0], 0) % (drafts + 1) if drafts > 0 else 0
+        accepted = hash_pair(digests[0], 0) % (drafts + 1) if drafts > 0 else 0
         for i in range(drafts):
             draft = yielded[-1] if i < accepted else ~yielded[-1] % info.vocab_size
-            groups = range(len(states))
-            states = [self._write_digests(g, req_index, position + i, [draft]) for g in groups]
+            groups = range(len(digests))
+            digests = [self._write_digests(g, req_index, position + i, [draft]) for g in groups]
             if i < accepted:
-                yielded.append(self._next_token(states))
+                yielded.append(self._next_token(digests))
         if error is None:
             result.token_ids += yielded
             result.counts[row] = len(yielded)

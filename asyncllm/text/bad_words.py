@@ -29,7 +29,7 @@ def bad_words_token_ids(
             bare, spaced = tuple(next(encoded)), tuple(next(encoded))
         except Exception as error:
             raise check.value_error(
-                "bad_words", word, f"{accepted}: {check.explain(error)}"
+                "bad_words", word, f"{accepted}: {check.describe_error(error)}"
             ) from error
         if not bare or max(bare) >= vocab_size:
             raise check.value_error("bad_words", word, accepted)

@@ -19,7 +19,7 @@ from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.gguf_vocabulary import ABSENT_TOKEN_ID, END_TOKENS, read_tokens
 from asyncllm.errors import ModelLoadError
 from asyncllm.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _WORD_MARK = "▁"
@@ -84,7 +84,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         raise
     except Exception as error:  # ``tokenizers`` raises plain ``Exception``.
         raise ModelLoadError(
-            f"{path}: no tokenizer can be made of it ({explain(error)})"
+            f"{path}: no tokenizer can be made of it ({describe_error(error)})"
         ) from error
     special_tokens = _special_tokens_by_name(
         metadata, list(vocabulary), {} if pre_tokenizer else _SENTENCEPIECE_SPECIAL_IDS

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
-from asyncllm.json_copier import JsonCopier, NotJsonError, convert_subclass
-from asyncllm.validation import describe, explain
+from asyncllm.json_copier import JsonCopier, NotJsonError, convert_scalar_subclass
+from asyncllm.validation import describe, describe_error
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
@@ -136,22 +136,22 @@ class TemplateInputCopier:
         try:
             return copy()
         except NotJsonError as error:
-            cause, message = error.__cause__, error.explain(where)
-            message += ", expected JSON types" if cause is None else f" ({explain(cause)})"
+            cause, message = error.__cause__, error.message_for(where)
+            message += ", expected JSON types" if cause is None else f" ({describe_error(cause)})"
             raise InvalidRequestError(message, param=param) from cause
         except Exception as error:
             raise InvalidRequestError(
-                f"{where}: cannot be read ({explain(error)})", param=param
+                f"{where}: cannot be read ({describe_error(error)})", param=param
             ) from error
 
 
 def _convert_to_json_type(value: Any) -> Any:
     """Convert a dataclass, a pydantic model or an object of a subclass of a JSON type."""
     if isinstance(value, (type, str, int, float)):
-        return convert_subclass(value)
+        return convert_scalar_subclass(value)
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return value.model_dump() if hasattr(value, "model_dump") else convert_subclass(value)
+    return value.model_dump() if hasattr(value, "model_dump") else convert_scalar_subclass(value)
 
 
 def _check_messages(

@@ -40,7 +40,7 @@ from asyncllm.text.text_decoder import (
     make_token_table,
 )
 from asyncllm.text.token_bytes import make_id_to_bytes, token_bytes
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 _MAX_PROMPT_CHARACTERS = 1 << 24
 _FAST_TEMPLATE_RENDER_LIMITS = RenderLimits(
@@ -475,7 +475,7 @@ def _convert_with_transformers(path: Path, trust_remote_code: bool) -> tokenizer
     except Exception as error:  # transformers' tokenizer classes raise errors of any class.
         raise ModelLoadError(
             f"{path}: no tokenizer.json, and transformers makes no tokenizer of the other files "
-            f"({explain(error)})"
+            f"({describe_error(error)})"
         ) from error
     backend: Any = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.python_types import typed_dict_fields
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 _SCALAR_TYPES = {
     str: "string",
@@ -71,7 +71,8 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
     except Exception as error:
         name = getattr(tool, "__name__", "?")
         raise InvalidRequestError(
-            f"{where}: the types of {name!r} cannot be read ({explain(error)})", param="tools"
+            f"{where}: the types of {name!r} cannot be read ({describe_error(error)})",
+            param="tools",
         ) from error
 
 

@@ -13,7 +13,7 @@ from asyncllm.gpu.graph.captures import CAPTURE_GUARD
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.memory import is_out_of_memory, pool_bytes
 from asyncllm.logger import get_logger
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -49,7 +49,7 @@ class CudaGraphCapturer(GraphCapturer):
             try:
                 return self._record_graph(run, self._pool)
             except Exception as error:
-                reason, is_memory_error = explain(error), is_out_of_memory(error)
+                reason, is_memory_error = describe_error(error), is_out_of_memory(error)
             self._reset_generator()
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)

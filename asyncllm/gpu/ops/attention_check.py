@@ -19,7 +19,7 @@ from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.torch_attention import TorchAttention
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 UNOWNED_SLOT_FILL = 64.0
 """Value in KV slots that no sequence owns: large, so that a row that reads one by mistake gets a
@@ -58,7 +58,8 @@ def check_attention(attention: Attention, request: AttentionRequest) -> None:
                 error = step.max_error(attention, window)
             except Exception as failure:
                 raise EngineError(
-                    f"{setting} fails its check at start ({where}): {explain(failure)}; {remedy}"
+                    f"{setting} fails its check at start ({where}): {describe_error(failure)}; "
+                    f"{remedy}"
                 ) from failure
             if not error <= bound:
                 raise EngineError(

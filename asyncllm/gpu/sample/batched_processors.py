@@ -17,8 +17,8 @@ from asyncllm.core.batch import RequestAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.host_rules import RequestWithProcessors, checked_logits
-from asyncllm.logits_processor import ENTRY_POINTS, BatchUpdate, LogitsProcessor
-from asyncllm.validation import explain
+from asyncllm.logits_processor import ENTRY_POINT_GROUP, BatchUpdate, LogitsProcessor
+from asyncllm.validation import describe_error
 
 
 class BatchedProcessors:
@@ -108,7 +108,7 @@ class _ProcessorBatch:
         on this thread.
         """
         name = type(self.processor).__name__
-        return RuntimeError(f"logits processor {name} failed: {explain(error)}")
+        return RuntimeError(f"logits processor {name} failed: {describe_error(error)}")
 
     def apply(self, logits: Tensor, indices: list[int]) -> Tensor:
         shape = logits.shape
@@ -170,7 +170,7 @@ def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsP
             loaders.append((repr(processor), lambda m=module, n=name: getattr(import_module(m), n)))
         else:
             loaders.append((processor.__name__, lambda kind=processor: kind))
-    for entry in entry_points(group=ENTRY_POINTS):
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
         owner = entry.dist.name if entry.dist is not None else "an unknown distribution"
         loaders.append((f"{entry.value!r} of {owner}", entry.load))
     processors: dict[type, LogitsProcessor] = {}
@@ -183,6 +183,6 @@ def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsP
                 processors[kind] = kind(config, device, device.type == "cuda")
         except Exception as error:
             raise EngineError(
-                f"logits_processors: {name} cannot be made: {explain(error)}"
+                f"logits_processors: {name} cannot be made: {describe_error(error)}"
             ) from error
     return tuple(processors.values())

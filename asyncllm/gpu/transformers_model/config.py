@@ -23,7 +23,7 @@ from asyncllm.checkpoint.model_config import (
     read_eos_token_ids,
 )
 from asyncllm.errors import AsyncLLMError, ModelLoadError
-from asyncllm.validation import describe, explain
+from asyncllm.validation import describe, describe_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -201,7 +201,7 @@ def converting_transformers_errors(path: Path, what: str) -> Iterator[None]:
     except AsyncLLMError:
         raise
     except (Exception, SystemExit) as error:
-        raise ModelLoadError(f"{path}: {what}: {explain(error)}") from error
+        raise ModelLoadError(f"{path}: {what}: {describe_error(error)}") from error
 
 
 def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:

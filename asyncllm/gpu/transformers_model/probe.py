@@ -26,7 +26,7 @@ from asyncllm.gpu.transformers_model.recurrent_probe import (
     RecurrentCall,
     probe_recurrent,
 )
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 NUM_PROBE_TOKENS = 3
 """Number of tokens of the forward pass: more than one, and different from usual sizes of other
@@ -199,8 +199,8 @@ def probe_model(model: TransformersConfig) -> ProbeResult:
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: its code takes none but its own attention "
-            f"({explain(error.__cause__ or error)}), expected a class that calls transformers' "
-            "attention interface"
+            f"({describe_error(error.__cause__ or error)}), expected a class that calls "
+            "transformers' attention interface"
         ) from error
     result = ProbeResult(skeleton, _base_name(model, skeleton))
     recorder = _CallRecorder(result)
@@ -235,7 +235,7 @@ def probe_model(model: TransformersConfig) -> ProbeResult:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: what its layers need cannot be learned, because "
             f"one pass of its code without weights fails{_error_location(error, recorder.names)}: "
-            f"{explain(error)}"
+            f"{describe_error(error)}"
         ) from error
     result.embedding_processes_rows = (
         isinstance(embedding, _WatchedEmbedding) and "called" in embedding.__dict__

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncllm.gpu.state_cache import StateSpec
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
 """Names that modules use for the parameter of ``forward`` that takes a cache."""
@@ -270,7 +270,7 @@ def _probe_module(
         if not recorder.was_used:
             raise
         call.unsupported_feature = (
-            f"asks its cache for more ({explain(error)})",
+            f"asks its cache for more ({describe_error(error)})",
             _CACHE_INTERFACE_PHRASE,
         )
     return call

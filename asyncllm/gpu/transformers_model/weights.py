@@ -19,7 +19,7 @@ from asyncllm.gpu.models.architectures import COMPUTED_BUFFER_PATTERN
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, experts_implementation
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 _LOAD_LOCK = threading.Lock()
 """Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
@@ -114,7 +114,7 @@ def _load_tensors(
                 output_loading_info=True,
             )
     except (Exception, SystemExit) as error:
-        why = _describe_wrong_shape(model, tensors) or explain(error)
+        why = _describe_wrong_shape(model, tensors) or describe_error(error)
         raise ModelLoadError(
             f"{model.path}: transformers cannot load {model.architecture}: {why}"
         ) from error

@@ -44,7 +44,7 @@ def run(
         ModelLoadError: if a replica could not load its model; has the text of the replica's error.
         EngineError: if the application does not run in time; the message says what is missing.
     """
-    timeout = check.seconds("timeout", timeout, above=True)
+    timeout = check.seconds("timeout", timeout, exclusive_low=True)
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise check.value_error("name", name, "up to 100 letters, digits, '-', '_' and '.'")
     if not isinstance(application, serve.Application):

@@ -26,8 +26,8 @@ class LoadPolicy:
     """
 
     def __init__(self, queued_tokens: float = 4096, kv_cache_usage: float = 0.8) -> None:
-        self._tokens = check.number("queued_tokens", queued_tokens, 0, 1e12, above=True)
-        self._usage = check.number("kv_cache_usage", kv_cache_usage, 0, 1, above=True)
+        self._tokens = check.number("queued_tokens", queued_tokens, 0, 1e12, exclusive_low=True)
+        self._usage = check.number("kv_cache_usage", kv_cache_usage, 0, 1, exclusive_low=True)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Number of replicas that the load needs, and the policy's state."""

@@ -61,7 +61,7 @@ class Client:
                 "Client(): Ray is not started in this process; expected ray.init() before"
             )
         retries = check.integer("retries", retries, 0, 100)
-        heartbeat = check.seconds("heartbeat", heartbeat, above=True)
+        heartbeat = check.seconds("heartbeat", heartbeat, exclusive_low=True)
         method = handle.options(method_name="stream", stream=True)
         self._link = Link(method, retries, heartbeat)
         self._mailboxes = MailboxRegistry()

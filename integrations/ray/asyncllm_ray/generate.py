@@ -299,4 +299,4 @@ def _message(error: BaseException) -> str:
     """Text of a row's error. Arrow has no lone surrogates."""
     if isinstance(error, _RowError) and error.__cause__ is not None:
         error = error.__cause__
-    return check.explain(error).encode("utf-8", "backslashreplace").decode()
+    return check.describe_error(error).encode("utf-8", "backslashreplace").decode()

@@ -32,7 +32,7 @@ from asyncllm.core.channel import StreamEnd
 from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.core.output_processor import make_partial_completion, make_usage
 from asyncllm.core.request import RequestGroup
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 from asyncllm_ray.counters import Counters
 from asyncllm_ray.metrics import ClientMetrics
 from asyncllm_ray.replica import control
@@ -107,7 +107,7 @@ class Link:
                 retries -= 1
                 self.counters.retries += 1
         except Exception as failure:
-            error = EngineDeadError(f"the client failed: {explain(failure)}")
+            error = EngineDeadError(f"the client failed: {describe_error(failure)}")
             error.__cause__ = failure
         finally:
             self._live.discard(remote)
@@ -367,7 +367,7 @@ def translate(error: Exception) -> Exception:
         remedy = "it was deleted, or its last update failed: deploy it again with run(…)"
         found = EngineClosedError(f"{error.message.removesuffix('.')}; {remedy}")
     else:
-        found = RequestError(f"the replica could not be asked: {explain(error)}")
+        found = RequestError(f"the replica could not be asked: {describe_error(error)}")
     found.__cause__ = error
     return found
 

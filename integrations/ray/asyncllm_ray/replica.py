@@ -301,8 +301,8 @@ def deployment(
     sent = {one.name: getattr(made, one.name) for one in fields(made)} | {"prepare": prepare}
     for field_name, value in sent.items():
         check_sendable(field_name, value)
-    lease = check.seconds("lease", lease, above=True)
-    interval = check.seconds("interval", interval, above=True)
+    lease = check.seconds("lease", lease, exclusive_low=True)
+    interval = check.seconds("interval", interval, exclusive_low=True)
     seqs = made.max_num_seqs or _DEFAULT_SEQS
     options: dict[str, Any] = {
         "name": name,

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from asyncllm.errors import EngineError
-from asyncllm.validation import explain
+from asyncllm.validation import describe_error
 
 MIN_VERSION = (3, 6)
 
@@ -68,7 +68,8 @@ def _missing_requirement() -> str | None:
     except OSError as error:
         return (
             f"Triton compiles kernels into the folder {folder!r}, which cannot be written "
-            f"({explain(error)}): set the environment variable TRITON_CACHE_DIR to one that can"
+            f"({describe_error(error)}): set the environment variable TRITON_CACHE_DIR to one "
+            "that can"
         )
 
 
