@@ -141,9 +141,9 @@ def _describe_operation(
     }
 
 
-def _json_content(kind: type) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": _schema_reference(kind)}}}
+def _json_content(body_type: type) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": _schema_reference(body_type)}}}
 
 
-def _schema_reference(kind: type) -> dict[str, Any]:
-    return {"$ref": _REF_TEMPLATE.format(model=kind.__name__)}
+def _schema_reference(body_type: type) -> dict[str, Any]:
+    return {"$ref": _REF_TEMPLATE.format(model=body_type.__name__)}

@@ -35,7 +35,7 @@ FIELD_BY_ENGINE_PARAM = {"max_tokens": "max_output_tokens", "messages": "input",
 MAX_UNSTORED_RESPONSES = 32
 """Maximum number of responses with ``store=false`` that a connection can continue."""
 
-MAX_UNSTORED_BYTES = 1 << 20
+MAX_UNSTORED_RESPONSE_BYTES = 1 << 20
 """Maximum total bytes of the responses with ``store=false`` that a connection can continue."""
 
 MAX_CONSECUTIVE_ERRORS = 64
@@ -47,8 +47,9 @@ class ResponseSession:
     """Reader of one connection's requests, which it answers one at a time.
 
     Args:
-        connection: open connection. The session closes it only for reasons of the protocol.
-        serving: shared with the other connections.
+        connection: open connection. The session closes it only on errors; otherwise the caller
+            does.
+        server_context: shared with the other connections.
         owner: owner of the responses that the session creates and continues.
 
     Attributes:
@@ -56,11 +57,11 @@ class ResponseSession:
     """
 
     connection: SocketConnection
-    serving: ServingContext
+    server_context: ServingContext
     owner: str
     current_turn: ResponseTurn | None = None
     _unstored_responses: ResponseStore = field(
-        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_BYTES)
+        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_RESPONSE_BYTES)
     )
     _num_consecutive_errors: int = 0
     _is_closing: bool = False
@@ -93,10 +94,12 @@ class ResponseSession:
         if not isinstance(message, str):
             raise ProtocolError("binary message: expected text", code="invalid_message")
         # Claim bytes before decoding: a decoded message takes several times its bytes.
-        claim = await self.serving.claim_body_bytes(len(message))
+        claim = await self.server_context.claim_body_bytes(len(message))
         streams: list[TokenStream] = []
         try:
-            event = await self.serving.run_json_job(partial(parse_json, message), len(message))
+            event = await self.server_context.run_json_job(
+                partial(parse_json, message), len(message)
+            )
             kind = event.pop("type", None)
             if kind == "response.create":
                 streams.append(await self._create_response(event, len(message)))
@@ -111,7 +114,7 @@ class ResponseSession:
                     param="type",
                 )
         finally:
-            self.serving.release_claim(claim, after_tokenizing=streams)
+            self.server_context.release_claim(claim, untokenized_streams=streams)
 
     async def _send_error(self, error: ProtocolError) -> None:
         await self.connection.send(encode_json(error.event()))
@@ -142,17 +145,18 @@ class ResponseSession:
                 code="response_already_in_flight",
                 status=409,
             )
-        self.serving.check_not_draining()
-        request = await self.serving.run_json_job(
-            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), request_bytes
+        self.server_context.check_not_draining()
+        request = await self.server_context.run_json_job(
+            lambda: ResponseRequest.parse(event, self.server_context.unsupported_fields),
+            request_bytes,
         )
         if request.stream is False:
             raise unsupported_error("stream", False, (True,))
         turn = await ResponseTurn.begin(
-            self.serving, self.owner, request, request_bytes, self._unstored_responses
+            self.server_context, self.owner, request, request_bytes, self._unstored_responses
         )
         self.current_turn = turn
-        self.serving.frame_pacer.begin_response()
+        self.server_context.frame_pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
         return turn.stream
 
@@ -181,7 +185,7 @@ class ResponseSession:
     def _end_current_turn(self) -> None:
         if self.current_turn is not None:
             self.current_turn = None
-            self.serving.frame_pacer.end_response()
+            self.server_context.frame_pacer.end_response()
 
     async def _send_all(self, events: Iterable[ResponseEvent]) -> None:
         send = self.connection.send

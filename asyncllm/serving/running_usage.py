@@ -21,16 +21,16 @@ class RunningUsage:
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
     _generated_tokens: int = 0
 
-    def add(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+    def add(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> str:
         """Count ``delta``; returns ``usage`` as JSON.
 
         Args:
-            first_choice: index of the stream's first choice.
+            first_choice_index: index of the stream's first choice.
         """
         # Long chunks are written on a worker thread: two prompts may be counted concurrently.
         with self._lock:
-            if first_choice not in self._prompt_tokens:
-                self._prompt_tokens[first_choice] = len(stream.prompt_token_ids or ())
+            if first_choice_index not in self._prompt_tokens:
+                self._prompt_tokens[first_choice_index] = len(stream.prompt_token_ids or ())
             self._generated_tokens += len(delta.token_ids)
             prompt, generated = sum(self._prompt_tokens.values()), self._generated_tokens
         return encode_json(

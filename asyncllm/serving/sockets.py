@@ -48,20 +48,20 @@ class SocketConnection:
         self._is_open = False
 
 
-class Session(Protocol):
+class WebSocketSession(Protocol):
     async def run(self) -> None: ...
 
 
 async def run_session(
-    make_session: Callable[[SocketConnection, str], Session],
-    serving: ServingContext,
+    make_session: Callable[[SocketConnection, str], WebSocketSession],
+    server_context: ServingContext,
     exchange: Exchange,
 ) -> None:
     """Accept a WebSocket, and run a session on it.
 
     Args:
         make_session: makes a session from a connection and the owner of its responses.
-        serving: has the set of open sessions.
+        server_context: has the set of open sessions.
     """
     subprotocol = (
         WEBSOCKET_SUBPROTOCOL
@@ -70,7 +70,7 @@ async def run_session(
     )
     connection = SocketConnection(*await exchange.accept(subprotocol))
     session = make_session(connection, exchange.owner)
-    serving.sessions.add(session)
+    server_context.sessions.add(session)
     try:
         await session.run()
         await connection.close()
@@ -78,4 +78,4 @@ async def run_session(
         logger.exception("a WebSocket at %s failed", exchange.scope["path"])
         await connection.close(1011, "internal error")
     finally:
-        serving.sessions.discard(session)
+        server_context.sessions.discard(session)
