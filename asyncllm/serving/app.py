@@ -35,7 +35,7 @@ from asyncllm.serving.request_body import UnsupportedFieldPolicy
 from asyncllm.serving.response_session import FIELD_BY_ENGINE_PARAM, ResponseSession
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import ServingContext, default_model_names
-from asyncllm.serving.sockets import SocketConnection, WebSocketSession, run_session
+from asyncllm.serving.sockets import WebSocketConnection, WebSocketSession, run_session
 from asyncllm.serving.stats_session import StatsSession
 from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
 
@@ -137,7 +137,7 @@ def create_app(
     tokens = check.strings("token", (token,) if isinstance(token, str) else token, optional=True)
     if tokens == ():
         raise check.value_error("token", token, "at least one token, or None")
-    rules = AccessRules(tokens=tokens, origins=allowed_origins, local=local)
+    access_rules = AccessRules(tokens=tokens, origins=allowed_origins, local=local)
     names = check.strings("model_names", model_names, optional=True)
     server_context = ServingContext(
         engine,
@@ -158,7 +158,7 @@ def create_app(
         max_body_size=check.integer("max_body_size", max_body_size, 1, 2**30),
         body_timeout=check.seconds("body_timeout", body_timeout, above=True),
     )
-    app = _make_router(server_context, rules, page)
+    app = _make_router(server_context, access_rules, page)
     if allowed_origins is not None:
         app = CORSMiddleware(
             app,
@@ -170,7 +170,9 @@ def create_app(
     return ServerApp(app, server_context)
 
 
-def _make_router(server_context: ServingContext, rules: AccessRules, page: Page | None) -> ASGIApp:
+def _make_router(
+    server_context: ServingContext, access_rules: AccessRules, page: Page | None
+) -> ASGIApp:
     chat = partial(answer_choices_request, ChatRequest, ChatWriter)
     completions = partial(answer_choices_request, CompletionRequest, CompletionWriter)
     stored_response_handlers: dict[str, Handler] = {
@@ -193,26 +195,30 @@ def _make_router(server_context: ServingContext, rules: AccessRules, page: Page 
         ("/openapi.json", {"GET": server_info.show_openapi}, {}),
     ]
     routes: list[BaseRoute] = []
-    for path, handlers, names in endpoints:
-        path_rules = None if path in PUBLIC_PATHS else rules
-        routes.append(Route(path, Endpoint(server_context, handlers, path_rules, names)))
-    sessions: dict[str, Callable[[SocketConnection, str], WebSocketSession]] = {
+    for path, handlers, field_names in endpoints:
+        path_rules = None if path in PUBLIC_PATHS else access_rules
+        routes.append(Route(path, Endpoint(server_context, handlers, path_rules, field_names)))
+    sessions: dict[str, Callable[[WebSocketConnection, str], WebSocketSession]] = {
         "/v1/responses": lambda socket, owner: ResponseSession(socket, server_context, owner),
         "/v1/stats": lambda socket, _: StatsSession(socket, server_context),
     }
     for path, make_session in sessions.items():
         socket_handlers = {"WEBSOCKET": partial(run_session, make_session)}
-        routes.append(WebSocketRoute(path, Endpoint(server_context, socket_handlers, rules, {})))
+        routes.append(
+            WebSocketRoute(path, Endpoint(server_context, socket_handlers, access_rules, {}))
+        )
     return Router(
         routes,
         redirect_slashes=False,
-        default=_make_fallback_app(server_context, rules, page, {path for path, _, _ in endpoints}),
+        default=_make_fallback_app(
+            server_context, access_rules, page, {path for path, _, _ in endpoints}
+        ),
         lifespan=lambda _: _lifespan(server_context),
     )  # pyright: ignore[reportReturnType]
 
 
 def _make_fallback_app(
-    server_context: ServingContext, rules: AccessRules, page: Page | None, paths: set[str]
+    server_context: ServingContext, access_rules: AccessRules, page: Page | None, paths: set[str]
 ) -> ASGIApp:
     """Make the application for paths without a route: it serves a file of ``page``, or an error.
 
@@ -235,7 +241,7 @@ def _make_fallback_app(
             )
             refuse = partial(_refuse_path, hint)
             handlers = {"GET": refuse, method or "WEBSOCKET": refuse}
-            endpoint = Endpoint(server_context, handlers, rules, {})
+            endpoint = Endpoint(server_context, handlers, access_rules, {})
         await endpoint(scope, receive, send)
 
     return answer

@@ -15,7 +15,7 @@ from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.event_sender import (
     EventSender,
     abort_on_disconnect,
-    sending_events,
+    open_event_sender,
     task_group,
 )
 from asyncllm.serving.exchange import Exchange, encode_json
@@ -60,7 +60,7 @@ async def answer_choices_request(
     is_streamed, streams, writer = await exchange.process_body(submit)
     exchange.release_body(untokenized_streams=streams)
     if is_streamed:
-        async with sending_events(
+        async with open_event_sender(
             server_context, exchange, streams, writer.first_chunks(), _error_event
         ) as sender:
             await _send_chunks(server_context, streams, writer, sender)

@@ -28,21 +28,21 @@ class ChoicesWriter:
     Args:
         model: the client's name for the model.
         request: the client's request.
-        more_fields: further fields of the answer and of each chunk.
+        extra_fields: further fields of the answer and of each chunk.
     """
 
     ID_PREFIX: ClassVar[str]
     OBJECT_TYPE: ClassVar[str]
     CHUNK_OBJECT_TYPE: ClassVar[str]
 
-    def __init__(self, model: str, request: ChoicesRequest, **more_fields: Any) -> None:
+    def __init__(self, model: str, request: ChoicesRequest, **extra_fields: Any) -> None:
         self._fields = {
             "object": self.OBJECT_TYPE,
             "id": f"{self.ID_PREFIX}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
-            **more_fields,
+            **extra_fields,
         }
         chunks_with_usage = request.chunks_with_usage
         self._sends_usage = chunks_with_usage != "none"

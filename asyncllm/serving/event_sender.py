@@ -35,10 +35,10 @@ class EventSender:
         self._first_events = first_events
         self._start_lock = anyio.Lock()
         self._has_started = False
-        self._has_sent = False
+        self._has_sent_since_check = False
 
     def send(self, text: str) -> Awaitable[None]:
-        self._has_sent = True
+        self._has_sent_since_check = True
         return self._exchange.send_events(text) if self._has_started else self._start(text)
 
     async def _start(self, text: str) -> None:
@@ -59,13 +59,13 @@ class EventSender:
         with suppress(OSError):
             while True:
                 await anyio.sleep(seconds / 2)
-                if not self._has_sent:
+                if not self._has_sent_since_check:
                     await self.send(PING_COMMENT)
-                self._has_sent = False
+                self._has_sent_since_check = False
 
 
 @asynccontextmanager
-async def sending_events(
+async def open_event_sender(
     server_context: ServingContext,
     exchange: Exchange,
     streams: Sequence[TokenStream],

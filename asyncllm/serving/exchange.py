@@ -116,7 +116,7 @@ class Exchange:
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read_body:
                         return bytes(data)
-                    message = await self._receive_part(len(data))
+                    message = await self._receive_body_part(len(data))
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     data += message.get("body", b"")
@@ -132,7 +132,7 @@ class Exchange:
         body = await self.read_body()
         return await self._server_context.run_json_job(lambda: handle_body(body), len(body))
 
-    async def _receive_part(self, num_received: int) -> Message:
+    async def _receive_body_part(self, num_received: int) -> Message:
         """Receive the next part of the body.
 
         Raises:
@@ -176,8 +176,8 @@ class Exchange:
         fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
         claim = self._server_context.claim_answer_bytes(len(body))
         try:
-            kind = await self._start(status, fields)
-            await self._send({"type": f"{kind}.body", "body": body})
+            message_prefix = await self._send_head(status, fields)
+            await self._send({"type": f"{message_prefix}.body", "body": body})
         finally:
             claim.release()
 
@@ -208,7 +208,7 @@ class Exchange:
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""
-        await self._start(
+        await self._send_head(
             200,
             {
                 "content-type": "text/event-stream; charset=utf-8",
@@ -224,7 +224,7 @@ class Exchange:
     async def end_events(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def _start(self, status: int, headers: Mapping[str, str]) -> str:
+    async def _send_head(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
         self.release_body()  # A client may read its answer slowly: free the memory for others.
         self.has_begun_answer, self._status = True, status
@@ -235,9 +235,9 @@ class Exchange:
             fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
         is_http = self.scope["type"] == "http"
-        kind = "http.response" if is_http else "websocket.http.response"
-        await self._send({"type": f"{kind}.start", "status": status, "headers": encoded})
-        return kind
+        message_prefix = "http.response" if is_http else "websocket.http.response"
+        await self._send({"type": f"{message_prefix}.start", "status": status, "headers": encoded})
+        return message_prefix
 
     def log(self) -> None:
         """Write the request's line in the log. Without an answer the status is "-"."""

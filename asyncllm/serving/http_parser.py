@@ -23,7 +23,7 @@ BASE_MAX_CHUNKS = 1024
 BODY_BYTES_PER_EXTRA_CHUNK = 64
 """A body may have BASE_MAX_CHUNKS chunks, and one more per BODY_BYTES_PER_EXTRA_CHUNK bytes."""
 
-_BLANK_LINE = re.compile(rb"\n\r?\n")
+_BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
 
 
 class HttpParser(h11.Connection):
@@ -61,7 +61,7 @@ class HttpParser(h11.Connection):
             self.has_used_up_turn = True
             return h11.NEED_DATA
         if self._num_header_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
-            head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]
+            head = _BLANK_LINE_PATTERN.split(self.trailing_data[0], 1)[0]
             if head.count(b"\n") > MAX_HEADER_LINES:
                 raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
         event = super().next_event()

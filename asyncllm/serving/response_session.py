@@ -25,7 +25,7 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import ServingContext
-from asyncllm.serving.sockets import SocketConnection
+from asyncllm.serving.sockets import WebSocketConnection
 from asyncllm.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class ResponseSession:
         current_turn: the response in flight, if any.
     """
 
-    connection: SocketConnection
+    connection: WebSocketConnection
     server_context: ServingContext
     owner: str
     current_turn: ResponseTurn | None = None
@@ -137,7 +137,7 @@ class ResponseSession:
         self._is_closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    async def _create_response(self, event: dict[str, Any], request_bytes: int) -> TokenStream:
+    async def _create_response(self, event: dict[str, Any], num_request_bytes: int) -> TokenStream:
         if self.current_turn is not None:
             raise ProtocolError(
                 f"response {self.current_turn.events.id!r} is in flight; one at a time on a "
@@ -148,12 +148,12 @@ class ResponseSession:
         self.server_context.check_not_draining()
         request = await self.server_context.run_json_job(
             lambda: ResponseRequest.parse(event, self.server_context.unsupported_fields),
-            request_bytes,
+            num_request_bytes,
         )
         if request.stream is False:
             raise unsupported_error("stream", False, (True,))
         turn = await ResponseTurn.begin(
-            self.server_context, self.owner, request, request_bytes, self._unstored_responses
+            self.server_context, self.owner, request, num_request_bytes, self._unstored_responses
         )
         self.current_turn = turn
         self.server_context.frame_pacer.begin_response()

@@ -77,7 +77,7 @@ def _estimate_response_bytes(stored_response: StoredResponse) -> int:
     return stored_response.conversation.memory_bytes + sys.getsizeof(stored_response.body)
 
 
-def response_not_found(response_id: str, param: str | None = None) -> ProtocolError:
+def response_not_found_error(response_id: str, param: str | None = None) -> ProtocolError:
     """Make the error for an id that is unknown, dropped, or another owner's.
 
     Args:

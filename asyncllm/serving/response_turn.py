@@ -16,7 +16,7 @@ from asyncllm.serving.response_store import (
     Conversation,
     ResponseStore,
     StoredResponse,
-    response_not_found,
+    response_not_found_error,
 )
 from asyncllm.serving.serving import ServingContext
 from asyncllm.stream import TokenStream
@@ -47,7 +47,7 @@ class ResponseTurn:
     _owner: str
     _conversation: Conversation
     _store: ResponseStore
-    _request_bytes: int
+    _num_request_bytes: int
     _claim: ByteClaim
 
     @classmethod
@@ -56,7 +56,7 @@ class ResponseTurn:
         server_context: ServingContext,
         owner: str,
         request: ResponseRequest,
-        request_bytes: int,
+        num_request_bytes: int,
         connection_store: ResponseStore,
     ) -> Self:
         """Submit a request, on the worker thread if it is long. The caller calls ``release`` at the
@@ -64,7 +64,7 @@ class ResponseTurn:
 
         Args:
             owner: the client's identity; a client may continue only its own responses.
-            request_bytes: number of bytes of the request's JSON.
+            num_request_bytes: number of bytes of the request's JSON.
             connection_store: this connection's responses with ``store=false``.
 
         Raises:
@@ -75,9 +75,9 @@ class ResponseTurn:
             stored = connection_store.get(owner, previous_id)
             stored = stored or server_context.response_store.get(owner, previous_id)
             if stored is None:
-                raise response_not_found(previous_id, "previous_response_id")
+                raise response_not_found_error(previous_id, "previous_response_id")
             history = stored.conversation
-        claim = server_context.claim_answer_bytes(request_bytes)
+        claim = server_context.claim_answer_bytes(num_request_bytes)
 
         def submit() -> Self:
             engine = server_context.engine
@@ -91,12 +91,12 @@ class ResponseTurn:
             events = ResponseEvents(request, response, engine.tokenizer.id_to_text_and_bytes)
             store = server_context.response_store if request.should_store else connection_store
             return cls(
-                stream, events, server_context, owner, conversation, store, request_bytes, claim
+                stream, events, server_context, owner, conversation, store, num_request_bytes, claim
             )
 
         try:
             return await server_context.run_json_job(
-                submit, request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO
+                submit, num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO
             )
         except BaseException:
             claim.release()
@@ -109,7 +109,7 @@ class ResponseTurn:
     async def serialize(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
         """Serialise events that contain the whole response; long ones on the worker thread."""
         return await self._server_context.run_json_job(
-            lambda: list(events), self._request_bytes // WRITE_PARSE_SPEED_RATIO
+            lambda: list(events), self._num_request_bytes // WRITE_PARSE_SPEED_RATIO
         )
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:

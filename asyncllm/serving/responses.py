@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from asyncllm.serving.answers import DeletedResponse
 from asyncllm.serving.choices import aborted_error
-from asyncllm.serving.event_sender import abort_on_disconnect, sending_events
+from asyncllm.serving.event_sender import abort_on_disconnect, open_event_sender
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.response_events import ResponseEvent
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.response_store import ResponseStore, response_not_found
+from asyncllm.serving.response_store import ResponseStore, response_not_found_error
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import ServingContext
 
@@ -20,9 +20,13 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
     def parse(body: bytes) -> tuple[ResponseRequest, int]:
         return ResponseRequest.parse(parse_json(body), server_context.unsupported_fields), len(body)
 
-    request, request_bytes = await exchange.process_body(parse)
+    request, num_request_bytes = await exchange.process_body(parse)
     turn = await ResponseTurn.begin(
-        server_context, exchange.owner, request, request_bytes, connection_store=ResponseStore(0, 0)
+        server_context,
+        exchange.owner,
+        request,
+        num_request_bytes,
+        connection_store=ResponseStore(0, 0),
     )
     exchange.release_body(untokenized_streams=[turn.stream])
     try:
@@ -48,7 +52,7 @@ async def _drop_events(events: Iterable[ResponseEvent]) -> None:
 async def _send_events(
     server_context: ServingContext, exchange: Exchange, turn: ResponseTurn
 ) -> None:
-    async with sending_events(
+    async with open_event_sender(
         server_context,
         exchange,
         [turn.stream],
@@ -71,12 +75,12 @@ async def get_response(server_context: ServingContext, exchange: Exchange) -> No
     response_id = exchange.scope["path_params"]["response_id"]
     stored = server_context.response_store.get(exchange.owner, response_id)
     if stored is None:
-        raise response_not_found(response_id)
+        raise response_not_found_error(response_id)
     await exchange.respond(200, stored.body.encode())
 
 
 async def delete_response(server_context: ServingContext, exchange: Exchange) -> None:
     response_id = exchange.scope["path_params"]["response_id"]
     if not server_context.response_store.remove(exchange.owner, response_id):
-        raise response_not_found(response_id)
+        raise response_not_found_error(response_id)
     await exchange.respond_json(DeletedResponse(id=response_id, object="response", deleted=True))

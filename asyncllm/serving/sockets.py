@@ -1,4 +1,4 @@
-"""SocketConnection: an open WebSocket over ASGI, for ResponseSession and StatsSession."""
+"""WebSocketConnection: an open WebSocket over ASGI, for ResponseSession and StatsSession."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncllm.serving.serving import ServingContext
 logger = logging.getLogger(__name__)
 
 
-class SocketConnection:
+class WebSocketConnection:
     """An open WebSocket connection. Sending raises one of DISCONNECT_ERRORS if the client is
     gone."""
 
@@ -53,7 +53,7 @@ class WebSocketSession(Protocol):
 
 
 async def run_session(
-    make_session: Callable[[SocketConnection, str], WebSocketSession],
+    make_session: Callable[[WebSocketConnection, str], WebSocketSession],
     server_context: ServingContext,
     exchange: Exchange,
 ) -> None:
@@ -68,7 +68,7 @@ async def run_session(
         if WEBSOCKET_SUBPROTOCOL in exchange.scope.get("subprotocols", ())
         else None
     )
-    connection = SocketConnection(*await exchange.accept(subprotocol))
+    connection = WebSocketConnection(*await exchange.accept(subprotocol))
     session = make_session(connection, exchange.owner)
     server_context.sessions.add(session)
     try:

@@ -12,7 +12,7 @@ from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode_json
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.serving import ServingContext
-from asyncllm.serving.sockets import SocketConnection
+from asyncllm.serving.sockets import WebSocketConnection
 
 KEEP_ALIVE_SECONDS = 5.0
 """Maximum number of seconds between two snapshots."""
@@ -30,7 +30,7 @@ class StatsSession:
         server_context: state whose engine and sessions are reported.
     """
 
-    connection: SocketConnection
+    connection: WebSocketConnection
     server_context: ServingContext
 
     async def run(self) -> None:
