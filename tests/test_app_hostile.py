@@ -32,8 +32,8 @@ from asyncllm.serving.parse_queue import (
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
-from asyncllm.serving.serving import LARGE_JSON_BYTES
-from asyncllm.serving.websocket_protocol import BASE_FRAME_LIMIT, WebSocketProtocol
+from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES
+from asyncllm.serving.websocket_protocol import BASE_MAX_FRAMES, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -395,7 +395,7 @@ FRAMES = [
     (frame(FIN | TEXT, b"\xff\xfe"), 1007),
     (frame(FIN | TEXT, length=2**40), 1009),
     (frame(FIN | TEXT, length=2**63), 1009),
-    (frame(TEXT) + frame(0) * (2 * BASE_FRAME_LIMIT), 1009),
+    (frame(TEXT) + frame(0) * (2 * BASE_MAX_FRAMES), 1009),
     (frame(0, b"x"), 1002),
     (frame(TEXT, b"{") + frame(FIN | TEXT, b"}"), 1002),
     (frame(PING, b"x"), 1002),
@@ -531,7 +531,7 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
     large = LONG + b" " * (100_000 - len(LONG))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._server.config.app._serving.large_body_budget = ByteBudget(3 * len(large))
+        server._server.config.app._server_context.large_body_budget = ByteBudget(3 * len(large))
         with held_up(engine._require_input_processor().submitter._tokenizer_threads.long_thread):
             for data, count in ((large, 6), (LONG, 1)):
                 sent = f"{head}{len(data)}\r\n\r\n".encode() + data
@@ -579,7 +579,7 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
     large = LONG + b" " * (100_000 - len(LONG))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(large)
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
-        server._server.config.app._serving.large_body_budget = ByteBudget(2 * len(large))
+        server._server.config.app._server_context.large_body_budget = ByteBudget(2 * len(large))
         silent = [
             (await stack.enter_async_context(connected(server, head + large[:70_000])))[0]
             for _ in range(4)
@@ -602,7 +602,7 @@ async def test_unread_answers_are_bounded_in_memory():
     body, whole = (json.dumps({**fields, "stream": stream}) for stream in (True, False))
     head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     async with served_app(fake_engine("Hello")) as server, asyncio.timeout(60):
-        serving = server._server.config.app._serving
+        serving = server._server.config.app._server_context
         serving.answer_budget = ByteBudget(2 * len(body) + 2000)
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(2):
@@ -633,8 +633,8 @@ async def test_whole_answers_are_bounded_until_they_are_read():
         async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
             answer = await client.post("/tokenize", json=long)
             size = len(answer.content)
-            assert size > LARGE_JSON_BYTES
-            serving = server._server.config.app._serving
+            assert size > MIN_LARGE_JSON_BYTES
+            serving = server._server.config.app._server_context
             serving.answer_budget = ByteBudget(size)
             held = serving.answer_budget.claim(size, lambda: None)
             assert (await client.post("/tokenize", json=long)).status_code == 429
@@ -683,7 +683,7 @@ async def test_outputs_that_wait_together_are_not_one_long_write(monkeypatch):
     fields = {"prompt": "1", "n": 8, "max_tokens": 6, "logprobs": 2, "ignore_eos": True}
     fields |= {"stream": True, "seed": 1}
     for limit, is_split in ((1 << 16, False), (100, True)):
-        monkeypatch.setattr(choices, "LARGE_JSON_BYTES", limit)
+        monkeypatch.setattr(choices, "MIN_LARGE_JSON_BYTES", limit)
         sent.clear()
         async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
             assert (await client.post("/v1/completions", json=fields)).status_code == 200
@@ -693,11 +693,11 @@ async def test_outputs_that_wait_together_are_not_one_long_write(monkeypatch):
 
 
 async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
-    monkeypatch.setattr(serving_module, "LARGE_JSON_BYTES", 1)
+    monkeypatch.setattr(serving_module, "MIN_LARGE_JSON_BYTES", 1)
     fields = {"input": "1", "max_output_tokens": 20, "ignore_eos": True, "top_logprobs": 3}
     fields |= {"include": ["message.output_text.logprobs"], "stream": True, "seed": 1}
     async with served_app(AsyncLLMEngine(num_blocks=64)) as server:
-        serving = server._server.config.app._serving
+        serving = server._server.config.app._server_context
         budget = serving.logprobs_budget = ByteBudget(1000)
         held = budget.claim(1000, lambda: None)
         async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
@@ -738,7 +738,7 @@ async def test_unstored_responses_keep_no_copy_of_their_request():
     store, tool = ResponseStore(8, 1 << 24), {"type": "function", "name": "f"}
     fields = {"input": "1", "tools": [tool | {"description": "x" * 100_000}], "store": False}
     async with fake_engine("Hello") as engine:
-        serving = create_app(engine)._serving
+        serving = create_app(engine)._server_context
         request = ResponseRequest.parse(
             fields | {"tool_choice": "none"}, serving.unsupported_fields
         )
@@ -776,11 +776,11 @@ async def test_a_long_message_has_to_come(caplog, monkeypatch):
 async def test_frames_of_a_message_are_bounded_by_their_number(caplog):
     """1024, and one for each 64 bytes; frames between its fragments count."""
     async with attacked(caplog) as server:
-        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (BASE_FRAME_LIMIT // 2 + 64)
+        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (BASE_MAX_FRAMES // 2 + 64)
         *pongs, (opcode, payload) = await told(server, pinged)
         assert {one for one, _ in pongs} == {PONG}
         assert (opcode, payload[:2]) == (CLOSE, (1009).to_bytes(2, "big"))
-        text = CREATE + b" " * (64 * 2 * BASE_FRAME_LIMIT)
+        text = CREATE + b" " * (64 * 2 * BASE_MAX_FRAMES)
         parts = [text[begin : begin + 64] for begin in range(0, len(text), 64)]
         whole = frame(TEXT, parts[0]) + b"".join(frame(0, part) for part in parts[1:])
         answer = await told(server, whole + frame(FIN), end=b'"response.completed"')

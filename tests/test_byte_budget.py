@@ -6,7 +6,7 @@ import pytest
 
 from asyncllm.serving import byte_budget
 from asyncllm.serving.byte_budget import (
-    BYTES_PER_DELAY_SECOND,
+    CLAIM_BYTES_PER_DELAY_SECOND,
     MIN_BYTES_PER_RATE_CHECK,
     RATE_CHECK_SECONDS,
     ByteBudget,
@@ -25,10 +25,12 @@ def clock(monkeypatch):
 
 
 def test_small_claim_passes_slightly_earlier_large_one(clock):
-    budget, granted = ByteBudget(4 * BYTES_PER_DELAY_SECOND), []
+    budget, granted = ByteBudget(4 * CLAIM_BYTES_PER_DELAY_SECOND), []
 
     def claim(name: str, seconds: float):
-        return budget.claim(int(seconds * BYTES_PER_DELAY_SECOND), lambda: granted.append(name))
+        return budget.claim(
+            int(seconds * CLAIM_BYTES_PER_DELAY_SECOND), lambda: granted.append(name)
+        )
 
     first = claim("first", 4)
     large = claim("large", 4)
@@ -44,7 +46,7 @@ def test_small_claim_passes_slightly_earlier_large_one(clock):
     assert (granted[-1], budget.num_waiting) == ("late", 0)
     late.release()
     late.release()
-    assert claim("whole", 9).num_bytes == 4 * BYTES_PER_DELAY_SECOND
+    assert claim("whole", 9).num_bytes == 4 * CLAIM_BYTES_PER_DELAY_SECOND
     assert granted[-1] == "whole"
 
 

@@ -153,7 +153,7 @@ async def test_wrong_template_is_reported_at_start(tmp_path):
 async def test_a_template_for_one_call():
     expected = list("HÉ!".encode())
     async with app_client(fake_engine("x")) as client:
-        engine = client._transport.app._serving.engine
+        engine = client._transport.app._server_context.engine
         for _ in range(2):
             done = await engine.chat(HELLO, chat_template=SHOUT).result()
             assert list(done.prompt_token_ids) == expected

@@ -189,7 +189,9 @@ async def test_a_response_that_begins_beside_the_last_events_of_another_is_one_t
     async with served(fake(step_time=0.005).engine()) as server, client_of(server) as client:
         await client.create("1", max_output_tokens=2)
         await client.until("response.output_text.delta")
-        await until(lambda: all(one.current_turn is None for one in server._app._serving.sessions))
+        await until(
+            lambda: all(one.current_turn is None for one in server._app._server_context.sessions)
+        )
         await client.create("2", max_output_tokens=100)
         await client.until("response.created")
         go_on.set()
@@ -245,7 +247,7 @@ async def test_many_responses_share_a_number_of_frames():
         async with client_of(server) as client:
             await client.create(max_output_tokens=60)
             events = await client.until(*ENDS)
-            assert server._app._serving.frame_pacer.pause_seconds == 0
+            assert server._app._server_context.frame_pacer.pause_seconds == 0
     texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     assert len(texts) < 60
     expected = rig.executor.reference([1, 2, 3], 60)
@@ -261,7 +263,7 @@ async def test_connection_closed_during_its_turn_leaves_nothing():
             await asyncio.sleep(10)
 
     async with fake(step_time=0.01).engine() as engine:
-        serving = create_app(engine)._serving
+        serving = create_app(engine)._server_context
         session = ResponseSession(Connection(), serving, "")
         await session.run()
         assert (session.current_turn, serving.frame_pacer._num_responses) == (None, 0)
@@ -531,8 +533,8 @@ async def test_too_many_connections_are_answered_with_503():
 
 async def test_a_failure_of_ours_closes_with_1011(caplog):
     async with served(fake().engine()) as server, client_of(server) as client:
-        (session,) = server._app._serving.sessions
-        session.serving = None
+        (session,) = server._app._server_context.sessions
+        session.server_context = None
         await client.create(max_output_tokens=1)
         assert await closed_with(client) == (1011, "internal error")
         assert "a WebSocket at /v1/responses failed" in caplog.text

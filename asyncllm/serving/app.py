@@ -35,7 +35,7 @@ from asyncllm.serving.request_body import UnsupportedFieldPolicy
 from asyncllm.serving.response_session import FIELD_BY_ENGINE_PARAM, ResponseSession
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import ServingContext, default_model_names
-from asyncllm.serving.sockets import Session, SocketConnection, run_session
+from asyncllm.serving.sockets import WebSocketConnection, WebSocketSession, run_session
 from asyncllm.serving.stats_session import StatsSession
 from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
 
@@ -48,9 +48,9 @@ PUBLIC_PATHS = ("/health", "/health/live", "/health/ready")
 class ServerApp:
     """ASGI application made by ``create_app``."""
 
-    def __init__(self, app: ASGIApp, serving: ServingContext) -> None:
+    def __init__(self, app: ASGIApp, server_context: ServingContext) -> None:
         self._app = app
-        self._serving = serving
+        self._server_context = server_context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"].endswith("/"):
@@ -60,21 +60,21 @@ class ServerApp:
 
     @property
     def engine(self) -> AsyncLLMEngine:
-        return self._serving.engine
+        return self._server_context.engine
 
     @property
     def needs_token(self) -> bool:
         """Whether clients have to send a token."""
-        return self._serving.needs_bearer_token
+        return self._server_context.needs_bearer_token
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The model's names for clients."""
-        return self._serving.model_names
+        return self._server_context.model_names
 
     def drain(self) -> None:
         """Answer every new request with 503, ``/health`` too. Requests in flight go on."""
-        self._serving.is_draining = True
+        self._server_context.is_draining = True
 
 
 def create_app(
@@ -133,13 +133,13 @@ def create_app(
     """
     if not (page is None or callable(page)):
         raise check.value_error("page", page, "a function of a path, or None")
-    pages = check.strings("origins", origins, optional=True)
+    allowed_origins = check.strings("origins", origins, optional=True)
     tokens = check.strings("token", (token,) if isinstance(token, str) else token, optional=True)
     if tokens == ():
         raise check.value_error("token", token, "at least one token, or None")
-    rules = AccessRules(tokens=tokens, origins=pages, local=local)
+    access_rules = AccessRules(tokens=tokens, origins=allowed_origins, local=local)
     names = check.strings("model_names", model_names, optional=True)
-    serving = ServingContext(
+    server_context = ServingContext(
         engine,
         tuple(default_model_names(engine)) if names is None else names,
         check.seconds("timeout", timeout, exclusive_low=True, optional=True),
@@ -158,19 +158,21 @@ def create_app(
         max_body_size=check.integer("max_body_size", max_body_size, 1, 2**30),
         body_timeout=check.seconds("body_timeout", body_timeout, exclusive_low=True),
     )
-    app = _router(serving, rules, page)
-    if pages is not None:
+    app = _make_router(server_context, access_rules, page)
+    if allowed_origins is not None:
         app = CORSMiddleware(
             app,
-            allow_origins=pages,
+            allow_origins=allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # pyright: ignore[reportAssignmentType]
-    return ServerApp(app, serving)
+    return ServerApp(app, server_context)
 
 
-def _router(serving: ServingContext, rules: AccessRules, page: Page | None) -> ASGIApp:
+def _make_router(
+    server_context: ServingContext, access_rules: AccessRules, page: Page | None
+) -> ASGIApp:
     chat = partial(answer_choices_request, ChatRequest, ChatWriter)
     completions = partial(answer_choices_request, CompletionRequest, CompletionWriter)
     stored_response_handlers: dict[str, Handler] = {
@@ -193,26 +195,30 @@ def _router(serving: ServingContext, rules: AccessRules, page: Page | None) -> A
         ("/openapi.json", {"GET": server_info.show_openapi}, {}),
     ]
     routes: list[BaseRoute] = []
-    for path, handlers, names in endpoints:
-        path_rules = None if path in PUBLIC_PATHS else rules
-        routes.append(Route(path, Endpoint(serving, handlers, path_rules, names)))
-    sessions: dict[str, Callable[[SocketConnection, str], Session]] = {
-        "/v1/responses": lambda socket, owner: ResponseSession(socket, serving, owner),
-        "/v1/stats": lambda socket, _: StatsSession(socket, serving),
+    for path, handlers, field_names in endpoints:
+        path_rules = None if path in PUBLIC_PATHS else access_rules
+        routes.append(Route(path, Endpoint(server_context, handlers, path_rules, field_names)))
+    sessions: dict[str, Callable[[WebSocketConnection, str], WebSocketSession]] = {
+        "/v1/responses": lambda socket, owner: ResponseSession(socket, server_context, owner),
+        "/v1/stats": lambda socket, _: StatsSession(socket, server_context),
     }
     for path, make_session in sessions.items():
         socket_handlers = {"WEBSOCKET": partial(run_session, make_session)}
-        routes.append(WebSocketRoute(path, Endpoint(serving, socket_handlers, rules, {})))
+        routes.append(
+            WebSocketRoute(path, Endpoint(server_context, socket_handlers, access_rules, {}))
+        )
     return Router(
         routes,
         redirect_slashes=False,
-        default=_make_fallback_app(serving, rules, page, {path for path, _, _ in endpoints}),
-        lifespan=lambda _: _lifespan(serving),
+        default=_make_fallback_app(
+            server_context, access_rules, page, {path for path, _, _ in endpoints}
+        ),
+        lifespan=lambda _: _lifespan(server_context),
     )  # pyright: ignore[reportReturnType]
 
 
 def _make_fallback_app(
-    serving: ServingContext, rules: AccessRules, page: Page | None, paths: set[str]
+    server_context: ServingContext, access_rules: AccessRules, page: Page | None, paths: set[str]
 ) -> ASGIApp:
     """Make the application for paths without a route: it serves a file of ``page``, or an error.
 
@@ -224,34 +230,36 @@ def _make_fallback_app(
         path, method = scope["path"].removeprefix(scope.get("root_path", "")), scope.get("method")
         file = page(path or "/") if page is not None and method in ("GET", "HEAD") else None
         if file is not None:
-            endpoint = Endpoint(serving, {"GET": partial(_send_file, file)}, None, {})
+            endpoint = Endpoint(server_context, {"GET": partial(_send_file, file)}, None, {})
         else:
             # The client's base URL lacks /v1, or has it twice.
             intended_paths = {f"/v1{path}", path.removeprefix("/v1")} & paths
             hint = (
                 f"; {min(intended_paths)} is"
                 if intended_paths
-                else _PATH_HINTS.get(path, "; /openapi.json has all paths")
+                else _ERROR_HINT_BY_PATH.get(path, "; /openapi.json has all paths")
             )
             refuse = partial(_refuse_path, hint)
             handlers = {"GET": refuse, method or "WEBSOCKET": refuse}
-            endpoint = Endpoint(serving, handlers, rules, {})
+            endpoint = Endpoint(server_context, handlers, access_rules, {})
         await endpoint(scope, receive, send)
 
     return answer
 
 
-async def _refuse_path(hint: str, serving: ServingContext, exchange: Exchange) -> None:
-    raise ProtocolError(f"there is nothing at this path{hint}", code="not_found", status=404)
+async def _refuse_path(path_hint: str, server_context: ServingContext, exchange: Exchange) -> None:
+    raise ProtocolError(f"there is nothing at this path{path_hint}", code="not_found", status=404)
 
 
-async def _send_file(file: tuple[str, bytes], serving: ServingContext, exchange: Exchange) -> None:
+async def _send_file(
+    file: tuple[str, bytes], server_context: ServingContext, exchange: Exchange
+) -> None:
     content_type, body = file
     headers = {"cache-control": "no-store"}
     await exchange.respond(200, body, f"{content_type}; charset=utf-8", headers)
 
 
-_PATH_HINTS = {
+_ERROR_HINT_BY_PATH = {
     "/v1/embeddings": "; the engine generates text, and has no embeddings",
     "/v1/messages": "; Anthropic's protocol is not spoken: /v1/chat/completions or /v1/responses",
 }
@@ -259,9 +267,9 @@ _PATH_HINTS = {
 
 
 @asynccontextmanager
-async def _lifespan(serving: ServingContext) -> AsyncIterator[None]:
-    if serving.engine.state == "new":
-        async with serving.engine:
+async def _lifespan(server_context: ServingContext) -> AsyncIterator[None]:
+    if server_context.engine.state == "new":
+        async with server_context.engine:
             yield
     else:
         yield

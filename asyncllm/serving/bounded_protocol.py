@@ -1,4 +1,4 @@
-"""BoundedProtocol: limits how long a connection parses at a time, and leaves its answer unread."""
+"""BoundedProtocol: limits how long a connection parses at a time, or its client reads nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class Timer:
 
 
 class BoundedProtocol(asyncio.Protocol):
-    """Mixin of the HTTP and WebSocket protocols: parses received data in bounded slices, and closes
-    the connection of a client that leaves its answer unread.
+    """Mixin of the HTTP and WebSocket protocols, with limits on parsing and on unread answers.
+
+    Received data is parsed in bounded slices. The connection of a client that leaves its answer
+    unread is closed.
 
     The transport pauses writing as soon as the kernel accepts no more data, with TLS after 64 KiB.
     So no stream runs ahead of its client, and a client that reads nothing is noticed even if its

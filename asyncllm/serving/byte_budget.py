@@ -7,19 +7,19 @@ import itertools
 import time
 from collections.abc import Callable
 
-BYTES_PER_DELAY_SECOND = 1 << 20
-"""Number of bytes for which a claim is ranked one second later than it arrived. Claims are granted
-by rank, so small claims overtake a large one that arrived shortly before them."""
+CLAIM_BYTES_PER_DELAY_SECOND = 1 << 20
+"""Number of bytes in a claim that delay its place in the queue by one second. So small claims
+overtake a large one that arrived shortly before them."""
 
 RATE_CHECK_SECONDS = 2.0
-"""Seconds between two checks of the rate at which a claim's bytes are received."""
+"""Seconds between two checks of how fast a claim's body or message arrives."""
 
 MIN_BYTES_PER_RATE_CHECK = 1 << 16
-"""Minimum number of bytes to receive in RATE_CHECK_SECONDS while other claims wait."""
+"""Minimum number of bytes that a client sends per RATE_CHECK_SECONDS while other claims wait."""
 
 
 class ByteClaim:
-    """A connection's part of a ByteBudget, made by ``ByteBudget.claim``.
+    """One connection's reservation in a ByteBudget, made by ``ByteBudget.claim``.
 
     Attributes:
         num_bytes: number of bytes.
@@ -38,7 +38,7 @@ class ByteClaim:
         self.is_granted = self.is_released = False
 
     def is_too_slow(self, num_received: int) -> bool:
-        """Whether the claim's bytes are received too slowly while other claims wait. To be called
+        """Whether the client sends its data too slowly while other claims wait. To be called
         at least every ``RATE_CHECK_SECONDS``, from the grant until all bytes are received.
 
         Args:
@@ -81,7 +81,7 @@ class ByteBudget:
         """Claim bytes. ``on_grant`` is called when they are granted, perhaps before this
         returns."""
         claim = ByteClaim(self, min(num_bytes, self._num_bytes), on_grant)
-        rank = time.monotonic() + claim.num_bytes / BYTES_PER_DELAY_SECOND
+        rank = time.monotonic() + claim.num_bytes / CLAIM_BYTES_PER_DELAY_SECOND
         heapq.heappush(self._waiting_claims, (rank, next(self._arrival_numbers), claim))
         self.num_waiting += 1
         self._grant_next()

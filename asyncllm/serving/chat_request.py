@@ -62,7 +62,7 @@ class Message(TypedDict):
     tool_calls: NotRequired[Annotated[ObjectList[MessageToolCall], Field(max_length=1024)] | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
-    # Fields of answers that clients send back; always empty.
+    # Fields of our messages, always empty: clients send these messages back.
     refusal: NotRequired[None]
     audio: NotRequired[None]
     function_call: NotRequired[None]
@@ -159,17 +159,17 @@ class ConversationFields(TemplateFields, SamplingFields):
         *,
         response_format: Mapping[str, Any] | None,
         template_variables: dict[str, Any],
-        **renamed_params: Any,
+        **param_overrides: Any,
     ) -> TokenStream:
-        """Submit a conversation with the request's tools; errors as for ``AsyncLLMEngine.chat``.
+        """Submit a conversation with the request's tools. Raises as ``AsyncLLMEngine.chat`` does.
 
         Args:
             options: the server's own arguments, as from ``ServingContext.request_options``.
-            renamed_params: as for ``sampling_params``.
+            param_overrides: parameters that do not come from the field of the same name.
         """
         return engine.chat(
             template_messages(messages, engine),
-            self.sampling_params(**renamed_params),
+            self.sampling_params(**param_overrides),
             tools=self.tools,
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -183,7 +183,7 @@ class ConversationFields(TemplateFields, SamplingFields):
 class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
-    FOREIGN_NAMES_KEY = "field of /v1/chat/completions"
+    OTHER_API_NAMES_KEY = "field of /v1/chat/completions"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         **ConversationFields.ACCEPTED_VALUES,

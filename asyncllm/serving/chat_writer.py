@@ -22,7 +22,11 @@ class ChatWriter(ChoicesWriter):
         tokenizer: the engine's tokenizer.
     """
 
-    ID_PREFIX, OBJECT, CHUNK_OBJECT = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    ID_PREFIX, OBJECT_TYPE, CHUNK_OBJECT_TYPE = (
+        "chatcmpl",
+        "chat.completion",
+        "chat.completion.chunk",
+    )
 
     def __init__(self, model: str, request: ChatRequest, tokenizer: Any) -> None:
         super().__init__(model, request, service_tier="default")
@@ -34,8 +38,8 @@ class ChatWriter(ChoicesWriter):
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         return {**super().full_answer(completions), **self._metadata}
 
-    def _choice(
-        self, output: CompletionOutput, first_choice: int, completion: Completion
+    def _make_choice(
+        self, output: CompletionOutput, first_choice_index: int, completion: Completion
     ) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
@@ -67,12 +71,12 @@ class ChatWriter(ChoicesWriter):
             self._delta_chunk(index, first, "null") for index in range(len(self._call_collectors))
         )
 
-    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
-        usage = self._count_usage(delta, first_choice, stream)
+    def chunks(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> str:
+        usage = self._count_usage(delta, first_choice_index, stream)
         if not delta.reasoning and not delta.tool_calls and self._logprobs is None:
             written = self._text_chunk(delta, usage) if delta.text else ""
         else:
-            written = self._general_chunk(delta, usage)
+            written = self._slow_path_chunk(delta, usage)
         if delta.finish_reason is not None:
             written += self._delta_chunk(delta.index, {}, usage, finish_reason=delta.finish_reason)
         return written
@@ -85,7 +89,7 @@ class ChatWriter(ChoicesWriter):
             usage,
         )
 
-    def _general_chunk(self, delta: Delta, usage: str) -> str:
+    def _slow_path_chunk(self, delta: Delta, usage: str) -> str:
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning

@@ -15,14 +15,14 @@ from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.event_sender import (
     EventSender,
     abort_on_disconnect,
-    sending_events,
+    open_event_sender,
     task_group,
 )
 from asyncllm.serving.exchange import Exchange, encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.sampling_fields import ChoicesRequest
-from asyncllm.serving.serving import LARGE_JSON_BYTES, ServingContext
+from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES, ServingContext
 from asyncllm.serving.token_logprobs import num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
@@ -39,7 +39,7 @@ RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 async def answer_choices_request(
     request_type: type[RequestT],
     writer_type: Callable[[str, RequestT, Any], ChoicesWriter],
-    serving: ServingContext,
+    server_context: ServingContext,
     exchange: Exchange,
 ) -> None:
     """Handle a request for a completion or a chat completion.
@@ -50,20 +50,22 @@ async def answer_choices_request(
     """
 
     def submit(body: bytes) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
-        request = request_type.parse(parse_json(body), serving.unsupported_fields)
-        model = serving.resolve_model_name(request.model)
-        streams = request.submit(serving.engine, serving.request_options(exchange.owner))
-        return request.stream, streams, writer_type(model, request, serving.engine.tokenizer)
+        request = request_type.parse(parse_json(body), server_context.unsupported_fields)
+        model = server_context.resolve_model_name(request.model)
+        streams = request.submit(
+            server_context.engine, server_context.request_options(exchange.owner)
+        )
+        return request.stream, streams, writer_type(model, request, server_context.engine.tokenizer)
 
     is_streamed, streams, writer = await exchange.process_body(submit)
-    exchange.release_body(after_tokenizing=streams)
+    exchange.release_body(untokenized_streams=streams)
     if is_streamed:
-        async with sending_events(
-            serving, exchange, streams, writer.first_chunks(), _error_event
+        async with open_event_sender(
+            server_context, exchange, streams, writer.first_chunks(), _error_event
         ) as sender:
-            await _send_chunks(serving, streams, writer, sender)
+            await _send_chunks(server_context, streams, writer, sender)
     else:
-        await _send_full_answer(serving, exchange, streams, writer)
+        await _send_full_answer(server_context, exchange, streams, writer)
 
 
 def _error_event(error: ProtocolError) -> str:
@@ -71,7 +73,7 @@ def _error_event(error: ProtocolError) -> str:
 
 
 async def _send_full_answer(
-    serving: ServingContext,
+    server_context: ServingContext,
     exchange: Exchange,
     streams: Sequence[TokenStream],
     writer: ChoicesWriter,
@@ -100,7 +102,10 @@ async def _send_full_answer(
             param="logprobs",
         )
     await exchange.respond(
-        200, await serving.run_json_job(lambda: to_json(writer.full_answer(completions)), num_bytes)
+        200,
+        await server_context.run_json_job(
+            lambda: to_json(writer.full_answer(completions)), num_bytes
+        ),
     )
 
 
@@ -112,15 +117,15 @@ def _num_completion_logprobs_bytes(completion: Completion) -> int:
 
 
 async def _send_chunks(
-    serving: ServingContext,
+    server_context: ServingContext,
     streams: Sequence[TokenStream],
     writer: ChoicesWriter,
     sender: EventSender,
 ) -> None:
     """Send the chunks of all streams as they arrive. The first error of a stream ends them all."""
 
-    async def send_stream(stream: TokenStream, first_choice: int) -> None:
-        pacer, chunks, send = serving.frame_pacer, writer.chunks, sender.send
+    async def send_stream(stream: TokenStream, first_choice_index: int) -> None:
+        pacer, chunks, send = server_context.frame_pacer, writer.chunks, sender.send
         num_read = 0
         unsent: dict[int, Delta] = {}
         async for delta in stream:
@@ -134,16 +139,16 @@ async def _send_chunks(
                     continue
                 text = ""
                 for unsent_delta in unsent.values():
-                    job = partial(chunks, unsent_delta, first_choice, stream)
-                    num_bytes = writer.num_logprobs_bytes(unsent_delta, first_choice, stream)
-                    text += await serving.run_json_job(job, num_bytes)
-                    if len(text) >= LARGE_JSON_BYTES:
+                    job = partial(chunks, unsent_delta, first_choice_index, stream)
+                    num_bytes = writer.num_logprobs_bytes(unsent_delta, first_choice_index, stream)
+                    text += await server_context.run_json_job(job, num_bytes)
+                    if len(text) >= MIN_LARGE_JSON_BYTES:
                         await send(text)
                         text = ""
                 unsent.clear()
                 num_read = 0
             else:  # Nearly every token takes this fast path.
-                text = chunks(delta, first_choice, stream)
+                text = chunks(delta, first_choice_index, stream)
             if text:
                 await send(text)
             if stream.usage is None and (pause := pacer.pause_seconds) > 0:
@@ -151,10 +156,10 @@ async def _send_chunks(
                 await anyio.sleep(pause)
 
     async with task_group() as tasks:
-        first_choice = 0
+        first_choice_index = 0
         for stream in streams:
-            tasks.start_soon(send_stream, stream, first_choice)
-            first_choice += stream.num_outputs
+            tasks.start_soon(send_stream, stream, first_choice_index)
+            first_choice_index += stream.num_outputs
     usages = [stream.usage for stream in streams]
     await sender.send(writer.final_chunks(usages) + "data: [DONE]\n\n")
 

@@ -19,50 +19,50 @@ from asyncllm.stream import TokenStream
 class ChoicesWriter:
     """Writer of one answer, whole or in server-sent events.
 
-    In its methods, ``first_choice`` is the index of a stream's first choice in the answer.
+    In its methods, ``first_choice_index`` is the index of a stream's first choice in the answer.
 
     Class attributes:
         ID_PREFIX: prefix of the answer's id.
-        OBJECT, CHUNK_OBJECT: field ``object`` of a whole answer, and of a streamed chunk.
+        OBJECT_TYPE, CHUNK_OBJECT_TYPE: field ``object`` of a whole answer, and of a streamed chunk.
 
     Args:
         model: the client's name for the model.
         request: the client's request.
-        more_fields: further fields of the answer and of each chunk.
+        extra_fields: further fields of the answer and of each chunk.
     """
 
     ID_PREFIX: ClassVar[str]
-    OBJECT: ClassVar[str]
-    CHUNK_OBJECT: ClassVar[str]
+    OBJECT_TYPE: ClassVar[str]
+    CHUNK_OBJECT_TYPE: ClassVar[str]
 
-    def __init__(self, model: str, request: ChoicesRequest, **more_fields: Any) -> None:
+    def __init__(self, model: str, request: ChoicesRequest, **extra_fields: Any) -> None:
         self._fields = {
-            "object": self.OBJECT,
+            "object": self.OBJECT_TYPE,
             "id": f"{self.ID_PREFIX}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
-            **more_fields,
+            **extra_fields,
         }
         chunks_with_usage = request.chunks_with_usage
         self._sends_usage = chunks_with_usage != "none"
         self._running_usage = RunningUsage() if chunks_with_usage == "each chunk" else None
-        # There is a chunk per token: their constant part is serialised once.
+        # Serialised once, because there is a chunk per token.
         self._chunk_start = (
-            f"data: {encode_json({**self._fields, 'object': self.CHUNK_OBJECT})[:-1]}"
+            f"data: {encode_json({**self._fields, 'object': self.CHUNK_OBJECT_TYPE})[:-1]}"
         )
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [
-            self._choice(output, i * len(completion.outputs), completion)
+            self._make_choice(output, i * len(completion.outputs), completion)
             for i, completion in enumerate(completions)
             for output in completion.outputs
         ]
         usage = self._usage([completion.usage for completion in completions])
         return {**self._fields, "choices": choices, "usage": usage}
 
-    def _choice(
-        self, output: CompletionOutput, first_choice: int, completion: Completion
+    def _make_choice(
+        self, output: CompletionOutput, first_choice_index: int, completion: Completion
     ) -> dict[str, Any]:
         """``choices`` entry of a whole answer, for one output of a prompt."""
         raise NotImplementedError
@@ -71,11 +71,11 @@ class ChoicesWriter:
         """Events before the first delta."""
         return ""
 
-    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
+    def chunks(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> str:
         """Events of a delta, or an empty text if there is nothing to send yet."""
         raise NotImplementedError
 
-    def num_logprobs_bytes(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
+    def num_logprobs_bytes(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> int:
         """Approximate number of JSON bytes of a delta's log-probabilities."""
         return num_logprobs_bytes(delta.logprobs)
 
@@ -88,10 +88,10 @@ class ChoicesWriter:
         usage_field = f',"usage":{usage}' if self._sends_usage else ""
         return f'{self._chunk_start},"choices":[{choice}]{usage_field}}}\n\n'
 
-    def _count_usage(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
-        """Count a delta; returns the JSON of ``usage`` in its chunks."""
+    def _count_usage(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> str:
+        """Add a delta's tokens to the usage; returns ``usage`` as JSON for the delta's chunks."""
         counts = self._running_usage
-        return "null" if counts is None else counts.add(delta, first_choice, stream)
+        return "null" if counts is None else counts.add(delta, first_choice_index, stream)
 
     def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
         """``usage`` of one or several streams."""

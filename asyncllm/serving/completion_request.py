@@ -47,7 +47,7 @@ Prompt = Annotated[
 class CompletionRequest(ChoicesRequest):
     """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
-    FOREIGN_NAMES_KEY = "field of /v1/completions"
+    OTHER_API_NAMES_KEY = "field of /v1/completions"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {"suffix": ("",)}
 

@@ -21,7 +21,7 @@ class CompletionWriter(ChoicesWriter):
         tokenizer: the engine's tokenizer.
     """
 
-    ID_PREFIX, OBJECT, CHUNK_OBJECT = "cmpl", "text_completion", "text_completion"
+    ID_PREFIX, OBJECT_TYPE, CHUNK_OBJECT_TYPE = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
         super().__init__(model, request)
@@ -35,17 +35,17 @@ class CompletionWriter(ChoicesWriter):
             for _ in range(num_choices)
         ]
 
-    def chunks(self, delta: Delta, first_choice: int, stream: TokenStream) -> str:
-        usage = self._count_usage(delta, first_choice, stream)
-        choice = self._choice(delta, first_choice, stream)
+    def chunks(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> str:
+        usage = self._count_usage(delta, first_choice_index, stream)
+        choice = self._make_choice(delta, first_choice_index, stream)
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
         return self._chunk(
             encode_logprobs(choice) if choice["logprobs"] else encode_json(choice), usage
         )
 
-    def num_logprobs_bytes(self, delta: Delta, first_choice: int, stream: TokenStream) -> int:
-        echoes = first_choice + delta.index in self._unechoed_choices
+    def num_logprobs_bytes(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> int:
+        echoes = first_choice_index + delta.index in self._unechoed_choices
         prompt = stream.prompt_logprobs if echoes else None
         return num_logprobs_bytes(delta.logprobs) + num_logprobs_bytes(prompt)
 
@@ -55,10 +55,10 @@ class CompletionWriter(ChoicesWriter):
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
 
-    def _choice(
+    def _make_choice(
         self,
         output: CompletionOutput | Delta,
-        first_choice: int,
+        first_choice_index: int,
         completion: Completion | TokenStream,
     ) -> dict[str, Any]:
         """Choice of a chunk or of a whole answer; begins with the prompt if it is to be echoed.
@@ -66,7 +66,7 @@ class CompletionWriter(ChoicesWriter):
         Args:
             completion: the output's completion or stream, which also has the prompt.
         """
-        index = first_choice + output.index
+        index = first_choice_index + output.index
         writer, text, first_token_id = self._logprobs[index], output.text, None
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or ()
         if not self._request.should_generate:

@@ -14,7 +14,7 @@ class ConnectionLimits:
     Attributes:
         max_connections: maximum number of connections whose requests are served; requests of others
             are answered with 503. To send this answer, the server accepts twice as many
-            connections, but at most 128 fewer than the process may open files. At either bound, the
+            connections, but leaves 128 of the process's file descriptors free. At either bound, the
             oldest connections that are between requests, or whose client has not sent a whole
             request, are closed first.
         max_header_size: maximum number of bytes of a request line with its header fields.
@@ -24,8 +24,8 @@ class ConnectionLimits:
         send_timeout: seconds that a client may leave its answer unread.
         keep_alive: seconds that a connection may be idle between two requests.
         close_timeout: seconds that a client has to answer a WebSocket's close.
-        ping_interval, ping_timeout: seconds between pings of a WebSocket, and to wait for the
-            answer; None sends no pings.
+        ping_interval: seconds between pings of a WebSocket; None sends no pings.
+        ping_timeout: seconds to wait for the answer to a ping; None waits without limit.
     """
 
     max_connections: int = 1024

@@ -24,23 +24,23 @@ class Endpoint:
     """ASGI application that serves one path.
 
     Args:
-        serving: passed to the handlers.
+        server_context: passed to the handlers.
         handlers: handlers by HTTP method; "WEBSOCKET" for WebSockets.
         access_rules: rules of access; None admits every request, also while draining.
         field_by_engine_param: map from engine parameters to the protocol's fields, where the names
             differ; for errors.
     """
 
-    _serving: ServingContext
+    _server_context: ServingContext
     _handlers: Mapping[str, Handler]
     _access_rules: AccessRules | None
     _field_by_engine_param: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(self._serving, scope, receive, send, self._field_by_engine_param)
+        exchange = Exchange(self._server_context, scope, receive, send, self._field_by_engine_param)
         try:
             self._check_request(exchange)
-            await self._find_handler(scope)(self._serving, exchange)
+            await self._find_handler(scope)(self._server_context, exchange)
         # Catch these before DISCONNECT_ERRORS: DeadlineExceededError is an OSError too.
         except (ProtocolError, AsyncLLMError) as error:
             await exchange.send_error(error)
@@ -68,7 +68,7 @@ class Endpoint:
         if self._access_rules is not None:
             subprotocols = exchange.scope.get("subprotocols", ())
             exchange.owner = self._access_rules.check(exchange.headers, subprotocols)
-            self._serving.check_not_draining()
+            self._server_context.check_not_draining()
 
     def _find_handler(self, scope: Scope) -> Handler:
         method = scope.get("method", "WEBSOCKET")

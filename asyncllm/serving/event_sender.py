@@ -16,7 +16,7 @@ from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import ServingContext
 from asyncllm.stream import TokenStream
 
-PING = ": ping\n\n"
+PING_COMMENT = ": ping\n\n"
 """Comment that clients ignore and proxies count as traffic."""
 
 
@@ -35,10 +35,10 @@ class EventSender:
         self._first_events = first_events
         self._start_lock = anyio.Lock()
         self._has_started = False
-        self._has_sent = False
+        self._has_sent_since_check = False
 
     def send(self, text: str) -> Awaitable[None]:
-        self._has_sent = True
+        self._has_sent_since_check = True
         return self._exchange.send_events(text) if self._has_started else self._start(text)
 
     async def _start(self, text: str) -> None:
@@ -59,14 +59,14 @@ class EventSender:
         with suppress(OSError):
             while True:
                 await anyio.sleep(seconds / 2)
-                if not self._has_sent:
-                    await self.send(PING)
-                self._has_sent = False
+                if not self._has_sent_since_check:
+                    await self.send(PING_COMMENT)
+                self._has_sent_since_check = False
 
 
 @asynccontextmanager
-async def sending_events(
-    serving: ServingContext,
+async def open_event_sender(
+    server_context: ServingContext,
     exchange: Exchange,
     streams: Sequence[TokenStream],
     first_events: str,
@@ -84,9 +84,9 @@ async def sending_events(
     """
     sender = EventSender(exchange, first_events)
     del first_events  # Free them once they are sent: they may repeat a long request.
-    serving.frame_pacer.begin_response()
+    server_context.frame_pacer.begin_response()
     try:
-        keep_alive = partial(sender.keep_alive, serving.ping_interval)
+        keep_alive = partial(sender.keep_alive, server_context.ping_interval)
         async with abort_on_disconnect(exchange, streams, keep_alive):
             yield sender
     except (ProtocolError, AsyncLLMError) as error:
@@ -94,7 +94,7 @@ async def sending_events(
             raise
         await sender.send(write_error(to_protocol_error(error, exchange.field_by_engine_param)))
     finally:
-        serving.frame_pacer.end_response()
+        server_context.frame_pacer.end_response()
     await exchange.end_events()
 
 
@@ -102,12 +102,12 @@ async def sending_events(
 async def abort_on_disconnect(
     exchange: Exchange,
     streams: Sequence[TokenStream],
-    background: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    background_task: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> AsyncIterator[None]:
     """Abort the streams when the client closes its connection, or the block is left.
 
     Args:
-        background: coroutine function that runs until the end of the block.
+        background_task: coroutine function that runs until the end of the block.
 
     Raises:
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
@@ -124,8 +124,8 @@ async def abort_on_disconnect(
     try:
         async with task_group() as tasks:
             tasks.start_soon(abort_when_gone)
-            if background is not None:
-                tasks.start_soon(background)
+            if background_task is not None:
+                tasks.start_soon(background_task)
             yield
             tasks.cancel_scope.cancel()
     except Exception:

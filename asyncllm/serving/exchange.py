@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.byte_budget import MIN_BYTES_PER_RATE_CHECK, RATE_CHECK_SECONDS, ByteClaim
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
-from asyncllm.serving.serving import LONG_JSON_BYTES, ServingContext
+from asyncllm.serving.serving import MIN_WORKER_JSON_BYTES, ServingContext
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("asyncllm.serving.access")
 JSON_CONTENT_TYPE = "application/json"
 
 CLOSE_HEADERS = {"Connection": "close"}
-"""Headers of an answer that is sent before the body was read to its end."""
+"""Headers of an answer that is sent before the whole request body was read."""
 
 
 class ClientGoneError(Exception):
@@ -43,7 +43,7 @@ class Exchange:
     """Reader of a request's body, and sender of the answer.
 
     Args:
-        serving: settings of the server; they bound the body.
+        server_context: the server's settings, such as the maximum size of a body.
         field_by_engine_param: map from engine parameters to the protocol's fields, where the names
             differ; for errors.
 
@@ -56,7 +56,7 @@ class Exchange:
 
     def __init__(
         self,
-        serving: ServingContext,
+        server_context: ServingContext,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -66,7 +66,7 @@ class Exchange:
         self.headers = Headers(scope=scope)
         self.owner = ""
         self.has_begun_answer = False
-        self._serving = serving
+        self._server_context = server_context
         self._receive = receive
         self._send = send
         self.field_by_engine_param = field_by_engine_param
@@ -77,8 +77,7 @@ class Exchange:
         self._status: int | str = "-"
 
     async def read_body(self) -> bytes:
-        """Read the body; a long one waits for its share of the memory, which ``release_body``
-        returns.
+        """Read the body. A long body first waits for memory, which ``release_body`` frees again.
 
         Raises:
             ProtocolError: if the body is too long, too slow or encoded.
@@ -93,7 +92,7 @@ class Exchange:
                     status=415,
                     headers={"Accept-Encoding": "identity"},
                 )
-        max_size, timeout = self._serving.max_body_size, self._serving.body_timeout
+        max_size, timeout = self._server_context.max_body_size, self._server_context.body_timeout
         content_length = 0
         for length in self.headers.getlist("content-length"):
             if not length.isdecimal() or len(length) > 20 or int(length) > max_size:
@@ -103,18 +102,21 @@ class Exchange:
         try:
             with anyio.fail_after(timeout) as scope:
                 while True:
-                    if self._claim is None and max(content_length, len(data)) >= LONG_JSON_BYTES:
-                        # The client's timeout does not run while its body waits unread. The length
-                        # of a chunked body is unknown.
+                    if (
+                        self._claim is None
+                        and max(content_length, len(data)) >= MIN_WORKER_JSON_BYTES
+                    ):
+                        # The timeout stops while the server leaves the body unread. A chunked body
+                        # has no Content-Length: claim the maximum.
                         scope.deadline = math.inf
                         num_claimed_bytes = (
                             len(data) if self._has_read_body else content_length or max_size
                         )
-                        self._claim = await self._serving.claim_body_bytes(num_claimed_bytes)
+                        self._claim = await self._server_context.claim_body_bytes(num_claimed_bytes)
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read_body:
                         return bytes(data)
-                    message = await self._receive_part(len(data))
+                    message = await self._receive_body_part(len(data))
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     data += message.get("body", b"")
@@ -124,13 +126,13 @@ class Exchange:
         except TimeoutError:
             raise _too_slow_error(f"did not come within {timeout:g} seconds") from None
 
-    async def process_body(self, process: Callable[[bytes], T]) -> T:
-        """Read the body and call ``process`` with it, on the worker thread for a long body.
+    async def process_body(self, handle_body: Callable[[bytes], T]) -> T:
+        """Read the body and call ``handle_body`` with it, on the worker thread for a long body.
         Afterwards nothing refers to the body, so that its memory is freed."""
         body = await self.read_body()
-        return await self._serving.run_json_job(lambda: process(body), len(body))
+        return await self._server_context.run_json_job(lambda: handle_body(body), len(body))
 
-    async def _receive_part(self, num_received: int) -> Message:
+    async def _receive_body_part(self, num_received: int) -> Message:
         """Receive the next part of the body.
 
         Raises:
@@ -146,11 +148,11 @@ class Exchange:
                 return await self._receive()
         return await self._receive()
 
-    def release_body(self, after_tokenizing: Sequence[TokenStream] = ()) -> None:
-        """Release the body's share of the memory, once the prompts of the streams
-        ``after_tokenizing`` are tokenised."""
+    def release_body(self, untokenized_streams: Sequence[TokenStream] = ()) -> None:
+        """Release the memory claimed for the body, once the prompts of ``untokenized_streams`` are
+        tokenised."""
         claim, self._claim = self._claim, None
-        self._serving.release_claim(claim, after_tokenizing)
+        self._server_context.release_claim(claim, untokenized_streams)
 
     async def wait_for_disconnect(self) -> None:
         """Wait until the client closes its connection, the only message after the body."""
@@ -172,10 +174,10 @@ class Exchange:
             ProtocolError: if the answer is long, and other clients' unread answers take the memory.
         """
         fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
-        claim = self._serving.claim_answer_bytes(len(body))
+        claim = self._server_context.claim_answer_bytes(len(body))
         try:
-            kind = await self._start(status, fields)
-            await self._send({"type": f"{kind}.body", "body": body})
+            message_prefix = await self._send_head(status, fields)
+            await self._send({"type": f"{message_prefix}.body", "body": body})
         finally:
             claim.release()
 
@@ -206,7 +208,7 @@ class Exchange:
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""
-        await self._start(
+        await self._send_head(
             200,
             {
                 "content-type": "text/event-stream; charset=utf-8",
@@ -222,7 +224,7 @@ class Exchange:
     async def end_events(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def _start(self, status: int, headers: Mapping[str, str]) -> str:
+    async def _send_head(self, status: int, headers: Mapping[str, str]) -> str:
         """Send status and headers; returns the prefix of the ASGI message types."""
         self.release_body()  # A client may read its answer slowly: free the memory for others.
         self.has_begun_answer, self._status = True, status
@@ -233,9 +235,9 @@ class Exchange:
             fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
         is_http = self.scope["type"] == "http"
-        kind = "http.response" if is_http else "websocket.http.response"
-        await self._send({"type": f"{kind}.start", "status": status, "headers": encoded})
-        return kind
+        message_prefix = "http.response" if is_http else "websocket.http.response"
+        await self._send({"type": f"{message_prefix}.start", "status": status, "headers": encoded})
+        return message_prefix
 
     def log(self) -> None:
         """Write the request's line in the log. Without an answer the status is "-"."""
@@ -270,8 +272,8 @@ def _too_large_error(max_size: int) -> ProtocolError:
 
 def encode_json(value: Any) -> str:
     """Serialise to compact JSON."""
-    return _ENCODER.encode(value)
+    return _JSON_ENCODER.encode(value)
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 """Shared JSON encoder, because ``json.dumps`` would make one per call."""

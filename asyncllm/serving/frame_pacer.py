@@ -1,4 +1,4 @@
-"""FramePacer: limits the frames per second that all responses send."""
+"""FramePacer: limits how many frames per second all responses send together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ one text stutters."""
 
 
 class FramePacer:
-    """Divides a frame rate among the responses in flight, so that frames do not block the loop.
+    """Divider of a frame rate among the responses in flight, which bounds the event loop's load.
 
     Args:
         max_rate: frames of text per second, over all responses.

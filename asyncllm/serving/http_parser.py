@@ -1,4 +1,4 @@
-"""HttpParser: h11's parser, with limits on header lines, chunks and events per parse turn."""
+"""HttpParser: h11's parser, with limits on header lines, on chunks, and on events per turn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_TARGET_BYTES = 8192
 MAX_CHUNK_LINE_BYTES = 4096
 """Maximum number of bytes of an incomplete chunk header, or of incomplete trailers."""
 
-BASE_CHUNK_LIMIT = 1024
-BYTES_PER_EXTRA_CHUNK = 64
-"""A body may have BASE_CHUNK_LIMIT chunks, and one more for each BYTES_PER_EXTRA_CHUNK bytes."""
+BASE_MAX_CHUNKS = 1024
+BODY_BYTES_PER_EXTRA_CHUNK = 64
+"""A body may have BASE_MAX_CHUNKS chunks, and one more per BODY_BYTES_PER_EXTRA_CHUNK bytes."""
 
-_BLANK_LINE = re.compile(rb"\n\r?\n")
+_BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
 
 
 class HttpParser(h11.Connection):
@@ -61,7 +61,7 @@ class HttpParser(h11.Connection):
             self.has_used_up_turn = True
             return h11.NEED_DATA
         if self._num_header_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
-            head = _BLANK_LINE.split(self.trailing_data[0], 1)[0]
+            head = _BLANK_LINE_PATTERN.split(self.trailing_data[0], 1)[0]
             if head.count(b"\n") > MAX_HEADER_LINES:
                 raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
         event = super().next_event()
@@ -70,11 +70,14 @@ class HttpParser(h11.Connection):
             self._events_left -= 1
             self._num_chunks += event.chunk_start
             self._num_body_bytes += len(event.data)
-            if self._num_chunks > BASE_CHUNK_LIMIT + self._num_body_bytes // BYTES_PER_EXTRA_CHUNK:
+            if (
+                self._num_chunks
+                > BASE_MAX_CHUNKS + self._num_body_bytes // BODY_BYTES_PER_EXTRA_CHUNK
+            ):
                 raise self._make_error(
                     f"body: has {self._num_chunks} chunks in {self._num_body_bytes} bytes, "
-                    f"expected at most {BASE_CHUNK_LIMIT} and one more for each "
-                    f"{BYTES_PER_EXTRA_CHUNK} bytes"
+                    f"expected at most {BASE_MAX_CHUNKS} and one more for each "
+                    f"{BODY_BYTES_PER_EXTRA_CHUNK} bytes"
                 )
         elif isinstance(event, h11.Request):
             self._begin_request(event)

@@ -17,7 +17,7 @@ from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.parse_queue import RequestStartQueue
 
 HTTP_SLICE_BYTES = 1 << 14
-"""Number of bytes that the HTTP parser gets at a time; it checks its bounds after each slice."""
+"""Bytes passed to the HTTP parser at a time. It checks its size limits after each slice."""
 
 MAX_DISCARDED_BYTES = 1 << 16
 """Maximum number of a request's remaining bytes that are read and dropped after an answer."""
@@ -28,7 +28,7 @@ end. After an immediate close, a client that still sends would get a reset and l
 
 
 class _FlowControl(FlowControl):
-    """uvicorn's flow control, which asks the protocol before reading resumes."""
+    """Flow control that lets the protocol decide whether to resume reading."""
 
     def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -47,7 +47,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         max_open_connections: maximum number of connections that are accepted.
         idle_connections: the server's connections that wait for a header, or for the rest of a
             body; the one that has waited longest comes first.
-        start_queue: queue in which requests of all connections begin.
+        start_queue: queue of all connections' requests that wait for their handler to start.
     """
 
     max_open_connections: ClassVar[int]
@@ -165,8 +165,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         if not self._close_idle_connections(self.limits.max_connections):
             self._refuse(503, "Service Unavailable", ("retry-after", "1"))
             return
-        # If writing is paused, pause it in the new protocol too. Writing is paused while the client
-        # has not read an earlier answer, or the session tickets of TLS.
+        # If writing is paused, pause it in the new protocol too. Writing is paused until the
+        # client has read an earlier answer, or the session tickets after a TLS handshake.
         paused = self.flow.write_paused
         self.resume_writing()
         super().handle_websocket_upgrade(event)

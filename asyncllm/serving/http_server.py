@@ -111,9 +111,9 @@ class HttpServer:
         self._task = asyncio.ensure_future(self._run(self._socket))
         return self
 
-    async def _run(self, listening: socket.socket) -> None:
+    async def _run(self, listening_socket: socket.socket) -> None:
         await self._server.main_loop()
-        await self._server.shutdown(sockets=[listening])
+        await self._server.shutdown(sockets=[listening_socket])
 
     def close_at_once(self) -> None:
         """End the wait of ``aclose`` for answers in flight."""

@@ -7,17 +7,17 @@ import time
 import anyio
 
 from asyncllm.metrics import EngineMetrics
-from asyncllm.serving.parse_queue import PAUSE_FACTOR
+from asyncllm.serving.parse_queue import PAUSE_TO_BUSY_RATIO
 
 
 class MetricsCache:
     """Text of ``/metrics``, rendered once for all clients that wait.
 
-    Between two renderings is a pause of PAUSE_FACTOR times the first one's duration. So any number
-    of scrapes take at most a fifth of the event loop's time.
+    After a rendering, the next waits for PAUSE_TO_BUSY_RATIO times its duration. So any number of
+    scrapes take at most a fifth of the event loop's time.
 
     Args:
-        metrics: rendered at each scrape; a rendering takes some milliseconds.
+        metrics: metrics of the engine; a rendering takes some milliseconds.
     """
 
     def __init__(self, metrics: EngineMetrics) -> None:
@@ -36,5 +36,5 @@ class MetricsCache:
                 self._began_at = time.monotonic()
                 self._text = self._metrics.render()
                 ended_at = time.monotonic()
-                self._next_at = ended_at + PAUSE_FACTOR * (ended_at - self._began_at)
+                self._next_at = ended_at + PAUSE_TO_BUSY_RATIO * (ended_at - self._began_at)
             return self._text

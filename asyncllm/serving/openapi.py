@@ -116,34 +116,34 @@ def _path_parameter(name: str) -> dict[str, Any]:
 
 
 def _describe_post(
-    summary: str, body: type[RequestBody], answer: type, event: type | None = None
+    summary: str, body_type: type[RequestBody], answer_type: type, event_type: type | None = None
 ) -> dict[str, Any]:
     """Describe a path that takes a body, and answers with events if the body has ``stream``."""
-    content = _json_content(answer)
-    if event is not None:
+    content = _json_content(answer_type)
+    if event_type is not None:
         # In OpenAPI before 3.2, the schema of an event stream describes a single event.
-        content["content"]["text/event-stream"] = {"schema": _schema_reference(event)}
+        content["content"]["text/event-stream"] = {"schema": _schema_reference(event_type)}
     operation = _describe_operation(summary, content, (400, 404, 408, 413, 415, 422, 429, 504))
-    operation["requestBody"] = {"required": True, **_json_content(body)}
+    operation["requestBody"] = {"required": True, **_json_content(body_type)}
     return {"post": operation}
 
 
 def _describe_operation(
-    summary: str, answer: dict[str, Any], errors: Iterable[int] = ()
+    summary: str, answer_content: dict[str, Any], error_statuses: Iterable[int] = ()
 ) -> dict[str, Any]:
     refusals = {
         str(status): {"description": _ERROR_DESCRIPTIONS[status], **_json_content(ErrorResponse)}
-        for status in sorted({*errors, 400, 401, 403, 500, 503})
+        for status in sorted({*error_statuses, 400, 401, 403, 500, 503})
     }
     return {
         "summary": summary,
-        "responses": {"200": {"description": "The answer.", **answer}, **refusals},
+        "responses": {"200": {"description": "The answer.", **answer_content}, **refusals},
     }
 
 
-def _json_content(kind: type) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": _schema_reference(kind)}}}
+def _json_content(body_type: type) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": _schema_reference(body_type)}}}
 
 
-def _schema_reference(kind: type) -> dict[str, Any]:
-    return {"$ref": _REF_TEMPLATE.format(model=kind.__name__)}
+def _schema_reference(body_type: type) -> dict[str, Any]:
+    return {"$ref": _REF_TEMPLATE.format(model=body_type.__name__)}

@@ -13,9 +13,9 @@ MAX_EVENTS_PER_PARSE_TURN = 64
 MIN_PAUSE_SECONDS = 0.004
 """Minimum number of seconds between two parse turns, of any connections."""
 
-PAUSE_FACTOR = 4
+PAUSE_TO_BUSY_RATIO = 4
 """Minimum pause after a parse turn, as a multiple of the turn's duration. So parse turns take at
-most a fifth of the loop's time."""
+most a fifth of the event loop's time."""
 
 
 class ParseQueue:
@@ -30,27 +30,27 @@ class ParseQueue:
         self._connections: dict[Callable[[], None], None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, begin_parse_turn: Callable[[], None]) -> None:
-        """Queue a connection, whose ``begin_parse_turn`` is called in its turn."""
-        self._connections[begin_parse_turn] = None
+    def add(self, turn_callback: Callable[[], None]) -> None:
+        """Queue a connection. ``turn_callback`` is called when its turn comes."""
+        self._connections[turn_callback] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(
                 MIN_PAUSE_SECONDS, self._begin_next_turn
             )
 
-    def discard(self, begin_parse_turn: Callable[[], None]) -> None:
-        self._connections.pop(begin_parse_turn, None)
+    def discard(self, turn_callback: Callable[[], None]) -> None:
+        self._connections.pop(turn_callback, None)
 
     def _begin_next_turn(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             if self._connections:
-                begin_parse_turn = next(iter(self._connections))
-                del self._connections[begin_parse_turn]
-                begin_parse_turn()
+                turn_callback = next(iter(self._connections))
+                del self._connections[turn_callback]
+                turn_callback()
         finally:
-            pause = max(MIN_PAUSE_SECONDS, PAUSE_FACTOR * (loop.time() - began))
+            pause = max(MIN_PAUSE_SECONDS, PAUSE_TO_BUSY_RATIO * (loop.time() - began))
             self._timer = (
                 loop.call_later(pause, self._begin_next_turn) if self._connections else None
             )

@@ -25,8 +25,8 @@ MAX_JSON_SEPARATORS = 2**18
 """Maximum number of commas, braces and brackets in a body. Parsing takes about 0.2 microseconds per
 value and holds the GIL; the length of texts hardly matters."""
 
-UNSUPPORTED_TYPE_ERROR = "unsupported_type"
-"""pydantic's error type for an item whose ``type`` no alternative of a union has."""
+UNSUPPORTED_ITEM_ERROR_TYPE = "unsupported_type"
+"""pydantic's error type for an item whose ``type`` matches no alternative of a union."""
 
 MAX_OBJECT_FIELDS = 64
 """Maximum number of fields of an object within a body."""
@@ -37,9 +37,9 @@ MAX_ERROR_PARAM_CHARACTERS = 200
 AcceptedValues = Mapping[str, tuple[Any, ...]]
 """Map from unsupported fields to the values that are accepted, because they have no effect."""
 
-_OTHER_TYPE_BY_TAG: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""Other type that a union of text and list accepts, for its errors; by pydantic's tag of the type
-that failed."""
+_ERROR_SUFFIX_BY_TAG: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
+"""Ends of error messages for unions of text and list: the alternative to the type that failed, by
+pydantic's tag of the failed type."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
@@ -105,15 +105,15 @@ class RequestBody(BaseModel):
     Class attributes:
         ACCEPTED_VALUES: map from unsupported fields to the values that are accepted, besides null,
             because they have no effect.
-        ACCEPTED_SUBFIELD_VALUES: the same for parts of supported fields, with paths "field.part".
-        FOREIGN_NAMES_KEY: key in OUR_NAMES_BY_FOREIGN_NAME for what other APIs call these fields.
+        ACCEPTED_SUBFIELD_VALUES: the same for parts of supported fields, by path "field.part".
+        OTHER_API_NAMES_KEY: key of this body's names in OUR_NAMES_BY_FOREIGN_NAME.
     """
 
     # pydantic also applies these settings to TypedDicts in the fields.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {}
     ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = {}
-    FOREIGN_NAMES_KEY: ClassVar[str] = "field"
+    OTHER_API_NAMES_KEY: ClassVar[str] = "field"
     _unsupported_fields: UnsupportedFieldPolicy = PrivateAttr(
         default_factory=UnsupportedFieldPolicy
     )
@@ -148,13 +148,13 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _equivalent_field(cls, param: str) -> str:
-        """Field of this body for a field of another API, such as vLLM's; empty if there is none."""
+        """Find the field of this body that matches another API's; empty if there is none."""
         name = re.sub(r"\[\d+\]", "[]", param)
         equivalent = OUR_NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
         if equivalent.partition("=")[0] in cls.model_fields:
             return equivalent
         return OUR_NAMES_BY_FOREIGN_NAME["field"].get(name) or OUR_NAMES_BY_FOREIGN_NAME[
-            cls.FOREIGN_NAMES_KEY
+            cls.OTHER_API_NAMES_KEY
         ].get(name, "")
 
     @classmethod
@@ -166,8 +166,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _to_client_error(cls, error: ValidationError) -> ProtocolError | InvalidRequestError:
-        """Convert pydantic's errors to one error for the client. An unknown field with an
-        equivalent here comes first, because the equivalent may be reported as missing."""
+        """Convert pydantic's errors to one error for the client. An unknown field that this server
+        has under another name comes first, because the other name may be reported as missing."""
         errors = error.errors(include_url=False, include_context=True)
         unknown = [detail for detail in errors if detail["type"] == "extra_forbidden"]
         renamed = (
@@ -178,7 +178,7 @@ class RequestBody(BaseModel):
         param = _field_path(loc)[:MAX_ERROR_PARAM_CHARACTERS]
         if first in unknown:
             return cls._unknown_field_error(param)
-        if first["type"] == UNSUPPORTED_TYPE_ERROR:
+        if first["type"] == UNSUPPORTED_ITEM_ERROR_TYPE:
             accepted = tuple(first["msg"].split())
             return unsupported_error(f"{param}.type", first["input"].get("type"), accepted)
         if first["type"] == "missing":
@@ -187,7 +187,7 @@ class RequestBody(BaseModel):
         _, separator, rest = message.partition(" should ")
         accepted = f"to {rest}".removeprefix("to be ") if separator else message
         if first["type"] in ("string_type", "list_type", "dict_type"):
-            accepted += _OTHER_TYPE_BY_TAG.get(loc[-1], "")
+            accepted += _ERROR_SUFFIX_BY_TAG.get(loc[-1], "")
         return check.value_error(param, first["input"], accepted)
 
     def present_values(self, names: Iterable[str]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class RequestBody(BaseModel):
 
 
 def unsupported_error(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> ProtocolError:
-    """Error for an unsupported field that would change the answer."""
+    """Make the error for an unsupported field that would change the answer."""
     message = f"{name}={check.describe(value)} is not supported here"
     if accepted:
         message += ", expected " + " or ".join(map(check.describe, accepted))
@@ -225,13 +225,13 @@ def _check_num_fields(value: Any) -> Any:
 
 T = TypeVar("T")
 LimitedObject = Annotated[T, BeforeValidator(_check_num_fields)]
-"""An object with a limited number of fields."""
+"""A JSON object in a body, with at most MAX_OBJECT_FIELDS fields."""
 
 ObjectList = Annotated[list[LimitedObject[T]], Field(fail_fast=True)]
 """A list of objects, checked up to its first invalid one."""
 
 Label = Annotated[str, Field(max_length=512)]
-"""Text that identifies a user or a group of requests to the client; answers repeat it."""
+"""The client's name for a user or a group of requests; answers repeat it."""
 
 Metadata = LimitedObject[
     Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]

@@ -23,8 +23,8 @@ ResponseEvent = tuple[str, str]
 class ResponseEvents:
     """Writer of one response's events; each method returns events to send, in order.
 
-    A response has at most one message, which tool calls do not end: later text continues it. So the
-    items do not depend on how the text was split into deltas.
+    A response has at most one message. Text after a tool call continues the message, so the items
+    do not depend on how the text was split into deltas.
 
     Args:
         request: the client's request.
@@ -120,9 +120,9 @@ class ResponseEvents:
             # Fast path of nearly every token: one event, without generators.
             message.texts.append(delta.text)
             return (self._text_event(delta.text, "[]"),)
-        return self._general_delta_events(delta)
+        return self._slow_path_events(delta)
 
-    def _general_delta_events(self, delta: Delta) -> Iterator[ResponseEvent]:
+    def _slow_path_events(self, delta: Delta) -> Iterator[ResponseEvent]:
         if delta.reasoning:
             self._unsent_logprobs.clear()
             yield from self._add_reasoning(delta.reasoning)
@@ -243,8 +243,8 @@ class ResponseEvents:
         )
         yield self._item_event("done", item)
 
-    def _item_event(self, change: str, item: TextItem | CallItem) -> ResponseEvent:
-        kind = f"response.output_item.{change}"
+    def _item_event(self, event_suffix: str, item: TextItem | CallItem) -> ResponseEvent:
+        kind = f"response.output_item.{event_suffix}"
         return self._make_event(kind, output_index=item.index, item=item.as_dict())
 
     def _response_object(self, status: str, usage: Usage | None = None) -> dict[str, Any]:

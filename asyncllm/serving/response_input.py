@@ -10,15 +10,15 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from asyncllm.serving.answers import ItemStatus
-from asyncllm.serving.request_body import UNSUPPORTED_TYPE_ERROR, LimitedObject, ObjectList
+from asyncllm.serving.request_body import UNSUPPORTED_ITEM_ERROR_TYPE, LimitedObject, ObjectList
 from asyncllm.serving.sampling_fields import TextOr
 
 Message = dict[str, Any]
 
 
-class ItemText(TypedDict):
-    """Text part of a message. Its other fields are those of output texts that a client sends back;
-    they are ignored."""
+class TextContentPart(TypedDict):
+    """Text part of a message. The optional fields are ignored: clients send output texts back as
+    input."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -26,7 +26,7 @@ class ItemText(TypedDict):
     logprobs: NotRequired[list[Any] | None]
 
 
-ItemContent = TextOr[str, Annotated[ObjectList[ItemText], Field(min_length=1)]]
+ItemContent = TextOr[str, Annotated[ObjectList[TextContentPart], Field(min_length=1)]]
 
 
 class _InputItem(TypedDict):
@@ -82,7 +82,7 @@ InputItem = Annotated[
     | Annotated[LimitedObject[ReasoningItem], Tag("#reasoning")],
     Discriminator(
         _get_item_tag,
-        custom_error_type=UNSUPPORTED_TYPE_ERROR,
+        custom_error_type=UNSUPPORTED_ITEM_ERROR_TYPE,
         custom_error_message="message function_call function_call_output reasoning",
     ),
 ]
@@ -127,15 +127,14 @@ def _message_content(content: Any) -> Any:
     return [{"type": "text", "text": part["text"]} for part in content]
 
 
-def memory_size(messages: Iterable[Message]) -> int:
-    """Approximate size of messages in memory, in bytes: their texts, and 256 bytes for each object
-    with a few fields."""
-    return sum(map(_memory_size_of, messages))
+def estimate_memory_bytes(messages: Iterable[Message]) -> int:
+    """Approximate bytes of messages in memory: those of the texts, and 256 for each object."""
+    return sum(map(_estimate_value_bytes, messages))
 
 
-def _memory_size_of(value: Any) -> int:
+def _estimate_value_bytes(value: Any) -> int:
     if isinstance(value, str):
         return sys.getsizeof(value)
     if isinstance(value, dict):
-        return 256 + sum(map(_memory_size_of, value.values()))
-    return sum(map(_memory_size_of, value)) if isinstance(value, list) else 0
+        return 256 + sum(map(_estimate_value_bytes, value.values()))
+    return sum(map(_estimate_value_bytes, value)) if isinstance(value, list) else 0

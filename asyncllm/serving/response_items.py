@@ -37,7 +37,7 @@ class TextItem:
 
     @property
     def event_fields(self) -> dict[str, Any]:
-        """Fields of an event that identify this item's part."""
+        """Fields by which an event names this item's content part."""
         return {"item_id": self.id, "output_index": self.index, "content_index": 0}
 
     @property

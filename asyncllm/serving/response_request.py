@@ -29,12 +29,12 @@ from asyncllm.stream import TokenStream
 from asyncllm.tool_calls.tool_use import MAX_TOOLS
 from asyncllm.validation import MAX_INTEGER
 
-INCLUDE_LOGPROBS = "message.output_text.logprobs"
+LOGPROBS_INCLUDE_VALUE = "message.output_text.logprobs"
 INCLUDE_VALUES = (
-    INCLUDE_LOGPROBS,
+    LOGPROBS_INCLUDE_VALUE,
     # Reasoning is not encrypted: clients send reasoning items back unchanged.
     "reasoning.encrypted_content",
-    # Contents of tools and inputs that this server refuses.
+    # Parts of tools and input items that this server refuses anyway.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -67,11 +67,11 @@ class ResponseNamedTool(_FunctionType, NamedFunction):
 ResponseToolChoice = TextOr[ToolMode, LimitedObject[ResponseNamedTool]]
 
 
-class PlainFormat(TypedDict):
+class SchemalessFormat(TypedDict):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(TypedDict):
+class JsonSchemaFormat(TypedDict):
     type: Literal["json_schema"]
     name: str
     schema: dict[str, Any]
@@ -84,11 +84,11 @@ def _get_text_format_tag(value: Any) -> str:
     return "#schema" if is_schema else "#plain"
 
 
-class TextConfig(TypedDict):
+class ResponseTextConfig(TypedDict):
     format: NotRequired[
         Annotated[
-            Annotated[LimitedObject[PlainFormat], Tag("#plain")]
-            | Annotated[LimitedObject[SchemaFormat], Tag("#schema")],
+            Annotated[LimitedObject[SchemalessFormat], Tag("#plain")]
+            | Annotated[LimitedObject[JsonSchemaFormat], Tag("#schema")],
             Discriminator(_get_text_format_tag),
         ]
         | None
@@ -113,7 +113,7 @@ class ResponseRequest(ConversationFields):
     """Body of a request for a response: OpenAI's fields, those of SamplingParams, and ``generate``.
     With ``generate=false`` the prompt is only computed into the prefix cache."""
 
-    FOREIGN_NAMES_KEY = "field of /v1/responses"
+    OTHER_API_NAMES_KEY = "field of /v1/responses"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         **ConversationFields.ACCEPTED_VALUES,
@@ -140,7 +140,7 @@ class ResponseRequest(ConversationFields):
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     tools: Annotated[ObjectList[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
-    text: TextConfig | None = None
+    text: ResponseTextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -167,7 +167,9 @@ class ResponseRequest(ConversationFields):
             if item not in INCLUDE_VALUES:
                 raise unsupported_error("include", item, INCLUDE_VALUES)
         return (
-            (self.top_logprobs or 0) if INCLUDE_LOGPROBS in include else self.top_logprobs or None
+            (self.top_logprobs or 0)
+            if LOGPROBS_INCLUDE_VALUE in include
+            else self.top_logprobs or None
         )
 
     @property

@@ -25,7 +25,7 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import ServingContext
-from asyncllm.serving.sockets import SocketConnection
+from asyncllm.serving.sockets import WebSocketConnection
 from asyncllm.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ FIELD_BY_ENGINE_PARAM = {"max_tokens": "max_output_tokens", "messages": "input",
 MAX_UNSTORED_RESPONSES = 32
 """Maximum number of responses with ``store=false`` that a connection can continue."""
 
-MAX_UNSTORED_BYTES = 1 << 20
+MAX_UNSTORED_RESPONSE_BYTES = 1 << 20
 """Maximum total bytes of the responses with ``store=false`` that a connection can continue."""
 
 MAX_CONSECUTIVE_ERRORS = 64
@@ -47,20 +47,21 @@ class ResponseSession:
     """Reader of one connection's requests, which it answers one at a time.
 
     Args:
-        connection: open connection. The session closes it only for reasons of the protocol.
-        serving: shared with the other connections.
+        connection: open connection. The session closes it only on errors; otherwise the caller
+            does.
+        server_context: shared with the other connections.
         owner: owner of the responses that the session creates and continues.
 
     Attributes:
         current_turn: the response in flight, if any.
     """
 
-    connection: SocketConnection
-    serving: ServingContext
+    connection: WebSocketConnection
+    server_context: ServingContext
     owner: str
     current_turn: ResponseTurn | None = None
     _unstored_responses: ResponseStore = field(
-        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_BYTES)
+        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_RESPONSE_BYTES)
     )
     _num_consecutive_errors: int = 0
     _is_closing: bool = False
@@ -93,10 +94,12 @@ class ResponseSession:
         if not isinstance(message, str):
             raise ProtocolError("binary message: expected text", code="invalid_message")
         # Claim bytes before decoding: a decoded message takes several times its bytes.
-        claim = await self.serving.claim_body_bytes(len(message))
+        claim = await self.server_context.claim_body_bytes(len(message))
         streams: list[TokenStream] = []
         try:
-            event = await self.serving.run_json_job(partial(parse_json, message), len(message))
+            event = await self.server_context.run_json_job(
+                partial(parse_json, message), len(message)
+            )
             kind = event.pop("type", None)
             if kind == "response.create":
                 streams.append(await self._create_response(event, len(message)))
@@ -111,7 +114,7 @@ class ResponseSession:
                     param="type",
                 )
         finally:
-            self.serving.release_claim(claim, after_tokenizing=streams)
+            self.server_context.release_claim(claim, untokenized_streams=streams)
 
     async def _send_error(self, error: ProtocolError) -> None:
         await self.connection.send(encode_json(error.event()))
@@ -134,7 +137,7 @@ class ResponseSession:
         self._is_closing = True
         self._tasks.start_soon(self.connection.close, code, reason)
 
-    async def _create_response(self, event: dict[str, Any], request_bytes: int) -> TokenStream:
+    async def _create_response(self, event: dict[str, Any], num_request_bytes: int) -> TokenStream:
         if self.current_turn is not None:
             raise ProtocolError(
                 f"response {self.current_turn.events.id!r} is in flight; one at a time on a "
@@ -142,17 +145,18 @@ class ResponseSession:
                 code="response_already_in_flight",
                 status=409,
             )
-        self.serving.check_not_draining()
-        request = await self.serving.run_json_job(
-            lambda: ResponseRequest.parse(event, self.serving.unsupported_fields), request_bytes
+        self.server_context.check_not_draining()
+        request = await self.server_context.run_json_job(
+            lambda: ResponseRequest.parse(event, self.server_context.unsupported_fields),
+            num_request_bytes,
         )
         if request.stream is False:
             raise unsupported_error("stream", False, (True,))
         turn = await ResponseTurn.begin(
-            self.serving, self.owner, request, request_bytes, self._unstored_responses
+            self.server_context, self.owner, request, num_request_bytes, self._unstored_responses
         )
         self.current_turn = turn
-        self.serving.frame_pacer.begin_response()
+        self.server_context.frame_pacer.begin_response()
         self._tasks.start_soon(self._respond, turn)
         return turn.stream
 
@@ -182,7 +186,7 @@ class ResponseSession:
         """Allow the next response, unless it has begun while the turn's last events were sent."""
         if self.current_turn is turn:
             self.current_turn = None
-            self.serving.frame_pacer.end_response()
+            self.server_context.frame_pacer.end_response()
 
     async def _send_all(self, events: Iterable[ResponseEvent]) -> None:
         send = self.connection.send

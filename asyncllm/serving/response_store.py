@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_input import Message, memory_size
+from asyncllm.serving.response_input import Message, estimate_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,9 @@ class Conversation:
     memory_bytes: int = 0
 
     def with_messages(self, messages: tuple[Message, ...]) -> Conversation:
-        return Conversation((*self.messages, *messages), self.memory_bytes + memory_size(messages))
+        return Conversation(
+            (*self.messages, *messages), self.memory_bytes + estimate_memory_bytes(messages)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,8 @@ class ResponseStore:
 
     Args:
         max_responses: maximum number of responses; 0 stores none.
-        max_bytes: maximum number of bytes of all responses and conversations, as ``memory_size``
-            counts them; the oldest are dropped.
+        max_bytes: maximum number of bytes of all responses and conversations; the oldest are
+            dropped.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
@@ -56,26 +58,26 @@ class ResponseStore:
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         return self._responses.get((owner, response_id))
 
-    def add(self, owner: str, response_id: str, stored: StoredResponse) -> None:
-        self._responses[owner, response_id] = stored
-        self._num_bytes_left -= _response_bytes(stored)
+    def add(self, owner: str, response_id: str, stored_response: StoredResponse) -> None:
+        self._responses[owner, response_id] = stored_response
+        self._num_bytes_left -= _estimate_response_bytes(stored_response)
         while len(self._responses) > self._max_responses or self._num_bytes_left < 0:
             _, oldest = self._responses.popitem(last=False)
-            self._num_bytes_left += _response_bytes(oldest)
+            self._num_bytes_left += _estimate_response_bytes(oldest)
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Remove a response; returns False if there was none."""
         removed = self._responses.pop((owner, response_id), None)
         if removed is not None:
-            self._num_bytes_left += _response_bytes(removed)
+            self._num_bytes_left += _estimate_response_bytes(removed)
         return removed is not None
 
 
-def _response_bytes(stored: StoredResponse) -> int:
-    return stored.conversation.memory_bytes + sys.getsizeof(stored.body)
+def _estimate_response_bytes(stored_response: StoredResponse) -> int:
+    return stored_response.conversation.memory_bytes + sys.getsizeof(stored_response.body)
 
 
-def response_not_found(response_id: str, param: str | None = None) -> ProtocolError:
+def response_not_found_error(response_id: str, param: str | None = None) -> ProtocolError:
     """Make the error for an id that is unknown, dropped, or another owner's.
 
     Args:

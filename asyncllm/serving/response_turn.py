@@ -16,18 +16,18 @@ from asyncllm.serving.response_store import (
     Conversation,
     ResponseStore,
     StoredResponse,
-    response_not_found,
+    response_not_found_error,
 )
 from asyncllm.serving.serving import ServingContext
 from asyncllm.stream import TokenStream
 
-CONVERTED_BYTES_PER_JSON_BYTE = 32
-"""Bytes of a conversation, as counted by ``memory_size``, whose conversion takes as long as parsing
-one byte of JSON. A short message has about 360 bytes, and is converted in 3 microseconds."""
+CONVERT_PARSE_SPEED_RATIO = 32
+"""Bytes of a conversation (by ``estimate_memory_bytes``) that are converted to chat messages in the
+time of parsing one byte of JSON. A short message of about 360 bytes takes 3 microseconds."""
 
-WRITTEN_BYTES_PER_READ_BYTE = 10
-"""Bytes of JSON that are written in the time of parsing one byte: the cost of events that repeat
-the request's texts and tools."""
+WRITE_PARSE_SPEED_RATIO = 10
+"""Bytes of JSON that are written in the time of parsing one byte. It estimates the cost of events
+that repeat the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[ResponseEvent]], Awaitable[None]]
 
@@ -43,29 +43,29 @@ class ResponseTurn:
 
     stream: TokenStream
     events: ResponseEvents
-    _serving: ServingContext
+    _server_context: ServingContext
     _owner: str
     _conversation: Conversation
     _store: ResponseStore
-    _request_bytes: int
+    _num_request_bytes: int
     _claim: ByteClaim
 
     @classmethod
     async def begin(
         cls,
-        serving: ServingContext,
+        server_context: ServingContext,
         owner: str,
         request: ResponseRequest,
-        request_bytes: int,
+        num_request_bytes: int,
         connection_store: ResponseStore,
     ) -> Self:
-        """Submit a request; a long conversation is checked on the worker thread. The caller calls
-        ``release`` at the end of the answer.
+        """Submit a request, on the worker thread if it is long. The caller calls ``release`` at the
+        end of the answer.
 
         Args:
-            owner: owner of the request, and of the responses that it may continue.
-            request_bytes: number of bytes of the request's JSON.
-            connection_store: store of one connection, for responses with ``store=false``.
+            owner: the client's identity; a client may continue only its own responses.
+            num_request_bytes: number of bytes of the request's JSON.
+            connection_store: this connection's responses with ``store=false``.
 
         Raises:
             ProtocolError, AsyncLLMError: if the request cannot be served.
@@ -73,39 +73,43 @@ class ResponseTurn:
         history = Conversation()
         if (previous_id := request.previous_response_id) is not None:
             stored = connection_store.get(owner, previous_id)
-            stored = stored or serving.response_store.get(owner, previous_id)
+            stored = stored or server_context.response_store.get(owner, previous_id)
             if stored is None:
-                raise response_not_found(previous_id, "previous_response_id")
+                raise response_not_found_error(previous_id, "previous_response_id")
             history = stored.conversation
-        claim = serving.claim_answer_bytes(request_bytes)
+        claim = server_context.claim_answer_bytes(num_request_bytes)
 
         def submit() -> Self:
-            engine = serving.engine
-            model = serving.resolve_model_name(request.model)
+            engine = server_context.engine
+            model = server_context.resolve_model_name(request.model)
             conversation = history.with_messages(request.messages)
-            stream = request.submit(engine, conversation.messages, serving.request_options(owner))
+            stream = request.submit(
+                engine, conversation.messages, server_context.request_options(owner)
+            )
             defaults = engine.model_config.generation_defaults or {}
             response = ResponseObject(request, model, defaults)
             events = ResponseEvents(request, response, engine.tokenizer.id_to_text_and_bytes)
-            store = serving.response_store if request.should_store else connection_store
-            return cls(stream, events, serving, owner, conversation, store, request_bytes, claim)
+            store = server_context.response_store if request.should_store else connection_store
+            return cls(
+                stream, events, server_context, owner, conversation, store, num_request_bytes, claim
+            )
 
         try:
-            return await serving.run_json_job(
-                submit, request_bytes + history.memory_bytes // CONVERTED_BYTES_PER_JSON_BYTE
+            return await server_context.run_json_job(
+                submit, num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO
             )
         except BaseException:
             claim.release()
             raise
 
     def release(self) -> None:
-        """Release the answer's share of the memory, once the client has read the answer."""
+        """Release the memory claimed for the answer, once the client has read it."""
         self._claim.release()
 
     async def serialize(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
         """Serialise events that contain the whole response; long ones on the worker thread."""
-        num_bytes = self._request_bytes // WRITTEN_BYTES_PER_READ_BYTE
-        return await self._serving.run_json_job(
+        num_bytes = self._num_request_bytes // WRITE_PARSE_SPEED_RATIO
+        return await self._server_context.run_json_job(
             lambda: list(events), num_bytes + self.events.num_logprobs_bytes
         )
 
@@ -119,7 +123,7 @@ class ResponseTurn:
         Raises:
             AsyncLLMError: if the request failed; or any error of ``send``.
         """
-        events, pacer = self.events, self._serving.frame_pacer
+        events, pacer = self.events, self._server_context.frame_pacer
         should_generate = events.should_generate
         async for delta in self.stream:
             if should_generate:
@@ -128,13 +132,15 @@ class ResponseTurn:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream = self.stream
-        async with self._serving.claimed_logprobs_bytes(events.num_logprobs_bytes):
+        async with self._server_context.claimed_logprobs_bytes(events.num_logprobs_bytes):
             final_events = await self.serialize(
                 events.completed_events(stream.finish_reason, stream.usage)
             )
             turn = (events.assistant_message(),) if should_generate else ()
             # A response with ``store=false`` can be continued, but not read again.
-            body = events.response_json if self._store is self._serving.response_store else ""
+            body = (
+                events.response_json if self._store is self._server_context.response_store else ""
+            )
             stored = StoredResponse(self._conversation.with_messages(turn), body)
             self._store.add(self._owner, events.id, stored)
             before_end()

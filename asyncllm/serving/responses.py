@@ -6,34 +6,38 @@ from collections.abc import Iterable
 
 from asyncllm.serving.answers import DeletedResponse
 from asyncllm.serving.choices import aborted_error
-from asyncllm.serving.event_sender import abort_on_disconnect, sending_events
+from asyncllm.serving.event_sender import abort_on_disconnect, open_event_sender
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.response_events import ResponseEvent
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.response_store import ResponseStore, response_not_found
+from asyncllm.serving.response_store import ResponseStore, response_not_found_error
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import ServingContext
 
 
-async def create_response(serving: ServingContext, exchange: Exchange) -> None:
+async def create_response(server_context: ServingContext, exchange: Exchange) -> None:
     def parse(body: bytes) -> tuple[ResponseRequest, int]:
-        return ResponseRequest.parse(parse_json(body), serving.unsupported_fields), len(body)
+        return ResponseRequest.parse(parse_json(body), server_context.unsupported_fields), len(body)
 
-    request, request_bytes = await exchange.process_body(parse)
+    request, num_request_bytes = await exchange.process_body(parse)
     turn = await ResponseTurn.begin(
-        serving, exchange.owner, request, request_bytes, connection_store=ResponseStore(0, 0)
+        server_context,
+        exchange.owner,
+        request,
+        num_request_bytes,
+        connection_store=ResponseStore(0, 0),
     )
-    exchange.release_body(after_tokenizing=[turn.stream])
+    exchange.release_body(untokenized_streams=[turn.stream])
     try:
         if request.stream:
-            await _send_events(serving, exchange, turn)
+            await _send_events(server_context, exchange, turn)
             return
         async with abort_on_disconnect(exchange, [turn.stream]):
             await turn.run(_drop_events)
         if turn.stream.finish_reason == "abort":
             raise aborted_error()
-        # ``respond`` claims the answer's bytes, the repeated request included.
+        # ``respond`` claims memory for the answer itself, whose JSON repeats the request.
         turn.release()
         await exchange.respond(200, turn.events.response_json.encode())
     finally:
@@ -45,9 +49,11 @@ async def _drop_events(events: Iterable[ResponseEvent]) -> None:
         pass
 
 
-async def _send_events(serving: ServingContext, exchange: Exchange, turn: ResponseTurn) -> None:
-    async with sending_events(
-        serving,
+async def _send_events(
+    server_context: ServingContext, exchange: Exchange, turn: ResponseTurn
+) -> None:
+    async with open_event_sender(
+        server_context,
         exchange,
         [turn.stream],
         _encode_events(await turn.serialize(turn.events.created_events())),
@@ -65,16 +71,16 @@ def _encode_events(events: Iterable[ResponseEvent]) -> str:
     return "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events])
 
 
-async def get_response(serving: ServingContext, exchange: Exchange) -> None:
+async def get_response(server_context: ServingContext, exchange: Exchange) -> None:
     response_id = exchange.scope["path_params"]["response_id"]
-    stored = serving.response_store.get(exchange.owner, response_id)
+    stored = server_context.response_store.get(exchange.owner, response_id)
     if stored is None:
-        raise response_not_found(response_id)
+        raise response_not_found_error(response_id)
     await exchange.respond(200, stored.body.encode())
 
 
-async def delete_response(serving: ServingContext, exchange: Exchange) -> None:
+async def delete_response(server_context: ServingContext, exchange: Exchange) -> None:
     response_id = exchange.scope["path_params"]["response_id"]
-    if not serving.response_store.remove(exchange.owner, response_id):
-        raise response_not_found(response_id)
+    if not server_context.response_store.remove(exchange.owner, response_id):
+        raise response_not_found_error(response_id)
     await exchange.respond_json(DeletedResponse(id=response_id, object="response", deleted=True))

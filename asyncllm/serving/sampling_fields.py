@@ -123,17 +123,17 @@ class SamplingFields(RequestBody):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
 
-    def sampling_params(self, **renamed_params: Any) -> SamplingParams:
+    def sampling_params(self, **param_overrides: Any) -> SamplingParams:
         """Convert the fields to SamplingParams, before anything is submitted.
 
         Args:
-            renamed_params: parameters whose fields have other names or meanings in the protocol.
+            param_overrides: parameters that do not come from the field of the same name.
 
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.
         """
-        shared_names = SamplingParams.__dataclass_fields__.keys() - renamed_params.keys()
-        return SamplingParams(**self.present_values(shared_names), **renamed_params)
+        shared_names = SamplingParams.__dataclass_fields__.keys() - param_overrides.keys()
+        return SamplingParams(**self.present_values(shared_names), **param_overrides)
 
     @property
     def scheduling_options(self) -> dict[str, Any]:

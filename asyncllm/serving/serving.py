@@ -27,12 +27,12 @@ from asyncllm.validation import describe
 
 T = TypeVar("T")
 
-LONG_JSON_BYTES = 4096
+MIN_WORKER_JSON_BYTES = 4096
 """Minimum number of bytes of JSON that a worker thread reads or writes, so that the event loop does
 not wait. A byte takes up to a quarter of a microsecond."""
 
-LARGE_JSON_BYTES = 1 << 16
-"""Minimum number of bytes of JSON that count in ``large_body_budget``."""
+MIN_LARGE_JSON_BYTES = 1 << 16
+"""Minimum number of bytes of JSON that count in ``large_body_budget`` and ``answer_budget``."""
 
 COPIES_OF_LOGPROBS = 3
 """Copies of a response's log-probabilities that are in memory while its last events are sent: as
@@ -57,17 +57,17 @@ class ServingContext:
         body_timeout: seconds that a client has to send the body.
         is_draining: whether the server is about to close, and refuses requests.
         sessions: sessions of the open WebSockets.
-        json_worker: thread that reads and writes long JSON. It pauses together with the engine's
+        json_worker: thread that reads and writes long JSON. It shares its pauses with the engine's
             threads for long texts, so that streams keep half their speed under any load of long
             bodies.
-        small_body_budget, large_body_budget: budgets of bytes for bodies that are being read,
-            checked or tokenised: of at least LONG_JSON_BYTES, and of at least LARGE_JSON_BYTES.
-            Parsed, a body of many small tools takes 8 times its size. No small body waits for a
-            large one.
-        answer_budget: budget of bytes for answers that clients have not read yet, and for requests
-            that an answer repeats event by event. JSON below LARGE_JSON_BYTES does not count.
-        logprobs_budget: budget of bytes for the last events of streamed responses with
-            log-probabilities, until clients have read them.
+        small_body_budget: budget for bodies from MIN_WORKER_JSON_BYTES to MIN_LARGE_JSON_BYTES,
+            while they are read, checked or tokenised. No small body waits for a large one.
+        large_body_budget: the same for larger bodies. Parsed, a body of many small tools takes 8
+            times its size.
+        answer_budget: budget for answers that clients have not read yet, and for requests whose
+            content the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not count.
+        logprobs_budget: budget for the last events of streamed responses with log-probabilities,
+            until clients have read them.
     """
 
     engine: AsyncLLMEngine
@@ -102,21 +102,27 @@ class ServingContext:
         Args:
             num_bytes: approximate number of JSON bytes that the job reads or writes.
         """
-        return job() if num_bytes < LONG_JSON_BYTES else await self.json_worker.call(job, num_bytes)
+        return (
+            job()
+            if num_bytes < MIN_WORKER_JSON_BYTES
+            else await self.json_worker.call(job, num_bytes)
+        )
 
     async def claim_body_bytes(self, num_bytes: int) -> ByteClaim | None:
-        """Reserve ``num_bytes`` of a body budget, waiting until they are free. Returns the claim,
-        which the caller releases; None below LONG_JSON_BYTES, which need no claim."""
-        if num_bytes < LONG_JSON_BYTES:
+        """Reserve memory for a request body, waiting until ``num_bytes`` are free. The caller
+        releases the returned claim, which is None for a body below MIN_WORKER_JSON_BYTES."""
+        if num_bytes < MIN_WORKER_JSON_BYTES:
             return None
-        budget = self.small_body_budget if num_bytes < LARGE_JSON_BYTES else self.large_body_budget
+        budget = (
+            self.small_body_budget if num_bytes < MIN_LARGE_JSON_BYTES else self.large_body_budget
+        )
         return await _wait_for_claim(budget, num_bytes)
 
     @asynccontextmanager
     async def claimed_logprobs_bytes(self, num_bytes: int) -> AsyncIterator[None]:
         """Reserve memory for events that repeat ``num_bytes`` of log-probabilities, waiting until
         it is free; few log-probabilities need none."""
-        if num_bytes < LARGE_JSON_BYTES:
+        if num_bytes < MIN_LARGE_JSON_BYTES:
             yield
             return
         claim = await _wait_for_claim(self.logprobs_budget, COPIES_OF_LOGPROBS * num_bytes)
@@ -132,7 +138,7 @@ class ServingContext:
         Raises:
             ProtocolError: if the answers that clients have not read leave too few bytes.
         """
-        counted_bytes = num_bytes if num_bytes >= LARGE_JSON_BYTES else 0
+        counted_bytes = num_bytes if num_bytes >= MIN_LARGE_JSON_BYTES else 0
         claim = self.answer_budget.claim(counted_bytes, lambda: None)
         if not claim.is_granted:
             claim.release()
@@ -145,14 +151,14 @@ class ServingContext:
         return claim
 
     def release_claim(
-        self, claim: ByteClaim | None, after_tokenizing: Sequence[TokenStream] = ()
+        self, claim: ByteClaim | None, untokenized_streams: Sequence[TokenStream] = ()
     ) -> None:
-        """Release a body's claim once the prompts of the streams ``after_tokenizing`` are
+        """Release the memory claimed for a body, once the prompts of ``untokenized_streams`` are
         tokenised."""
         if claim is None:
             return
         prompts: list[Future[None]] = []
-        if not all(stream.prompt_token_ids for stream in after_tokenizing):
+        if not all(stream.prompt_token_ids for stream in untokenized_streams):
             with suppress(AsyncLLMError):  # The engine may have closed.
                 prompts = self.engine._require_input_processor().submitter.pending_prompt_futures()
         num_left = len(prompts)
@@ -169,7 +175,7 @@ class ServingContext:
             claim.release()
 
     def resolve_model_name(self, requested: str | None) -> str:
-        """Name of the model in an answer.
+        """Find the model's name for an answer.
 
         Raises:
             ProtocolError: for a name that is not one of ``model_names``.

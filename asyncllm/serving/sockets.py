@@ -1,4 +1,4 @@
-"""SocketConnection: an open WebSocket over ASGI, for ResponseSession and StatsSession."""
+"""WebSocketConnection: an open WebSocket over ASGI, for ResponseSession and StatsSession."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncllm.serving.serving import ServingContext
 logger = logging.getLogger(__name__)
 
 
-class SocketConnection:
+class WebSocketConnection:
     """An open WebSocket connection. Sending raises one of DISCONNECT_ERRORS if the client is
     gone."""
 
@@ -48,29 +48,29 @@ class SocketConnection:
         self._is_open = False
 
 
-class Session(Protocol):
+class WebSocketSession(Protocol):
     async def run(self) -> None: ...
 
 
 async def run_session(
-    make_session: Callable[[SocketConnection, str], Session],
-    serving: ServingContext,
+    make_session: Callable[[WebSocketConnection, str], WebSocketSession],
+    server_context: ServingContext,
     exchange: Exchange,
 ) -> None:
     """Accept a WebSocket, and run a session on it.
 
     Args:
         make_session: makes a session from a connection and the owner of its responses.
-        serving: has the set of open sessions.
+        server_context: has the set of open sessions.
     """
     subprotocol = (
         WEBSOCKET_SUBPROTOCOL
         if WEBSOCKET_SUBPROTOCOL in exchange.scope.get("subprotocols", ())
         else None
     )
-    connection = SocketConnection(*await exchange.accept(subprotocol))
+    connection = WebSocketConnection(*await exchange.accept(subprotocol))
     session = make_session(connection, exchange.owner)
-    serving.sessions.add(session)
+    server_context.sessions.add(session)
     try:
         await session.run()
         await connection.close()
@@ -78,4 +78,4 @@ async def run_session(
         logger.exception("a WebSocket at %s failed", exchange.scope["path"])
         await connection.close(1011, "internal error")
     finally:
-        serving.sessions.discard(session)
+        server_context.sessions.discard(session)

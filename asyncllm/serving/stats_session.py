@@ -12,7 +12,7 @@ from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode_json
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.serving import ServingContext
-from asyncllm.serving.sockets import SocketConnection
+from asyncllm.serving.sockets import WebSocketConnection
 
 KEEP_ALIVE_SECONDS = 5.0
 """Maximum number of seconds between two snapshots."""
@@ -27,11 +27,11 @@ class StatsSession:
 
     Args:
         connection: an open connection.
-        serving: state whose engine and sessions are reported.
+        server_context: state whose engine and sessions are reported.
     """
 
-    connection: SocketConnection
-    serving: ServingContext
+    connection: WebSocketConnection
+    server_context: ServingContext
 
     async def run(self) -> None:
         """Run until the connection is closed. A client that sends anything is closed with 1008."""
@@ -54,10 +54,10 @@ class StatsSession:
                 if event != last or anyio.current_time() - sent_at > KEEP_ALIVE_SECONDS:
                     last, sent_at = event, anyio.current_time()
                     await self.connection.send(encode_json(event))
-                await anyio.sleep(self.serving.stats_interval)
+                await anyio.sleep(self.server_context.stats_interval)
 
     def _make_snapshot(self) -> dict[str, Any]:
-        sessions = self.serving.sessions
+        sessions = self.server_context.sessions
         responses = [
             {"id": turn.events.id, "tokens": turn.events.num_tokens}
             for session in sessions
@@ -65,7 +65,7 @@ class StatsSession:
         ]
         return {
             "type": "asyncllm.stats",
-            "stats": asdict(self.serving.engine.stats()),
+            "stats": asdict(self.server_context.engine.stats()),
             "connections": len(sessions),
             "responses": sorted(responses, key=lambda response: response["id"])[
                 :MAX_LISTED_RESPONSES

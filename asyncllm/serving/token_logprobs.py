@@ -16,13 +16,13 @@ LOWEST_LOGPROB = -1e9
 """JSON value for minus infinity, the log-probability of a token that cannot be sampled."""
 
 
-def num_logprobs_bytes(tokens: Sequence[TokenLogprobs | None] | None) -> int:
+def num_logprobs_bytes(logprobs: Sequence[TokenLogprobs | None] | None) -> int:
     """Approximate number of JSON bytes of log-probabilities."""
-    return 32 * len(tokens) * (1 + tokens[-1]._num_top) if tokens and tokens[-1] else 0
+    return 32 * len(logprobs) * (1 + logprobs[-1]._num_top) if logprobs and logprobs[-1] else 0
 
 
 def encode_logprobs(value: Any) -> str:
-    """Serialise a value with log-probabilities, ten times as fast as ``exchange.encode``."""
+    """Serialise a value with log-probabilities, ten times as fast as ``encode_json``."""
     return to_json(value).decode()
 
 
@@ -38,13 +38,13 @@ class LogprobWriter:
     id_to_text_and_bytes: Callable[[int], tuple[str, list[int]]]
     num_top: int
 
-    def write(self, tokens: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
+    def write(self, token_logprobs: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
         return [
             {
                 **self._make_entries((sampled,))[0],
                 "top_logprobs": self._make_entries(islice(top, self.num_top)),
             }
-            for sampled, top in map(TokenLogprobs._ids_and_logprobs, tokens)
+            for sampled, top in map(TokenLogprobs._ids_and_logprobs, token_logprobs)
         ]
 
     def _make_entries(self, candidates: Iterable[tuple[int, float]]) -> list[TopLogprob]:
@@ -59,7 +59,7 @@ class LogprobWriter:
 @dataclass(slots=True)
 class LegacyLogprobWriter:
     """Writer for completions: parallel lists, with each token's offset in the text. An offset
-    is the number of characters of the tokens before it, each decoded alone.
+    is the number of characters of all earlier tokens, each decoded alone.
 
     Args:
         id_to_text_and_bytes: function from token id to text and bytes.
@@ -71,18 +71,20 @@ class LegacyLogprobWriter:
     _offset: int = field(default=0, init=False)
 
     def write(
-        self, tokens: Sequence[TokenLogprobs | None], first_token_id: int | None = None
+        self, token_logprobs: Sequence[TokenLogprobs | None], unscored_token_id: int | None = None
     ) -> CompletionLogprobs:
-        """Write ``tokens`` as lists.
+        """Write log-probabilities as the parallel lists of a completion.
 
         Args:
-            first_token_id: token id of the first token if it has no log-probability.
+            unscored_token_id: id of the first token, if that has no log-probability.
         """
         lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for item in tokens:
+        for item in token_logprobs:
             if item is None:
                 text = (
-                    "" if first_token_id is None else self.id_to_text_and_bytes(first_token_id)[0]
+                    ""
+                    if unscored_token_id is None
+                    else self.id_to_text_and_bytes(unscored_token_id)[0]
                 )
                 logprob, top = None, None
             else:

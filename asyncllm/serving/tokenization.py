@@ -20,7 +20,7 @@ from asyncllm.serving.chat_request import (
 )
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import RequestBody, parse_json
-from asyncllm.serving.serving import LONG_JSON_BYTES, ServingContext
+from asyncllm.serving.serving import MIN_WORKER_JSON_BYTES, ServingContext
 from asyncllm.text.long_text import SHORT_TEXT_CHARACTERS
 from asyncllm.validation import MAX_LIST_ITEMS
 
@@ -50,27 +50,33 @@ class DetokenizeRequest(RequestBody):
 
 async def answer_long_text(
     make_answer: Callable[[ServingContext, bytes, int | None], bytes | None],
-    serving: ServingContext,
+    server_context: ServingContext,
     exchange: Exchange,
 ) -> None:
-    """Send the answer of ``make_answer(serving, body, max_characters)``. For a long body or text,
-    one of the engine's text threads makes the answer: ``make_answer`` is called there, after it has
-    returned None for a text of more than ``max_characters``."""
+    """Send the answer of ``make_answer(server_context, body, max_characters)``.
+
+    For a short body ``make_answer`` runs on the event loop, and returns None if the text has more
+    than ``max_characters``. Then, and for a long body, it runs on one of the engine's text threads.
+    """
     body = await exchange.read_body()
     answer = (
-        make_answer(serving, body, SHORT_TEXT_CHARACTERS) if len(body) < LONG_JSON_BYTES else None
+        make_answer(server_context, body, SHORT_TEXT_CHARACTERS)
+        if len(body) < MIN_WORKER_JSON_BYTES
+        else None
     )
     if answer is None:
-        texts = serving.engine._require_input_processor().prompts.tokenizer_threads
-        answer = await texts.call(partial(make_answer, serving, body), len(body))
+        threads = server_context.engine._require_input_processor().prompts.tokenizer_threads
+        answer = await threads.call(partial(make_answer, server_context, body), len(body))
     assert answer is not None
     await exchange.respond(200, answer)
 
 
-def tokenize(serving: ServingContext, data: bytes, max_characters: int | None) -> bytes | None:
-    request = TokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
-    serving.resolve_model_name(request.model)
-    engine, messages = serving.engine, request.messages
+def tokenize(
+    server_context: ServingContext, body: bytes, max_characters: int | None
+) -> bytes | None:
+    request = TokenizeRequest.parse(parse_json(body), server_context.unsupported_fields)
+    server_context.resolve_model_name(request.model)
+    engine, messages = server_context.engine, request.messages
     if (request.prompt is None) == (messages is None):
         raise InvalidRequestError("prompt: expected either prompt or messages", param="prompt")
     _, encode = engine._require_input_processor().prompts.prepare_tokenize(
@@ -85,17 +91,17 @@ def tokenize(serving: ServingContext, data: bytes, max_characters: int | None) -
     token_ids = encode(max_characters)
     if token_ids is None:
         return None
-    body = TokenizeResponse(count=len(token_ids), tokens=token_ids, token_strs=None)
+    response = TokenizeResponse(count=len(token_ids), tokens=token_ids, token_strs=None)
     if request.return_token_strs:
         id_to_bytes = engine.tokenizer.id_to_bytes
-        body["token_strs"] = [id_to_bytes(i).decode(errors="replace") for i in token_ids]
-    return to_json(body)
+        response["token_strs"] = [id_to_bytes(i).decode(errors="replace") for i in token_ids]
+    return to_json(response)
 
 
-def detokenize(serving: ServingContext, data: bytes, _: int | None) -> bytes:
-    request = DetokenizeRequest.parse(parse_json(data), serving.unsupported_fields)
-    serving.resolve_model_name(request.model)
-    max_ids = serving.engine.max_model_len
+def detokenize(server_context: ServingContext, body: bytes, _: int | None) -> bytes:
+    request = DetokenizeRequest.parse(parse_json(body), server_context.unsupported_fields)
+    server_context.resolve_model_name(request.model)
+    max_ids = server_context.engine.max_model_len
     if len(request.tokens) > max_ids:
         # An answer may take forty times the memory of its ids.
         raise InvalidRequestError(
@@ -103,7 +109,7 @@ def detokenize(serving: ServingContext, data: bytes, _: int | None) -> bytes:
             "length",
             param="tokens",
         )
-    decode = serving.engine._require_input_processor().prompts.prepare_detokenize(
+    decode = server_context.engine._require_input_processor().prompts.prepare_detokenize(
         request.tokens, False
     )[1]
     return to_json(DetokenizeResponse(prompt=decode()))

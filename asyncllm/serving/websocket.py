@@ -59,8 +59,8 @@ def serve(
         max_connections: maximum number of open connections; others are answered with 503.
         max_message_size: maximum number of bytes of a WebSocket message and of a request's body. A
             longer message closes its connection with 1009.
-        ping_interval, ping_timeout: seconds between pings of a WebSocket, and to wait for the
-            answer; None sends no pings.
+        ping_interval: seconds between pings of a WebSocket; None sends no pings.
+        ping_timeout: seconds to wait for the answer to a ping; None waits without limit.
         close_timeout: seconds that a client has to answer a close, and that HTTP answers in flight
             may take when the server closes.
         ssl: context for TLS; None serves without TLS.

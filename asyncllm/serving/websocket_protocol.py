@@ -18,17 +18,16 @@ from asyncllm.serving.byte_budget import (
 )
 from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
 
-BASE_FRAME_LIMIT = 1024
-BYTES_PER_EXTRA_FRAME = 64
-"""A fragmented message may have BASE_FRAME_LIMIT frames, and one more for each
-BYTES_PER_EXTRA_FRAME bytes. Pings and pongs between its fragments count."""
+BASE_MAX_FRAMES = 1024
+MESSAGE_BYTES_PER_EXTRA_FRAME = 64
+"""A fragmented message may have BASE_MAX_FRAMES frames, and one more for each
+MESSAGE_BYTES_PER_EXTRA_FRAME bytes. Pings and pongs between its fragments count."""
 
 MESSAGE_TIMEOUT_SECONDS = 30.0
 """Seconds that a client has to send a message of more than MAX_BYTES_PER_PARSE_TURN bytes."""
 
-FRAME_SLICE_BYTES_RANGE = 256, 4096
-"""Minimum and maximum number of bytes that the WebSocket parser gets at a time. It parses every
-frame in them."""
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 256, 4096
+"""Bounds of the bytes passed to the WebSocket parser at a time. It parses all frames in them."""
 
 
 class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
@@ -81,12 +80,11 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         # making a Frame and a buffer for each text.
         self.transport.write(_encode_text_frame(text.encode()))
         if len(text) > MAX_BYTES_PER_PARSE_TURN:
-            # Let the application see that the client has read a long message.
+            # Return only when the client has read a long message, so that the application can wait.
             await self.writable.wait()
 
     def _parse(self) -> None:
-        min_size, max_size = FRAME_SLICE_BYTES_RANGE
-        size, self._num_frames = min_size, 0
+        size, self._num_frames = MIN_SLICE_BYTES, 0
         while self._unparsed and self._may_parse() and not self.transport.is_closing():
             if self._num_frames >= MAX_EVENTS_PER_PARSE_TURN:
                 self._wait_for_parse_turn()
@@ -98,7 +96,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
                 continue
             num_frames_before = self._num_frames
             WebSocketsSansIOProtocol.data_received(self, self._pop_unparsed_bytes(size))
-            size = min_size if self._num_frames > num_frames_before else min(2 * size, max_size)
+            has_new_frame = self._num_frames > num_frames_before
+            size = MIN_SLICE_BYTES if has_new_frame else min(2 * size, MAX_SLICE_BYTES)
         if not self._may_read() and not self.transport.is_closing():
             self.transport.pause_reading()
 
@@ -109,7 +108,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _begin_long_message(self) -> None:
         self._message_timer.start()
         self._rate_check_timer.start()
-        if self._claim is not None:  # Parsing was paused until the claim was granted.
+        if self._claim is not None:  # Parsing waited for the claim.
             self._resume_parsing()
 
     def _check_receive_rate(self) -> None:
@@ -145,8 +144,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         frames = [event for event in events if isinstance(event, Frame)]
         if any(self._exceeds_frame_limit(frame) for frame in frames) and not self.close_sent:
             reason = (
-                f"more than {BASE_FRAME_LIMIT} frames, and one for each {BYTES_PER_EXTRA_FRAME} "
-                "bytes, in a message"
+                f"more than {BASE_MAX_FRAMES} frames, and one for each "
+                f"{MESSAGE_BYTES_PER_EXTRA_FRAME} bytes, in a message"
             )
             self.conn.fail(CloseCode.MESSAGE_TOO_BIG, reason)
             self.handle_parser_exception()
@@ -156,13 +155,15 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             frame.data = b""  # websockets' parser refers to the last frame until the next one
 
     def _exceeds_frame_limit(self, frame: Frame) -> bool:
-        """Count a frame of a fragmented message, or between its fragments. Returns whether the
-        message has more frames than allowed."""
+        """Count a frame that arrives while a message is fragmented. Returns whether the message has
+        more frames than allowed."""
         is_control = frame.opcode >= Opcode.CLOSE
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
-            self._frames_left = BASE_FRAME_LIMIT
+            self._frames_left = BASE_MAX_FRAMES
         if self._is_fragmented or not (is_control or frame.fin):
-            self._frames_left += (0 if is_control else len(frame.data) / BYTES_PER_EXTRA_FRAME) - 1
+            self._frames_left += (
+                0 if is_control else len(frame.data) / MESSAGE_BYTES_PER_EXTRA_FRAME
+            ) - 1
         if not is_control:
             self._is_fragmented = not frame.fin
         return self._frames_left < 0
