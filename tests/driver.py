@@ -10,8 +10,8 @@ from typing import Any
 from asyncllm.core.batch import (
     GrammarMask,
     PromptSpan,
-    RequestAssignment,
     RowError,
+    SlotAssignment,
     StepBatch,
     StepResult,
 )
@@ -225,7 +225,7 @@ class Driver:
             processors_key = id(seq)
             self.executor.in_process.processors[id(seq)] = seq.sampling.logits_processors
         batch.assignments.append(
-            RequestAssignment(
+            SlotAssignment(
                 req_index=seq.req_index,
                 request_id=f"seq-{seq.req_index}",
                 token_ids=seq.tokens.copy(),

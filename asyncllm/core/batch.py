@@ -19,7 +19,7 @@ from asyncllm.validation import describe
 
 
 @dataclass(slots=True)
-class RequestAssignment:
+class SlotAssignment:
     """State of a request that enters a slot: at its start, or after a preemption or a pause.
 
     Attributes:
@@ -106,7 +106,7 @@ class StepBatch:
     num_decodes: int = 0
     num_tokens: int = 0
     released_indices: list[int] = field(default_factory=list)
-    assignments: list[RequestAssignment] = field(default_factory=list)
+    assignments: list[SlotAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
     freed_entries: list[tuple[int, int, int, int]] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)

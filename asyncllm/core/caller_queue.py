@@ -30,8 +30,8 @@ class _Waiter:
 
 
 class CallerQueue:
-    """Queue of groups that wait for a place in the queue of one engine, or of any engine of an
-    EngineGroup. Owners take turns.
+    """Queue of request groups that wait for a place in the queue of one engine, or of any engine of
+    an EngineGroup. Each owner (``Request.owner``) that has waiting groups gets a place in turn.
 
     Attributes:
         lock: held while a group gets its place. It is taken before the lock of an Admission.

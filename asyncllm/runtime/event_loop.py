@@ -49,9 +49,9 @@ class AsyncioBackend:
         self._thread = threading.get_ident()
 
     def make_waiter(self) -> Any:
-        """Make an awaitable that ``set_result`` ends on the loop's thread; None if the caller does
-        not run on this loop. Every wait checks the caller, so the check is cheap: it compares
-        threads. For a second asyncio loop in the same thread, asyncio itself raises."""
+        """Make a future for a wait on this loop's thread; None if called on another thread, or if
+        the loop is closed. Every wait checks this, so the check is cheap: it compares threads. If
+        a second asyncio loop of the same thread awaits the future, asyncio raises RuntimeError."""
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()
@@ -89,7 +89,7 @@ class TrioBackend:
     def __init__(self, token: Any) -> None:
         import trio
 
-        # trio.RunFinishedError is a RuntimeError, as AsyncioBackend.post raises.
+        # trio.RunFinishedError is a subclass of RuntimeError, which AsyncioBackend.post raises too.
         self.post: Callable[[Callable[[], Any]], Any] = token.run_sync_soon
         self._token = token
         self._trio = trio
