@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncllm.core.batch import (
     GrammarMask,
-    PromptSpan,
+    PromptLogprobSpan,
     RowError,
     SlotAssignment,
     StepBatch,
@@ -143,7 +143,7 @@ class Driver:
         first = max(seq.computed, len(seq.prompt_logprobs))
         end = min(seq.computed + count, len(seq.prompt) - 1)
         if seq.sampling.prompt_logprobs is not None and first < end:
-            span = PromptSpan(first, end, seq.sampling.prompt_logprobs)
+            span = PromptLogprobSpan(first, end, seq.sampling.prompt_logprobs)
             batch.prompt_logprobs[len(batch) - 1] = span
 
     def collect(self) -> StepResult:

@@ -100,7 +100,7 @@ class SlowRig(Rig):
 
     def until_ahead(self) -> None:
         """Until its next mask is being made on the thread."""
-        while not self.core._mask_maker.num_pending:
+        while not self.core._mask_maker.num_pending_masks:
             assert not self.request.is_finished
             self.steps(1)
         until = time.monotonic() + 10
@@ -112,7 +112,7 @@ class SlowRig(Rig):
         """Open the gate and take steps to the end; the tokens of the slow request."""
         self.matcher.gate.set()
         while not self.request.is_finished:
-            if self.grammar.next_mask is not None and self.core._mask_maker.num_pending:
+            if self.grammar.next_mask is not None and self.core._mask_maker.num_pending_masks:
                 self.grammar.next_mask.exception(10)
             self.steps(1)
             check_scheduler(self.scheduler)
@@ -172,12 +172,12 @@ def test_an_abort_leaves_the_mask_in_the_making_to_its_thread(rig: SlowRig) -> N
     rig.steps(4)
     assert rig.request.finish_reason == "abort"
     check_scheduler(rig.scheduler)
-    assert rig.core._mask_maker.num_pending == 1
+    assert rig.core._mask_maker.num_pending_masks == 1
     rig.matcher.gate.set()
     assert rig.grammar.next_mask is not None
     assert rig.grammar.next_mask.result(10)[0] is not None
     rig.steps(1)
-    assert rig.core._mask_maker.num_pending == 0
+    assert rig.core._mask_maker.num_pending_masks == 0
     before = rig.neighbour.num_output_tokens
     rig.steps(4)
     assert rig.neighbour.num_output_tokens > before

@@ -100,7 +100,7 @@ class EngineCore:
         self._only_paused_since: float | None = None
         self.closed = False
         self._mask_maker = MaskMaker(self.send)
-        self._sampled_step = -1
+        self._sampled_step_number = -1
         self._num_steps = 0
         self._last_step_time = 0.0
         self._last_collected_at = 0.0
@@ -208,7 +208,7 @@ class EngineCore:
             self.is_hung = True
             if self.fatal_error is None:
                 self.fatal_error = cause
-        self._fail_all()
+        self._fail_all_requests()
         return True
 
     # --- the loop ----------------------------------------------------------------------
@@ -222,7 +222,7 @@ class EngineCore:
             pass
         except BaseException as error:
             self.fatal_error = error
-            self._fail_all()
+            self._fail_all_requests()
             # The engine keeps the error, but the objects in its traceback should be freed now.
             clear_frames(error)
         finally:
@@ -262,7 +262,9 @@ class EngineCore:
         if self._in_flight and (not launched or self._is_pipeline_full()):
             self._collect()
         elif not launched and (
-            self._is_suspended or self._mask_maker.num_pending or not self.scheduler.has_work()
+            self._is_suspended
+            or self._mask_maker.num_pending_masks
+            or not self.scheduler.has_work()
         ):
             self._wait_for_command()
 
@@ -279,7 +281,7 @@ class EngineCore:
     def _wait_for_command(self) -> None:
         """Wait until there is something to do; an idle engine uses no CPU."""
         with contextlib.suppress(queue.Empty):
-            self.inbox.get(timeout=self._time_to_next_event())()
+            self.inbox.get(timeout=self._seconds_to_next_event())()
 
     def _launch(self) -> bool:
         if self._is_suspended or self._calls_between_steps.due_calls or self._is_pipeline_full():
@@ -310,9 +312,13 @@ class EngineCore:
         """Send the masks of a step with grammars once it is the oldest step in flight, because its
         masks depend on the tokens of all earlier steps."""
         step = self._in_flight[0][0] if self._in_flight else None
-        if step is None or not step.has_grammar_mask or step.batch.step == self._sampled_step:
+        if (
+            step is None
+            or not step.has_grammar_mask
+            or step.batch.step == self._sampled_step_number
+        ):
             return
-        self._sampled_step = step.batch.step
+        self._sampled_step_number = step.batch.step
         masks, ends = self._mask_maker.make_masks(step, self._last_step_time)
         for request, error in ends:
             if error is None:
@@ -446,7 +452,7 @@ class EngineCore:
                 self.on_abort(group)
             self.closed = True
 
-    def _time_to_next_event(self) -> float | None:
+    def _seconds_to_next_event(self) -> float | None:
         """Seconds to the next deadline or the end of closing, at most an hour; None if there is
         neither."""
         earliest = self._deadlines.earliest
@@ -458,7 +464,7 @@ class EngineCore:
             return None
         return min(max(earliest - self.clock(), 0.0), 3600.0)
 
-    def _fail_all(self) -> None:
+    def _fail_all_requests(self) -> None:
         """Fail every live request of a dead engine, and all later calls. Runs on the engine thread,
         or on the thread that declared it hung."""
         self._calls_between_steps.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncllm.core.batch import PromptSpan, StepResult
+from asyncllm.core.batch import PromptLogprobSpan, StepResult
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
@@ -37,7 +37,7 @@ def _num_top_logprobs(request: Request, vocab_size: int) -> int:
     return vocab_size if count < 0 else min(count, vocab_size)
 
 
-def prompt_logprob_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
+def prompt_logprob_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptLogprobSpan]:
     """Spans of the rows whose requests still lack prompt log-probabilities. Decode rows, which come
     first in the step, have no span."""
     batch, spans = step.batch, {}
@@ -51,7 +51,7 @@ def prompt_logprob_spans(step: ScheduledStep, vocab_size: int) -> dict[int, Prom
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
-            spans[row] = PromptSpan(first, end, _num_top_logprobs(request, vocab_size))
+            spans[row] = PromptLogprobSpan(first, end, _num_top_logprobs(request, vocab_size))
     return spans
 
 

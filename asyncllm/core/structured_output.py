@@ -35,7 +35,7 @@ class RequestGrammar:
             end.
         clock: processor seconds of the calling thread. By wall-clock time, a quick mask would count
             as slow on a busy machine.
-        accept_time: seconds that the matcher took to accept tokens since the last mask.
+        accept_seconds: seconds that the matcher took to accept tokens since the last mask.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if
             the masks are quick. While it is not 0, a token is accepted along with the next mask.
         pending_token: the last token, if it waits for the next mask.
@@ -48,7 +48,7 @@ class RequestGrammar:
     matcher: GrammarMatcher
     special_tokens: Collection[int] = ()
     clock: Callable[[], float] = time.thread_time
-    accept_time: float = field(init=False, default=0.0)
+    accept_seconds: float = field(init=False, default=0.0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
     next_mask: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
@@ -70,7 +70,7 @@ class RequestGrammar:
         try:
             return self._advance(request, token_id, finish_reason)
         finally:
-            self.accept_time += self.clock() - began
+            self.accept_seconds += self.clock() - began
 
     def _advance(
         self, request: Request, token_id: int, finish_reason: FinishReason | None
@@ -222,7 +222,7 @@ class MaskMaker:
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
         self._worker: ThreadPoolExecutor | None = None
-        self.num_pending = 0
+        self.num_pending_masks = 0
 
     def make_masks(
         self, step: ScheduledStep, step_time: float
@@ -245,7 +245,7 @@ class MaskMaker:
             grammar = request.structured_output
             try:
                 assert isinstance(grammar, RequestGrammar)
-                waited, grammar.accept_time = grammar.accept_time, 0.0
+                waited, grammar.accept_seconds = grammar.accept_seconds, 0.0
                 if grammar.next_mask is None:
                     mask, seconds = self._make_mask(grammar, request)
                     waited += seconds
@@ -292,7 +292,7 @@ class MaskMaker:
                 self._worker = None  # No thread can be started: the step makes the mask.
                 continue
             request.num_placeholders = 1
-            self.num_pending += 1
+            self.num_pending_masks += 1
             done = partial(self._send, self._on_mask_made, request, request.epoch)
             grammar.next_mask.add_done_callback(lambda _, done=done: done())
 
@@ -306,7 +306,7 @@ class MaskMaker:
         return grammar.compute_mask(request), grammar.clock() - began
 
     def _on_mask_made(self, request: Request, epoch: int) -> None:
-        self.num_pending -= 1
+        self.num_pending_masks -= 1
         if request.epoch == epoch:
             request.num_placeholders -= 1
 

@@ -141,7 +141,7 @@ class WaitingQueue:
                 self._num_entries -= 1
             self._requeue_owner(owner)
         if self._num_entries > 64 and self._num_entries > 4 * len(members):
-            self._compact()
+            self._compact_heaps()
 
     def _requeue_owner(self, owner: _Owner) -> None:
         """Requeue an owner by its first request, or forget an owner without requests."""
@@ -170,7 +170,7 @@ class WaitingQueue:
             self._owner_heap = [entry for entry in heap if entry[3].entry is entry]
             heapq.heapify(self._owner_heap)
 
-    def _compact(self) -> None:
+    def _compact_heaps(self) -> None:
         """Drop the entries of discarded requests."""
         members = self._waiting_requests
         self._num_entries = len(members)

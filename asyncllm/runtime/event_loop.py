@@ -56,11 +56,11 @@ class AsyncioBackend:
             return None
         return self._loop.create_future()
 
-    def spawn(self, run: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], Any]:
         """Run a coroutine that raises nothing, in the background; called on the loop. Returns the
         function that cancels it, which the caller has to keep: the loop has only weak references
         to tasks."""
-        return self._loop.create_task(run).cancel
+        return self._loop.create_task(coroutine).cancel
 
     async def wait_at_most(self, waiter: asyncio.Future[None], seconds: float) -> None:
         """Wait at most ``seconds``; can be called again for the same waiter."""
@@ -100,12 +100,12 @@ class TrioBackend:
             return TrioWaiter(self._trio.Event())
         return None
 
-    def spawn(self, run: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], Any]:
         scope = self._trio.CancelScope()
 
         async def run_in_scope() -> None:
             with scope:
-                await run
+                await coroutine
 
         context = contextvars.copy_context()
         self._trio.lowlevel.spawn_system_task(run_in_scope, context=context)

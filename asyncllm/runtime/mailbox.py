@@ -26,12 +26,12 @@ class LoopMailbox:
             return not self.is_closed()
         self._is_call_pending = True
         try:
-            self.backend.post(self._drain)
+            self.backend.post(self._wake_readers)
         except RuntimeError:
             return False
         return True
 
-    def _drain(self) -> None:
+    def _wake_readers(self) -> None:
         # Clear the flag first: a channel that is added later is either found below, or posts a new
         # call.
         self._is_call_pending = False

@@ -164,7 +164,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._thread_state = threading.local()
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
-            self.filters[name] = self._metered_filter(name, function)
+            self.filters[name] = self._wrap_with_meter(name, function)
         # _MeteringFilterInserter inserts these filters. No template can call them, because their
         # names contain blanks.
         self.filters |= {
@@ -237,7 +237,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._current_meter.charge_text(value)
         return value
 
-    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_with_meter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # Jinja passes some filters the context or environment before the value.
         num_injected = int(hasattr(function, "jinja_pass_arg"))
 
