@@ -131,7 +131,7 @@ class Request:
             group has blocks for them, and at most one block is out of window.
         num_cache_offered_tokens: leading tokens whose full blocks were entered into the prefix
             cache, or had an equal block in it.
-        cache_blocks_at: number of tokens at which the next block is full and can be offered.
+        cache_blocks_at: number of tokens at which the next block is full and can be cached.
         snapshot_at: number of tokens at which its recurrent state is saved; never reached without
             states. StateSnapshots owns this attribute and the next two.
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, even if there was
