@@ -144,7 +144,7 @@ class AsyncLLMEngine(UncopyableHandle):
     def _thread_mailbox(self) -> ThreadMailbox:
         self._require_input_processor()
         assert self._thread is not None
-        return ThreadMailbox(self._thread.watch_interval, self._thread.check_for_hung_step)
+        return ThreadMailbox(self._thread.hang_check_interval, self._thread.check_for_hung_step)
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
         """End the engine and release its thread, files and device memory.
@@ -160,7 +160,7 @@ class AsyncLLMEngine(UncopyableHandle):
             await wait_for(thread.exited)
             for leftover, seconds in self._clean_up(thread):
                 await join_thread(leftover, seconds)
-            await thread.join_watcher()
+            await thread.join_watch_task()
 
     def _close_blocking(self, drain: float | None = 0.0) -> None:
         """``aclose`` for a thread without an event loop."""

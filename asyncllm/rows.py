@@ -23,7 +23,7 @@ from typing import Any
 import anyio.lowlevel
 
 from asyncllm import validation as check
-from asyncllm.core.tracebacks import replace_tracebacks
+from asyncllm.core.tracebacks import replace_tracebacks_by_note
 from asyncllm.errors import EngineError, RequestError, with_cause
 from asyncllm.logger import get_logger
 from asyncllm.outputs import Completion
@@ -96,7 +96,7 @@ class _Row:
         try:
             yield
         except Exception as error:
-            replace_tracebacks(error)
+            replace_tracebacks_by_note(error)
             self.error = error
         finally:
             # Break a reference cycle: the row has the stream's channel, whose waiter is the row.
@@ -235,7 +235,7 @@ class RowJob:
         try:
             yield
         except Exception as error:
-            replace_tracebacks(error)
+            replace_tracebacks_by_note(error)
             self.fail_row(row, error)
 
     def add_submitted(

@@ -22,7 +22,7 @@ import torch
 import asyncllm
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.execution_report import memory_bandwidth
 from asyncllm.gpu.graph.forward_pass import ForwardPass
@@ -91,7 +91,7 @@ def step_of(runner: ModelRunner, kind: Kind, number: int) -> StepBatch:
         [True] * kind.rows, num_decodes=kind.rows if kind.tokens == 1 else 0,
         num_tokens=kind.rows * kind.tokens, released_indices=list(rows) if number else [],
         assignments=[
-            RequestAssignment(
+            SlotAssignment(
                 row, f"{number}-{row}", [7] * length, length,
                 (list(range(1 + row * each, 1 + (row + 1) * each)),), sampling,
             )

@@ -16,7 +16,7 @@ from typing import Any
 import asyncllm
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import prefill_step
 from asyncllm.gpu.graph.forward_pass import ForwardPass
@@ -57,7 +57,7 @@ def prompts(rows: int, block_size: int, steps: int) -> StepBatch:
     each = -(-(PROMPT + steps + 1) // block_size)
     return prefill_step(
         [
-            RequestAssignment(
+            SlotAssignment(
                 row, f"row-{row}", list(range(1 + row, 1 + row + PROMPT)), PROMPT,
                 (list(range(1 + row * each, 1 + (row + 1) * each)),), sampling,
             )

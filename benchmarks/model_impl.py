@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncllm.config import Dtype, EngineConfig
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.transformers_model.config import read_config
@@ -106,7 +106,7 @@ class Decoding:
         sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
         free = iter(range(1, runner.info.num_blocks))
         assignments = [
-            RequestAssignment(
+            SlotAssignment(
                 row,
                 f"{row}",
                 [7 + row] * CONTEXT,
@@ -130,7 +130,7 @@ class Decoding:
         starts: list[int],
         counts: list[int],
         num_decodes: int,
-        assignments: list[RequestAssignment],
+        assignments: list[SlotAssignment],
     ) -> None:
         indices = list(range(self.rows))
         self.runner.launch(

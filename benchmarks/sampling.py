@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
+from asyncllm.core.batch import GrammarMask, SlotAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.core.kv_cache_spec import KVCacheSpec
@@ -120,7 +120,7 @@ def sampling_time(
     rows = list(range(ROWS))
     for row in rows:
         rules = TokenRules.create(params.allowed_token_ids, (), VOCAB)
-        assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
+        assignment = SlotAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
         runner.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
         update = runner.sampler.assign(assignment)
         if update is not None:

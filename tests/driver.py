@@ -9,9 +9,9 @@ from typing import Any
 
 from asyncllm.core.batch import (
     GrammarMask,
-    PromptSpan,
-    RequestAssignment,
+    PromptLogprobSpan,
     RowError,
+    SlotAssignment,
     StepBatch,
     StepResult,
 )
@@ -143,7 +143,7 @@ class Driver:
         first = max(seq.computed, len(seq.prompt_logprobs))
         end = min(seq.computed + count, len(seq.prompt) - 1)
         if seq.sampling.prompt_logprobs is not None and first < end:
-            span = PromptSpan(first, end, seq.sampling.prompt_logprobs)
+            span = PromptLogprobSpan(first, end, seq.sampling.prompt_logprobs)
             batch.prompt_logprobs[len(batch) - 1] = span
 
     def collect(self) -> StepResult:
@@ -225,7 +225,7 @@ class Driver:
             processors_key = id(seq)
             self.executor.in_process.processors[id(seq)] = seq.sampling.logits_processors
         batch.assignments.append(
-            RequestAssignment(
+            SlotAssignment(
                 req_index=seq.req_index,
                 request_id=f"seq-{seq.req_index}",
                 token_ids=seq.tokens.copy(),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from asyncllm.core.block_pool import NULL_BLOCK_ID, Block, BlockPool
-from asyncllm.core.kv_cache import NEVER, KVCacheManager
+from asyncllm.core.kv_cache import UNREACHABLE_NUM_TOKENS, KVCacheManager
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.waiting_queue import WaitingQueue
@@ -59,7 +59,7 @@ def check_kv_cache(kv: KVCacheManager, requests: list[Request]) -> None:
             expected = [i < num_null for i in range(len(blocks))]
             assert [b is null for b in blocks] == expected, request
             assert num_null <= group.first_visible_block(request.num_computed_tokens), request
-            most = group.spec.max_blocks(NEVER, kv._step_tokens)
+            most = group.spec.max_blocks(UNREACHABLE_NUM_TOKENS, kv._step_tokens)
             assert len(blocks) - num_null <= most, request
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import GrammarMask, RequestAssignment, StepBatch
+from asyncllm.core.batch import GrammarMask, SlotAssignment, StepBatch
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.core.kv_cache_spec import KVCacheSpec
@@ -109,7 +109,7 @@ class Bench:
     ) -> None:
         params = SamplingParams(**({"seed": 7} | fields)).resolve({}, {}, lambda: 0)
         tokens = prompt + output
-        assignment = RequestAssignment(
+        assignment = SlotAssignment(
             req_index,
             f"r{req_index}",
             tokens,
@@ -124,7 +124,7 @@ class Bench:
         self.assign(assignment)
         self.length[req_index] = len(tokens)
 
-    def assign(self, assignment: RequestAssignment) -> None:
+    def assign(self, assignment: SlotAssignment) -> None:
         self.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
         update = self.sampler.assign(assignment)
         if update is not None:

@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail_what_is_in_flight(self):
         self.rig.executor.discard()
-        self.rig.scheduler.rollback(self.rig.in_flight)
+        self.rig.scheduler.roll_back_steps(self.rig.in_flight)
         self.rig.in_flight.clear()
 
     @rule()

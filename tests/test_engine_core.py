@@ -13,15 +13,15 @@ from collections import deque
 import pytest
 
 from asyncllm.core.admission import Admission
+from asyncllm.core.calls_between_steps import CallsBetweenSteps
 from asyncllm.core.channel import Channel, StreamEnd
 from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.core.engine_core import CLOSED_MESSAGE, EngineCore
 from asyncllm.core.executor import StepOutOfMemoryError
-from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.core.tracebacks import clear_frames, replace_tracebacks
+from asyncllm.core.tracebacks import clear_frames, replace_tracebacks_by_note
 from asyncllm.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -90,7 +90,7 @@ class Rig:
         self.scheduler = Scheduler(info)
         self.core = EngineCore(self.device, self.scheduler, self.admission, clock=self.clock)
         self.core.inbox = self.inbox = Inbox(self)
-        self.core._idle_calls = IdleCalls(self.inbox, self.core.shutdown_error)
+        self.core._calls_between_steps = CallsBetweenSteps(self.inbox, self.core.shutdown_error)
 
     def clock(self):
         return self.now
@@ -511,7 +511,7 @@ def test_a_call_runs_with_no_step_in_flight():
     rig.turns(1)
     assert future.result(0) == 5
     assert seen == [(1, 2, 0)]
-    assert not rig.core._idle_calls._unfinished_futures
+    assert not rig.core._calls_between_steps._unfinished_futures
     assert rig.device.calls[-1] == "launch"
 
 
@@ -683,18 +683,18 @@ def test_replaced_tracebacks_keep_no_caller_alive():
     error, cause, context = catch()
     error.__cause__, error.__context__, context.__context__ = cause, context, error
     error.__traceback__ = raised(IndexError, seen).__traceback__
-    replace_tracebacks(error)
+    replace_tracebacks_by_note(error)
     assert [ref() for ref in seen] == [None] * 5
     (note,) = error.__notes__
     for name in ("KeyError", "ValueError", "OSError"):
         assert f"{name} was raised in:\n" in note
     assert note.count(", in raised\n") == 3
     assert "raise kind" in note
-    replace_tracebacks(error)
+    replace_tracebacks_by_note(error)
     try:
         raise error
     except KeyError as again:
-        replace_tracebacks(again)
+        replace_tracebacks_by_note(again)
     assert error.__notes__[0] == note
     assert len(error.__notes__) == 2
 
@@ -705,7 +705,7 @@ def test_an_exception_that_is_raised_again_and_again_keeps_one_note():
         try:
             raise error
         except KeyError:
-            replace_tracebacks(error)
+            replace_tracebacks_by_note(error)
     assert len(error.__notes__) == 1
 
 
@@ -726,5 +726,5 @@ class EndlessNotes(RequestError):
 def test_odd_notes_do_not_end_the_engine(odd):
     with pytest.raises(odd) as caught:
         raise odd("x")
-    replace_tracebacks(caught.value)
+    replace_tracebacks_by_note(caught.value)
     assert caught.value.__traceback__ is None

@@ -16,7 +16,7 @@ from asyncllm.runtime.engine_thread import EngineThread
 )
 def test_step_is_checked_eight_times_before_timeout(step_timeout, interval):
     thread = EngineThread(EngineConfig(model="m", step_timeout=step_timeout), lambda *_: None)
-    assert thread.watch_interval == pytest.approx(interval)
+    assert thread.hang_check_interval == pytest.approx(interval)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 60.0), (600.0, 600.0), (2.0, 2.0)])
@@ -25,7 +25,7 @@ def test_the_device_says_how_long_a_step_may_take(asked, expected):
     info = SimpleNamespace(step_timeout=60.0)
     thread.loaded_model = SimpleNamespace(executor=SimpleNamespace(info=info))
     assert thread.step_timeout == expected
-    assert thread.watch_interval == pytest.approx(expected / 8)
+    assert thread.hang_check_interval == pytest.approx(expected / 8)
 
 
 def test_watchdog_checks_at_intervals(monkeypatch):
@@ -51,7 +51,7 @@ def test_watchdog_checks_at_intervals(monkeypatch):
             # One is for ever: it only says that the loop was closed.
             if soon := [when for when in handles if when < began + 1000.0]:
                 now = min(soon)
-        await thread.join_watcher()
+        await thread.join_watch_task()
 
     asyncio.run(main())
     assert looks == [10.0, 20.0, 30.0]

@@ -291,7 +291,7 @@ class Case:
         assert (engine.state, self.executor.closed) == ("closed", True)
         assert (core.admission.num_live_requests, len(core.admission.queued_requests)) == (0, 0)
         assert not core._in_flight
-        assert not core._idle_calls._unfinished_futures
+        assert not core._calls_between_steps._unfinished_futures
         assert not engine._mailboxes._mailbox_by_loop
         assert (engine.error is None) is not self.fault.fatal
         ended = await outcome(engine.wait_closed())

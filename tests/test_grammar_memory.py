@@ -17,7 +17,7 @@ import pytest
 
 from asyncllm import AsyncLLMEngine, DeadlineExceededError, InvalidRequestError, SamplingParams
 from asyncllm.core.request import Request
-from asyncllm.core.structured_output import StructuredOutput
+from asyncllm.core.structured_output import RequestGrammar
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar, GrammarMemory, Vocabulary
@@ -340,7 +340,7 @@ def test_a_matcher_is_released_once_its_mask_is_made():
         return b"", 0.0
 
     matchers: list[Any] = [FakeMatcher() for _ in range(4)]
-    running, queued, done, idle = map(StructuredOutput, matchers)
+    running, queued, done, idle = map(RequestGrammar, matchers)
     with ThreadPoolExecutor(1) as worker:
         done.next_mask = worker.submit(lambda: (b"", 0.0))
         done.next_mask.result()

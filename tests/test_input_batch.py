@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffer import step_inputs
@@ -29,10 +29,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
 
 
-def assignment(
-    req_index: int, tokens: list[int], blocks: list[int], prompt: int
-) -> RequestAssignment:
-    return RequestAssignment(req_index, f"r{req_index}", tokens, prompt, (blocks,), PARAMS)
+def assignment(req_index: int, tokens: list[int], blocks: list[int], prompt: int) -> SlotAssignment:
+    return SlotAssignment(req_index, f"r{req_index}", tokens, prompt, (blocks,), PARAMS)
 
 
 def make_inputs(max_num_seqs: int, max_model_len: int, *block_sizes: int) -> InputBatch:

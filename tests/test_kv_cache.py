@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.core.kv_cache import NEVER, KVCacheManager
+from asyncllm.core.kv_cache import UNREACHABLE_NUM_TOKENS, KVCacheManager
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from tests.integrity import check_kv_cache
 from tests.kv_requests import ids, request
@@ -73,7 +73,11 @@ def test_a_hit_revives_free_blocks_and_shares_held_ones():
     assert kv.admit(third, 9, kv.find_prefix(third), 2) is False
     assert kv.admit(third, 9, kv.find_prefix(third), 1) is True
     assert [block.ref_count for block in prefix[0][:2]] == [2, 2]
-    assert (third.num_computed_tokens, third.num_offered_tokens, third.num_covered_tokens) == (
+    assert (
+        third.num_computed_tokens,
+        third.num_cache_offered_tokens,
+        third.num_covered_tokens,
+    ) == (
         8,
         8,
         12,
@@ -99,7 +103,7 @@ def test_hits_are_counted_once_per_request():
     without.free(admitted(without, range(8)))
     assert without.find_prefix(request(range(8))) == ([],)
     one = admitted(without, range(8))
-    assert (one.num_cached_tokens, one.cache_blocks_at) == (0, NEVER)
+    assert (one.num_cached_tokens, one.cache_blocks_at) == (0, UNREACHABLE_NUM_TOKENS)
     assert (without.num_queried_tokens, without.num_hit_tokens) == (0, 0)
     assert without.pool.num_cached == 0
 
@@ -151,7 +155,7 @@ def test_blocks_are_published_as_they_become_full():
     twin.num_computed_tokens = 2
     # The contents are there already: offered, and not published.
     assert kv.cache_blocks(twin) == []
-    assert (twin.num_offered_tokens, twin.cache_blocks_at) == (2, 4)
+    assert (twin.num_cache_offered_tokens, twin.cache_blocks_at) == (2, 4)
 
 
 def test_freeing_keeps_blocks_in_prefix_cache():
@@ -159,7 +163,7 @@ def test_freeing_keeps_blocks_in_prefix_cache():
     one = admitted(kv, range(9))
     kv.free(one)
     assert (one.blocks, one.num_covered_tokens, one.num_computed_tokens) == ((), 0, 0)
-    assert one.cache_blocks_at == NEVER
+    assert one.cache_blocks_at == UNREACHABLE_NUM_TOKENS
     assert kv.pool.num_free == kv.pool.num_usable
     assert len(kv.find_prefix(request(range(9)))[0]) == 2
     check_kv_cache(kv, [one])

@@ -499,7 +499,7 @@ def test_closing_lets_a_paused_engine_finish(run, paused):
             if paused == "at the same time":
                 await anyio.to_thread.run_sync(blocking_until, lambda: engine.stats().num_running)
                 group.start_soon(engine.pause)
-                await until(lambda: core_of(engine)._idle_calls._unfinished_futures)
+                await until(lambda: core_of(engine)._calls_between_steps._unfinished_futures)
             rig.executor.gate.release(100)
             with anyio.fail_after(10):
                 await engine.aclose(drain=None)

@@ -24,7 +24,7 @@ from asyncllm import (
     RequestError,
     SamplingParams,
 )
-from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.batch import SlotAssignment
 from asyncllm.core.in_process import picklable_params
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.model_runner import ModelRunner
@@ -205,11 +205,11 @@ def test_extra_args_are_copied_and_bounded_in_depth():
 
 def assigned(
     req_index: int, output: list[int], claiming_processors: tuple[int, ...]
-) -> RequestAssignment:
+) -> SlotAssignment:
     params = SamplingParams(temperature=0.0, seed=0, extra_args={"force": 10 * req_index})
     params = params.resolve({}, {}, lambda: 0)
     tokens = [1, 2, *output]
-    return RequestAssignment(
+    return SlotAssignment(
         req_index,
         f"r{req_index}",
         tokens,

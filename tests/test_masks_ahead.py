@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.request import Status
-from asyncllm.core.structured_output import StructuredOutput
+from asyncllm.core.structured_output import RequestGrammar
 from tests.core_rig import Rig
 from tests.integrity import check_scheduler
 from tests.structured import ByteRig, texts_of
@@ -93,14 +93,14 @@ class SlowRig(Rig):
         self.matcher.slow = slow
         self.hostile = self.group(LENGTH, name="slow")
         self.request = self.hostile.members[0]
-        self.grammar = self.request.structured_output = StructuredOutput(
+        self.grammar = self.request.structured_output = RequestGrammar(
             self.matcher, clock=self.clock
         )
         self.neighbour = self.group(4 * LENGTH, name="neighbour").members[0]
 
     def until_ahead(self) -> None:
         """Until its next mask is being made on the thread."""
-        while not self.core._mask_maker.num_pending:
+        while not self.core._mask_maker.num_pending_masks:
             assert not self.request.is_finished
             self.steps(1)
         until = time.monotonic() + 10
@@ -112,7 +112,7 @@ class SlowRig(Rig):
         """Open the gate and take steps to the end; the tokens of the slow request."""
         self.matcher.gate.set()
         while not self.request.is_finished:
-            if self.grammar.next_mask is not None and self.core._mask_maker.num_pending:
+            if self.grammar.next_mask is not None and self.core._mask_maker.num_pending_masks:
                 self.grammar.next_mask.exception(10)
             self.steps(1)
             check_scheduler(self.scheduler)
@@ -172,12 +172,12 @@ def test_an_abort_leaves_the_mask_in_the_making_to_its_thread(rig: SlowRig) -> N
     rig.steps(4)
     assert rig.request.finish_reason == "abort"
     check_scheduler(rig.scheduler)
-    assert rig.core._mask_maker.num_pending == 1
+    assert rig.core._mask_maker.num_pending_masks == 1
     rig.matcher.gate.set()
     assert rig.grammar.next_mask is not None
     assert rig.grammar.next_mask.result(10)[0] is not None
     rig.steps(1)
-    assert rig.core._mask_maker.num_pending == 0
+    assert rig.core._mask_maker.num_pending_masks == 0
     before = rig.neighbour.num_output_tokens
     rig.steps(4)
     assert rig.neighbour.num_output_tokens > before
@@ -191,7 +191,7 @@ def test_a_mask_in_the_making_outlives_its_slot(rig: SlowRig, depth: int, how: s
     if how == "preempted":
         rig.scheduler._preempt(rig.request)
     elif how == "rolled back":
-        rig.scheduler.rollback([])
+        rig.scheduler.roll_back_steps([])
     else:
         rig.scheduler.pause(rig.request)
         rig.scheduler.resume(rig.request)
@@ -240,9 +240,9 @@ def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
 def slow_at(seed: int, share: int, threads: set[str]) -> Any:
     """``compute_mask`` that takes 3 ms at some outputs, by one thread at a time. The
     names of the threads are added to ``threads``."""
-    real, using = StructuredOutput.compute_mask, set[int]()
+    real, using = RequestGrammar.compute_mask, set[int]()
 
-    def compute_mask(self: StructuredOutput, request: Any) -> bytes | None:
+    def compute_mask(self: RequestGrammar, request: Any) -> bytes | None:
         assert id(self) not in using, "two threads use a matcher"
         using.add(id(self))
         threads.add(threading.current_thread().name)
@@ -280,7 +280,7 @@ def test_slow_masks_change_no_output(
     if fault is not None:
         rig.executor.faults[6 + fault] = StepOutOfMemoryError("full")
     threads: set[str] = set()
-    with mock.patch.object(StructuredOutput, "compute_mask", slow_at(seed, share, threads)):
+    with mock.patch.object(RequestGrammar, "compute_mask", slow_at(seed, share, threads)):
         found = asyncio.run(texts_of(rig, 6))
     if share == 1 and num_blocks == 257 and fault is None:  # free rows beside the slow ones
         assert "asyncllm-masks_0" in threads

@@ -144,7 +144,7 @@ def crowd(rig: ModelRig) -> None:
             rig.collect()
     rig.launch()
     rig.executor.discard()
-    rig.scheduler.rollback(rig.in_flight)
+    rig.scheduler.roll_back_steps(rig.in_flight)
     rig.in_flight.clear()
     rig.finish_all()
     requests += [rig.add([*one.token_ids[:14], 60], max_tokens=3) for one in requests]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncllm import AsyncLLMEngine, SamplingParams
-from asyncllm.core.batch import PromptSpan
+from asyncllm.core.batch import PromptLogprobSpan
 from asyncllm.core.deadlines import DeadlineExceededError
 from asyncllm.errors import RequestError
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
@@ -189,7 +189,11 @@ def test_chunks_bring_their_own_positions(depth: int) -> None:
         if step is not None:
             spans.append(step.batch.prompt_logprobs)
         rig.collect()
-    assert spans == [{0: PromptSpan(0, 4, 3)}, {0: PromptSpan(4, 8, 3)}, {0: PromptSpan(8, 9, 3)}]
+    assert spans == [
+        {0: PromptLogprobSpan(0, 4, 3)},
+        {0: PromptLogprobSpan(4, 8, 3)},
+        {0: PromptLogprobSpan(8, 9, 3)},
+    ]
     rig.expect(request)
     assert request.whole_prompt_logprobs == (
         None,
@@ -236,7 +240,10 @@ def test_preempted_request_continues_after_known_positions() -> None:
     rig.scheduler._preempt(request)
     step = rig.launch()
     assert step is not None
-    assert (step.batch.starts, step.batch.prompt_logprobs) == ([12], {0: PromptSpan(12, 15, 1)})
+    assert (step.batch.starts, step.batch.prompt_logprobs) == (
+        [12],
+        {0: PromptLogprobSpan(12, 15, 1)},
+    )
     rig.collect()
     rig.finish_all(request)
 
@@ -250,7 +257,7 @@ def test_recomputed_positions_are_kept_once() -> None:
     rig.scheduler.resume(request)
     second = rig.launch()
     spans = [step.batch.prompt_logprobs for step in (first, second) if step is not None]
-    assert spans == [{0: PromptSpan(0, 6, 1)}] * 2
+    assert spans == [{0: PromptLogprobSpan(0, 6, 1)}] * 2
     rig.collect()
     rig.collect()
     rig.finish_all(request)

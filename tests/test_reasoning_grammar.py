@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm import SamplingParams
 from asyncllm.core.reasoning import ReasoningTracker
-from asyncllm.core.structured_output import StructuredOutput
+from asyncllm.core.structured_output import RequestGrammar
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.structured.xgrammar_backend import XGrammarBackend
@@ -30,7 +30,7 @@ class Follower:
     def __init__(self, backend: Any, *choices: str, **reasoning: Any) -> None:
         vocabulary = byte_vocabulary(*[b""] * 60)
         grammar = backend(vocabulary).compile(parse_structured_outputs({"choice": choices}))
-        self.output = StructuredOutput(grammar.new_matcher())
+        self.output = RequestGrammar(grammar.new_matcher())
         state: dict[str, Any] = {"is_thinking": False, "may_begin": True, "only_at_start": True}
         self.request: Any = SimpleNamespace(
             request_id="r",

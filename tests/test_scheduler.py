@@ -300,7 +300,7 @@ def test_rollback_withdraws_published_hashes():
     rig.launch()
     assert rig.scheduler.kv.pool.num_cached == 3
     rig.executor.discard()
-    rig.scheduler.rollback(rig.in_flight)
+    rig.scheduler.roll_back_steps(rig.in_flight)
     rig.in_flight.clear()
     check_scheduler(rig.scheduler)
     assert rig.scheduler.kv.pool.num_cached == 0
@@ -313,7 +313,7 @@ def test_shrunken_budget_recovers():
     rig.add(range(20), max_tokens=2)
     step = rig.scheduler.schedule()
     assert step is not None
-    rig.scheduler.rollback([step])
+    rig.scheduler.roll_back_steps([step])
     assert rig.scheduler.budget.shrink([step]) == []
     assert rig.scheduler.budget.tokens == 10
     for _ in range(200):

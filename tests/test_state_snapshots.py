@@ -328,7 +328,7 @@ def _scenario(depth: int) -> None:
             rig.launch()
         if round_ == 0:
             rig.executor.discard()
-            rig.scheduler.rollback(rig.in_flight)
+            rig.scheduler.roll_back_steps(rig.in_flight)
             rig.in_flight.clear()
         while rig.scheduler.has_work() or rig.in_flight:
             if len(rig.in_flight) == depth or rig.launch() is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu import model_runner, step_runner
 from asyncllm.gpu.batch.block_table import BlockTable
@@ -531,7 +531,7 @@ def test_host_buffers_see_every_sampling_parameter_change() -> None:
         params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number).resolve(
             {"presence_penalty": number / 9}, {}, lambda: 0
         )
-        state.assign(RequestAssignment(number % 2, "r", [1], 1, ([1],), params))
+        state.assign(SlotAssignment(number % 2, "r", [1], 1, ([1],), params))
         for _ in range(uses):
             buffer = next(buffers)
             buffer.set_scalar_params(state)
@@ -635,7 +635,7 @@ def test_launch_error_is_raised_at_collect(llama: Decoder) -> None:
     driver = Driver(runner)
     seq = driver.add([1, 2, 3], 6, GREEDY)
     driver.launch([(seq, 0)])
-    beyond = RequestAssignment(99, "beyond", [1], 1, ([1],), GREEDY)
+    beyond = SlotAssignment(99, "beyond", [1], 1, ([1],), GREEDY)
     runner.launch(StepBatch(1, [99], [0], [1], [True], 1, 1, assignments=[beyond]))
     driver.collect()
     assert len(seq.outputs) == 1

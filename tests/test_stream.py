@@ -525,7 +525,7 @@ async def test_a_delta_that_arrives_with_a_cancellation_is_not_lost():
         rig.executor.gate.release()
         # This loop is blocked: the wake comes when the test says so.
         blocking_until(lambda: mailbox._channels_to_wake)
-        mailbox._drain()
+        mailbox._wake_readers()
         assert channel_of(stream).waiter.done()
         read.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -324,8 +324,8 @@ def test_unknown_characters_fail_only_their_text() -> None:
     backend.add_special_tokens(["<|end|>"])
     tokenizer = make_kind(backend)
     assert tokenizer.encode("known") == [0]
-    assert tokenizer.delimiter_ids("unheard") == ()
-    assert tokenizer.delimiter_ids("<|end|>") == (1,)
+    assert tokenizer.encode_delimiter("unheard") == ()
+    assert tokenizer.encode_delimiter("<|end|>") == (1,)
     with pytest.raises(InvalidRequestError, match=r"cannot be tokenised.*UNK"):
         tokenizer.encode("unheard")
 

@@ -383,5 +383,5 @@ def test_special_token_delimiters_stay_in_the_text() -> None:
     for keep, expected in ((visible, "a<think>b"), (frozenset(), "ab")):
         detokenizer = tokenizer.detokenizer(SamplingParams(), visible_ids=keep)
         assert "".join(map(detokenizer.push, ids)) == expected
-    assert tokenizer.delimiter_ids("</think>") == (END_THINK,)
-    assert tokenizer.delimiter_ids("think") == tokenizer.delimiter_ids("") == ()
+    assert tokenizer.encode_delimiter("</think>") == (END_THINK,)
+    assert tokenizer.encode_delimiter("think") == tokenizer.encode_delimiter("") == ()

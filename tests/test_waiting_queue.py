@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.core.waiting_queue import POLICIES, WaitingQueue
+from asyncllm.core.waiting_queue import RANK_FUNCTION_BY_POLICY, WaitingQueue
 from asyncllm.sampling_params import SamplingParams
 from tests.hypothesis_settings import quick_and_slow
 from tests.integrity import check_waiting_queue
@@ -112,7 +112,7 @@ class OwnersMachine(RuleBasedStateMachine):
     aborted, paused, resumed and finished. The next request is always the plain queue's, and no
     owner is admitted beyond its share while others of that rank wait."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), slots=st.integers(1, 6))
+    @initialize(policy=st.sampled_from(sorted(RANK_FUNCTION_BY_POLICY)), slots=st.integers(1, 6))
     def make(self, policy, slots):
         self.queue, self.plain, self.slots = WaitingQueue(policy), PlainQueue(policy), slots
         self.arrived = self.newest = self.num_admitted = 0

@@ -112,7 +112,7 @@ def test_processors_are_forgotten_with_their_request():
     assert assignment.sampling.logits_processors == ()
     assert params.logits_processors == (force_seven,)
     in_process = rig.scheduler.in_process
-    assert in_process.with_logits_processors(assignment).sampling.logits_processors == (
+    assert in_process.restore_logits_processors(assignment).sampling.logits_processors == (
         force_seven,
     )
     rig.collect()

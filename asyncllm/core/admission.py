@@ -60,7 +60,7 @@ class Admission:
         self._next_arrival_index = 0
         self.queued_requests: dict[Request, int] = {}
         self.num_queued_tokens = 0
-        self._queued_by_owner: dict[str | None, list[int]] = {}
+        self._queued_counts_by_owner: dict[str | None, list[int]] = {}
         self.caller_queue = CallerQueue()
         self.caller_queues: tuple[CallerQueue, ...] = (self.caller_queue,)
         self._closed_error: Callable[[], AsyncLLMError] | None = None
@@ -94,9 +94,9 @@ class Admission:
 
         Args:
             num_tokens: tokens of the prompt, or an estimate until it is tokenised.
-            num_caller_queues_ahead: number of ``caller_queues`` whose callers come before the
-                group. For a group that is first in a CallerQueue, it is the index of that
-                CallerQueue. None: all of them.
+            num_caller_queues_ahead: how many of the ``caller_queues``, in order, are served before
+                the group; None means all. A group at the head of a CallerQueue passes the index of
+                that CallerQueue.
 
         Raises:
             EngineOverloadedError: if the queue is full.
@@ -159,8 +159,10 @@ class Admission:
     def _find_shortage(
         self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
     ) -> tuple[str, int] | None:
-        """Reason why a group cannot be queued now, as ``_check_room`` returns it. None if the
-        group fits the queue, or its owner's share of the queue, and no call waits before the group.
+        """Reason why a group cannot be queued now, as ``_check_room`` returns it; else None.
+
+        A group can be queued if the queue has room and no call waits before the group, or if it
+        fits its owner's share of the queue and no call of its owner waits before it.
 
         Args:
             num_caller_queues_ahead: as for ``reserve``.
@@ -213,26 +215,26 @@ class Admission:
         return None
 
     def _count_queued(self, owner: str | None, num_requests: int, num_tokens: int) -> None:
-        """Add to the queued requests and prompt tokens of an owner."""
+        """Add to an owner's counts of queued requests and of queued prompt tokens."""
         self.num_queued_tokens += num_tokens
-        queued = self._queued_by_owner.setdefault(owner, [0, 0])
+        queued = self._queued_counts_by_owner.setdefault(owner, [0, 0])
         queued[0] += num_requests
         queued[1] += num_tokens
         if not queued[0]:
-            del self._queued_by_owner[owner]
+            del self._queued_counts_by_owner[owner]
 
     def _fits_owner_share(self, group: RequestGroup, num_tokens: int) -> bool:
-        """Whether a group fits its owner's share of the queue, and the queue stays within twice its
-        limits. False if no other owner uses the queue: then there are no shares."""
+        """Whether a full queue may still take a group, because its owner holds less than its share.
+        The queue may then grow to twice its limits. False if no other owner uses the queue."""
         owner, num_requests = group.members[0].owner, len(group.members)
-        num_owners = len(self._queued_by_owner) + (owner not in self._queued_by_owner)
+        num_owners = len(self._queued_counts_by_owner) + (owner not in self._queued_counts_by_owner)
         if (
             num_owners == 1
             or len(self.queued_requests) + num_requests > 2 * self.max_queued_requests
             or self.num_queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
         ):
             return False
-        num_queued, num_queued_tokens = self._queued_by_owner.get(owner, (0, 0))
+        num_queued, num_queued_tokens = self._queued_counts_by_owner.get(owner, (0, 0))
         return num_queued + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
             not num_queued
             or num_queued_tokens + num_requests * num_tokens

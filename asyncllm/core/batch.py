@@ -19,7 +19,7 @@ from asyncllm.validation import describe
 
 
 @dataclass(slots=True)
-class RequestAssignment:
+class SlotAssignment:
     """State of a request that enters a slot: at its start, or after a preemption or a pause.
 
     Attributes:
@@ -52,7 +52,7 @@ class RequestAssignment:
     claiming_processors: tuple[int, ...] = ()
 
 
-class PromptSpan(NamedTuple):
+class PromptLogprobSpan(NamedTuple):
     """Positions of a row at which prompt log-probabilities are computed. The logits at a position
     give the log-probability of the prompt's next token.
 
@@ -94,7 +94,7 @@ class StepBatch:
         num_tokens: sum of ``counts``.
         masked_rows: sampling rows, in ascending order, whose tokens a grammar restricts. The step
             is not sampled before ``Executor.sample`` brings their masks.
-        prompt_logprobs: map from row to PromptSpan, for rows whose request asks for prompt
+        prompt_logprobs: map from row to PromptLogprobSpan, for rows whose request asks for prompt
             log-probabilities; never a decode row.
     """
 
@@ -106,13 +106,13 @@ class StepBatch:
     num_decodes: int = 0
     num_tokens: int = 0
     released_indices: list[int] = field(default_factory=list)
-    assignments: list[RequestAssignment] = field(default_factory=list)
+    assignments: list[SlotAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
     freed_entries: list[tuple[int, int, int, int]] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)
     masked_rows: list[int] = field(default_factory=list)
-    prompt_logprobs: dict[int, PromptSpan] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobSpan] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.req_indices)
@@ -163,7 +163,7 @@ class StepResult:
         logprobs: map from row to the log-probabilities of each of its tokens, for rows whose
             request asked for them.
         prompt_logprobs: map from row to prompt log-probabilities, one for each position of its
-            ``PromptSpan``, in order; for every row that has a span and no error.
+            ``PromptLogprobSpan``, in order; for every row that has a span and no error.
         errors: map from row to the error that ends only this row's request (a logits processor that
             raised, logits that are NaN or infinite). An executor in the engine's process leaves the
             exceptions in ``UnpicklableObjects.errors``.

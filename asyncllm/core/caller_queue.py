@@ -30,8 +30,8 @@ class _Waiter:
 
 
 class CallerQueue:
-    """Queue of groups that wait for a place in the queue of one engine, or of any engine of an
-    EngineGroup. Owners take turns.
+    """Queue of request groups that wait for a place in the queue of one engine, or of any engine of
+    an EngineGroup. Each owner (``Request.owner``) that has waiting groups gets a place in turn.
 
     Attributes:
         lock: held while a group gets its place. It is taken before the lock of an Admission.
@@ -40,15 +40,15 @@ class CallerQueue:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._waiters: dict[RequestGroup, _Waiter] = {}
-        self._order = WaitingQueue("fcfs")
-        self._num_waited = 0
+        self._waiting_queue = WaitingQueue("fcfs")
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
 
     def has_owner(self, name: str | None) -> bool:
         """Whether a group of this owner waits."""
-        return self._order.has_owner(name)
+        return self._waiting_queue.has_owner(name)
 
     def push(
         self, group: RequestGroup, try_reserve: Callable[[], Any], is_gone: Callable[[], bool]
@@ -66,9 +66,9 @@ class CallerQueue:
             group leaves this queue without a place, its ``members`` are emptied.
         """
         waiter = self._waiters[group] = _Waiter(try_reserve, is_gone)
-        self._num_waited += 1
-        group.members[0].arrival_index = self._num_waited
-        self._order.push(group.members[0])
+        self._num_pushed += 1
+        group.members[0].arrival_index = self._num_pushed
+        self._waiting_queue.push(group.members[0])
         return waiter.place_future
 
     def withdraw(self, group: RequestGroup) -> None:
@@ -76,7 +76,7 @@ class CallerQueue:
         if group in self._waiters:
             with self.lock:
                 if self._waiters.pop(group, None) is not None:
-                    self._order.discard(group.members[0])
+                    self._waiting_queue.discard(group.members[0])
                     group.members = []
             self.advance()
 
@@ -86,7 +86,7 @@ class CallerQueue:
         the groups' futures."""
         while self._waiters:
             with self.lock:
-                first = self._order.peek()
+                first = self._waiting_queue.peek()
                 if first is None:
                     return
                 group = first.group
@@ -101,8 +101,8 @@ class CallerQueue:
                     except AsyncLLMError as failure:
                         error, group.members = failure, []
                 del self._waiters[group]
-                self._order.admit(first)
-                self._order.release(first)
+                self._waiting_queue.admit(first)
+                self._waiting_queue.release(first)
             if error is None:
                 waiter.place_future.set_result(place)
             else:
@@ -112,7 +112,7 @@ class CallerQueue:
         """Fail all waiting groups."""
         with self.lock:
             waiters, self._waiters = self._waiters, {}
-            self._order = WaitingQueue("fcfs")
+            self._waiting_queue = WaitingQueue("fcfs")
         for group, waiter in waiters.items():
             group.members = []
             waiter.place_future.set_exception(error())

@@ -11,13 +11,13 @@ cannot overtake the merge. A ``PendingDelta`` shares growing lists with its pred
 ``PendingDelta`` stores how many entries count: entries appended before a failed swap lie beyond the
 count of the item that the reader took. So a token costs O(1).
 
-**One end.** The engine thread ends channels, and so does a thread that declares it hung. The first
-end that is proposed counts; an append to a list decides the order. Each thread that proposes an end
-then makes the first one readable, so that a stream ends even if the first thread is stuck in an
-observer. The end is in ``stream_end``, beside the deque, where no late token can replace it. The
-reader looks at ``stream_end`` before it looks at ``items``, so ``items`` then has everything that
-was written before the end. A token that a late engine thread writes after the end is dropped, or is
-read before the end if the reader has not reached it yet.
+**One end.** The engine thread ends channels, and so does a thread that declares it hung. Each
+appends its end to a list, and the first entry of the list counts. Each then makes the first entry
+readable, so that a stream ends even if the first thread is stuck in an observer. The end is in
+``stream_end``, beside the deque, where no late token can replace it. The reader looks at
+``stream_end`` before it looks at ``items``, so ``items`` then has everything that was written
+before the end. A token that a late engine thread writes after the end is dropped, or is read before
+the end if the reader has not reached it yet.
 
 **No lost wake** (Dekker's algorithm, with ``has_reader`` and ``items``). A reader that finds no
 item sets ``has_reader`` and looks at ``items`` again; the engine thread adds an item and then looks
@@ -102,7 +102,7 @@ class Channel:
         items: unread output in order, without the end.
         stream_end: the end, once there is one: a StreamEnd, or the exception that the reader gets.
         num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
-        has_reader: the reader waits, and no wake is on its way to it.
+        has_reader: whether a reader waits that has not been sent a wake-up yet.
         waiter: the mailbox's object for the reader that waits; touched on its loop's thread only.
         is_backpressured: the group is paused because ``max_unread`` tokens are unread.
     """
@@ -174,7 +174,7 @@ class Channel:
 
     def propose_end(self, end: StreamEnd | BaseException) -> bool:
         """Propose an end for the channel. Any thread may call it. Returns True for the first
-        proposal, which is the one that ``end`` makes readable."""
+        proposal; only the first proposal counts, and ``end`` makes it readable."""
         proposal = (end,)
         self._proposed_ends.append(proposal)
         if self._proposed_ends[0] is not proposal:

@@ -1,4 +1,4 @@
-"""Deadlines: groups in the order in which they expire, and the error that ends them."""
+"""Deadlines: request groups in the order in which they expire, and the error that ends them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DeadlineExceededError(RequestError, TimeoutError):
 
 
 class Deadlines:
-    """Heap of groups that have a deadline. Groups that have ended stay in it until they reach the
-    top, or make up most of it."""
+    """Heap of request groups that have a deadline. Groups that have ended stay in it until they
+    reach the top, or make up most of it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestGroup]] = []
@@ -39,7 +39,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, group: RequestGroup, num_live_requests: int) -> None:
-        """Add a group that has a deadline.
+        """Add a request group that has a deadline.
 
         Args:
             num_live_requests: requests of the engine that have not ended.
@@ -53,7 +53,7 @@ class Deadlines:
         heapq.heappush(heap, (group.deadline, group.members[0].arrival_index, group))
 
     def expire(self, now: float) -> Iterator[RequestGroup]:
-        """Remove the groups whose deadline has passed; yield the groups that have not ended."""
+        """Remove the groups whose deadline has passed; yield those of them that have not ended."""
         heap = self._heap
         while heap and (heap[0][0] <= now or not heap[0][2].unfinished_requests):
             group = heapq.heappop(heap)[2]

@@ -17,9 +17,9 @@ from typing import Any
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.block_hashes import HashedTokens
+from asyncllm.core.calls_between_steps import CallsBetweenSteps
 from asyncllm.core.deadlines import DeadlineExceededError, Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
-from asyncllm.core.idle_calls import IdleCalls
 from asyncllm.core.output_processor import (
     OutputProcessor,
     as_request_error,
@@ -92,7 +92,7 @@ class EngineCore:
         self.close_reason = CLOSED_MESSAGE
         self._lock = threading.Lock()
         self._executor_call_began_at: float | None = None
-        self._idle_calls = IdleCalls(self.inbox, self.shutdown_error)
+        self._calls_between_steps = CallsBetweenSteps(self.inbox, self.shutdown_error)
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         self._deadlines = Deadlines()
         self._is_suspended = False
@@ -100,7 +100,7 @@ class EngineCore:
         self._only_paused_since: float | None = None
         self.closed = False
         self._mask_maker = MaskMaker(self.send)
-        self._sampled_step = -1
+        self._sampled_step_number = -1
         self._num_steps = 0
         self._last_step_time = 0.0
         self._last_collected_at = 0.0
@@ -108,16 +108,16 @@ class EngineCore:
 
     # --- from any thread ---------------------------------------------------------------
 
-    def send(self, run: Callable[..., None], *args: Any) -> None:
-        """Ask the engine thread to call ``run(*args)``. ``SimpleQueue.put`` is re-entrant, so a
-        destructor may call this in the middle of another ``put``."""
-        self.inbox.put(partial(run, *args))
+    def send(self, function: Callable[..., None], *args: Any) -> None:
+        """Ask the engine thread to call ``function(*args)``. ``SimpleQueue.put`` is re-entrant, so
+        a destructor may call this in the middle of another ``put``."""
+        self.inbox.put(partial(function, *args))
 
-    def call(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run ``run(*args)`` on the engine thread while no step is in flight. Any other thread may
-        call it. The future gets the result, or ``shutdown_error`` if the loop ends first."""
+    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run ``function(*args)`` on the engine thread while no step is in flight. Any other thread
+        may call it. The future gets the result, or ``shutdown_error`` if the loop ends first."""
         self.check_not_engine_thread()
-        return self._idle_calls.submit(run, args)
+        return self._calls_between_steps.submit(function, args)
 
     def check_not_engine_thread(self) -> None:
         """Raise RuntimeError if the caller is the engine thread, which would wait for itself for
@@ -130,8 +130,8 @@ class EngineCore:
 
     def abort(self, group: RequestGroup) -> None:
         """Abort a group. Any thread may call it, any number of times. The group's ``aborted`` flag
-        is set before the command is sent, so that an abort takes effect even if it arrives before
-        the group."""
+        is set before the command is sent, so that the abort takes effect even if its command
+        arrives before the group."""
         group.aborted = True
         if not group.cancelled:
             group.cancelled = True
@@ -208,7 +208,7 @@ class EngineCore:
             self.is_hung = True
             if self.fatal_error is None:
                 self.fatal_error = cause
-        self._fail_all()
+        self._fail_all_requests()
         return True
 
     # --- the loop ----------------------------------------------------------------------
@@ -222,22 +222,22 @@ class EngineCore:
             pass
         except BaseException as error:
             self.fatal_error = error
-            self._fail_all()
+            self._fail_all_requests()
             # The engine keeps the error, but the objects in its traceback should be freed now.
             clear_frames(error)
         finally:
-            self._idle_calls.close()
+            self._calls_between_steps.close()
             self._in_flight.clear()
-            self._idle_calls.due_calls.clear()
+            self._calls_between_steps.due_calls.clear()
             self._mask_maker.close()
             with contextlib.suppress(_DeclaredHungError):
                 self._call_executor(close_executor, self.executor)
 
-    def _call_executor(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the executor, which may never return; see ``fail_if_hung``."""
+    def _call_executor(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call an executor's method, and note the time for ``fail_if_hung``: the call may hang."""
         self._executor_call_began_at = self.clock()
         try:
-            return run(*args)
+            return function(*args)
         finally:
             with self._lock:
                 self._executor_call_began_at = None
@@ -251,10 +251,10 @@ class EngineCore:
         self._run_commands()
         self._expire_deadlines()
         if self._closing_at is not None:
-            self._check_closing(self._closing_at)
-        if self._idle_calls.due_calls and not self._in_flight:
+            self._close_if_due(self._closing_at)
+        if self._calls_between_steps.due_calls and not self._in_flight:
             # An exception in a call ends the engine, as an exception in a step does.
-            self._idle_calls.run_due_calls()
+            self._calls_between_steps.run_due_calls()
         launched = not self.closed and self._launch()
         self.output_processor.flush_wakeups()
         if self.closed:
@@ -262,7 +262,9 @@ class EngineCore:
         if self._in_flight and (not launched or self._is_pipeline_full()):
             self._collect()
         elif not launched and (
-            self._is_suspended or self._mask_maker.num_pending or not self.scheduler.has_work()
+            self._is_suspended
+            or self._mask_maker.num_pending_masks
+            or not self.scheduler.has_work()
         ):
             self._wait_for_command()
 
@@ -279,10 +281,10 @@ class EngineCore:
     def _wait_for_command(self) -> None:
         """Wait until there is something to do; an idle engine uses no CPU."""
         with contextlib.suppress(queue.Empty):
-            self.inbox.get(timeout=self._time_to_next_event())()
+            self.inbox.get(timeout=self._seconds_to_next_event())()
 
     def _launch(self) -> bool:
-        if self._is_suspended or self._idle_calls.due_calls or self._is_pipeline_full():
+        if self._is_suspended or self._calls_between_steps.due_calls or self._is_pipeline_full():
             return False
         if not self.scheduler.has_work():
             return False
@@ -291,7 +293,7 @@ class EngineCore:
             self.output_processor.fail(request.group, error)
         self.scheduler.failed.clear()
         if step is None:
-            # Requests that can never run have failed; the loop's next turn schedules the rest.
+            # The requests that can never run have just failed; the next turn schedules the rest.
             return False
         now = self.clock()
         for request in step.admitted:
@@ -302,7 +304,7 @@ class EngineCore:
         try:
             self._call_executor(self.executor.launch, step.batch)
         except StepOutOfMemoryError as error:
-            self._roll_back_and_shrink(error)
+            self._handle_out_of_memory(error)
         self._send_masks()
         return True
 
@@ -310,13 +312,17 @@ class EngineCore:
         """Send the masks of a step with grammars once it is the oldest step in flight, because its
         masks depend on the tokens of all earlier steps."""
         step = self._in_flight[0][0] if self._in_flight else None
-        if step is None or not step.has_grammar_mask or step.batch.step == self._sampled_step:
+        if (
+            step is None
+            or not step.has_grammar_mask
+            or step.batch.step == self._sampled_step_number
+        ):
             return
-        self._sampled_step = step.batch.step
+        self._sampled_step_number = step.batch.step
         masks, ends = self._mask_maker.make_masks(step, self._last_step_time)
         for request, error in ends:
             if error is None:
-                self.output_processor.complete(request)
+                self.output_processor.finish_request(request)
             else:
                 self.on_fail(request.group, error)
         self._call_executor(self.executor.sample, masks)
@@ -326,7 +332,7 @@ class EngineCore:
         try:
             result = self._call_executor(self.executor.collect)
         except StepOutOfMemoryError as error:
-            self._roll_back_and_shrink(error)
+            self._handle_out_of_memory(error)
             return
         self._in_flight.popleft()
         now = self.clock()
@@ -343,13 +349,13 @@ class EngineCore:
         self.scheduler.budget.record_success()
         self._send_masks()
 
-    def _roll_back_and_shrink(self, error: StepOutOfMemoryError) -> None:
-        """Roll back every step in flight and shrink the token budget. A step of a single token
-        cannot shrink: its request fails."""
+    def _handle_out_of_memory(self, error: StepOutOfMemoryError) -> None:
+        """Roll back every step in flight and shrink the token budget. If a step had a single
+        token, its request fails."""
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
         self._call_executor(self.executor.discard)
-        self.scheduler.rollback(steps)
+        self.scheduler.roll_back_steps(steps)
         too_big = self.scheduler.budget.shrink(steps)
         logger.warning(
             "a step ran out of device memory; steps have at most %d tokens for a while",
@@ -365,8 +371,11 @@ class EngineCore:
     # --- commands ----------------------------------------------------------------------
 
     def on_add(self, group: RequestGroup, grammars: Sequence[OutputGrammar] = ()) -> None:
-        """Queue a group whose prompt is ready, unless it was aborted meanwhile. ``grammars`` are
-        those of its members, if any; a group that has ended takes none."""
+        """Queue a group whose prompt is ready, unless it was aborted meanwhile.
+
+        Args:
+            grammars: one for each member, or empty; unused if the group has ended.
+        """
         if all(member.status is not Status.NEW for member in group.members):
             return
         for member, grammar in zip(group.members, grammars, strict=False):
@@ -427,7 +436,7 @@ class EngineCore:
             )
             self.output_processor.fail(group, error)
 
-    def _check_closing(self, closing_at: float) -> None:
+    def _close_if_due(self, closing_at: float) -> None:
         now = self.clock()
         live = self.admission.num_live_requests
         only_paused = live > 0 and live == len(self.scheduler.paused)
@@ -443,7 +452,7 @@ class EngineCore:
                 self.on_abort(group)
             self.closed = True
 
-    def _time_to_next_event(self) -> float | None:
+    def _seconds_to_next_event(self) -> float | None:
         """Seconds to the next deadline or the end of closing, at most an hour; None if there is
         neither."""
         earliest = self._deadlines.earliest
@@ -455,10 +464,10 @@ class EngineCore:
             return None
         return min(max(earliest - self.clock(), 0.0), 3600.0)
 
-    def _fail_all(self) -> None:
+    def _fail_all_requests(self) -> None:
         """Fail every live request of a dead engine, and all later calls. Runs on the engine thread,
         or on the thread that declared it hung."""
-        self._idle_calls.close()
+        self._calls_between_steps.close()
         for group in self.admission.close(self.shutdown_error):
             for request in group.members[-1:]:
                 self.output_processor.end_group(request, self.shutdown_error())
@@ -466,7 +475,7 @@ class EngineCore:
 
 
 def close_executor(executor: Executor) -> None:
-    """Close a device that may have failed. An error of closing is only logged."""
+    """Close an executor whose device may have failed. Exceptions are only logged."""
     try:
         executor.close()
     except BaseException:

@@ -31,7 +31,7 @@ class SamplingLimits:
         logits processors, or has ``bad_words`` of several tokens.
 
         Args:
-            token_rules: rules of ``sampling``.
+            token_rules: rules that ``sampling`` sets for single tokens and bad words.
         """
         logprobs = sampling.logprobs
         return (
@@ -126,7 +126,8 @@ class Executor(Protocol):
     ``execute_model`` and ``sample_tokens``). The next step may be launched before ``sample``, and
     runs after it. If the device does not run by itself (the CPU), the executor does the work in
     ``collect``. An executor in the engine's process has an attribute ``in_process``, an
-    ``UnpicklableObjects``. The method ``report() -> ExecutionReport`` is optional.
+    ``UnpicklableObjects``: the objects of requests that cannot be pickled. The method
+    ``report() -> ExecutionReport`` is optional.
 
     Raises:
         StepOutOfMemoryError: from ``launch`` or ``collect``. Every step in flight is void, and the

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.batch import SlotAssignment
 from asyncllm.logits_processor import LogitsProcessor
 from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
@@ -20,17 +20,18 @@ class UnpicklableObjects:
     executor in another process has none: its errors arrive as text.
 
     Attributes:
-        processors: logits processors of each live request, by ``RequestAssignment.processors_key``.
+        processors: logits processors of each live request, by ``SlotAssignment.processors_key``.
         logits_processors: the engine's logits processors, which the executor runs.
-            ``RequestAssignment.claiming_processors`` says which of them apply to a request.
-        errors: for the latest steps, map from row to the exception behind ``StepResult.errors``.
+            ``SlotAssignment.claiming_processors`` says which of them apply to a request.
+        errors: by number of a recent step, map from row to the exception whose text is in that
+            step's ``StepResult.errors``.
     """
 
     processors: dict[int, Sequence[RequestLogitsProcessor]] = field(default_factory=dict)
     logits_processors: Sequence[LogitsProcessor] = ()
     errors: dict[int, dict[int, Exception]] = field(default_factory=dict)
 
-    def with_logits_processors(self, assignment: RequestAssignment) -> RequestAssignment:
+    def restore_logits_processors(self, assignment: SlotAssignment) -> SlotAssignment:
         """Copy an assignment, with its request's own logits processors added."""
         processors = self.processors.get(assignment.processors_key, ())
         if not processors:

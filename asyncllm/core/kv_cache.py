@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.core.request import NEVER, Request
+from asyncllm.core.request import UNREACHABLE_NUM_TOKENS, Request
 from asyncllm.core.state_snapshots import StateSnapshots
 
 FreedEntries = tuple[int, int, int]
@@ -49,18 +49,18 @@ class FullAttentionGroup:
         return hit
 
     def truncate_hit(self, prompt: HashedTokens, hit: list[Block], num_tokens: int) -> list[Block]:
-        """Truncate a prefix hit to at most ``num_tokens``, which is less than it covers."""
+        """Shorten a prefix hit, longer than ``num_tokens`` tokens, to at most that many."""
         return hit[: num_tokens // self.block_size]
 
     def cache_blocks(self, request: Request, end: int, newly_cached_blocks: list[Block]) -> None:
-        """Enter the blocks that are full once ``end`` tokens are computed into the prefix cache.
+        """Cache the blocks that are full once ``end`` tokens are computed, for use as a prefix.
         Append to ``newly_cached_blocks`` those that were not cached yet.
 
-        Blocks that have left a sliding window are skipped: while their last tokens were in flight
-        they had no hash, and they are freed now."""
+        Blocks that have left a sliding window are skipped: they had no hash until their last tokens
+        arrived, and by then they had been freed."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
-        first = request.num_offered_tokens // self.block_size
+        first = request.num_cache_offered_tokens // self.block_size
         for i in range(max(first, request.num_out_of_window[self.index]), end // self.block_size):
             if self.pool.cache_block(blocks[i], hashes[i] + self._hash_suffix):
                 newly_cached_blocks.append(blocks[i])
@@ -75,9 +75,9 @@ class SlidingWindowGroup(FullAttentionGroup):
         super().__init__(spec, index, pool, step_tokens)
         assert spec.window is not None
         self.window = spec.window
-        self.max_held_blocks = spec.max_blocks(NEVER, step_tokens)
-        # Number of blocks at the end of a cached prefix that the next query sees. A cached prefix
-        # ends with a full block.
+        self.max_held_blocks = spec.max_blocks(UNREACHABLE_NUM_TOKENS, step_tokens)
+        # The next query sees this many of a cached prefix's last blocks. A cached prefix ends with
+        # a full block.
         self._num_visible_blocks = -(-(self.window - 1) // self.block_size)
 
     def first_visible_block(self, num_computed_tokens: int) -> int:
@@ -158,7 +158,9 @@ class KVCacheManager:
         self._step_tokens = step_tokens
         # Every block ends at a multiple of the greatest common divisor of all groups' block sizes.
         common_divisor = math.gcd(*(spec.block_size for spec in specs))
-        self._caching_interval_tokens = common_divisor if enable_prefix_caching else NEVER
+        self._caching_interval_tokens = (
+            common_divisor if enable_prefix_caching else UNREACHABLE_NUM_TOKENS
+        )
         self.watermark = max(1, self.pool.num_usable // 100)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -204,9 +206,9 @@ class KVCacheManager:
 
     def _find_prefix(self, prompt: HashedTokens) -> tuple[list[list[Block]], int]:
         """Longest prefix that all groups have cached and that ends at a snapshot, as block tables;
-        and the length in tokens of the longest one without regard to snapshots. Other threads may
-        call it while blocks come and go: it only reads, and every loop ends even if look-ups
-        contradict each other."""
+        and the number of tokens that would be cached if no snapshot were needed. Other threads may
+        call it while blocks change: it only reads, and it terminates even if two look-ups see
+        different states."""
         if not self.enable_prefix_caching:
             return [[] for _ in self.groups], 0
         length = prompt.max_cached_tokens
@@ -263,7 +265,7 @@ class KVCacheManager:
                 self.pool.touch(block)
         request.blocks = prefix
         request.num_computed_tokens = num_computed_tokens
-        self._set_num_offered_tokens(request, num_computed_tokens)
+        self._set_num_cache_offered_tokens(request, num_computed_tokens)
         if self.states is not None:
             self.states.admit(request)
         self._append_blocks(request, missing)
@@ -340,11 +342,11 @@ class KVCacheManager:
             return newly_cached_blocks
         for group in self.groups:
             group.cache_blocks(request, end, newly_cached_blocks)
-        self._set_num_offered_tokens(request, end)
+        self._set_num_cache_offered_tokens(request, end)
         return newly_cached_blocks
 
-    def _set_num_offered_tokens(self, request: Request, num_tokens: int) -> None:
-        request.num_offered_tokens = num_tokens
+    def _set_num_cache_offered_tokens(self, request: Request, num_tokens: int) -> None:
+        request.num_cache_offered_tokens = num_tokens
         request.cache_blocks_at = (
             num_tokens // self._caching_interval_tokens + 1
         ) * self._caching_interval_tokens
@@ -379,4 +381,4 @@ class KVCacheManager:
             self.pool.release(blocks[first:])
         request.blocks = ()
         request.num_covered_tokens = request.num_computed_tokens = 0
-        request.cache_blocks_at = NEVER
+        request.cache_blocks_at = UNREACHABLE_NUM_TOKENS

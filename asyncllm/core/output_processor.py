@@ -10,7 +10,7 @@ from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, Mailbox, StreamEnd, check_gil
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
-from asyncllm.core.tracebacks import replace_tracebacks
+from asyncllm.core.tracebacks import replace_tracebacks_by_note
 from asyncllm.errors import RequestError, with_cause
 from asyncllm.outputs import (
     Completion,
@@ -254,7 +254,7 @@ class OutputProcessor:
                 last = Delta(_remaining_text(request), (), index=request.index)
                 self._end_output(request, group.channel, last)
 
-    def complete(self, request: Request) -> None:
+    def finish_request(self, request: Request) -> None:
         """End a request whose grammar is complete, without another token."""
         self._scheduler.finish(request, "stop")
         try:
@@ -272,7 +272,7 @@ class OutputProcessor:
         """End the whole group with an exception, even if only one member failed."""
         if not group.channel.ended:
             # The application may keep the error, and its frames would keep their variables alive.
-            replace_tracebacks(error)
+            replace_tracebacks_by_note(error)
             for request in group.members:
                 self._scheduler.finish(request, None)
             self.end_group(group.members[-1], error)

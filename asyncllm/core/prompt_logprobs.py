@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncllm.core.batch import PromptSpan, StepResult
+from asyncllm.core.batch import PromptLogprobSpan, StepResult
 
 if TYPE_CHECKING:
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
 
-TOP_LOGPROBS_PER_BUDGET_TOKEN = 32
+TOP_LOGPROBS_PER_TOKEN_COST = 32
 """Cost ratio: to make the Python objects of this many top log-probabilities takes about as long as
 to compute one token in the model's layers."""
 
 
-def budget_per_token(request: Request, vocab_size: int) -> int:
+def budget_cost_per_token(request: Request, vocab_size: int) -> int:
     """How many tokens of a step's budget each token of the request's next chunk takes.
 
-    It is 1 for most requests. While prompt log-probabilities are missing it is 2, for the layers
-    and the output head, and grows with the number of top log-probabilities. So a step with prompt
+    It is 1 for most requests. While prompt log-probabilities are missing, it is 2 (the layers and
+    the output head) plus a share for the top log-probabilities. So a step with prompt
     log-probabilities takes as long as any other step."""
     if not request.lacks_prompt_logprobs:
         return 1
-    return 2 + _num_top_logprobs(request, vocab_size) // TOP_LOGPROBS_PER_BUDGET_TOKEN
+    return 2 + _num_top_logprobs(request, vocab_size) // TOP_LOGPROBS_PER_TOKEN_COST
 
 
 def _num_top_logprobs(request: Request, vocab_size: int) -> int:
@@ -37,7 +37,7 @@ def _num_top_logprobs(request: Request, vocab_size: int) -> int:
     return vocab_size if count < 0 else min(count, vocab_size)
 
 
-def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
+def prompt_logprob_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptLogprobSpan]:
     """Spans of the rows whose requests still lack prompt log-probabilities. Decode rows, which come
     first in the step, have no span."""
     batch, spans = step.batch, {}
@@ -51,7 +51,7 @@ def prompt_spans(step: ScheduledStep, vocab_size: int) -> dict[int, PromptSpan]:
         first = max(start, len(request.prompt_logprobs))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
-            spans[row] = PromptSpan(first, end, _num_top_logprobs(request, vocab_size))
+            spans[row] = PromptLogprobSpan(first, end, _num_top_logprobs(request, vocab_size))
     return spans
 
 
@@ -67,4 +67,4 @@ def append_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
             assert logprobs is not None
             logprobs.extend(values[len(logprobs) - step.batch.prompt_logprobs[row].first :])
             if not request.lacks_prompt_logprobs:
-                request.budget_per_token = 1
+                request.budget_cost_per_token = 1

@@ -21,8 +21,8 @@ from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
-NEVER = sys.maxsize
-"""Number of tokens that no request reaches."""
+UNREACHABLE_NUM_TOKENS = sys.maxsize
+"""Larger than any request's number of tokens; stands for "never" where a token count is due."""
 
 
 class Status(enum.IntEnum):
@@ -35,7 +35,7 @@ class Status(enum.IntEnum):
     FINISHED = 4
 
 
-class Notifier(Protocol):
+class LifecycleNotifier(Protocol):
     """Protocol: notifies observers of a group's first token and of its end."""
 
     def notify_first_token(self) -> None: ...
@@ -44,7 +44,7 @@ class Notifier(Protocol):
 
 
 class OutputGrammar(Protocol):
-    """Protocol of the grammar that a request's tokens follow; ``StructuredOutput``
+    """Protocol of the grammar that a request's tokens follow; ``RequestGrammar``
     implements it."""
 
     def advance(
@@ -68,8 +68,8 @@ class RequestGroup:
         channel: carries all members' output to the reader.
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
-        cancelled: set once, by any thread, before the abort command is sent, or when it ends.
-        aborted: whether the group was aborted by a call.
+        cancelled: whether the group has ended, or an abort command was sent for it by any thread.
+        aborted: whether a caller aborted the group.
         notifier: calls the observers; None without any.
         num_truncated_tokens: tokens cut from the prompt's start.
         engine: number of its engine in an EngineGroup; None outside of one.
@@ -82,7 +82,7 @@ class RequestGroup:
     members: list[Request] = field(default_factory=list)
     cancelled: bool = False
     aborted: bool = False
-    notifier: Notifier | None = None
+    notifier: LifecycleNotifier | None = None
     num_truncated_tokens: int = 0
     engine: int | None = None
 
@@ -112,12 +112,12 @@ class Request:
         owner: name of the user that the request is for; requests of equal rank are admitted in
             turns by owner.
         max_total_tokens: maximum number of tokens of prompt and output together.
-        run_ahead_end: token count, placeholders included, from which on it is scheduled only
-            while none of its tokens is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
+        run_ahead_end: below this token count, placeholders included, the request may be scheduled
+            while one of its tokens is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
-        budget_per_token: how many tokens of a step's budget each token of its next chunk takes; see
-            ``prompt_logprobs.budget_per_token``.
+        budget_cost_per_token: how many tokens of a step's budget each token of its next chunk
+            takes; see ``prompt_logprobs.budget_cost_per_token``.
         num_placeholders: number of sampled tokens of steps in flight, whose values are not known
             yet. Also 1 while the next grammar mask is made ahead, so that the request is not
             scheduled.
@@ -129,8 +129,9 @@ class Request:
         block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
         num_covered_tokens: number of tokens up to which the block tables need no change: every
             group has blocks for them, and at most one block is out of window.
-        num_offered_tokens: leading tokens whose full blocks were offered to the prefix cache.
-        cache_blocks_at: number of tokens at which the next block is full and can be offered.
+        num_cache_offered_tokens: leading tokens whose full blocks were entered into the prefix
+            cache, or had an equal block in it.
+        cache_blocks_at: number of tokens at which the next block is full and can be cached.
         snapshot_at: number of tokens at which its recurrent state is saved; never reached without
             states. StateSnapshots owns this attribute and the next two.
         num_shared_tokens: leading tokens whose KV was cached at the last look-up, even if there was
@@ -180,15 +181,15 @@ class Request:
     req_index: int = field(init=False, default=-1)
     epoch: int = field(init=False, default=0)
     num_computed_tokens: int = field(init=False, default=0)
-    budget_per_token: int = field(init=False, default=1)
+    budget_cost_per_token: int = field(init=False, default=1)
     num_placeholders: int = field(init=False, default=0)
     blocks: tuple[list[Block], ...] = field(init=False, default=())
     num_out_of_window: list[int] = field(init=False, default_factory=list)
     block_hashes: dict[int, list[bytes]] = field(init=False, default_factory=dict)
     num_covered_tokens: int = field(init=False, default=0)
-    num_offered_tokens: int = field(init=False, default=0)
+    num_cache_offered_tokens: int = field(init=False, default=0)
     cache_blocks_at: int = field(init=False, default=0)
-    snapshot_at: int = field(init=False, default=NEVER)
+    snapshot_at: int = field(init=False, default=UNREACHABLE_NUM_TOKENS)
     num_shared_tokens: int = field(init=False, default=0)
     newest_output_snapshot: tuple[Block, bytes] | None = field(init=False, default=None)
     num_cached_tokens: int = field(init=False, default=0)
@@ -254,8 +255,8 @@ class Request:
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Log-probabilities of every prompt token, with None for the first token. None as a whole
-        until all are computed, and if the request does not ask for them."""
+        """Log-probabilities of every prompt token; the entry of the first token is None. The whole
+        tuple is None until all are computed, and if the request does not ask for them."""
         logprobs = self.prompt_logprobs
         if logprobs is None or len(logprobs) != self.num_prompt_tokens - 1:
             return None

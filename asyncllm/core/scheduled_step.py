@@ -69,7 +69,7 @@ class ScheduledStep:
             )
 
     def _check_counts(self, result: StepResult, max_count: int) -> None:
-        """Check the counts of each row, for a result with drafts, errors or unexpected counts."""
+        """Check each row's count. Needed only for drafts, errors and unexpected counts."""
         number, rows = self.batch.step, len(self.requests)
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from asyncllm.core.batch import RequestAssignment, StepBatch, StepResult
+from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import UnpicklableObjects, picklable_params
 from asyncllm.core.kv_cache import FreedEntries, KVCacheManager, block_ids
-from asyncllm.core.prompt_logprobs import append_prompt_logprobs, budget_per_token, prompt_spans
+from asyncllm.core.prompt_logprobs import (
+    append_prompt_logprobs,
+    budget_cost_per_token,
+    prompt_logprob_spans,
+)
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.structured_output import masked_rows
@@ -79,7 +83,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
-        request.budget_per_token = budget_per_token(request, self.info.vocab_size)
+        request.budget_cost_per_token = budget_cost_per_token(request, self.info.vocab_size)
         self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
@@ -146,8 +150,8 @@ class Scheduler:
         if self.kv.states is not None:
             self.kv.states.cache_saved_snapshots()
         scheduled: dict[Request, int] = {}
-        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[FreedEntries]]] = {}
-        budget, preempted = self._schedule_running(scheduled, grown_tables)
+        block_table_updates: dict[Request, tuple[tuple[list[int], ...], list[FreedEntries]]] = {}
+        budget, preempted = self._schedule_running(scheduled, block_table_updates)
         for request, count in scheduled.items():
             self._add_row(request, count, step)
         if not preempted and budget > 0:
@@ -156,7 +160,7 @@ class Scheduler:
             return None
         step.order_decodes_first()
         batch = step.batch
-        for request, (new, freed) in grown_tables.items():
+        for request, (new, freed) in block_table_updates.items():
             if request in scheduled:
                 batch.new_blocks.append((request.req_index, new))
                 if freed:
@@ -164,7 +168,7 @@ class Scheduler:
         if step.has_grammar_mask:
             batch.masked_rows = masked_rows(step)
         if batch.num_decodes < len(step.requests):
-            batch.prompt_logprobs = prompt_spans(step, self.info.vocab_size)
+            batch.prompt_logprobs = prompt_logprob_spans(step, self.info.vocab_size)
         batch.released_indices, self._released_req_indices = self._released_req_indices, []
         batch.assignments = [self._make_assignment(r) for r in step.admitted]
         self._num_steps += 1
@@ -174,7 +178,7 @@ class Scheduler:
     def _schedule_running(
         self,
         scheduled: dict[Request, int],
-        grown_tables: dict[Request, tuple[tuple[list[int], ...], list[FreedEntries]]],
+        block_table_updates: dict[Request, tuple[tuple[list[int], ...], list[FreedEntries]]],
     ) -> tuple[int, bool]:
         """Schedule running requests in order, and preempt when blocks run out. Returns the rest of
         the token budget, and whether a request was preempted."""
@@ -190,8 +194,8 @@ class Scheduler:
             if request.num_placeholders and total >= request.run_ahead_end:
                 continue
             count = total - request.num_computed_tokens
-            if count * request.budget_per_token > budget:
-                count = max(1, budget // request.budget_per_token)
+            if count * request.budget_cost_per_token > budget:
+                count = max(1, budget // request.budget_cost_per_token)
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_covered_tokens:
                 end = min(end, self.info.max_model_len, request.snapshot_at)
@@ -199,26 +203,28 @@ class Scheduler:
                 freed = self.kv.free_out_of_window(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
-                    victim = self._idle_victim() or max(self.running, key=lambda r: r.sort_key)
+                    victim = self._choose_idle_victim() or max(
+                        self.running, key=lambda r: r.sort_key
+                    )
                     if victim is request and len(self.running) == 1:
                         self._fail_too_large(request, end)
                         break
                     preempted = True
                     self._preempt(victim)
-                    budget += scheduled.pop(victim, 0) * victim.budget_per_token
+                    budget += scheduled.pop(victim, 0) * victim.budget_cost_per_token
                     if victim is request:
                         break
                     block_ids = self.kv.grow(request, end)
                 if block_ids is None:
                     continue
-                grown_tables[request] = block_ids, freed
+                block_table_updates[request] = block_ids, freed
             scheduled[request] = count
-            budget -= count * request.budget_per_token
+            budget -= count * request.budget_cost_per_token
         return budget, preempted
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
-        """Admit waiting requests in the queue's order while slots, blocks and budget last. The
-        first one that does not fit blocks the requests behind it, so that it does not starve."""
+        """Admit waiting requests in the queue's order while slots, blocks and budget last. If one
+        does not fit, no later request is admitted before it, so that it does not starve."""
         states, max_num_seqs = self.kv.states, self.info.max_num_seqs
         skipped: list[Request] = []
         while budget > 0 and len(self.running) < max_num_seqs:
@@ -239,10 +245,10 @@ class Scheduler:
             if states is not None and request.num_computed_tokens:
                 step.batch.state_loads.append((request.req_index, states.load(request)))
             end = min(len(request.token_ids), request.snapshot_at)
-            max_count = max(1, budget // request.budget_per_token)
+            max_count = max(1, budget // request.budget_cost_per_token)
             count = min(end - request.num_computed_tokens, max_count)
             self._add_row(request, count, step)
-            budget -= count * request.budget_per_token
+            budget -= count * request.budget_cost_per_token
         for request in skipped:
             self.waiting.push(request)
 
@@ -253,7 +259,7 @@ class Scheduler:
         )
         min_free_blocks = self.kv.watermark if self.running and not has_victims else 0
         while not self._take_blocks(request, min_free_blocks):
-            victim = self._idle_victim(excluded=request)
+            victim = self._choose_idle_victim(excluded=request)
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
@@ -279,23 +285,23 @@ class Scheduler:
         """Number of tokens that a request needs blocks for on admission, drafts included."""
         return min(len(request.token_ids) + self.num_lookahead_tokens, self.info.max_model_len)
 
-    def _add_row(self, request: Request, count: int, step: ScheduledStep) -> None:
+    def _add_row(self, request: Request, num_new_tokens: int, step: ScheduledStep) -> None:
         """Add a row to the step, and count its tokens as computed."""
         batch = step.batch
         start = request.num_computed_tokens
-        end = start + count
+        end = start + num_new_tokens
         samples = end == len(request.token_ids) + request.num_placeholders
         step.requests.append(request)
         step.epochs.append(request.epoch)
         batch.req_indices.append(request.req_index)
         batch.starts.append(start)
-        batch.counts.append(count)
+        batch.counts.append(num_new_tokens)
         batch.samples.append(samples)
-        batch.num_tokens += count
+        batch.num_tokens += num_new_tokens
         request.num_computed_tokens = end
         if samples:
             request.num_placeholders += 1
-            if count == 1:
+            if num_new_tokens == 1:
                 batch.num_decodes += 1
             if request.structured_output is not None:
                 step.has_grammar_mask = True
@@ -307,12 +313,12 @@ class Scheduler:
                 if snapshot is not None:
                     batch.state_saves.append((request.req_index, snapshot))
 
-    def _make_assignment(self, request: Request) -> RequestAssignment:
+    def _make_assignment(self, request: Request) -> SlotAssignment:
         processors_key = -1
         if request.sampling.logits_processors:
             processors_key = request.arrival_index
             self.in_process.processors[processors_key] = request.sampling.logits_processors
-        return RequestAssignment(
+        return SlotAssignment(
             req_index=request.req_index,
             request_id=request.request_id,
             token_ids=request.token_ids.copy(),
@@ -384,10 +390,10 @@ class Scheduler:
                 # The token was an accepted draft, whose KV the step has written.
                 request.num_computed_tokens += 1
 
-    def rollback(self, steps: Iterable[ScheduledStep]) -> None:
-        """Undo ``steps``, which are all steps in flight: remove from the prefix cache the blocks
-        and states that they entered, and reset every request in them or in a slot for
-        recomputation."""
+    def roll_back_steps(self, steps: Iterable[ScheduledStep]) -> None:
+        """Undo ``steps``, which must be all steps in flight. Blocks and states that they cached
+        leave the prefix cache. Every request that has a row in them or holds a slot is reset, so
+        that it is recomputed."""
         steps = list(steps)
         for step in steps:
             self.kv.uncache_blocks(step.newly_cached_blocks, step.newly_cached_snapshots)
@@ -401,9 +407,9 @@ class Scheduler:
 
     # --- preemption --------------------------------------------------------------------
 
-    def _idle_victim(self, excluded: Request | None = None) -> Request | None:
-        """Request to preempt, among those that hold blocks without running: paused ones first. None
-        if there is none."""
+    def _choose_idle_victim(self, excluded: Request | None = None) -> Request | None:
+        """Choose a request to preempt among those that hold blocks without running: paused ones
+        first. None if there is none."""
         candidates = [r for r in self._idle_requests_with_blocks if r is not excluded]
         return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
 
@@ -413,8 +419,8 @@ class Scheduler:
         self._reset_for_recompute(request)
 
     def _reset_for_recompute(self, request: Request) -> None:
-        """Free the request's blocks and void its results in flight; it keeps its known tokens. A
-        running request is queued again, ahead of its owner's later arrivals."""
+        """Free the request's blocks, and ignore its results in flight; known tokens are kept. A
+        running request is queued again, before later requests of the same owner."""
         if request.status is Status.RUNNING:
             self._remove_from_schedule(request)
             self.add(request)

@@ -107,8 +107,8 @@ class StateSnapshots:
         request.snapshot_at = self._next_snapshot_at(request)
 
     def load(self, request: Request) -> int:
-        """Snapshot that an admitted request continues from; it becomes the most recently used. A
-        step may load and overwrite it: the executor loads before it saves."""
+        """Snapshot that an admitted request continues from; marks it as most recently used. The
+        same step may also save into this snapshot, because the executor loads before it saves."""
         block = self.pool.find(self._snapshot_key(request, request.num_computed_tokens))
         assert block is not None
         self.pool.touch(block)
@@ -117,11 +117,12 @@ class StateSnapshots:
 
     def save(self, request: Request, newly_cached_snapshots: list[Block]) -> int | None:
         """Snapshot to write for a request that reaches ``snapshot_at`` with the step being
-        scheduled. None if the prefix has a snapshot already, or if half of the slots are being
-        written: a burst of prompts would evict the prefix that they share.
+        scheduled. None if the prefix has a snapshot already. None too if half of the slots are
+        being written: a burst of prompts would otherwise evict the snapshot of their shared prefix.
 
         Args:
-            newly_cached_snapshots: list to which the block is appended once it is cached.
+            newly_cached_snapshots: list to which the snapshot's block is appended as soon as it is
+                in the prefix cache.
         """
         num_tokens = request.num_computed_tokens
         request.snapshot_at = self._next_snapshot_at(request)

@@ -1,4 +1,4 @@
-"""StructuredOutput: a request's grammar, and the token masks of a step."""
+"""RequestGrammar: a request's grammar; MaskMaker: the token masks of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class StructuredOutput:
+class RequestGrammar:
     """Grammar of a request, with its state. The state depends only on the tokens that the request
     has accepted, so preemption, rollback and late results do not change it.
 
@@ -35,7 +35,7 @@ class StructuredOutput:
             end.
         clock: processor seconds of the calling thread. By wall-clock time, a quick mask would count
             as slow on a busy machine.
-        accept_time: seconds that the matcher took to accept tokens since the last mask.
+        accept_seconds: seconds that the matcher took to accept tokens since the last mask.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if
             the masks are quick. While it is not 0, a token is accepted along with the next mask.
         pending_token: the last token, if it waits for the next mask.
@@ -48,7 +48,7 @@ class StructuredOutput:
     matcher: GrammarMatcher
     special_tokens: Collection[int] = ()
     clock: Callable[[], float] = time.thread_time
-    accept_time: float = field(init=False, default=0.0)
+    accept_seconds: float = field(init=False, default=0.0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
     next_mask: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
@@ -57,10 +57,11 @@ class StructuredOutput:
     def advance(
         self, request: Request, token_id: int, finish_reason: FinishReason | None
     ) -> FinishReason | None:
-        """Accept the token just appended. Call this before ``request.reasoning.push``. Takes the
-        finish reason so far, and returns the final one: a complete output ends by itself, without
-        EOS. If accepting is slow, the thread that makes the next mask accepts the
-        token, and a complete output ends with that mask.
+        """Accept the token just appended. Call this before ``request.reasoning.push``.
+
+        Returns the finish reason: ``finish_reason``, or "stop" for a complete output, which needs
+        no EOS. If accepting is slow, the thread that makes the next mask accepts the token; a
+        complete output is then noticed only with that mask.
 
         Raises:
             Exception: RequestError for a token that is not allowed, or any error of the matcher.
@@ -69,7 +70,7 @@ class StructuredOutput:
         try:
             return self._advance(request, token_id, finish_reason)
         finally:
-            self.accept_time += self.clock() - began
+            self.accept_seconds += self.clock() - began
 
     def _advance(
         self, request: Request, token_id: int, finish_reason: FinishReason | None
@@ -114,7 +115,7 @@ class StructuredOutput:
 
     def _track_reasoning_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
         matcher, num_followed = self.matcher, self.num_delimiter_tokens
-        is_last = reasoning.is_last_begin_token()
+        is_last = reasoning.is_next_begin_token_last()
         if not is_last:
             if num_followed is None:
                 return
@@ -200,20 +201,19 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_MASKS_AHEAD = 16
-"""After a slow mask, this many more masks are computed before their steps, even if they are
-quick."""
+"""Number of masks after a slow one that are computed ahead of their step, even if quick."""
 
-_SLOW_MASK_FRACTION = 1 / 8
+_SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
 
 
 class MaskMaker:
     """Makes the masks of steps; slow masks are made ahead of their step on a thread.
 
-    A step may wait ``max(2 ms, a tenth of its time)`` for its masks, and for the grammars to accept
-    the tokens before them. If this takes longer and delays other rows, requests with slow masks are
-    scheduled from then on only once their mask is made: until then they count as having a token in
-    flight. So a slow grammar delays its own request alone, and changes none of its tokens.
+    A step may wait ``max(2 ms, a tenth of its time)`` for its masks, and for grammars to accept the
+    tokens before those masks. If this takes longer and delays other rows, a request with slow masks
+    is scheduled from then on only once its next mask is made: until then its last token is treated
+    as if still in flight. So a slow grammar delays only its own request, and changes no token.
 
     Args:
         send: function that asks the engine thread to call a function with arguments.
@@ -222,13 +222,13 @@ class MaskMaker:
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
         self._worker: ThreadPoolExecutor | None = None
-        self.num_pending = 0
+        self.num_pending_masks = 0
 
     def make_masks(
         self, step: ScheduledStep, step_time: float
     ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
-        """Make the masks of a step, once all tokens before it are known. Also returns the requests
-        that end without a mask: with None if their output is complete, else with their error.
+        """Make the masks of a step, once all tokens before it are known. Also returns pairs of a
+        request that ends without a mask and its error; the error is None if its output is complete.
 
         Args:
             step_time: seconds that a step takes.
@@ -244,8 +244,8 @@ class MaskMaker:
                 continue  # The request has ended, so its token is discarded.
             grammar = request.structured_output
             try:
-                assert isinstance(grammar, StructuredOutput)
-                waited, grammar.accept_time = grammar.accept_time, 0.0
+                assert isinstance(grammar, RequestGrammar)
+                waited, grammar.accept_seconds = grammar.accept_seconds, 0.0
                 if grammar.next_mask is None:
                     mask, seconds = self._make_mask(grammar, request)
                     waited += seconds
@@ -257,10 +257,10 @@ class MaskMaker:
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
-            if seconds > limit * _SLOW_MASK_FRACTION:
+            if seconds > limit * _SLOW_MASK_WAIT_FRACTION:
                 slow.append((request, grammar))
             elif grammar.num_masks_ahead:
-                self._count_down_masks_ahead(request, grammar)
+                self._decrement_num_masks_ahead(request, grammar)
             if mask is None:
                 ends.append((request, None))
             elif mask:
@@ -273,14 +273,14 @@ class MaskMaker:
         return masks, ends
 
     def make_masks_ahead(self, step: ScheduledStep) -> None:
-        """Start to compute the next masks of a step's requests on a thread, where masks are slow.
-        Call this once the step's tokens are accepted."""
+        """Start to compute, on another thread, the next masks of those requests of a step whose
+        masks are slow. Call this once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
                 continue
             grammar = request.structured_output
-            assert isinstance(grammar, StructuredOutput)
+            assert isinstance(grammar, RequestGrammar)
             # If the request's next step is already scheduled, that step makes the mask.
             if not grammar.num_masks_ahead or request.num_placeholders:
                 continue
@@ -292,7 +292,7 @@ class MaskMaker:
                 self._worker = None  # No thread can be started: the step makes the mask.
                 continue
             request.num_placeholders = 1
-            self.num_pending += 1
+            self.num_pending_masks += 1
             done = partial(self._send, self._on_mask_made, request, request.epoch)
             grammar.next_mask.add_done_callback(lambda _, done=done: done())
 
@@ -301,16 +301,16 @@ class MaskMaker:
         if self._worker is not None:
             self._worker.shutdown(cancel_futures=True)
 
-    def _make_mask(self, grammar: StructuredOutput, request: Request) -> tuple[bytes | None, float]:
+    def _make_mask(self, grammar: RequestGrammar, request: Request) -> tuple[bytes | None, float]:
         began = grammar.clock()
         return grammar.compute_mask(request), grammar.clock() - began
 
     def _on_mask_made(self, request: Request, epoch: int) -> None:
-        self.num_pending -= 1
+        self.num_pending_masks -= 1
         if request.epoch == epoch:
             request.num_placeholders -= 1
 
-    def _count_down_masks_ahead(self, request: Request, grammar: StructuredOutput) -> None:
+    def _decrement_num_masks_ahead(self, request: Request, grammar: RequestGrammar) -> None:
         grammar.num_masks_ahead -= 1
         if not grammar.num_masks_ahead and not request.needs_host:
             request.run_ahead_end = request.max_total_tokens

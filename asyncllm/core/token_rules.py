@@ -18,8 +18,8 @@ class TokenRules:
     Attributes:
         allowed_mask: tokens that ``allowed_token_ids`` and bad words of one token leave, in the
             format of a GrammarMask; None if they leave all.
-        bad_words: trie of the bad words of several tokens, backwards from the last token but one:
-            ``(node, token)`` to the next node. The root is node 0.
+        bad_words: trie of the bad words of several tokens, without their last token and in reverse
+            order: maps ``(node, token)`` to the child node. The root is node 0.
         last_tokens: by trie node, last tokens of the bad words whose path ends at the node.
     """
 

@@ -1,4 +1,4 @@
-"""Functions that free the objects which a kept exception's traceback keeps alive."""
+"""Functions that free the objects that a stored exception's traceback keeps alive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TRACEBACK, _CAUSE, _CONTEXT, _ATTRIBUTES = (
 """BaseException's own descriptors: a subclass may override the attributes, and raise or never
 return."""
 
-_MAX_LINES = 16
+_MAX_NOTE_FRAMES = 16
 """Maximum number of a traceback's frames in a note; the innermost frames are shown."""
 
 
@@ -22,18 +22,18 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(_TRACEBACK.__get__(current))
 
 
-def replace_tracebacks(error: BaseException) -> None:
+def replace_tracebacks_by_note(error: BaseException) -> None:
     """Replace the tracebacks of ``error`` and its causes by a note that has their lines.
 
-    A frame refers to the frame that called it, and a frame that ends while something refers to it
-    keeps its variables. So a traceback with cleared frames keeps those of all its callers alive:
-    the step, the requests in it and the engine.
+    Even after its own frames are cleared, a traceback keeps alive the variables of all frames that
+    called them: the step, the requests in it and the engine. A frame refers to its caller, and
+    keeps its variables if it ends while something refers to it.
     """
     lines: list[str] = []
     for current in _exception_chain(error):
         tb = _TRACEBACK.__get__(current)
         if tb is not None:
-            summary = traceback.StackSummary.extract(traceback.walk_tb(tb), limit=-_MAX_LINES)
+            summary = traceback.StackSummary.extract(traceback.walk_tb(tb), limit=-_MAX_NOTE_FRAMES)
             lines += [f"{type(current).__name__} was raised in:\n", *summary.format()]
             _TRACEBACK.__set__(current, None)
     note = "".join(lines).rstrip()

@@ -10,7 +10,7 @@ from asyncllm.core.request import Request
 
 Rank = tuple[float, ...]
 
-POLICIES: Mapping[str, Callable[[Request], Rank]] = {
+RANK_FUNCTION_BY_POLICY: Mapping[str, Callable[[Request], Rank]] = {
     "fcfs": lambda r: (),
     "priority": lambda r: (r.priority,),
     "deadline": lambda r: (r.priority, r.group.deadline),
@@ -61,7 +61,7 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: str) -> None:
-        self._rank_request = POLICIES[policy]
+        self._rank_request = RANK_FUNCTION_BY_POLICY[policy]
         self._owners: dict[str | None, _Owner] = {}
         self._owner_heap: list[_OwnerEntry] = []
         self._waiting_requests: dict[Request, int] = {}
@@ -141,7 +141,7 @@ class WaitingQueue:
                 self._num_entries -= 1
             self._requeue_owner(owner)
         if self._num_entries > 64 and self._num_entries > 4 * len(members):
-            self._compact()
+            self._compact_heaps()
 
     def _requeue_owner(self, owner: _Owner) -> None:
         """Requeue an owner by its first request, or forget an owner without requests."""
@@ -152,7 +152,7 @@ class WaitingQueue:
                 del self._owners[owner.name]
             return
         if old is not None and len(self._owners) == 1:
-            # A sole owner stays where it is in the heap; ``push`` requeues it when another arrives.
+            # The entry of a sole owner needs no update; ``push`` requeues it with a second owner.
             return
         heap = self._owner_heap
         sort_key = owner.heap[0][0]
@@ -170,11 +170,11 @@ class WaitingQueue:
             self._owner_heap = [entry for entry in heap if entry[3].entry is entry]
             heapq.heapify(self._owner_heap)
 
-    def _compact(self) -> None:
+    def _compact_heaps(self) -> None:
         """Drop the entries of discarded requests."""
         members = self._waiting_requests
         self._num_entries = len(members)
         for owner in self._owners.values():
-            # The owner's first request stays the first, so that the owner keeps its place.
+            # The first entry is a waiting request: it stays first, so ``owner.entry`` stays valid.
             owner.heap = [entry for entry in owner.heap if members.get(entry[2]) == entry[1]]
             heapq.heapify(owner.heap)

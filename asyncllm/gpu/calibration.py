@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncllm.config import EngineConfig
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu.batch.step_buffer import make_dummy_batch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
@@ -152,7 +152,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
     batch = prefill_step(
         [
-            RequestAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
+            SlotAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
             for req_index in range(min(rows, info.max_num_seqs))
         ]
     )
@@ -162,7 +162,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def prefill_step(assignments: list[RequestAssignment]) -> StepBatch:
+def prefill_step(assignments: list[SlotAssignment]) -> StepBatch:
     """Makes a batch that prefills whole prompts and samples a token after each."""
     counts = [assignment.num_prompt_tokens for assignment in assignments]
     batch = make_dummy_batch([0] * len(counts), counts)

@@ -63,7 +63,7 @@ class LaunchedStep:
         inputs: the model's inputs; None if the device derives them.
         output: the model's output; None until the forward pass is queued.
         prompt_hidden: hidden states ``[E, H]`` at the positions of prompt log-probabilities.
-        prompt_logprob_tokens: by row, the prompt tokens of its PromptSpan.
+        prompt_logprob_tokens: by row, the prompt tokens of its PromptLogprobSpan.
         host_rows: rows whose sampling needs the host.
         event: end of the step's work; None until all of it is queued.
         error: error of the step's work, which ``collect`` raises.

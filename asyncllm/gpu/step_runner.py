@@ -157,7 +157,7 @@ class StepRunner:
         for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
-            update = sampler.assign(self._in_process.with_logits_processors(assignment))
+            update = sampler.assign(self._in_process.restore_logits_processors(assignment))
             if update is not None:
                 step.logits_table_updates.append(update)
         if self.forward_pass.finds_greedy_tokens:

@@ -32,10 +32,10 @@ class DelimiterTokens:
     @classmethod
     def of(cls, syntax: ChatSyntax, tokenizer: Tokenizer) -> DelimiterTokens:
         begin, end = (
-            tokenizer.delimiter_ids(syntax.reasoning_begin),
-            tokenizer.delimiter_ids(syntax.reasoning_end),
+            tokenizer.encode_delimiter(syntax.reasoning_begin),
+            tokenizer.encode_delimiter(syntax.reasoning_end),
         )
-        before_call = tokenizer.delimiter_ids(syntax.reasoning_end_before_call)
+        before_call = tokenizer.encode_delimiter(syntax.reasoning_end_before_call)
         return cls(tokenizer.special_ids_where(syntax.delimiters_contain), begin, end, before_call)
 
     def make_reasoning_tracker(

@@ -198,7 +198,7 @@ class EngineThread:
         """Wait for ``exited`` without an event loop, and meanwhile notice a step that hangs."""
         while not self.exited.done():
             with contextlib.suppress(TimeoutError):
-                self.exited.result(self.watch_interval)
+                self.exited.result(self.hang_check_interval)
             self.check_for_hung_step()
 
     def is_forked_child(self) -> bool:
@@ -262,11 +262,11 @@ class EngineThread:
         return self.loaded_model.executor.info.step_timeout if timeout is None else timeout
 
     @property
-    def watch_interval(self) -> float:
+    def hang_check_interval(self) -> float:
         """Seconds between two checks of the step under way."""
         return max(self.step_timeout / 8, 0.01)
 
-    async def join_watcher(self) -> None:
+    async def join_watch_task(self) -> None:
         """Wait for the task that watches the thread, if the task belongs to the running loop. Once
         the thread has exited, the task ends within a turn of the loop."""
         task = self._task
@@ -293,7 +293,7 @@ async def _watch_thread(thread: EngineThread) -> None:
     post_when_done(thread.exited, partial(exited.set_result, None))
     try:
         while not thread.exited.done():
-            await backend.wait_at_most(exited, thread.watch_interval)
+            await backend.wait_at_most(exited, thread.hang_check_interval)
             thread.check_for_hung_step()
     finally:
         thread.close_after_loop_end()

@@ -49,18 +49,18 @@ class AsyncioBackend:
         self._thread = threading.get_ident()
 
     def make_waiter(self) -> Any:
-        """Make an awaitable that ``set_result`` ends on the loop's thread; None if the caller does
-        not run on this loop. Every wait checks the caller, so the check is cheap: it compares
-        threads. For a second asyncio loop in the same thread, asyncio itself raises."""
+        """Make a future for a wait on this loop's thread; None if called on another thread, or if
+        the loop is closed. Every wait checks this, so the check is cheap: it compares threads. If
+        a second asyncio loop of the same thread awaits the future, asyncio raises RuntimeError."""
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()
 
-    def spawn(self, run: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], Any]:
         """Run a coroutine that raises nothing, in the background; called on the loop. Returns the
         function that cancels it, which the caller has to keep: the loop has only weak references
         to tasks."""
-        return self._loop.create_task(run).cancel
+        return self._loop.create_task(coroutine).cancel
 
     async def wait_at_most(self, waiter: asyncio.Future[None], seconds: float) -> None:
         """Wait at most ``seconds``; can be called again for the same waiter."""
@@ -89,7 +89,7 @@ class TrioBackend:
     def __init__(self, token: Any) -> None:
         import trio
 
-        # trio.RunFinishedError is a RuntimeError, as AsyncioBackend.post raises.
+        # trio.RunFinishedError is a subclass of RuntimeError, which AsyncioBackend.post raises too.
         self.post: Callable[[Callable[[], Any]], Any] = token.run_sync_soon
         self._token = token
         self._trio = trio
@@ -100,12 +100,12 @@ class TrioBackend:
             return TrioWaiter(self._trio.Event())
         return None
 
-    def spawn(self, run: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], Any]:
         scope = self._trio.CancelScope()
 
         async def run_in_scope() -> None:
             with scope:
-                await run
+                await coroutine
 
         context = contextvars.copy_context()
         self._trio.lowlevel.spawn_system_task(run_in_scope, context=context)

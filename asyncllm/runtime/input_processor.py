@@ -38,27 +38,27 @@ from asyncllm.tool_calls.tool_use import ToolUse
 _TokenRuleParams = tuple[Sequence[int] | None, Sequence[str]]
 """``(allowed_token_ids, bad_words)`` of a request."""
 
-_NUM_PROMPT_END_TOKENS = 32
+_ANSWER_SEARCH_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
-_MAX_CHARACTERS_TO_TRUNCATE = 2**20
+_MAX_TRUNCATABLE_CHARACTERS = 2**20
 """Maximum number of characters of a prompt with ``truncate_prompt_tokens``. All of it is tokenised,
 which takes up to 180 bytes per character."""
 
 
 _MAX_INLINE_BAD_WORDS = 8
-_MAX_INLINE_CHARACTERS = 256
-_MAX_INLINE_TOKENS = 4096
+_MAX_INLINE_WORD_CHARACTERS = 256
+_MAX_INLINE_ALLOWED_TOKENS = 4096
 """Maximum numbers of ``bad_words``, of their characters and of ``allowed_token_ids`` that are
 prepared inline, on the caller's thread, in a quarter of a millisecond. A worker thread prepares
 longer lists. A word takes 20 microseconds, so many requests with small lists would fill an event
 loop."""
 
 _CHARACTERS_PER_BAD_WORD = 16
-"""Fixed time that one of ``bad_words`` takes besides its characters, in characters of a text."""
+"""Fixed cost of encoding one of ``bad_words``: the number of characters that take as long."""
 
 _MAX_CACHED_TOKEN_RULES = 16
-"""Maximum number of long lists of ``bad_words`` whose token rules are cached: about 10 MB."""
+"""Maximum number of cached token rules of long ``bad_words`` lists: about 10 MB together."""
 
 
 @dataclass(eq=False, repr=False)
@@ -95,20 +95,22 @@ class InputProcessor:
         text = check.as_plain_str(prompt)
         if prompt is None or text == "":
             raise check.value_error("prompt", prompt, "text or token ids, not empty")
-        call: CallArguments = ("text_completion", prompt)
+        call_arguments: CallArguments = ("text_completion", prompt)
         request = self._make_group(sampling_params, sampling_overrides, request_options)
         if text is None:
             token_ids, num_cut = self.prompts.check_token_ids(
                 prompt, self._max_prompt_tokens(request)
             )
             request.group.num_truncated_tokens = num_cut
-            return self._submission_of(request, call, lambda _: token_ids, 0)
+            return self._prepare_submission(request, call_arguments, lambda _: token_ids, 0)
         min_num_tokens = 0
         if len(text) > SHORT_TEXT_CHARACTERS:
             min_num_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
             self._check_length(request, len(text), min_num_tokens)
         encode = partial(self.prompts.encode_text, text, True)
-        return self._submission_of(request, call, encode, len(text), min_num_tokens=min_num_tokens)
+        return self._prepare_submission(
+            request, call_arguments, encode, len(text), min_num_tokens=min_num_tokens
+        )
 
     def make_chat_submission(
         self,
@@ -148,13 +150,15 @@ class InputProcessor:
                 one_call=tool_use is not None and not tool_use.parallel,
                 calls_may_follow_text=calls_may_follow_text if tool_use else not has_grammar,
             )
-        call: CallArguments = ("chat", messages)
+        call_arguments: CallArguments = ("chat", messages)
         is_truncated = self._max_prompt_tokens(request) is not None
         max_tokens = None if is_truncated else request.max_model_len - 1
         self._check_length(request, template_input.num_characters, 0)
         split = chat_options.split_special_tokens
         encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
-        return self._submission_of(request, call, encode, template_input.num_characters, parser)
+        return self._prepare_submission(
+            request, call_arguments, encode, template_input.num_characters, parser
+        )
 
     def make_submission(
         self, prompt: Any, sampling_params: SamplingParams | None, options: dict[str, Any]
@@ -178,10 +182,10 @@ class InputProcessor:
         resolved, _ = self._resolve_params(sampling_params, options, request_options)
         self._make_token_rules(resolved)
 
-    def _submission_of(
+    def _prepare_submission(
         self,
         request: Request,
-        call: CallArguments,
+        call_arguments: CallArguments,
         encode: EncodeFunction,
         num_characters: int,
         parser: MessageParser | None = None,
@@ -198,7 +202,7 @@ class InputProcessor:
         has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
         if token_ids is not None and has_rules:
             self._set_prompt(request, token_ids, parser)
-            return Submission(request, call, request.num_prompt_tokens, parser)
+            return Submission(request, call_arguments, request.num_prompt_tokens, parser)
 
         def make_prompt(request: Request, max_characters: int | None) -> bool:
             made = token_ids or encode(max_characters)
@@ -215,7 +219,7 @@ class InputProcessor:
         estimate = min(estimate, self._max_prompt_tokens(request) or request.max_model_len)
         words = request.sampling.bad_words
         num_characters += sum(map(len, words)) + _CHARACTERS_PER_BAD_WORD * len(words)
-        return Submission(request, call, estimate, parser, make_prompt, num_characters)
+        return Submission(request, call_arguments, estimate, parser, make_prompt, num_characters)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Maximum number of prompt tokens that a request keeps; None if the prompt is not
@@ -233,10 +237,10 @@ class InputProcessor:
         if self._max_prompt_tokens(request) is None:
             if min_num_tokens >= request.max_model_len:
                 raise self.prompts.too_long_error(min_num_tokens, "at least ")
-        elif num_characters > _MAX_CHARACTERS_TO_TRUNCATE:
+        elif num_characters > _MAX_TRUNCATABLE_CHARACTERS:
             raise ContextLengthExceededError(
                 f"prompt: has {num_characters} characters, expected at most "
-                f"{_MAX_CHARACTERS_TO_TRUNCATE} with truncate_prompt_tokens"
+                f"{_MAX_TRUNCATABLE_CHARACTERS} with truncate_prompt_tokens"
             )
 
     def _resolve_params(
@@ -245,8 +249,8 @@ class InputProcessor:
         sampling_overrides: dict[str, Any],
         request_options: RequestOptions,
     ) -> tuple[SamplingParams, tuple[int, ...]]:
-        """Check the parameters. Returns them resolved, and the indices of the engine's logits
-        processors that apply."""
+        """Check the parameters. Returns them with the engine's defaults filled in, and the indices
+        of the engine's logits processors that apply."""
         if request_options.priority and self.config.scheduling_policy == "fcfs":
             accepted = '0 with scheduling_policy="fcfs"; "priority" honours it'
             raise check.value_error("priority", request_options.priority, accepted)
@@ -285,8 +289,8 @@ class InputProcessor:
             return None
         if (
             len(words) <= _MAX_INLINE_BAD_WORDS
-            and sum(map(len, words)) <= _MAX_INLINE_CHARACTERS
-            and len(allowed or ()) <= _MAX_INLINE_TOKENS
+            and sum(map(len, words)) <= _MAX_INLINE_WORD_CHARACTERS
+            and len(allowed or ()) <= _MAX_INLINE_ALLOWED_TOKENS
         ):
             return self._make_token_rules(sampling)
         with self._cache_lock:
@@ -302,7 +306,10 @@ class InputProcessor:
         vocab_size = self.loaded_model.executor.info.vocab_size
         word_token_ids = bad_words_token_ids(words, self.loaded_model.tokenizer, vocab_size)
         rules = TokenRules.create(allowed, word_token_ids, vocab_size)
-        if len(words) > _MAX_INLINE_BAD_WORDS // 2 and len(allowed or ()) <= _MAX_INLINE_TOKENS:
+        if (
+            len(words) > _MAX_INLINE_BAD_WORDS // 2
+            and len(allowed or ()) <= _MAX_INLINE_ALLOWED_TOKENS
+        ):
             with self._cache_lock:
                 self._cached_token_rules[lists] = rules
                 if len(self._cached_token_rules) > _MAX_CACHED_TOKEN_RULES:
@@ -379,7 +386,7 @@ class InputProcessor:
         if parser is not None:
             delimiters = self._find_delimiter_tokens(parser.syntax)
             detokenizer_options["visible_ids"] = delimiters.special_ids
-            end = tokenizer.decode(token_ids[-_NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
+            end = tokenizer.decode(token_ids[-_ANSWER_SEARCH_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.syntax.find_answer_begin(end)
             for member in request.group.members:
                 grammar = member.sampling.structured_outputs

@@ -129,7 +129,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSy
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(config.chat_template)
-    # Compile the template now, so that the first chat does not block its event loop for it.
+    # Compile the template now: otherwise, the first chat would block the event loop meanwhile.
     tokenizer.chat_template.compile()
     syntaxes = ChatSyntaxes.from_tokenizer(tokenizer, config)
     syntaxes.prepare()

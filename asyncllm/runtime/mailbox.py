@@ -12,7 +12,7 @@ from asyncllm.runtime.event_loop import EventLoopBackend, running_backend, runni
 
 
 class LoopMailbox:
-    """Wakes the readers of one event loop, with at most one call into it pending."""
+    """Wakes the readers on one event loop; at most one ``post`` to the loop is pending."""
 
     def __init__(self, backend: EventLoopBackend) -> None:
         self.backend = backend
@@ -26,12 +26,12 @@ class LoopMailbox:
             return not self.is_closed()
         self._is_call_pending = True
         try:
-            self.backend.post(self._drain)
+            self.backend.post(self._wake_readers)
         except RuntimeError:
             return False
         return True
 
-    def _drain(self) -> None:
+    def _wake_readers(self) -> None:
         # Clear the flag first: a channel that is added later is either found below, or posts a new
         # call.
         self._is_call_pending = False
@@ -56,8 +56,8 @@ class ThreadMailbox:
     watchdog: Callable[[], None]
 
     def wait(self, waiter: threading.Event) -> None:
-        """Wait until ``waiter`` is set, but at most ``interval``: then call the watchdog, since no
-        event loop runs the background task."""
+        """Wait until ``waiter`` is set, or for ``interval`` seconds; then call the watchdog, which
+        otherwise a task on an event loop would call."""
         if not waiter.wait(self.interval):
             self.watchdog()
 

@@ -193,9 +193,9 @@ class PromptEncoder:
             ids = ids[-max_kept_tokens:]
         return list(ids), num_cut
 
-    def too_long_error(self, num_tokens: int, qualifier: str = "") -> ContextLengthExceededError:
+    def too_long_error(self, num_tokens: int, count_prefix: str = "") -> ContextLengthExceededError:
         longest = self.loaded_model.executor.info.max_model_len
         return ContextLengthExceededError(
-            f"prompt: has {qualifier}{num_tokens} tokens, expected at most {longest - 1}, so "
+            f"prompt: has {count_prefix}{num_tokens} tokens, expected at most {longest - 1}, so "
             f"that one more fits into max_model_len={longest}"
         )

@@ -14,7 +14,7 @@ from asyncllm import validation as check
 from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.core.structured_output import StructuredOutput
+from asyncllm.core.structured_output import RequestGrammar
 from asyncllm.errors import RequestError
 from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
@@ -31,15 +31,15 @@ CallArguments = tuple[Operation, Any]
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """Request of a call whose arguments are checked, ready to be queued.
+    """A call's request, with checked arguments, ready to be queued.
 
     Attributes:
         request: first member of its group.
         num_tokens: tokens of the prompt, or an estimate if ``make_prompt`` makes it.
         num_characters: characters that ``make_prompt`` tokenises.
         parser: parser of a conversation's answer; None for a plain prompt.
-        make_prompt: function that sets a request's prompt, called on a worker thread, and returns
-            whether it has at most the given number of characters; None if the prompt is set.
+        make_prompt: ``make_prompt(request, max_characters)`` sets the prompt, on a worker thread;
+            it returns False if the prompt is longer. None if the prompt is set already.
         observers: observers of this request, beside those of its engine.
         stream: stream to continue with this request after a failed attempt; None makes a stream.
     """
@@ -256,7 +256,7 @@ class Submitter:
             # The engine thread gives the grammars to the members: the group may end at any time,
             # and a grammar that a member gets afterwards would never be released.
             grammars = [
-                StructuredOutput(grammar.new_matcher(), grammar.special_token_ids)
+                RequestGrammar(grammar.new_matcher(), grammar.special_token_ids)
                 for _ in group.members
             ]
         except BaseException as failure:  # A grammar backend's native code may panic.

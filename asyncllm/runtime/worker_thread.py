@@ -23,7 +23,7 @@ from asyncllm.validation import describe_error
 T = TypeVar("T")
 
 
-COOLDOWN_FACTOR = 2
+COOLDOWN_TO_JOB_RATIO = 2
 """Pause after a job, as a multiple of the job's duration."""
 
 POLL_SECONDS = 0.02
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.02
 class Cooldown:
     """Pause between the jobs of worker threads. During a job, an engine's steps hardly advance:
     Python releases the GIL only every 5 ms, and a step waits for the GIL many times. So after a job
-    that took t seconds, no thread with the same Cooldown begins a job for COOLDOWN_FACTOR * t
+    that took t seconds, no thread with the same Cooldown begins a job for COOLDOWN_TO_JOB_RATIO * t
     seconds, unless the engine has no steps to run. Jobs may overlap.
 
     Args:
@@ -56,10 +56,10 @@ class Cooldown:
             if close_event.wait(min(left, POLL_SECONDS)):
                 return
 
-    def extend(self, began_at: float) -> None:
-        """Begin the cooldown after a job that began at ``began_at``, in ``perf_counter``'s time."""
+    def extend(self, job_began_at: float) -> None:
+        """Begin the cooldown after a job. ``job_began_at`` is in ``perf_counter``'s seconds."""
         now = time.perf_counter()
-        self._ends_at = max(self._ends_at, now + COOLDOWN_FACTOR * (now - began_at))
+        self._ends_at = max(self._ends_at, now + COOLDOWN_TO_JOB_RATIO * (now - job_began_at))
 
 
 class WorkerThread:
@@ -83,11 +83,11 @@ class WorkerThread:
         self._thread: threading.Thread | None = None
         self._close_event = threading.Event()
 
-    def submit(self, job: Callable[[], T], size: int = 0) -> Future[T]:
+    def submit(self, job: Callable[[], T], job_size: int = 0) -> Future[T]:
         """Queue a job. Any thread may call this method.
 
         Args:
-            size: amount of work; smaller jobs run first.
+            job_size: amount of work; smaller jobs run first.
 
         Raises:
             RequestError: if no thread can be started; a later job may succeed.
@@ -104,10 +104,10 @@ class WorkerThread:
                         f"({describe_error(error)})"
                     ) from error
                 self._thread = thread
-            heappush(self._jobs, (size, next(self._job_numbers), job, future))
+            heappush(self._jobs, (job_size, next(self._job_numbers), job, future))
         return future
 
-    async def call(self, job: Callable[[], T], size: int = 0) -> T:
+    async def call(self, job: Callable[[], T], job_size: int = 0) -> T:
         """Run a job on the thread, and return its result. The job runs in the caller's context, so
         that it belongs to the caller's trace. If the caller is cancelled, the job does not begin.
 
@@ -115,7 +115,7 @@ class WorkerThread:
             RequestError: as ``submit``.
             EngineClosedError: if ``close`` dropped the job.
         """
-        future = self.submit(partial(contextvars.copy_context().run, job), size)
+        future = self.submit(partial(contextvars.copy_context().run, job), job_size)
         try:
             return await wait_for(future)
         except CancelledError:
@@ -194,8 +194,8 @@ class TokenizerThreads:
             self.long_thread.submit(partial(job, None))
 
     async def call(self, job: Callable[[int | None], T | None], num_characters: int) -> T | None:
-        """Run a job, the shortest first, and return its result; otherwise as ``submit``. A job
-        returns None if its text is longer than the maximum."""
+        """Queue a job like ``submit``, and return its result. Of the waiting jobs, the shortest
+        runs first. A job returns None if its text is longer than the maximum."""
         result = None
         if num_characters < LONG_TEXT_CHARACTERS:
             result = await self._short_thread.call(

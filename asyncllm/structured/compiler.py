@@ -31,7 +31,7 @@ MAX_EXTRA_THREADS = 1
 """Maximum number of threads that replace threads with overdue compilations, which cannot be
 stopped. While the compilations of all threads are overdue, no new compilation begins."""
 
-COOLDOWN_FACTOR = 2
+COOLDOWN_TO_JOB_RATIO = 2
 """Pause of a thread after a compilation, as a multiple of the compilation's duration. Compilations
 take processor time from the engine's steps, so many in a row would delay the steps."""
 
@@ -209,7 +209,7 @@ class GrammarCompiler:
             duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
             del job, grammar, error
-            self._close_event.wait(min(COOLDOWN_FACTOR * duration, MAX_COOLDOWN_SECONDS))
+            self._close_event.wait(min(COOLDOWN_TO_JOB_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
     def _drop_unwanted_jobs(self) -> None:
         """Drop the next queued jobs without waiting requests. The caller holds the lock."""

@@ -32,7 +32,7 @@ class GrammarMatcher(Protocol):
     """State of one output in a compiled grammar; used by one thread at a time.
 
     It gets tokens of text, and only those special tokens that the grammar names.
-    ``StructuredOutput`` handles EOS and stop tokens. If a method raises, only the output's request
+    ``RequestGrammar`` handles EOS and stop tokens. If a method raises, only the output's request
     ends.
     """
 

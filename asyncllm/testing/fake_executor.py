@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from asyncllm.core.batch import GrammarMask, PromptSpan, RowError, StepBatch, StepResult
+from asyncllm.core.batch import GrammarMask, PromptLogprobSpan, RowError, StepBatch, StepResult
 from asyncllm.core.block_pool import NULL_BLOCK_ID
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import UnpicklableObjects
@@ -250,7 +250,7 @@ class FakeExecutor:
         """Digests from which a row's token is computed. A subclass may replace them."""
         return digests
 
-    def _span_logprobs(self, req_index: int, span: PromptSpan) -> list[TokenLogprobs]:
+    def _span_logprobs(self, req_index: int, span: PromptLogprobSpan) -> list[TokenLogprobs]:
         groups, entries = range(len(self.info.kv_groups)), []
         for position in range(span.first, span.end):
             states = [self._kv_digests[self._kv_index(g, req_index, position)] for g in groups]

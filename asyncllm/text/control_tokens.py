@@ -57,8 +57,8 @@ class ControlTokens:
             for character in map(chr, range(0xE000, 0xF8FF))
             if character not in token_characters
         )
-        # A special token without punctuation has a letter as its delimiter. Hide this letter only
-        # within the whole token: templates compare roles and fields with words that contain it.
+        # A special token without punctuation has its first letter as its delimiter. Hide this
+        # letter only within the whole token: templates compare roles and fields that contain it.
         self._punctuation_delimiters = [
             delimiter for delimiter in surrogates if not _is_word_character(delimiter)
         ]
@@ -66,22 +66,22 @@ class ControlTokens:
             text for text, delimiter in delimiters.items() if _is_word_character(delimiter)
         ]
         self._token_pattern = literal_pattern(self._id_by_token)
-        normalizers = {stage["type"] for stage in tokenizer_stages(backend.normalizer)}
+        normalizers = {stage["type"] for stage in list_component_stages(backend.normalizer)}
         self._has_rewriting_normalizer = not normalizers <= {"NFC", "Prepend", "Replace"}
-        self._make_marking_tokenizer(backend, added_tokens)
-        # Ordinary text may become the unknown token, so it is not a control token.
+        self._make_secret_mark_tokenizer(backend, added_tokens)
+        # The unknown token is not a control token, because ordinary text may be encoded as it.
         self._control_ids = frozenset(self._id_by_token.values()) - unk_token_ids(backend)
 
-    def _make_marking_tokenizer(
+    def _make_secret_mark_tokenizer(
         self, backend: tokenizers.Tokenizer, added_tokens: list[tuple[int, tokenizers.AddedToken]]
     ) -> None:
         # The new tokenizer shares the components of ``backend``, without a copy.
-        self._marking_tokenizer = tokenizers.Tokenizer(backend.model)
+        self._secret_mark_tokenizer = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
-            self._marking_tokenizer.normalizer = backend.normalizer
+            self._secret_mark_tokenizer.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
-            self._marking_tokenizer.pre_tokenizer = backend.pre_tokenizer
-        # A message cannot contain a mark, because its author does not know the random number.
+            self._secret_mark_tokenizer.pre_tokenizer = backend.pre_tokenizer
+        # A message cannot forge a special token's mark: its author does not know the random number.
         number = secrets.token_hex(8)
         self._separator_mark = f"\U0010fffd{number}\U0010fffd"
         self._mark_by_token: dict[str, str] = {}
@@ -94,9 +94,9 @@ class ControlTokens:
                 )
             tokens.append(token)
             ids.append(i)
-        self._marking_tokenizer.add_tokens(tokens)
+        self._secret_mark_tokenizer.add_tokens(tokens)
         self._original_ids = {
-            self._marking_tokenizer.token_to_id(token.content): i
+            self._secret_mark_tokenizer.token_to_id(token.content): i
             for token, i in zip(tokens, ids, strict=True)
         }
 
@@ -111,13 +111,13 @@ class ControlTokens:
     def render(
         self, texts: Iterable[str], render_prompt: Callable[[Callable[[str], str]], str]
     ) -> str:
-        """Render a prompt for ``encode``. Where a message spells a special token, its delimiters
-        are masked, so that they are encoded as plain text.
+        """Render a prompt for ``encode``. Where a message spells a special token, the token's
+        delimiter (such as "|") becomes a surrogate, so that ``encode`` makes plain text of it.
 
         Args:
             texts: all strings of a conversation.
-            render_prompt: function that renders the prompt. It gets a masking function, which it
-                must apply to every string of the conversation.
+            render_prompt: function that renders the prompt. It gets a function that hides
+                delimiters, which it must apply to every string of the conversation.
         """
         text = "".join(texts)
         if _SURROGATE_PATTERN.search(text):
@@ -143,10 +143,11 @@ class ControlTokens:
     ) -> str:
         """Render the prompt with as few of the messages' special tokens hidden as possible.
 
-        Templates search messages, for example for thoughts in old turns, so a hidden token may
-        change the prompt. Three renderings are tried until one has the same control tokens as the
-        strict prompt, which hides all delimiters: hide nothing; hide only the special tokens that
-        occur more often than in the strict prompt; hide all special tokens of the messages.
+        To hide a special token is to replace its delimiter while the template runs. Templates
+        search messages, for example for thoughts in old turns, so a hidden token may change the
+        prompt. The strict prompt hides every delimiter in the messages. Three renderings are tried
+        until one has the same control tokens as the strict prompt: hide nothing; hide only the
+        special tokens that occur more often than in the strict prompt; hide all special tokens.
 
         Args:
             message_tokens: special tokens that the messages contain as text.
@@ -164,9 +165,9 @@ class ControlTokens:
             )
             if message_tokens:
                 raise refusal from error
-            # A filter such as urlencode refuses surrogates. The messages contain no special token,
-            # so the strict prompt is only compared, never returned: one character can stand for
-            # every delimiter.
+            # A filter such as urlencode refuses surrogates, so use one ordinary character for all
+            # delimiters. It need not be turned back: this rendering is only compared with others,
+            # because the messages contain no special token.
             strict_prompt = render_prompt(
                 lambda text: _SURROGATE_PATTERN.sub(
                     self._placeholder_character, self._hide_all_delimiters(text)
@@ -236,10 +237,12 @@ class ControlTokens:
         token_ids = map(self._id_by_token.__getitem__, self._token_pattern.findall(prompt))
         expected_ids = [i for i in token_ids if i in self._control_ids]
         marked = self._token_pattern.sub(lambda match: self._mark_by_token[match[0]], prompt)
-        # The vocabulary may contain a special token's text as an ordinary token too. The second
-        # attempt therefore splits such text at its delimiter.
+        # The vocabulary may contain a special token's text as an ordinary token too. If message
+        # text becomes a control token so, encode again with the text split at its delimiters.
         for separator in ("", self._separator_mark):
-            ids = encode_text(self._marking_tokenizer, self._restore_delimiters(marked, separator))
+            ids = encode_text(
+                self._secret_mark_tokenizer, self._restore_delimiters(marked, separator)
+            )
             ids = [self._original_ids.get(i, i) for i in ids]
             ids = [i for i in ids if i >= 0]
             if [i for i in ids if i in self._control_ids] == expected_ids:
@@ -251,7 +254,7 @@ class ControlTokens:
         )
 
 
-def tokenizer_stages(component: Any) -> list[dict[str, Any]]:
+def list_component_stages(component: Any) -> list[dict[str, Any]]:
     """List the stages of a tokenizer's normalizer, pre-tokenizer or decoder.
 
     Args:
@@ -269,7 +272,7 @@ def tokenizer_stages(component: Any) -> list[dict[str, Any]]:
     if component["type"] != "Sequence":
         return [component]
     sections = next(value for value in component.values() if isinstance(value, list))
-    return [stage for section in sections for stage in tokenizer_stages(section)]
+    return [stage for section in sections for stage in list_component_stages(section)]
 
 
 def unk_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

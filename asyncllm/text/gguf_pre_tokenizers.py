@@ -11,19 +11,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_SPACES = r"\s+(?!\S)|\s+"
-_LINE_ENDS_AND_SPACES = rf"\s*[\r\n]+|{_SPACES}"
-_PUNCTUATION_OR_SPACES = rf"{_PUNCTUATION}|{_LINE_ENDS_AND_SPACES}"
+_CONTRACTION_PATTERN = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_PUNCTUATION_PATTERN = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACES_PATTERN = r"\s+(?!\S)|\s+"
+_LINE_ENDS_OR_SPACES_PATTERN = rf"\s*[\r\n]+|{_SPACES_PATTERN}"
+_PUNCTUATION_OR_SPACES_PATTERN = rf"{_PUNCTUATION_PATTERN}|{_LINE_ENDS_OR_SPACES_PATTERN}"
 
-_GPT2_PATTERN = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
-_LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}"
-_QWEN2_PATTERN = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}"
+_GPT2_PATTERN = (
+    rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES_PATTERN}"
+)
+_LLAMA3_PATTERN = (
+    rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES_PATTERN}"
+)
+_QWEN2_PATTERN = rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SPACES_PATTERN}"
 
-_NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
-_NOT_LOWER_OR_MARK, _NOT_UPPER_OR_MARK = r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]"
+_NOT_LOWER_CLASS, _NOT_UPPER_CLASS = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+_NOT_LOWER_OR_MARK_CLASS, _NOT_UPPER_OR_MARK_CLASS = (
+    r"[\p{L}\p{M}&&[^a-z]]",
+    r"[\p{L}\p{M}&&[^A-Z]]",
+)
 
 
 def _cased_word_pattern(lower: str, upper: str, suffix: str = "") -> str:
@@ -33,23 +40,27 @@ def _cased_word_pattern(lower: str, upper: str, suffix: str = "") -> str:
     return f"{prefix}{upper}*{lower}+{suffix}|{prefix}{upper}+{lower}*{suffix}"
 
 
-_PUNCTUATION_AND_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINE_ENDS_AND_SPACES}"
-_WORD_OF_ANY_CASE = _cased_word_pattern(r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{_CONTRACTION}?")
-_DIGIT_TRIPLES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-_NEWLINE_RUNS = r"[^\n]+|[\n]+"
-_WORD_WITH_PUNCTUATION = (
+_PUNCTUATION_OR_SLASHES_PATTERN = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINE_ENDS_OR_SPACES_PATTERN}"
+_ANY_CASE_WORD_PATTERN = _cased_word_pattern(
+    r"[\p{L}\p{M}]", r"[\p{L}\p{M}]", f"{_CONTRACTION_PATTERN}?"
+)
+_DIGIT_TRIPLES_PATTERN = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_NEWLINE_RUNS_PATTERN = r"[^\n]+|[\n]+"
+_PUNCTUATED_WORD_PATTERN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 )
-_DEEPSEEK3_PATTERN = rf"{_WORD_WITH_PUNCTUATION}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINE_ENDS_AND_SPACES}"
-_HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-# ``&&\S`` leaves out U+3000, a space, as llama.cpp's range does.
-_HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff&&\\S]+"
+_DEEPSEEK3_PATTERN = (
+    rf"{_PUNCTUATED_WORD_PATTERN}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINE_ENDS_OR_SPACES_PATTERN}"
+)
+_HAN_OR_KANA_PATTERN = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+# ``&&\S`` excludes U+3000, a space within these ranges, as llama.cpp does.
+_HAN_TO_HANGUL_PATTERN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff&&\\S]+"
 _BLOOM_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-_HAN = (
+_HAN_RANGES = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f\U0002b740-\U0002b81f"
     "\U0002b820-\U0002ceaf\U0002ceb0-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
-_LETTERS_OF_ALPHABETS = (
+_ALPHABET_LETTER_RANGES = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-"
     "ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-"
     "ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
@@ -77,7 +88,7 @@ class PreTokenizer:
     merges_characters: bool = False
 
 
-_NAMES_BY_PRE_TOKENIZER: dict[PreTokenizer, str] = {
+_GGUF_NAMES_BY_PRE_TOKENIZER: dict[PreTokenizer, str] = {
     PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
     PreTokenizer((_GPT2_PATTERN,)): (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
@@ -94,7 +105,7 @@ _NAMES_BY_PRE_TOKENIZER: dict[PreTokenizer, str] = {
     PreTokenizer((_LLAMA3_PATTERN,), ignore_merges=True): "glm4 glm5",
     PreTokenizer(
         (
-            rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_PUNCTUATION}|\s*[\r\n]+|"
+            rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}{{1,3}}|{_PUNCTUATION_PATTERN}|\s*[\r\n]+|"
             + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
             + r"|\s{1}",
         )
@@ -105,60 +116,68 @@ _NAMES_BY_PRE_TOKENIZER: dict[PreTokenizer, str] = {
     ),
     PreTokenizer(
         (
-            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINE_ENDS_AND_SPACES}",
+            rf"{_CONTRACTION_PATTERN}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINE_ENDS_OR_SPACES_PATTERN}",
         )
     ): "qwen35",
     PreTokenizer(
-        (_cased_word_pattern(_NOT_UPPER, _NOT_LOWER) + rf"|\p{{N}}|{_PUNCTUATION_AND_SLASHES}",),
+        (
+            _cased_word_pattern(_NOT_UPPER_CLASS, _NOT_LOWER_CLASS)
+            + rf"|\p{{N}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
+        ),
         ignore_merges=True,
         add_bos=True,
     ): "tekken",
     PreTokenizer(
         (
-            _cased_word_pattern(_NOT_UPPER, _NOT_LOWER, f"{_CONTRACTION}?")
-            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}",
+            _cased_word_pattern(_NOT_UPPER_CLASS, _NOT_LOWER_CLASS, f"{_CONTRACTION_PATTERN}?")
+            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
         )
     ): "gpt-4o llama4 kanana2 talkie minimax-m2",
     PreTokenizer(
         (
-            _cased_word_pattern(_NOT_UPPER_OR_MARK, _NOT_LOWER_OR_MARK, f"{_CONTRACTION}?")
-            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}",
+            _cased_word_pattern(
+                _NOT_UPPER_OR_MARK_CLASS, _NOT_LOWER_OR_MARK_CLASS, f"{_CONTRACTION_PATTERN}?"
+            )
+            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
         ),
         ignore_merges=True,
     ): "granite-embed-multi-97m",
     PreTokenizer(
-        (_DIGIT_TRIPLES, rf"{_WORD_OF_ANY_CASE}|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SLASHES}")
+        (
+            _DIGIT_TRIPLES_PATTERN,
+            rf"{_ANY_CASE_WORD_PATTERN}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
+        )
     ): "tiny_aya cohere2moe",
     PreTokenizer(
         (
             "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
-            f"\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_HAN_AND_KANA}",
-            rf"{_WORD_OF_ANY_CASE}|\p{{N}}|{_PUNCTUATION_AND_SLASHES}",
+            f"\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_HAN_OR_KANA_PATTERN}",
+            rf"{_ANY_CASE_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
         ),
         ignore_merges=True,
     ): "youtu",
     PreTokenizer(
         (
             r"[\r\n]",
-            rf"\s?[{_LETTERS_OF_ALPHABETS}]+",
+            rf"\s?[{_ALPHABET_LETTER_RANGES}]+",
             "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002]+",
             r"\s+\z",
-            _HAN_TO_HANGUL,
+            _HAN_TO_HANGUL_PATTERN,
             r"\p{N}+",
         )
     ): "deepseek-llm",
     PreTokenizer(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL, r"\p{N}")
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL_PATTERN, r"\p{N}")
     ): "deepseek-coder",
-    PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_PATTERN)): (
+    PreTokenizer((r"\p{N}{1,3}", _HAN_OR_KANA_PATTERN, _DEEPSEEK3_PATTERN)): (
         "deepseek-v3 hunyuan-dense joyai-llm hy_v4"
     ),
     PreTokenizer(
         (
             r"\p{N}{1,3}",
-            _HAN_AND_KANA,
-            rf"{_WORD_WITH_PUNCTUATION}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}",
+            _HAN_OR_KANA_PATTERN,
+            rf"{_PUNCTUATED_WORD_PATTERN}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES_PATTERN}",
             r"\p{N}",
         )
     ): "spark2_5",
@@ -177,44 +196,51 @@ _NAMES_BY_PRE_TOKENIZER: dict[PreTokenizer, str] = {
     ): "chameleon",
     PreTokenizer(
         (
-            rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?"
-            rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES}",
+            rf"[{_HAN_RANGES}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN_RANGES}]]+{_CONTRACTION_PATTERN}?"
+            rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES_PATTERN}",
         )
     ): "kimi-k2",
     PreTokenizer((r"\p{N}+", "(?=([0-9]{3})+(?![0-9]))")): "superbpe",
     PreTokenizer(
-        (rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINE_ENDS_AND_SPACES}",)
+        (
+            rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+"
+            rf"|{_LINE_ENDS_OR_SPACES_PATTERN}",
+        )
     ): "seed-coder",
-    PreTokenizer((rf"{_WORD}|\p{{N}}|{_PUNCTUATION_OR_SPACES}",)): "ufakzeka",
+    PreTokenizer((rf"{_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SPACES_PATTERN}",)): "ufakzeka",
     PreTokenizer(
         (
-            _DIGIT_TRIPLES,
+            _DIGIT_TRIPLES_PATTERN,
             "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
             "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
             "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
             _DEEPSEEK3_PATTERN,
         )
     ): "afmoe",
-    PreTokenizer((_NEWLINE_RUNS, _QWEN2_PATTERN)): "laguna",
+    PreTokenizer((_NEWLINE_RUNS_PATTERN, _QWEN2_PATTERN)): "laguna",
     PreTokenizer(
         (
-            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
-            rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}",
+            rf"{_CONTRACTION_PATTERN}"
+            rf"|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+            rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES_PATTERN}",
         )
     ): "exaone-moe",
     PreTokenizer(
-        (r"\p{N}{1,3}", rf"{_CONTRACTION}|{_WORD}|\p{{N}}+|{_PUNCTUATION_OR_SPACES}"),
+        (
+            r"\p{N}{1,3}",
+            rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}+|{_PUNCTUATION_OR_SPACES_PATTERN}",
+        ),
         ignore_merges=True,
     ): "minicpm5",
-    PreTokenizer((_NEWLINE_RUNS,), add_bos=True, merges_characters=True): (
+    PreTokenizer((_NEWLINE_RUNS_PATTERN,), add_bos=True, merges_characters=True): (
         "gemma4 granite-embed-multi-311m"
     ),
-    PreTokenizer((_NEWLINE_RUNS,), merges_characters=True): "sarvam-moe",
+    PreTokenizer((_NEWLINE_RUNS_PATTERN,), merges_characters=True): "sarvam-moe",
 }
 
 PRE_TOKENIZERS = {
     name: pre_tokenizer
-    for pre_tokenizer, names in _NAMES_BY_PRE_TOKENIZER.items()
+    for pre_tokenizer, names in _GGUF_NAMES_BY_PRE_TOKENIZER.items()
     for name in names.split()
 }
 """Pre-tokenizers by ``tokenizer.ggml.pre``. "whitespace" is left out, because it drops text."""

@@ -1,7 +1,7 @@
 """read_gguf_tokenizer: makes the tokenizer and reads the chat templates of a GGUF file.
 
 The tokenizer produces the same tokens as llama.cpp. transformers' own conversion is not used: it
-knows few names of pre-tokenizers, and follows each model's published tokenizer instead.
+knows few pre-tokenizer names, and follows the published tokenizer where llama.cpp differs from it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FIM_TOKENS = frozenset(
 _UNSTRIPPED_TOKENS_OF_PHI3 = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
-_MAX_SUM_OF_SQUARED_LENGTHS = 2**26
+_MAX_SQUARED_TOKEN_LENGTHS = 2**26
 """Maximum sum of the squared lengths of a SentencePiece vocabulary's tokens: four times Gemma's.
 Time and memory to find a token's merges grow with the square of its length."""
 
@@ -166,13 +166,13 @@ def _sentencepiece_tokenizer(
         )
     if (
         sum(len(token) ** 2 for token in vocabulary if token not in added_tokens)
-        > _MAX_SUM_OF_SQUARED_LENGTHS
+        > _MAX_SQUARED_TOKEN_LENGTHS
     ):
         longest = max(map(len, vocabulary))
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has tokens of up to {longest} "
             "characters, expected squares of their lengths that add up to "
-            f"{_MAX_SUM_OF_SQUARED_LENGTHS} at most"
+            f"{_MAX_SQUARED_TOKEN_LENGTHS} at most"
         )
     cuts = (
         (-scores[i], -cut, token[:cut], token[cut:])

@@ -70,7 +70,7 @@ class TemplateInput:
         template = others.pop("chat_template", None)
         if template is not None and not isinstance(template, str):
             kind = f"a {type(template).__name__}"
-            raise _invalid_input(
+            raise _invalid_input_error(
                 "chat_template", kind, "the name or the source of one", "chat_template"
             )
         self.chat_template: str | None = template
@@ -114,7 +114,7 @@ def _change_strings(value: Any, change_string: Callable[[str], str]) -> Any:
 
 
 class TemplateInputCopier:
-    """Copier of what one call passes to a chat template; it raises InvalidRequestError."""
+    """Copier of the arguments of one chat template call; it raises InvalidRequestError."""
 
     def __init__(self) -> None:
         self._copier = JsonCopier(
@@ -126,22 +126,22 @@ class TemplateInputCopier:
     def num_values_left(self) -> int:
         return _MAX_VALUES - self._copier.num_values
 
-    def copy_value(self, value: Any, where: str, param: str) -> Any:
-        return self._copy_or_raise(lambda: self._copier.copy(value), where, param)
+    def copy_value(self, value: Any, location: str, param: str) -> Any:
+        return self._copy_or_raise(lambda: self._copier.copy(value), location, param)
 
-    def copy_items(self, values: Collection[Any], where: str, param: str) -> list[Any]:
-        return self._copy_or_raise(lambda: self._copier.copy_items(values), where, param)
+    def copy_items(self, values: Collection[Any], location: str, param: str) -> list[Any]:
+        return self._copy_or_raise(lambda: self._copier.copy_items(values), location, param)
 
-    def _copy_or_raise(self, copy: Callable[[], Any], where: str, param: str) -> Any:
+    def _copy_or_raise(self, copy_function: Callable[[], Any], location: str, param: str) -> Any:
         try:
-            return copy()
+            return copy_function()
         except NotJsonError as error:
-            cause, message = error.__cause__, error.message_for(where)
+            cause, message = error.__cause__, error.message_for(location)
             message += ", expected JSON types" if cause is None else f" ({describe_error(cause)})"
             raise InvalidRequestError(message, param=param) from cause
         except Exception as error:
             raise InvalidRequestError(
-                f"{where}: cannot be read ({describe_error(error)})", param=param
+                f"{location}: cannot be read ({describe_error(error)})", param=param
             ) from error
 
 
@@ -159,28 +159,30 @@ def _check_messages(
 ) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)):
         accepted = "a list of at least one message; a prompt is for stream() or generate()"
-        raise _invalid_input("messages", f"a {type(messages).__name__}", accepted)
+        raise _invalid_input_error("messages", f"a {type(messages).__name__}", accepted)
     if not messages:
-        raise _invalid_input("messages", "empty", "a list of at least one message")
+        raise _invalid_input_error("messages", "empty", "a list of at least one message")
     chat = []
     for i, plain in enumerate(copier.copy_items(messages, "messages", "messages")):
         if _has_only_role_and_text(plain):
             chat.append(plain)
             continue
-        where = f"messages[{i}]"
+        location = f"messages[{i}]"
         if not isinstance(plain, dict):
-            raise _invalid_input(where, f"a {type(messages[i]).__name__}", "a dict with a role")
+            raise _invalid_input_error(
+                location, f"a {type(messages[i]).__name__}", "a dict with a role"
+            )
         # Clients send null for an absent field, but templates test only whether it is present.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
-            raise _invalid_input(f"{where}.role", describe(role), "a string, as 'user'")
+            raise _invalid_input_error(f"{location}.role", describe(role), "a string, as 'user'")
         if "content" in plain:
-            plain["content"] = _join_content(plain["content"], f"{where}.content")
+            plain["content"] = _join_content(plain["content"], f"{location}.content")
         if calls := plain.get("tool_calls"):
-            where = f"{where}.tool_calls"
+            location = f"{location}.tool_calls"
             plain["tool_calls"] = [
-                _convert_arguments(call, copier, arguments_as_text, where) for call in calls
+                _convert_arguments(call, copier, arguments_as_text, location) for call in calls
             ]
         chat.append(_with_reasoning(plain))
     return chat
@@ -195,30 +197,32 @@ def _has_only_role_and_text(message: Any) -> bool:
     )
 
 
-def _join_content(content: Any, where: str) -> str:
+def _join_content(content: Any, location: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise _invalid_input(where, describe(content), "a string or a list of text parts")
+        raise _invalid_input_error(location, describe(content), "a string or a list of text parts")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else "text"
         if isinstance(kind, str) and kind != "text":
-            raise _invalid_input(
-                f"{where}[{i}]",
+            raise _invalid_input_error(
+                f"{location}[{i}]",
                 f"a part of type {describe(kind)}",
                 "{'type': 'text', 'text': …}: the engine computes text, and takes no images, audio "
                 "or video",
             )
         text = part.get("text") if isinstance(part, dict) and kind == "text" else part
         if not isinstance(text, str):
-            raise _invalid_input(f"{where}[{i}]", describe(part), "{'type': 'text', 'text': …}")
+            raise _invalid_input_error(
+                f"{location}[{i}]", describe(part), "{'type': 'text', 'text': …}"
+            )
         texts.append(text)
     return "\n".join(texts)
 
 
 def _convert_arguments(
-    call: Any, copier: TemplateInputCopier, arguments_as_text: bool, where: str
+    call: Any, copier: TemplateInputCopier, arguments_as_text: bool, location: str
 ) -> Any:
     """Copy a tool call with its arguments as JSON text or as a dict. Invalid JSON stays text."""
     function = call.get("function", call) if isinstance(call, dict) else None
@@ -230,7 +234,7 @@ def _convert_arguments(
     elif (
         not arguments_as_text and isinstance(arguments, str) and arguments.lstrip().startswith("{")
     ):
-        _check_num_values(arguments, copier.num_values_left, where)
+        _check_num_values(arguments, copier.num_values_left, location)
         try:
             converted = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -239,18 +243,18 @@ def _convert_arguments(
             return call
     else:
         return call
-    converted = {**function, "arguments": copier.copy_value(converted, where, "messages")}
+    converted = {**function, "arguments": copier.copy_value(converted, location, "messages")}
     return {**call, "function": converted} if "function" in call else converted
 
 
-def _check_num_values(text: str, num_values_left: int, where: str) -> None:
+def _check_num_values(text: str, num_values_left: int, location: str) -> None:
     """Refuse JSON text of more than ``num_values_left`` values before it is parsed."""
     separators = ",[{"
     if sum(map(text.count, separators)) > num_values_left:
         text = _JSON_STRING_PATTERN.sub("", text)
         if sum(map(text.count, separators)) > num_values_left:
             raise InvalidRequestError(
-                f"{where}: beyond {_MAX_VALUES} values, expected JSON types", param="messages"
+                f"{location}: beyond {_MAX_VALUES} values, expected JSON types", param="messages"
             )
 
 
@@ -268,11 +272,13 @@ def _check_tools(tools: Any, copier: TemplateInputCopier) -> list[Any] | None:
         return None
     plain = copier.copy_value(tools, "tools", "tools")
     if not isinstance(plain, (list, tuple)) or not all(isinstance(t, dict) for t in plain):
-        raise _invalid_input("tools", describe(plain), "a list of JSON schemas (dicts)", "tools")
+        raise _invalid_input_error(
+            "tools", describe(plain), "a list of JSON schemas (dicts)", "tools"
+        )
     return list(plain)
 
 
-def _invalid_input(
-    where: str, value: str, accepted: str, param: str = "messages"
+def _invalid_input_error(
+    location: str, value: str, accepted: str, param: str = "messages"
 ) -> InvalidRequestError:
-    return InvalidRequestError(f"{where}: is {value:.200}, expected {accepted}", param=param)
+    return InvalidRequestError(f"{location}: is {value:.200}, expected {accepted}", param=param)

@@ -20,22 +20,22 @@ import jinja2.sandbox
 import jinja2.utils
 import jinja2.visitor
 
-_ITEM_CHARACTERS = 16
-"""Characters that a list item, or a bit of an integer, counts against the size limit."""
+_CHARACTERS_PER_ITEM = 16
+"""Number of characters as which a list item, or a bit of an integer, counts in size limits."""
 
-_NON_TEXT_FILTERS = frozenset(
+_COLLECTION_FILTER_NAMES = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
     "min random reject rejectattr reverse select selectattr slice sort unique".split()
 )
 """Filters that accept a list or a dict without converting it to text."""
 
-_GROWING_METHODS = frozenset(
+_ARGUMENT_SIZED_METHOD_NAMES = frozenset(
     "batch center expandtabs indent join ljust rjust round slice to_bytes tojson translate urlize "
     "wordwrap zfill".split()
 )
 """Filters and methods whose result is larger for a larger argument."""
 
-_COMPUTED_WIDTH_PATTERN = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
+_DYNAMIC_FORMAT_WIDTH_PATTERN = re.compile(r"%[-+ #0]*(?:\*|\d*\.\*)|\{[^{}]*\{")
 """Format field with a computed width or precision, such as ``%*d`` or ``{:{}}``."""
 
 
@@ -108,7 +108,7 @@ class RenderMeter:
         return size
 
     def charge_call(self, name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-        """Charge the largest possible result of a filter or method.
+        """Charge the largest possible size of a filter's or method's result to the rendering.
 
         Args:
             name: name of the filter or method.
@@ -116,10 +116,10 @@ class RenderMeter:
             arguments: the arguments of the call.
         """
         size = _value_size(value)
-        if name not in _NON_TEXT_FILTERS and not isinstance(value, (str, bytes)):
+        if name not in _COLLECTION_FILTER_NAMES and not isinstance(value, (str, bytes)):
             size = self.charge_text(value)
         result_size = 0
-        if name in _GROWING_METHODS:
+        if name in _ARGUMENT_SIZED_METHOD_NAMES:
             result_size = (size + 1) * (max(map(self._argument_size, arguments), default=0) + 1)
         elif name == "replace":
             texts = [str(argument) for argument in arguments]
@@ -127,7 +127,7 @@ class RenderMeter:
             result_size = size + times * max(map(len, texts), default=0)
         elif name in ("format", "format_map"):
             text = str(value)
-            if _COMPUTED_WIDTH_PATTERN.search(text):
+            if _DYNAMIC_FORMAT_WIDTH_PATTERN.search(text):
                 raise TemplateLimitError("formats with a width that it computes")
             widths = sum(map(int, re.findall(r"\d+", text)))
             fields = text.count("%") + text.count("{")
@@ -164,11 +164,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._thread_state = threading.local()
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
-            self.filters[name] = self._metered_filter(name, function)
-        # _MeterInserter inserts these filters. No template can call them, because their names
-        # contain blanks.
+            self.filters[name] = self._wrap_with_meter(name, function)
+        # _MeteringFilterInserter inserts these filters. No template can call them, because their
+        # names contain blanks.
         self.filters |= {
-            " each": self._metered_items,
+            " each": self._iterate_metered,
             " text": self.concat,
             " slice": self._charge_result,
         }
@@ -202,7 +202,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     @property
-    def _meter(self) -> RenderMeter:
+    def _current_meter(self) -> RenderMeter:
         # During compilation there is no meter, so this raises. Jinja then does not fold constant
         # expressions, whose cost would escape the limits.
         return self._thread_state.meter
@@ -210,11 +210,11 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # --- methods that Jinja calls ------------------------------------------------------------
 
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_MeterInserter().visit(source), *args, **kwargs)
+        return super()._generate(_MeteringFilterInserter().visit(source), *args, **kwargs)
 
     def concat(self, pieces: Iterable[Any]) -> str:
         values = list(pieces)
-        self._meter.charge_text(*values)
+        self._current_meter.charge_text(*values)
         return "".join(map(str, values))
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -222,42 +222,42 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
-            self._meter.charge_call(method.__name__, owner, (*args, *kwargs.values()))
+            self._current_meter.charge_call(method.__name__, owner, (*args, *kwargs.values()))
         return self._charge_result(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator != "%":
-            self._meter.charge(_binop_result_size(operator, left, right))
+            self._current_meter.charge(_binop_result_size(operator, left, right))
         elif isinstance(left, (str, bytes)):
-            self._meter.charge_call("format", left, (right,))
+            self._current_meter.charge_call("format", left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def _finalize(self, value: Any) -> Any:
         if not isinstance(value, str):
-            self._meter.charge_text(value)
+            self._current_meter.charge_text(value)
         return value
 
-    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_with_meter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # Jinja passes some filters the context or environment before the value.
         num_injected = int(hasattr(function, "jinja_pass_arg"))
 
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
             arguments = (*args[num_injected + 1 :], *kwargs.values())
-            self._meter.charge_call(name, args[num_injected], arguments)
+            self._current_meter.charge_call(name, args[num_injected], arguments)
             result = function(*args, **kwargs)
             # Compute a lazy result now, so that its size is known.
             return self._charge_result(list(result) if isinstance(result, Iterator) else result)
 
         return metered
 
-    def _metered_items(self, values: Iterable[Any]) -> Iterator[Any]:
+    def _iterate_metered(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
-            self._meter.charge(0)
+            self._current_meter.charge(0)
             yield value
 
     def _charge_result(self, value: Any) -> Any:
-        self._meter.charge(_value_size(value))
+        self._current_meter.charge(_value_size(value))
         return value
 
 
@@ -265,8 +265,8 @@ def _value_size(value: Any) -> int:
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
-        return _ITEM_CHARACTERS * value.bit_length()
-    return _ITEM_CHARACTERS * len(value) if isinstance(value, (list, tuple, dict)) else 0
+        return _CHARACTERS_PER_ITEM * value.bit_length()
+    return _CHARACTERS_PER_ITEM * len(value) if isinstance(value, (list, tuple, dict)) else 0
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
@@ -279,7 +279,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
     return left * _value_size(right) if isinstance(left, int) else 0
 
 
-class _MeterInserter(jinja2.visitor.NodeTransformer):
+class _MeteringFilterInserter(jinja2.visitor.NodeTransformer):
     """Inserts filters that report loops, ``~`` and slices to the meter. Without these filters,
     Jinja would compile loops, ``~`` and slices to plain Python, which reports nothing."""
 

@@ -28,7 +28,7 @@ _MAX_SCANNED_PROMPT_TOKENS = 256
 """Maximum number of prompt tokens that WindowDecoder scans for tokens with text."""
 
 _MAX_BYTE_TOKEN_RUN = 16
-"""Maximum number of byte tokens at the end of a prompt that ByteFallbackDecoder reads."""
+"""Maximum number of a prompt's trailing byte tokens that ByteFallbackDecoder reads."""
 
 _BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -136,7 +136,7 @@ def _unfinished_character_bytes(table: ByteTable, token_ids: Sequence[int]) -> b
     return decoder.getstate()[0]
 
 
-class PieceTable(dict[int, str | int]):
+class TokenPieceTable(dict[int, str | int]):
     """Map from token id to its text or byte, for SentencePiece models with byte fallback; shared by
     all requests.
 
@@ -170,12 +170,12 @@ class PieceTable(dict[int, str | int]):
 
 def make_token_table(
     decoder_stages: list[dict[str, Any]], id_to_token: IdToToken, skipped_ids: Collection[int]
-) -> ByteTable | PieceTable | None:
+) -> ByteTable | TokenPieceTable | None:
     """Make the table of a decoder's tokens; None if the decoder needs a WindowDecoder.
 
-    A decoder with the one stage "ByteLevel" gets a ByteTable. A PieceTable is for a decoder with
-    these stages: replace the word mark by a space, convert byte tokens, join, and optionally strip
-    one leading space.
+    A decoder with the one stage "ByteLevel" gets a ByteTable. A TokenPieceTable is for a decoder
+    with these stages: replace the word mark by a space, convert byte tokens, join, and optionally
+    strip one leading space.
     """
     kinds = [stage["type"] for stage in decoder_stages]
     if kinds == ["ByteLevel"]:
@@ -186,7 +186,7 @@ def make_token_table(
     mark = decoder_stages[0]["pattern"].get("String")
     if not mark or decoder_stages[0]["content"] != " ":
         return None
-    return PieceTable(
+    return TokenPieceTable(
         id_to_token, skipped_ids, word_mark=mark, strips_leading_space=len(decoder_stages) == 4
     )
 
@@ -202,7 +202,7 @@ class ByteFallbackDecoder:
 
     __slots__ = ("_is_at_start", "_num_prompt_bytes", "_pending_bytes", "_run_is_invalid", "_table")
 
-    def __init__(self, table: PieceTable, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, table: TokenPieceTable, prompt_token_ids: Sequence[int] = ()) -> None:
         self._table = table
         self._pending_bytes = b""
         self._run_is_invalid = False
@@ -248,17 +248,17 @@ class ByteFallbackDecoder:
         return text
 
     def _replace_pending_bytes(self) -> str:
-        """Clear the pending bytes; return a replacement character for each byte of the output."""
+        """Clear the pending bytes; return U+FFFD for each of them that is not the prompt's."""
         text = REPLACEMENT_CHARACTER * (len(self._pending_bytes) - self._num_prompt_bytes)
         self._pending_bytes = b""
         self._num_prompt_bytes = 0
         return text
 
 
-def _trailing_byte_run(table: PieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
-    """Bytes of the run of byte tokens at the end, and whether the tokens have any text.
+def _trailing_byte_run(table: TokenPieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
+    """Bytes of the byte tokens at the end of ``token_ids``, and whether any token has text.
 
-    Of a long run, only the last whole characters are returned.
+    Of a long run of byte tokens, only the last whole characters are returned.
     """
     run: list[int] = []
     for token_id in reversed(token_ids):
@@ -316,7 +316,7 @@ class WindowDecoder:
             del tail[0]
         # The window consists of the context, whose text was already returned, and newer tokens.
         self._window = tail
-        self._context_length, self._context_text = self._finished_part(tail)
+        self._context_length, self._context_text = self._whole_character_prefix(tail)
         unfinished = tail[self._context_length :]
         self._prompt_text = decode(unfinished) if unfinished else ""
 
@@ -356,7 +356,7 @@ class WindowDecoder:
         self._context_length, self._context_text = 0, ""
         return self._remove_prompt_character(text)
 
-    def _finished_part(self, token_ids: list[int]) -> tuple[int, str]:
+    def _whole_character_prefix(self, token_ids: list[int]) -> tuple[int, str]:
         """Number of leading ids whose text does not end within a character, and that text."""
         text = self._decode(token_ids) if token_ids else ""
         if not text.endswith(REPLACEMENT_CHARACTER):

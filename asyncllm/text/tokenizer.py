@@ -25,7 +25,7 @@ from asyncllm.errors import (
 )
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.text.chat_template import ChatTemplate
-from asyncllm.text.control_tokens import ControlTokens, tokenizer_stages
+from asyncllm.text.control_tokens import ControlTokens, list_component_stages
 from asyncllm.text.detokenizer import Detokenizer, StopStrings
 from asyncllm.text.gguf_tokenizer import read_gguf_tokenizer
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
@@ -48,7 +48,7 @@ _FAST_TEMPLATE_RENDER_LIMITS = RenderLimits(
     max_value_size=16 * LONG_TEXT_CHARACTERS,
     max_seconds=0.005,
 )
-"""Limits of a rendering that may not hold up an event loop or the thread of short texts."""
+"""Limits of a rendering on an event loop or on the thread of short texts, which must not wait."""
 
 _MAX_UNBATCHED_TEXTS = 16
 """Maximum number of short texts that are encoded one by one. Starting the tokenizer's threads takes
@@ -323,7 +323,7 @@ class Tokenizer:
 
         Args:
             visible_ids: as for ``text_decoder``.
-            stop: ``params.stop``, prepared for several outputs.
+            stop: matcher of ``params.stop``, shared by the outputs of a request; None makes one.
         """
         decoder = self.text_decoder(
             prompt_token_ids,
@@ -342,13 +342,13 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(i for i in self.special_token_ids if predicate(added[i].content))
 
-    def delimiter_ids(self, text: str) -> tuple[int, ...]:
-        """Token ids of ``text`` that are the same in any context.
+    def encode_delimiter(self, delimiter: str) -> tuple[int, ...]:
+        """Token ids of a delimiter that are the same in any context.
 
-        Empty if one token may span an end of ``text`` and the text next to it.
+        Empty if one token may span an end of ``delimiter`` and the text next to it.
         """
         try:
-            ids = self.encode(text, add_special_tokens=False)
+            ids = self.encode(delimiter, add_special_tokens=False)
         except InvalidRequestError:  # The text has characters that the model does not know.
             return ()
         added = self.backend.get_added_tokens_decoder()
@@ -362,8 +362,8 @@ class Tokenizer:
     def _make_decoder_factory(
         self,
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
-        """Make a function of ids to skip; it returns a function from a prompt to a decoder."""
-        stages = tokenizer_stages(self.backend.decoder)
+        """Make ``decoder_factory(skipped_ids)``; its result makes a decoder from a prompt's ids."""
+        stages = list_component_stages(self.backend.decoder)
         id_to_token = self.backend.id_to_token
         decode = partial(self.decode, skip_special_tokens=False)
 
@@ -428,7 +428,7 @@ def _max_token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str
     normalizer = type(backend.normalizer).__name__
     # NFC composes at most four code points to one.
     joined = {"NoneType": 1, "NFC": 4}.get(normalizer, 0)
-    splits = tokenizer_stages(backend.pre_tokenizer)
+    splits = list_component_stages(backend.pre_tokenizer)
     kinds = {split["type"] for split in splits}
     lossless = kinds <= {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
     removes = any(split.get("behavior") == "Removed" for split in splits)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.config import EngineConfig
-from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.batch import SlotAssignment
 from asyncllm.errors import EngineError
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.sample.host_rules import RequestWithProcessors, checked_logits
@@ -36,7 +36,7 @@ class BatchedProcessors:
         self.num_batch_updates = 0
         self._processor_batches = [_ProcessorBatch(processor) for processor in processors]
 
-    def add_request(self, assignment: RequestAssignment) -> RequestWithProcessors:
+    def add_request(self, assignment: SlotAssignment) -> RequestWithProcessors:
         prompt = assignment.num_prompt_tokens
         request = RequestWithProcessors(
             assignment.claiming_processors, assignment, list(assignment.token_ids[prompt:])
@@ -153,7 +153,7 @@ class _ProcessorBatch:
             self._requests = {}
 
 
-def _prompt_token_ids(assignment: RequestAssignment) -> list[int]:
+def _prompt_token_ids(assignment: SlotAssignment) -> list[int]:
     return list(assignment.token_ids[: assignment.num_prompt_tokens])
 
 

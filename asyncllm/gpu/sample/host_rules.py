@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.batch import SlotAssignment
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.sampling_params import RequestLogitsProcessor
 from asyncllm.validation import describe
@@ -27,7 +27,7 @@ class RequestWithProcessors:
     """
 
     processors: tuple[int, ...]
-    assignment: RequestAssignment
+    assignment: SlotAssignment
     output: list[int]
     error: Exception | None = None
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import PromptSpan, StepBatch
+from asyncllm.core.batch import PromptLogprobSpan, StepBatch
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import TopLogprobs
 from asyncllm.gpu.h2d import copy_to_device
@@ -23,7 +23,7 @@ tokens would be 5 GB with a vocabulary of 152k."""
 
 
 def prompt_logprob_tokens(batch: StepBatch, input_batch: InputBatch) -> dict[int, np.ndarray]:
-    """Copies, for each row, the token after each position of the row's PromptSpan."""
+    """Copies, for each row, the token after each position of the row's PromptLogprobSpan."""
     return {
         row: input_batch.token_ids[batch.req_indices[row], span.first + 1 : span.end + 1].copy()
         for row, span in batch.prompt_logprobs.items()
@@ -31,7 +31,7 @@ def prompt_logprob_tokens(batch: StepBatch, input_batch: InputBatch) -> dict[int
 
 
 def gather_prompt_logprobs(
-    spans: Mapping[int, PromptSpan],
+    spans: Mapping[int, PromptLogprobSpan],
     tokens: Mapping[int, np.ndarray],
     hidden: Tensor,
     decoder: LanguageModel,

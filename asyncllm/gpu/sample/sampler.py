@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.batch import SlotAssignment
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import (
     LOGITS_PROCESSING_STAGES,
@@ -47,7 +47,7 @@ class Sampler:
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
 
-    def assign(self, assignment: RequestAssignment) -> LogitsTableUpdate | None:
+    def assign(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
         """Stores a request's sampling parameters. Its tokens have to be in the input batch already.
 
         An error fails this request alone and goes to ``failures``. Its index then gets neutral

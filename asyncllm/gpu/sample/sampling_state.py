@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.core.batch import RequestAssignment
+from asyncllm.core.batch import SlotAssignment
 from asyncllm.gpu.batch.grammar_masks import num_mask_words, view_mask_words
 from asyncllm.gpu.batch.sampling_inputs import LogitsTables, SamplingStages
 from asyncllm.gpu.batch.sampling_table import SCALAR_PARAMS, scalar_param_sections
@@ -85,7 +85,7 @@ class SamplingState:
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
-    def assign(self, assignment: RequestAssignment) -> LogitsTableUpdate | None:
+    def assign(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
         """Sets the parameters of a request.
 
         Raises an error for a value that does not fit its array; the caller then has to release the
@@ -132,9 +132,7 @@ class SamplingState:
             max_count = self.vocab_size if count < 0 else int(np.int64(count))
             self.host_logprobs[update.req_index] = max_count
 
-    def _update_logits_tables(
-        self, update: LogitsTableUpdate, assignment: RequestAssignment
-    ) -> None:
+    def _update_logits_tables(self, update: LogitsTableUpdate, assignment: SlotAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         if params.logit_bias:
             update.rows["bias_ids"] = ids = self._checked_token_ids(
@@ -165,7 +163,7 @@ class SamplingState:
         if rules is not None or params.logits_processors:
             self.host_rules[req_index] = HostSamplingRules(rules, tuple(params.logits_processors))
 
-    def _assign_penalties(self, update: LogitsTableUpdate, assignment: RequestAssignment) -> None:
+    def _assign_penalties(self, update: LogitsTableUpdate, assignment: SlotAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
         prompt = assignment.num_prompt_tokens
         ids, counts = np.unique(tokens[prompt:], return_counts=True)

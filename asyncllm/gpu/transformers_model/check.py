@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncllm.core.batch import RequestAssignment, StepBatch
+from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.step_buffer import make_dummy_batch, step_inputs
@@ -145,9 +145,7 @@ class ReferenceLogprobs:
         starts, difference = [0] * len(self.sequences), 0.0
         sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
         assignments = [
-            RequestAssignment(
-                row, f"check-{row}", tokens.tolist(), len(tokens), blocks[row], sampling
-            )
+            SlotAssignment(row, f"check-{row}", tokens.tolist(), len(tokens), blocks[row], sampling)
             for row, tokens in enumerate(self.sequences)
         ]
         batch.apply_step_changes(StepBatch(step=0, assignments=assignments))

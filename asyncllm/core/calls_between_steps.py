@@ -1,4 +1,4 @@
-"""IdleCalls: calls of other threads that the engine thread runs while no step is in flight."""
+"""CallsBetweenSteps: other threads' calls, run on the engine thread with no step in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from asyncllm.errors import EngineError
 
 
-class IdleCalls:
+class CallsBetweenSteps:
     """Queue of calls that the engine thread makes for other threads. The future of each call is
     completed, even if the engine closes or dies first.
 
@@ -34,7 +34,7 @@ class IdleCalls:
         self._lock = threading.Lock()
         self._unfinished_futures: set[Future[Any]] | None = set()
 
-    def submit(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+    def submit(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         """Queue a call. Any thread may call it. After ``close`` the future has ``shutdown_error()``
         at once."""
         future: Future[Any] = Future()
@@ -43,15 +43,15 @@ class IdleCalls:
                 future.set_exception(self._shutdown_error())
                 return future
             self._unfinished_futures.add(future)
-        self._inbox.put(partial(self.due_calls.append, (future, run, args)))
+        self._inbox.put(partial(self.due_calls.append, (future, function, args)))
         return future
 
     def run_due_calls(self) -> None:
         """Run the due calls. Must run on the engine thread with no step in flight. An exception of
         a call is raised."""
         while self.due_calls:
-            future, run, args = self.due_calls.popleft()
-            result = run(*args)
+            future, function, args = self.due_calls.popleft()
+            result = function(*args)
             with self._lock:
                 assert self._unfinished_futures is not None
                 self._unfinished_futures.discard(future)
