@@ -80,7 +80,7 @@ class PiecewiseGraphs:
     def _run(self, key: GraphKey) -> None:
         """Runs all layers but the last, on as many tokens as the key's bucket holds."""
         step = self.memory.padded_inputs(key.bucket)
-        inputs = self.model.token_context_fields(step, self.cache)
+        inputs = self.model.step_context_token_kwargs(step, self.cache)
         context = _PiecewiseContext(plans=(), piecewise=self, **inputs)
         x, residual = self.model.run_all_but_last_layer(step, context)
         ends: dict[object, Tensor | None] = {

@@ -58,7 +58,7 @@ class ExpertsBesideMLP:
     sum_norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Normalise the sum of the MLP's output ``x`` and the experts' output for ``residual``.
+        """Run the experts on ``residual``, add the MLP's output ``x``, and normalise the sum.
 
         Shapes are ``[T, H]``.
         """
@@ -78,9 +78,9 @@ def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
     correction = scale = None
     if routing.has_correction_bias:
         layout = None if routing.correction_rows is None else StackLayout(routing.correction_rows)
-        correction = scope.vector("correction", count, names.correction_bias, layout=layout)
+        correction = scope.float32_vector("correction", count, names.correction_bias, layout=layout)
     if routing.has_expert_scale:
-        scale = scope.vector("expert_scale", count, "router.per_expert_scale")
+        scale = scope.float32_vector("expert_scale", count, "router.per_expert_scale")
     gate, up, down = names.projections
     mlp = ExpertsMLP(
         ops.routing(routing, RouterWeights(rows, correction, scale)),

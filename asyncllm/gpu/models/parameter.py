@@ -29,9 +29,9 @@ class StackLayout:
         matrix = (shape[0] // self.count, *shape[1:])
         return (self.count, *(reversed(matrix) if self.transposed else matrix))
 
-    def rows(self, slices: Iterable[Tensor]) -> Iterator[Tensor]:
+    def iter_rows(self, tensor_slices: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the parameter's rows, a matrix at a time, from slices of the checkpoint tensor."""
-        for part in slices:
+        for part in tensor_slices:
             for stored in part:
                 rows = stored.transpose(0, -1) if self.transposed else stored
                 if self.interleaved:
@@ -82,6 +82,6 @@ class Parameter:
         shape = (rows, *self.shape[1:])
         return shape if self.layout is None else self.layout.stored_shape(shape)
 
-    def rows(self, slices: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Rows of a part, from slices of its checkpoint tensor."""
-        return slices if self.layout is None else self.layout.rows(slices)
+    def iter_rows(self, tensor_slices: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Iterate over the rows of one of ``parts``, given slices of its checkpoint tensor."""
+        return tensor_slices if self.layout is None else self.layout.iter_rows(tensor_slices)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.attention_check import check_attention
+from asyncllm.gpu.ops.attention_check import check_attention_outputs
 from asyncllm.gpu.ops.backend import CUDA_DEVICE_TYPES, HALF_DTYPES, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
@@ -59,7 +59,7 @@ class FlashPlan:
         seq_lens: ``[num_decodes]`` int32, 0 for a padded row.
         block_table: ``[num_decodes, W]`` int32.
         prefill: the prefill rows, or None if the step has none.
-        window: numbers of keys before and after its own that a query sees; -1 is all.
+        window: numbers of keys that a query sees before and after its own position; -1 is all.
     """
 
     num_decodes: int
@@ -106,7 +106,7 @@ class FlashAttention(ABC):
             EngineError: the library is missing, too old, or gives wrong results.
         """
         attention = cls(request.shape)
-        check_attention(attention, request)
+        check_attention_outputs(attention, request)
         return attention
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -182,10 +182,10 @@ class FlashAttention(ABC):
 
     @abstractmethod
     def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:
-        """Keyword arguments of a call for prefill rows that FlashAttention 2 and 3 do not share."""
+        """Keyword arguments of calls on prefill rows that differ between FlashAttention 2 and 3."""
 
     def call_options(self, window: tuple[int, int]) -> dict[str, Any]:
-        """Keyword arguments of every call, which FlashAttention 2 and 3 have in common."""
+        """Keyword arguments of every call of FlashAttention 2 and 3."""
         return {
             "softmax_scale": self.shape.scale,
             "causal": True,

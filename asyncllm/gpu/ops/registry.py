@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
-from asyncllm.gpu.ops.native_attention import BUILD_REMEDY, NativeAttention, native_context
+from asyncllm.gpu.ops.native_attention import BUILD_LIBRARY_HINT, NativeAttention, native_context
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -38,7 +38,7 @@ BUILTIN_BACKENDS: dict[str, AttentionBackend] = {
         FlashAttention3,
     )
 }
-"""Built-in backends by name. A backend's library is imported when it makes an attention."""
+"""Built-in backends by name. ``make`` imports a backend's library."""
 
 
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
@@ -82,12 +82,12 @@ def resolve_backend_name(name: str, request: AttentionRequest) -> str:
         return name
     if request.device.type == "cuda":
         return "triton"
-    if not _runs_native() or any(NativeAttention.constraints.unmet(request)):
+    if not _can_run_native_ops() or any(NativeAttention.constraints.unmet(request)):
         return "torch"
     return "native"
 
 
-def _runs_native() -> bool:
+def _can_run_native_ops() -> bool:
     """Whether ``choose_native_ops`` chooses native ops; warns if only the library is missing."""
     choice = choose_native_ops()
     if choice.can_be_built:
@@ -116,7 +116,7 @@ def choose_native_ops() -> NativeOpsChoice:
     except NativeUnavailableError as error:
         # Log the exception's text, not the exception: a log handler may keep it, and with it all
         # frames of its traceback.
-        reason = f"{error}: the CPU runs torch's, which are slower; {BUILD_REMEDY}"
+        reason = f"{error}: the CPU runs torch's, which are slower; {BUILD_LIBRARY_HINT}"
         return NativeOpsChoice(False, reason, can_be_built=True)
     if isa == "baseline":
         return NativeOpsChoice(
@@ -198,7 +198,7 @@ def ops_without_attention(name: str, device: torch.device, num_threads: int) -> 
     Raises:
         EngineError: ``name`` is "native", but the library is missing or does not work here.
     """
-    if device.type == "cpu" and (name == "native" or (name == "auto" and _runs_native())):
+    if device.type == "cpu" and (name == "native" or (name == "auto" and _can_run_native_ops())):
         return NativeOps(native_context(num_threads))
     return make_ops(device, None)
 

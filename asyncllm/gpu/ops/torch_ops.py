@@ -103,7 +103,7 @@ class TorchOps:
         Raises:
             ModelLoadError: the op set cannot compute with weights of this form.
         """
-        for part in weights.uniform_parts:
+        for part in weights.single_scheme_parts:
             if not self.accepts_weights(part.spec):
                 raise ModelLoadError(
                     f"weights of scheme {part.scheme!r} with scale_block={part.scale_block}: the "
@@ -120,7 +120,7 @@ class TorchOps:
         return TorchLinear(weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        """Makes the op that chooses each token's experts; the weights are of scheme "plain"."""
+        """Makes the op that chooses each token's experts; the router's weights are unquantised."""
         return TorchRouting(config, weights)
 
     def experts(self, weights: ExpertsWeights, config: ActivationConfig, top_k: int) -> Experts:
@@ -143,8 +143,8 @@ class TorchOps:
         """Makes the experts from weights that ``accepts_weights`` accepts."""
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
-    def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        """Numbers of tokens per step at which the experts change to other kernels.
+    def expert_kernel_switch_points(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+        """Numbers of tokens per step at which the experts switch to other kernels.
 
         Warm-up runs a step of each number, because a kernel is compiled at its first launch.
         """
@@ -210,7 +210,7 @@ class TorchOps:
 
     @staticmethod
     def state_rows(step: StepInputs) -> Any:
-        """Makes the argument ``rows`` of recurrent ops, once per step for all layers."""
+        """Returns the state slots and token ranges that are the ``rows`` of all recurrent ops."""
         return StateRows.of(step)
 
     @staticmethod

@@ -119,7 +119,7 @@ def test_experts(case: dict) -> None:
     checks.check_experts(OPS, "cpu", **case)
 
 
-@pytest.mark.parametrize("tokens", [5, expert_pairs.BLOCK.value // 3 + 50])
+@pytest.mark.parametrize("tokens", [5, expert_pairs.ELEMENTS_PER_BLOCK.value // 3 + 50])
 def test_pairs_of_one_block_and_of_more(tokens: int) -> None:
     checks.check_sort_pairs(expert_pairs, tokens, 5, "cpu")
 

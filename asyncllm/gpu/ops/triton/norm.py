@@ -19,7 +19,7 @@ def norm_kernel(
     residual,
     weight,
     eps,
-    multiplier,
+    x_multiplier,
     sum_scale,
     stride_out,
     stride_x,
@@ -28,7 +28,7 @@ def norm_kernel(
 ):
     """Norms a row; grid ``(rows,)``.
 
-    Unless ``residual`` is None, the sum ``(multiplier * x + residual) * sum_scale`` is normed, and
+    Unless ``residual`` is None, the sum ``(x_multiplier * x + residual) * sum_scale`` is normed and
     replaces the residual. It is rounded after each operation, and a factor of None is left out. The
     normed values are rounded before the multiplication by a weight of x's dtype, but after the
     multiplication by a float32 weight.
@@ -38,8 +38,8 @@ def norm_kernel(
     columns = tl.arange(0, BLOCK)
     real = columns < WIDTH
     value = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
-    if multiplier is not None:
-        value = (value * multiplier).to(x.dtype.element_ty).to(tl.float32)
+    if x_multiplier is not None:
+        value = (value * x_multiplier).to(x.dtype.element_ty).to(tl.float32)
     if residual is not None:
         at = residual + row * stride_residual + columns
         value += tl.load(at, mask=real, other=0.0).to(tl.float32)
@@ -64,8 +64,8 @@ class TritonRMSNorm:
 
     Args:
         weight: ``[H]``, of the dtype of ``x`` or float32.
-        multiplier: factor on ``x`` in ``add``.
-        scale: factor on the rounded sum in ``add``.
+        multiplier: factor on ``x`` in ``add_and_norm``.
+        scale: factor on the rounded sum in ``add_and_norm``.
 
     Raises:
         ValueError: in a call, rows are not as long as the weight, or not contiguous.

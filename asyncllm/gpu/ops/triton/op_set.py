@@ -51,7 +51,7 @@ class TritonOps(TorchOps):
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)
 
-    def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+    def expert_kernel_switch_points(self, num_experts: int, top_k: int) -> tuple[int, ...]:
         return (MAX_SMALL_GROUP_ROWS * num_experts // top_k + 1,)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
