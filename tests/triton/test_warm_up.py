@@ -88,7 +88,7 @@ def run_everything(runner: ModelRunner) -> None:
     changed, none = torch.arange(3 * ROWS), memory.decode_inputs(0)
     for group in none.groups:
         many = replace(group, table_changes=(changed, changed.int()))
-        steps_of(runner).model.ops.decode_inputs(none, many)
+        steps_of(runner).model.ops.fill_decode_inputs(none, many)
 
 
 def draw_for_the_host(runner: ModelRunner) -> None:

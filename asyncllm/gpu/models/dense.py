@@ -271,7 +271,7 @@ class DecoderBuilder:
     def qk_norm_weight(
         self, scope: WeightScope, name: str, shape: AttentionShape, width: int
     ) -> Tensor | None:
-        """Weight of a query or key norm, in ``rotary_order``; None for a model without such norms.
+        """Weight of a query or key norm, in the row order of a head; None without such norms.
 
         Args:
             width: size of all heads together.

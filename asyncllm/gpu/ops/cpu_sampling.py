@@ -39,7 +39,9 @@ SORTED_SPAN_COUNTS = (64, 512)
 all spans are sorted."""
 
 
-def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor) -> None:
+def sample(
+    logits: Tensor, sampling_tensors: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     A row's token depends on that row alone.
@@ -49,12 +51,14 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, o
     sampled_rows = torch.nonzero(rows.req_indices >= 0).flatten()
     for block in sampled_rows.split(max(1, LOGITS_PER_BLOCK // width)):
         requests = rows.req_indices[block]
-        temperature = sampling["temperature"][requests]
+        temperature = sampling_tensors["temperature"][requests]
         scaled_logits = logits.new_full((len(block), width), -torch.inf, dtype=torch.float32)
         factors = inverse_temperatures(temperature).unsqueeze(1)
         torch.mul(logits[block].float(), factors, out=scaled_logits[:, : logits.shape[1]])
-        keys = gumbel_keys(sampling["states"][requests], rows.positions[block] + 1)
-        top_k, top_p, min_p = (sampling[name][requests] for name in ("top_k", "top_p", "min_p"))
+        keys = gumbel_keys(sampling_tensors["states"][requests], rows.positions[block] + 1)
+        top_k, top_p, min_p = (
+            sampling_tensors[name][requests] for name in ("top_k", "top_p", "min_p")
+        )
         truncation_params = top_k, top_p, min_p
         tokens = _sample_rows(scaled_logits, keys, temperature, truncation_params, logits.shape[1])
         out[block] = tokens

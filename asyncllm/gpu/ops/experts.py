@@ -55,17 +55,17 @@ class ExpertsWeights:
         return self.down.shape[1]
 
 
-def split_experts(weights: LinearWeights, count: int) -> list[LinearWeights]:
+def split_experts(weights: LinearWeights, num_experts: int) -> list[LinearWeights]:
     """Splits stacked weights into one view per expert.
 
     Raises:
         ModelLoadError: a block of scales spans two experts.
     """
-    rows = weights.shape[0] // count
+    rows = weights.shape[0] // num_experts
     block = weights.scale_block
 
     def parts(tensor: Tensor | None, rows: int) -> list[Tensor] | list[None]:
-        return [None] * count if tensor is None else list(tensor.split(rows))
+        return [None] * num_experts if tensor is None else list(tensor.split(rows))
 
     if block is not None and rows % block[0]:
         raise ModelLoadError(

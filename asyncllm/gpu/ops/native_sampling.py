@@ -52,17 +52,17 @@ def contiguous_logits(logits: Tensor) -> Tensor:
 
 
 def sample_args(
-    logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+    logits: Tensor, sampling_tensors: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
 ) -> Any:
     """Converts the arguments of ``TorchOps.sample`` to the native library's ``SampleArgs``.
 
     The result holds addresses: the caller has to keep the tensors alive.
     """
-    max_requests = min(len(sampling["states"]), len(rows.last_sampled_tokens))
+    max_requests = min(len(sampling_tensors["states"]), len(rows.last_sampled_tokens))
     return STRUCTS["SampleArgs"](
         **_row_args(logits, rows, max_requests),
         **{
-            name: checked_address(name, sampling[name], param.dtype, max_requests)
+            name: checked_address(name, sampling_tensors[name], param.dtype, max_requests)
             for name, param in SAMPLE_OP_PARAMS.items()
         },
         out=checked_address("out", out, torch.int64, len(logits)),
@@ -94,7 +94,7 @@ def _row_args(
 def sample(
     context: Context,
     logits: Tensor,
-    sampling: Mapping[str, Tensor],
+    sampling_tensors: Mapping[str, Tensor],
     rows: RowsToSample,
     out: Tensor,
 ) -> None:
@@ -104,7 +104,7 @@ def sample(
     in their last bits, so that another token may be sampled where two tokens almost tie.
     """
     logits = contiguous_logits(logits)
-    context.call("sample", sample_args(logits, sampling, rows, out))
+    context.call("sample", sample_args(logits, sampling_tensors, rows, out))
 
 
 def process_logits(

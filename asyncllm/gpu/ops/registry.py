@@ -58,15 +58,15 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
         EngineError: the backend's library is missing, too old or does not work here, or the entry
             point that registers the backend is faulty.
     """
-    chosen = resolve_backend_name(name, request)
-    backend = find_backend(chosen)
+    backend_name = resolve_backend_name(name, request)
+    backend = find_backend(backend_name)
     block_size = request.block_size or backend.default_block_size(request.device)
     request = dataclasses.replace(request, block_size=block_size)
     capability = None
     if request.device.type == "cuda":
         capability = torch.cuda.get_device_capability(request.device)
     for unmet in backend.constraints.unmet(request, capability):
-        raise _constraint_error(name, chosen, unmet, request)
+        raise _constraint_error(name, backend_name, unmet, request)
     attention = backend.make(request)
     if not isinstance(attention, Attention):
         raise EngineError(
@@ -187,7 +187,7 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     return CpuOps()
 
 
-def ops_without_attention(name: str, device: torch.device, num_threads: int) -> TorchOps:
+def make_ops_without_attention(name: str, device: torch.device, num_threads: int) -> TorchOps:
     """Makes the op set of a model without attention.
 
     On a CPU it is the op set that goes with the attention backend ``name``, elsewhere torch's.
@@ -225,13 +225,13 @@ def _distribution_name(entry: EntryPoint) -> str:
 
 
 def _constraint_error(
-    name: str, chosen: str, unmet: UnmetConstraint, request: AttentionRequest
+    name: str, backend_name: str, unmet: UnmetConstraint, request: AttentionRequest
 ) -> InvalidRequestError:
     """Makes the error for a broken constraint, which names the setting, the limit and an
     alternative."""
     setting = f"attention_backend={name!r}"
     if name == "auto":
-        setting += f" is {chosen!r} on device {request.device}, which"
+        setting += f" is {backend_name!r} on device {request.device}, which"
     message = f"{setting} takes {unmet.expected}, and this is {unmet.actual}"
     param = "attention_backend"
     if unmet.field == "block_size":

@@ -197,7 +197,9 @@ class TorchAttention:
         whole = num_rows == 1 and starts[0] == 0
         if whole and (window is None or length <= window):
             return PaddedRowGroup(1, num_queries, tokens, None, length, None, None)
-        block_ids = _block_index(step.groups[group], host.req_indices[rows], first_keys, lengths)
+        block_ids = _padded_block_ids(
+            step.groups[group], host.req_indices[rows], first_keys, lengths
+        )
         blocks, mask = copy_to_device(block_ids, device), None
         if num_rows > 1 or num_queries > 1 or window is not None:
             mask = _make_mask(starts - first_keys, lengths, num_queries, window)
@@ -375,7 +377,7 @@ def _make_mask(
     return np.where(masked_keys, np.float32(-math.inf), np.float32(0.0))
 
 
-def _block_index(
+def _padded_block_ids(
     group: KVGroupInputs, req_indices: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     """Ids of each row's blocks from its first key on, padded with the null block."""

@@ -241,7 +241,7 @@ class TorchOps:
         return x.copy_(torch.tanh(x.float() / cap).mul_(cap))
 
     @staticmethod
-    def decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
+    def fill_decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
         """Computes the inputs of decode rows on the device.
 
         It applies ``group.table_changes`` to the group's block table, then fills ``token_ids``,
@@ -269,20 +269,20 @@ class TorchOps:
 
     @staticmethod
     def sample(
-        logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+        logits: Tensor, sampling_tensors: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
     ) -> None:
         """Samples one token per row, as ``gumbel.gumbel_sample`` does.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            sampling: tensors named in SAMPLE_OP_PARAMS, ``[N + 1]`` each.
+            sampling_tensors: tensors named in SAMPLE_OP_PARAMS, ``[N + 1]`` each.
             out: ``[S]`` int64, written: the sampled token; -1 for a padded row or one with NaN or
                 infinity; NO_TOKEN_LEFT for a row whose logits are all minus infinity.
         """
         req_indices, positions, last_sampled_tokens = rows
         padded = req_indices < 0
         table_rows = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        row_sampling = {name: sampling[name][table_rows] for name in SAMPLE_OP_PARAMS}
+        row_sampling = {name: sampling_tensors[name][table_rows] for name in SAMPLE_OP_PARAMS}
         tokens = gumbel_sample(logits, positions=positions + 1, **row_sampling)
         last_sampled_tokens.index_copy_(0, table_rows, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

@@ -84,7 +84,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "rope": lambda m: checks.check_rope_cache(
         m.ops, AttentionShape(4, 2, 64, 1.0), "cpu", norm=False
     ),
-    "state": lambda m: checks.check_step_state(m.decode_inputs, "cpu", 16),
+    "state": lambda m: checks.check_step_state(m.fill_decode_inputs, "cpu", 16),
     "sampling": lambda m: checks.check_sampling(m.sample, checks.sampling_rows(20, 700), "cpu"),
     "top_k": lambda m: checks.check_top_k(m.sample, "cpu"),
     "ties": lambda m: checks.check_odd_rows(m.sample, "cpu"),

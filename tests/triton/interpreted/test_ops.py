@@ -79,7 +79,7 @@ def test_norms_before_a_rotation(options: dict, head_dim: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_state(block_size: int) -> None:
-    checks.check_step_state(OPS.decode_inputs, "cpu", block_size)
+    checks.check_step_state(OPS.fill_decode_inputs, "cpu", block_size)
 
 
 @pytest.mark.parametrize(

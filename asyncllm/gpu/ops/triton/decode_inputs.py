@@ -1,4 +1,4 @@
-"""decode_inputs: updates block tables and derives a decode step's inputs in one launch."""
+"""fill_decode_inputs: updates block tables and derives a decode step's inputs in one launch."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
@@ -59,8 +59,8 @@ def decode_inputs_kernel(
     tl.store(slot_mapping + rows, slot, mask=real)
 
 
-def decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
-    """Changes a block table and computes decode inputs, see ``TorchOps.decode_inputs``."""
+def fill_decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
+    """Changes a block table and computes decode inputs, see ``TorchOps.fill_decode_inputs``."""
     assert group.table_changes is not None
     count, (changed_entries, new_block_ids) = step.num_rows, group.table_changes
     if not count and not len(changed_entries):

@@ -63,7 +63,7 @@ def delta_token_kernel(
     stride_qkv,
     stride_gates,
     eps,
-    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -73,7 +73,7 @@ def delta_token_kernel(
     """Computes the gated delta rule token by token, for rows of one token; for longer rows too with
     LONG_ROWS.
 
-    Grid ``(rows, HEADS, blocks of values)``. There are GROUP value heads per key head.
+    Grid ``(rows, NUM_HEADS, blocks of values)``. There are GROUP value heads per key head.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count = row, 1
@@ -85,12 +85,12 @@ def delta_token_kernel(
     # Skip rows without tokens: loads for them would read another row's token, or beyond the end.
     if LONG_ROWS and (count == 0):
         return
-    state += (tl.load(slots + row) * HEADS + head) * KEY_DIM * VALUE_DIM
+    state += (tl.load(slots + row) * NUM_HEADS + head) * KEY_DIM * VALUE_DIM
     is_new = tl.load(positions + first) == 0
     keys, values, matrix, own, held = _load_state(
         state, is_new, KEY_DIM, VALUE_DIM, TOKEN_KERNEL_COLUMNS
     )
-    size = (HEADS // GROUP) * KEY_DIM
+    size = (NUM_HEADS // GROUP) * KEY_DIM
     for i in range(count):
         token = first + i
         at = qkv + token * stride_qkv + (head // GROUP) * KEY_DIM + keys
@@ -102,11 +102,11 @@ def delta_token_kernel(
         v = tl.load(at, mask=values < VALUE_DIM, other=0.0).to(tl.float32)
         gate = gates + token * stride_gates + head
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
-        held *= tl.exp(_log_decay(tl.load(gate + HEADS), dt_bias, log_rate, head))
+        held *= tl.exp(_log_decay(tl.load(gate + NUM_HEADS), dt_bias, log_rate, head))
         change = (v - tl.sum(held * k[:, None], 0)) * beta
         held += k[:, None] * change[None, :]
         found = tl.sum(held * q[:, None], 0).to(out.dtype.element_ty)
-        to = out + (token * HEADS + head) * VALUE_DIM + values
+        to = out + (token * NUM_HEADS + head) * VALUE_DIM + values
         tl.store(to, found, mask=values < VALUE_DIM)
     tl.store(matrix, held, mask=own)
 
@@ -125,7 +125,7 @@ def delta_chunk_kernel(
     stride_qkv,
     stride_gates,
     eps,
-    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -142,19 +142,19 @@ def delta_chunk_kernel(
     if count <= 1:
         return
     steps = tl.arange(0, CHUNK_TOKENS)
-    state += (tl.load(slots + row) * HEADS + head) * KEY_DIM * VALUE_DIM
+    state += (tl.load(slots + row) * NUM_HEADS + head) * KEY_DIM * VALUE_DIM
     is_new = tl.load(positions + first) == 0
     keys, values, matrix, own, held = _load_state(
         state, is_new, KEY_DIM, VALUE_DIM, CHUNK_KERNEL_COLUMNS
     )
-    size = (HEADS // GROUP) * KEY_DIM
+    size = (NUM_HEADS // GROUP) * KEY_DIM
     for start in range(0, count, CHUNK_TOKENS):
         real = start + steps < count
         token = first + start + steps
         # Tokens after the last one change nothing: their log decay, key and value are 0.
         gate = gates + token * stride_gates + head
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=real, other=0.0).to(tl.float32)))
-        logit = tl.load(gate + HEADS, mask=real, other=0.0)
+        logit = tl.load(gate + NUM_HEADS, mask=real, other=0.0)
         decay = tl.where(real, _log_decay(logit, dt_bias, log_rate, head), 0.0)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         between = total[:, None] - total[None, :]
@@ -181,7 +181,7 @@ def delta_chunk_kernel(
             less = tl.sum(system_row[:, None] * change, 0)
             change -= tl.where((steps == i)[:, None], less[None, :], 0.0)
         found += tl.dot(scores, change, input_precision="tf32")
-        to = out + (token[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
+        to = out + (token[:, None] * NUM_HEADS + head) * VALUE_DIM + values[None, :]
         tl.store(to, found.to(out.dtype.element_ty), mask=wanted)
         # Read the keys again: kept until here, they would take the registers that the state needs.
         at = qkv + token[None, :] * stride_qkv + size + (head // GROUP) * KEY_DIM + keys[:, None]
@@ -210,7 +210,7 @@ class TritonGatedDelta:
             rows.query_start, qkv.stride(0), gates.stride(0), NORM_EPS,
         )  # fmt: skip
         sizes = {
-            "HEADS": shape.num_value_heads,
+            "NUM_HEADS": shape.num_value_heads,
             "GROUP": shape.num_value_heads // shape.num_key_heads,
             "KEY_DIM": shape.key_dim,
             "VALUE_DIM": shape.value_dim,

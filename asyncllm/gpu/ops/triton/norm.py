@@ -126,23 +126,23 @@ def gated_norm_kernel(
     eps,
     stride_x,
     stride_gate,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     """Norms a head and multiplies it by SiLU of its gate; grid ``(rows, heads)``."""
-    BLOCK: tl.constexpr = triton.next_power_of_2(SIZE)
+    BLOCK: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
-    real = columns < SIZE
-    at = head * SIZE + columns
+    real = columns < HEAD_DIM
+    at = head * HEAD_DIM + columns
     value = tl.load(x + row * stride_x + at, mask=real, other=0.0).to(tl.float32)
-    normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / HEAD_DIM + eps)
     # Round before and after the multiplication by the weight, as TorchGatedNorm does.
     scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale
     z = tl.load(gate + row * stride_gate + at, mask=real, other=0.0).to(tl.float32)
     gated = normed.to(out.dtype.element_ty).to(tl.float32) * (z / (1.0 + tl.exp(-z)))
-    tl.store(out + row * HEADS * SIZE + at, gated.to(out.dtype.element_ty), mask=real)
+    tl.store(out + row * NUM_HEADS * HEAD_DIM + at, gated.to(out.dtype.element_ty), mask=real)
 
 
 class TritonGatedNorm:
@@ -161,6 +161,6 @@ class TritonGatedNorm:
         if rows:
             gated_norm_kernel[(rows, width // size)](
                 out, x, gate, self.weight, self.eps, row_stride("x", x), row_stride("gate", gate),
-                HEADS=width // size, SIZE=size, num_warps=num_row_warps(size),
+                NUM_HEADS=width // size, HEAD_DIM=size, num_warps=num_row_warps(size),
             )  # fmt: skip
         return out

@@ -45,7 +45,7 @@ def rope_cache_kernel(
     stride_head,
     stride_dim,
     NUM_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -62,8 +62,8 @@ def rope_cache_kernel(
     heads = tl.program_id(1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
     dims = tl.arange(0, BLOCK_HALF)
     is_query = heads < NUM_HEADS
-    is_value = heads >= NUM_HEADS + KV_HEADS
-    real = (heads < NUM_HEADS + 2 * KV_HEADS)[:, None] & (dims < HALF)[None, :]
+    is_value = heads >= NUM_HEADS + NUM_KV_HEADS
+    real = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (dims < HALF)[None, :]
     at = qkv + token * stride_qkv + heads[:, None] * HEAD_DIM + dims[None, :]
     kind = qkv.dtype.element_ty
     raw_first = tl.load(at, mask=real, other=0.0)
@@ -112,13 +112,13 @@ def rope_cache_kernel(
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     k_head = (heads - NUM_HEADS).to(tl.int64)
-    is_key = (k_head >= 0) & (k_head < KV_HEADS)
+    is_key = (k_head >= 0) & (k_head < NUM_KV_HEADS)
     cache_at = block * stride_block + offset * stride_slot + dims[None, :] * stride_dim
     k_at = kv_cache + cache_at + k_head[:, None] * stride_head
     tl.store(k_at, first_half.to(kv_cache.dtype.element_ty), mask=real & is_key[:, None])
     second_k = second_half.to(kv_cache.dtype.element_ty)
     tl.store(k_at + HALF * stride_dim, second_k, mask=real & is_key[:, None])
-    v_head = k_head - KV_HEADS
+    v_head = k_head - NUM_KV_HEADS
     v_at = kv_cache + stride_kv + cache_at + v_head[:, None] * stride_head
     tl.store(v_at, first_half.to(kv_cache.dtype.element_ty), mask=real & is_value[:, None])
     second_v = second_half.to(kv_cache.dtype.element_ty)
@@ -193,7 +193,7 @@ class TritonRopeAndCache:
                 shape.head_dim if table.dim() == 3 else None,
                 *cache_strides(cache),
                 NUM_HEADS=num_q,
-                KV_HEADS=num_k,
+                NUM_KV_HEADS=num_k,
                 HEAD_DIM=shape.head_dim,
                 HEADS_PER_PROGRAM=heads,
                 BLOCK_SIZE=cache.shape[2],

@@ -78,7 +78,7 @@ def log_exponential_variate(random_word):
 
 
 @triton.jit
-def temperature_factor(temperature):
+def greedy_and_logit_factor(temperature):
     """Whether a row is greedy, and the factor on its logits, 1 or 1 / temperature."""
     greedy = temperature < MIN_TEMPERATURE
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
@@ -112,7 +112,7 @@ def chunk_statistics_kernel(
         return
     group = tl.program_id(1) * COUNTER_ROWS_PER_PROGRAM + tl.arange(0, COUNTER_ROWS_PER_PROGRAM)
     lane = tl.arange(0, CHUNK_TOKENS)
-    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
+    greedy, logit_factor = greedy_and_logit_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK_TOKENS + lane[None, :]).to(tl.uint32)
     zero = counter * 0
     key = philox_key(seed_states, positions, row, req_index)
@@ -259,7 +259,7 @@ def sample_tokens_kernel(
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
-    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
+    greedy, logit_factor = greedy_and_logit_factor(tl.load(temperatures + req_index))
     k = tl.load(top_ks + req_index).to(tl.int32)
     top_p = tl.load(top_ps + req_index)
     min_p = tl.load(min_ps + req_index)
@@ -314,7 +314,9 @@ def sample_tokens_kernel(
     tl.store(last_sampled_tokens + req_index, tl.where(valid, token, 0).to(tl.int64))
 
 
-def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor) -> None:
+def sample(
+    logits: Tensor, sampling_tensors: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     ``logits`` are float32, bfloat16 or float16, with contiguous rows. A row's token depends on that
@@ -330,9 +332,9 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, o
         (count, MAX_SORTED_TOKENS.value), dtype=torch.int64, device=logits.device
     )
     chunks = (*floats, indices[0])
-    of_rows = (logits, sampling["states"], positions, sampling["temperature"])
+    of_rows = (logits, sampling_tensors["states"], positions, sampling_tensors["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))
-    limits = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
+    limits = (sampling_tensors["top_k"], sampling_tensors["top_p"], sampling_tensors["min_p"])
     chunk_statistics_kernel[(count, cdiv(num_chunks, 4 * COUNTER_ROWS_PER_PROGRAM.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )

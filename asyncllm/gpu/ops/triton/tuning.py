@@ -206,7 +206,7 @@ def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAM
 def has_skewed_lengths(
     max_seq_len: int, total_tokens: int, splits: int, kv_heads: int, num_concurrent_programs: int
 ) -> bool:
-    """Whether the longest sequence would hold up a batch of decode rows.
+    """Whether the longest sequence would delay a batch of decode rows.
 
     It does if one of its splits has SKEW_MARGIN_TOKENS keys more than twice the average number of
     keys per concurrent program.
