@@ -54,18 +54,18 @@ class StepContext:
     per_layer_embeddings: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def run_mixer_core(self, core: MixerCore, out_width: int, *tensors: Tensor) -> Tensor:
-        """Run the core of a mixer on tensors ``[T, ...]``, and return ``[T, out_width]``.
+    def run_eager_op(self, op: EagerOp, out_width: int, *tensors: Tensor) -> Tensor:
+        """Run attention or a recurrence on tensors ``[T, ...]``, and return ``[T, out_width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
         """
-        return core(self, *tensors)
+        return op(self, *tensors)
 
 
-MixerCore = Callable[..., Tensor]
-"""The part of a mixer in which tokens of a sequence see one another.
+EagerOp = Callable[..., Tensor]
+"""The part of a mixer in which tokens of a sequence see one another; piecewise graphs leave it out.
 
-It is called with the StepContext and tensors ``[T, ...]``, and returns ``[T, N]``. Only a core
+It is called with the StepContext and tensors ``[T, ...]``, and returns ``[T, N]``. Only such an op
 reads the step's plans, states and state rows."""
 
 Mixer = Callable[[Tensor, StepContext], Tensor]
@@ -157,7 +157,7 @@ class AttentionMixer:
                 step.shared_kv[self.kv_index] = k, v
             if rows is not None and not len(rows):
                 return x[:0]
-        mixed = step.run_mixer_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_eager_op(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.first_column :])
         return self.o(mixed if rows is None else mixed[rows])

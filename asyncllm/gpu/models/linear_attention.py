@@ -43,7 +43,7 @@ class GatedDeltaMixer:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         qkvz, rows = self.qkvz(x), step.output_tokens
         z = qkvz[:, self.conv_channels :]
-        mixed = step.run_mixer_core(
+        mixed = step.run_eager_op(
             self.run_recurrence, z.shape[1], qkvz[:, : self.conv_channels], self.gates(x)
         )
         if rows is not None:
