@@ -133,7 +133,7 @@ class _TransientWeights:
         """Whether a weight may be valid only until the next one is requested. Expert weights
         cannot, because they are kept until all experts of a layer are read."""
         held = ".experts." in parameter.name
-        return parameter.linear and parameter.dtype is None and not held
+        return parameter.is_linear and parameter.dtype is None and not held
 
     def mapped_view(self, parameter: Parameter) -> Tensor | None:
         """View of the weight in the mapped file, or None.
@@ -159,7 +159,7 @@ def _quantised_weight(
     accepts_weights: Callable[[WeightSpec], bool] | None,
 ) -> LinearWeights | None:
     """Quantised weight of a linear layer or embedding, as stored; None for any other parameter."""
-    packable = (parameter.linear or parameter.is_embedding) and parameter.layout is None
+    packable = (parameter.is_linear or parameter.is_embedding) and parameter.layout is None
     if accepts_weights is None or not packable:
         return None
     found = packed_weights(

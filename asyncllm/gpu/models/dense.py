@@ -156,7 +156,7 @@ class DecoderBuilder:
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
         width = model.hidden_size
         weights = head.source(
-            head.parameter("embed", rows, width, linear=tied, is_embedding=not tied)
+            head.parameter("embed", rows, width, is_linear=tied, is_embedding=not tied)
         )
         if isinstance(weights, Tensor):
             dtype = weights.dtype

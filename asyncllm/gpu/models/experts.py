@@ -148,7 +148,7 @@ def _expert_weights(
     names, count, parameters = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.is_transposed, names.is_transposed and name == "gate_up")
     modules = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
-    weight = scope.parameter(f"experts.{name}", modules, width, linear=True)
+    weight = scope.parameter(f"experts.{name}", modules, width, is_linear=True)
     bias = scope.parameter(f"experts.{name}", modules, suffix=".bias") if config.has_bias else None
     for own, suffix in ((weight, ""), (bias, "_bias")):
         if own is not None:

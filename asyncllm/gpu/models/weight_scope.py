@@ -18,8 +18,8 @@ from asyncllm.gpu.ops.quantise import QuantiseWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 ParameterSource = Callable[[Parameter], Tensor | LinearWeights]
-"""Function that returns a parameter's values, which may be quantised, in a scheme that the op set
-accepts, if the parameter is ``linear``."""
+"""Function that returns a parameter's values. Those of an ``is_linear`` parameter may be quantised,
+in a scheme that the op set accepts."""
 
 ModuleRowCounts = Collection[tuple[str, int]]
 """Names of checkpoint modules whose rows are stacked, each with its number of rows."""
@@ -98,7 +98,7 @@ class WeightScope:
             row_order: order of the rows; None keeps the checkpoint's.
             keep_unquantised: whether the weight must not be packed or quantised.
         """
-        weight = self.parameter(name, modules, width, linear=not keep_unquantised)
+        weight = self.parameter(name, modules, width, is_linear=not keep_unquantised)
         own_bias = self.parameter(name, modules, suffix=".bias") if bias else None
         return self.ops.linear(self.linear_weights(weight, own_bias, row_order))
 
@@ -111,7 +111,7 @@ class WeightScope:
             weights = replace(weights, bias=self.plain_values(bias))
         if row_order is not None:
             weights = _reorder_rows(weights, row_order)
-        return self.quantise_if_configured(weights) if weight.linear else weights
+        return self.quantise_if_configured(weights) if weight.is_linear else weights
 
     def quantise_if_configured(self, weights: Tensor | LinearWeights) -> LinearWeights:
         """Quantise the weights of a linear layer, if that is configured."""

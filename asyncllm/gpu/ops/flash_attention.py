@@ -141,15 +141,17 @@ class FlashAttention(ABC):
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         decodes = plan.num_decodes
         if plan.prefill is None:
-            return self.decode(q, cache, plan).reshape(q.shape[0], -1)
+            return self._attend_decode_rows(q, cache, plan).reshape(q.shape[0], -1)
         if not decodes:
-            return self.prefill(q, cache, plan.prefill, plan.window).reshape(q.shape[0], -1)
+            return self._attend_prefill_rows(q, cache, plan.prefill, plan.window).reshape(
+                q.shape[0], -1
+            )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        out[:decodes] = self.decode(q[:decodes], cache, plan)
-        out[decodes:] = self.prefill(q[decodes:], cache, plan.prefill, plan.window)
+        out[:decodes] = self._attend_decode_rows(q[:decodes], cache, plan)
+        out[decodes:] = self._attend_prefill_rows(q[decodes:], cache, plan.prefill, plan.window)
         return out.view(q.shape[0], -1)
 
-    def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
+    def _attend_decode_rows(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
         """Attention of the decode rows of ``q [num_decodes, Hq, D]``; returns the same shape.
 
         The result of a padded row is finite.
@@ -165,7 +167,7 @@ class FlashAttention(ABC):
         )
         return out.squeeze(1)
 
-    def prefill(
+    def _attend_prefill_rows(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
         """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""

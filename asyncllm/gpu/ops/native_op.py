@@ -51,7 +51,10 @@ class NativeOp:
             num_writing_ops=1,
             capacity=(NO_ROW_LIMIT,) * NUM_STEP_SIZES,
         )
-        self._sizes, self._failed = (ctypes.c_int64 * NUM_STEP_SIZES)(), (ctypes.c_int64 * 1)()
+        self._sizes, self._failed_op_index = (
+            (ctypes.c_int64 * NUM_STEP_SIZES)(),
+            (ctypes.c_int64 * 1)(),
+        )
 
     def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         """Raises ValueError for a tensor of another shape than ``expected``.
@@ -96,7 +99,7 @@ class NativeOp:
             setattr(args, pointer, tensor.data_ptr())
         sizes = self._sizes
         sizes[_ROWS], sizes[_TOKENS] = num_rows, like.shape[0]
-        status = context.functions.run(context.handle, self._program, sizes, self._failed)
+        status = context.functions.run(context.handle, self._program, sizes, self._failed_op_index)
         if status:
             raise_for_status(self.name, status)
 

@@ -78,7 +78,7 @@ class Program:
             num_writing_ops=max(writes, default=-1) + 1,
             capacity=sizes(*capacity),
         )
-        self._sizes, self._failed = sizes(), (ctypes.c_int64 * 1)()
+        self._sizes, self._failed_op_index = sizes(), (ctypes.c_int64 * 1)()
 
     def run(self, *dynamic_sizes: int) -> None:
         """Runs a step on the context's threads; the sizes are in the order of DynamicSize.
@@ -89,9 +89,13 @@ class Program:
         """
         self._sizes[:] = dynamic_sizes
         context = self.context
-        status = context.functions.run(context.handle, self.args, self._sizes, self._failed)
+        status = context.functions.run(
+            context.handle, self.args, self._sizes, self._failed_op_index
+        )
         if status:
-            raise_for_status(self.describe_failure(status, self._failed[0], self._sizes), status)
+            raise_for_status(
+                self.describe_failure(status, self._failed_op_index[0], self._sizes), status
+            )
 
     def describe_failure(self, status: int, op_index: int, sizes: Iterable[int]) -> str:
         """Names the op at ``op_index``, or, if it is negative, the sizes of the failed step."""

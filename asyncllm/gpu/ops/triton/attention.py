@@ -137,7 +137,7 @@ class TritonAttention:
                 lengths = host.seq_lens[:decodes]
                 max_len = int(lengths.max())
                 balanced = self.has_skewed_lengths(decodes, lengths, max_len, window)
-            num_partials = self._plan_decodes(plan, max_len, balanced)
+            num_partials = self._plan_decode_rows(plan, max_len, balanced)
         if decodes < rows:
             # A captured step has only decode rows, and no lengths on the host.
             assert host is not None
@@ -145,7 +145,7 @@ class TritonAttention:
             tokens = int(host.query_start_loc[rows]) - decodes
             max_len = int(host.seq_lens[decodes:].max())
             num_partials = max(
-                num_partials, self._plan_tiles(plan, tokens, rows - decodes, max_len)
+                num_partials, self._plan_prefill_tiles(plan, tokens, rows - decodes, max_len)
             )
         if num_partials:
             size = tuning.workspace_elements(
@@ -154,7 +154,7 @@ class TritonAttention:
             plan.workspace = torch.empty(size, dtype=torch.float32, device=self.device)
         return plan
 
-    def _plan_decodes(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
+    def _plan_decode_rows(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
         """Chooses the splits of decode rows; returns the number of partial results per head."""
         batch = plan.num_decodes
         if balanced:
@@ -165,7 +165,7 @@ class TritonAttention:
         plan.splits = self.num_splits(batch, max_len, plan.window)
         return batch * plan.splits if plan.splits > 1 else 0
 
-    def _plan_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:
+    def _plan_prefill_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:
         """Chooses the splits of prefill tiles; returns the number of partial results per head."""
         shape, tiles = self.shape, self.prefill_tiles
         if plan.window is not None:
