@@ -33,7 +33,7 @@ from asyncllm.gpu.ops.registry import (
     NativeOpsChoice,
     make_attention,
     make_ops,
-    ops_without_attention,
+    make_ops_without_attention,
 )
 from asyncllm.gpu.ops.torch_attention import TorchAttention
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -67,7 +67,7 @@ def hopper(monkeypatch):
     for module in (flash_attn_standin.flash_attn_2(), flash_attn_standin.flash_attn_3()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     # It runs what is made; tests/test_flash_attention.py does, on a CPU.
-    monkeypatch.setattr(flash_attention, "check_attention", lambda attention, request: None)
+    monkeypatch.setattr(flash_attention, "check_attention_outputs", lambda attention, request: None)
     return capability
 
 
@@ -219,9 +219,9 @@ def test_the_op_set_of_a_model_without_attention(monkeypatch, runs, caplog):
     monkeypatch.setattr(registry, "choose_native_ops", lambda: choice)
     expected = {"auto": "native" if runs else "onednn", "native": "native", "torch": "onednn"}
     for name, op_set in expected.items():
-        assert ops_without_attention(name, CPU.device, 1).name == op_set
+        assert make_ops_without_attention(name, CPU.device, 1).name == op_set
     assert [each.message for each in caplog.records] == ["for want of a compiler"] * (not runs)
-    assert type(ops_without_attention("auto", GPU.device, 1)) is TorchOps
+    assert type(make_ops_without_attention("auto", GPU.device, 1)) is TorchOps
 
 
 @pytest.mark.slow

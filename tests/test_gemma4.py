@@ -17,7 +17,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.model_runner import ModelRunner
-from asyncllm.gpu.models.architectures import sum_parameters
+from asyncllm.gpu.models.architectures import total_parameter_size
 from asyncllm.gpu.models.attention_kinds import attention_kinds, kv_plan
 from asyncllm.gpu.models.per_layer_embeddings import LayerWithPerLayerEmbedding
 from asyncllm.gpu.models.rope import inverse_frequencies
@@ -299,8 +299,8 @@ def test_sizes_count_layers_by_their_kind(load_case):
     wide = load_case("Gemma4-shared").config
     assert [layer.intermediate_size for layer in wide.layers] == [96, 96, 96, 96, 192, 192]
     narrow = replace(wide, layers=tuple(replace(e, intermediate_size=96) for e in wide.layers))
-    saved = sum_parameters(wide, lambda p: p.shape[0] * (p.shape[1] if p.shape[1:] else 1))
-    saved -= sum_parameters(narrow, lambda p: p.shape[0] * (p.shape[1] if p.shape[1:] else 1))
+    saved = total_parameter_size(wide, lambda p: p.shape[0] * (p.shape[1] if p.shape[1:] else 1))
+    saved -= total_parameter_size(narrow, lambda p: p.shape[0] * (p.shape[1] if p.shape[1:] else 1))
     assert saved == 2 * 3 * 96 * 64
 
 

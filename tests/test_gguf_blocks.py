@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightSpec
+from asyncllm.gpu.ops.linear_weights import GGUF_BLOCK_SIZES, LinearWeights, QuantScheme, WeightSpec
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import BLOCK_TYPE_CODES, pack_new_weights
@@ -19,7 +19,7 @@ from tests.native_library import ISAS, context, each_isa, needs_native
 pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
 from tests.gguf_blocks import block_weights, dequantised_blocks
 
-SCHEMES: list[QuantScheme] = list(BLOCK_SIZES)
+SCHEMES: list[QuantScheme] = list(GGUF_BLOCK_SIZES)
 
 
 @each_isa
@@ -70,7 +70,7 @@ def test_instruction_sets_agree_to_the_last_bit(scheme):
 def test_no_sum_overflows(isa, scheme, filling):
     """The greatest codes, scales and inputs, all of one sign."""
     columns, weights = 4096, block_weights(scheme, 3, 4096, seed=6)
-    elements, size = BLOCK_SIZES[scheme]
+    elements, size = GGUF_BLOCK_SIZES[scheme]
     blocks = weights.values.view(3, columns // elements, size)
     floats = (
         [208] if scheme == "q6_k" else [0, 2] if scheme[1:] in ("4_1", "5_1", "4_k", "5_k") else [0]
@@ -90,11 +90,11 @@ def test_no_sum_overflows(isa, scheme, filling):
 @needs_native
 def test_broken_or_partial_blocks_are_refused():
     ops = NativeOps(context(1))
-    assert set(BLOCK_TYPE_CODES) == set(BLOCK_SIZES)
+    assert set(BLOCK_TYPE_CODES) == set(GGUF_BLOCK_SIZES)
     for scheme in SCHEMES:
         assert ops.accepts_weights(WeightSpec((6, 512), scheme))
         assert not ops.accepts_weights(WeightSpec((6, 512), scheme, has_column_order=True))
-        size = BLOCK_SIZES[scheme][1]
+        size = GGUF_BLOCK_SIZES[scheme][1]
         with pytest.raises(
             ModelLoadError, match=f"columns of values is {size + 1}, expected a mul"
         ):
@@ -136,5 +136,5 @@ def test_memory_is_the_file_and_little_more(scheme):
     weights = block_weights(scheme, 64, 1024, seed=8)
     packed = NativeLinear(context(1), weights).weights.num_bytes
     more = 4 if scheme in ("q4_k", "q5_k") else 0
-    elements, size = BLOCK_SIZES[scheme]
+    elements, size = GGUF_BLOCK_SIZES[scheme]
     assert packed == 64 * (1024 // elements) * (size + more)

@@ -27,7 +27,7 @@ from asyncllm.gpu.formats.gguf_reader import GGUFReader
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.weight_scope import _reorder_rows
 from asyncllm.gpu.ops.experts import ExpertsWeights
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, join_weights
+from asyncllm.gpu.ops.linear_weights import GGUF_BLOCK_SIZES, LinearWeights, join_weights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import native_type_code, pack_new_weights
 from asyncllm.gpu.packed.packed_file import PackedFile, RecordingPanelSource, write_packed_file
@@ -115,7 +115,7 @@ def make_case(path: Path, name: str) -> Case:
     meant = load_file(path / "model.safetensors")
     for seed, (full_name, tensor) in enumerate(meant.items()):
         kind = kind_of(kinds, gguf_name(full_name))
-        if tensor.dim() < 2 or kind not in BLOCK_SIZES:
+        if tensor.dim() < 2 or kind not in GGUF_BLOCK_SIZES:
             continue
         rms = float(tensor.square().mean()) ** 0.5
         blocks = drawn_blocks(kind, (tensor.shape[0], tensor.shape[1]), seed, rms)
@@ -257,7 +257,7 @@ def test_the_comparison_sees_mistakes(load_case, monkeypatch, mutation):
         if not isinstance(found, GGUFQuantisedTensor):
             return found
         rows = found.read_rows(0, found.shape[0]).clone()
-        mutate(found.scheme, rows.view(len(rows), -1, BLOCK_SIZES[found.scheme][1]))  # pyright: ignore[reportArgumentType]
+        mutate(found.scheme, rows.view(len(rows), -1, GGUF_BLOCK_SIZES[found.scheme][1]))  # pyright: ignore[reportArgumentType]
         return dataclasses.replace(found, read_rows=lambda start, stop: rows[start:stop])
 
     monkeypatch.setattr(GGUFReader, "quantised_tensor", mutated)
@@ -286,7 +286,7 @@ def test_memory_is_little_more_than_the_file(load_case, name):
     )  # fmt: skip
     for _, each in weights:
         if isinstance(each, LinearWeights):
-            held += sum(pack_new_weights(own, part).num_bytes for part in each.uniform_parts)
+            held += sum(pack_new_weights(own, part).num_bytes for part in each.single_scheme_parts)
         else:
             assert each.dim() == 1
             held += each.nbytes

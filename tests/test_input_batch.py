@@ -16,7 +16,11 @@ from asyncllm.gpu.batch.step_inputs import RowArrays, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops import torch_attention
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.torch_attention import GROUP_OVERHEAD_TOKENS, TorchAttention, split_by_length
+from asyncllm.gpu.ops.torch_attention import (
+    ROW_GROUP_OVERHEAD_TOKENS,
+    TorchAttention,
+    split_by_length,
+)
 from asyncllm.sampling_params import SamplingParams
 from tests.hypothesis_settings import examples
 
@@ -151,7 +155,7 @@ def test_groups_cover_every_row_once_with_bounded_padding(lengths, max_tokens):
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
     for group in groups:
         members = np.array(lengths)[group]
-        assert members.max() * len(members) - members.sum() <= GROUP_OVERHEAD_TOKENS
+        assert members.max() * len(members) - members.sum() <= ROW_GROUP_OVERHEAD_TOKENS
         assert len(members) == 1 or members.max() * len(members) <= max_tokens
 
 

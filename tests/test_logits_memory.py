@@ -91,7 +91,7 @@ def test_processing_takes_declared_fields(monkeypatch, stages, dtype):
     logits, rows = make_logits(dtype), make_rows()
     found = peak_bytes(lambda: logits_ops.process_logits(logits, rows, stages))
     result = 4 * ROWS * VOCAB
-    assert result < found <= logits_ops.processing_bytes(ROWS, VOCAB) < 2.2 * result
+    assert result < found <= logits_ops.logits_processing_bytes(ROWS, VOCAB) < 2.2 * result
 
 
 def test_log_probabilities_take_no_more(monkeypatch):
@@ -99,7 +99,7 @@ def test_log_probabilities_take_no_more(monkeypatch):
     logits, out = make_logits(), TopLogprobs(ROWS, 20, CPU)
     tokens = torch.arange(ROWS)
     found = peak_bytes(lambda: logits_ops.top_logprobs(logits, tokens, out))
-    assert 0 < found <= logits_ops.processing_bytes(8, VOCAB)
+    assert 0 < found <= logits_ops.logits_processing_bytes(8, VOCAB)
 
 
 @pytest.mark.parametrize("elements", [1, 7 * VOCAB + 1], ids=["row by row", "seven rows"])
@@ -128,7 +128,7 @@ def test_memory_beside_the_largest_step():
     num_bytes = sum(value.nbytes for value in made)
     assert LogitsTables.num_bytes(ROWS, VOCAB) == num_bytes
     masks = 4 * ROWS * num_mask_words(VOCAB)
-    sampling = 2 * logits_ops.processing_bytes(ROWS, VOCAB) + num_bytes + masks
+    sampling = 2 * logits_ops.logits_processing_bytes(ROWS, VOCAB) + num_bytes + masks
     assert graph_reserve((), ROWS, VOCAB, 2) == sampling + 2 * ROWS * VOCAB
     assert (
         graph_reserve((1, 2), ROWS, VOCAB, 4)

@@ -22,13 +22,13 @@ from asyncllm.gpu.models.attention_kinds import attention_kinds
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops import onednn_ops
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.gumbel import chunk_exponentials, gumbel_keys, vocab_exponentials
+from asyncllm.gpu.ops.gumbel import chunk_exponential_noise, gumbel_keys, vocab_exponential_noise
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.onednn_ops import (
-    MAX_TORCH_LINEAR_PRODUCTS,
-    BucketedLinear,
+    MAX_TORCH_LINEAR_MULTIPLY_ADDS,
     OneDNNOps,
-    SmallWeightLinear,
+    RowBucketedLinear,
+    TorchOrPackedLinear,
     bucket_size,
     onednn_works,
 )
@@ -119,7 +119,7 @@ def test_shape_caching_ops_see_only_buckets(dtype, monkeypatch):
     layers.append(ops.linear(LinearWeights(large, is_tied=True)))
     generator = torch.Generator().manual_seed(4)
     for layer in layers:
-        weight = layer.weight if isinstance(layer, SmallWeightLinear) else layer.linear.weight
+        weight = layer.weight if isinstance(layer, TorchOrPackedLinear) else layer.linear.weight
         x = torch.randn(300, weight.shape[1], generator=generator).to(dtype)
         expected = F.linear(x, weight)
         for rows in range(17, 300, 40):
@@ -137,19 +137,19 @@ def test_only_tiny_weights_are_kept_in_two_layouts(monkeypatch):
     attention = TorchAttention(AttentionShape(2, 1, 8, 1.0), torch.float32)
     assert isinstance(make_ops(CPU, attention), OneDNNOps)
     small, large = (
-        torch.zeros(10, MAX_TORCH_LINEAR_PRODUCTS // 10),
-        torch.zeros(11, MAX_TORCH_LINEAR_PRODUCTS // 10),
+        torch.zeros(10, MAX_TORCH_LINEAR_MULTIPLY_ADDS // 10),
+        torch.zeros(11, MAX_TORCH_LINEAR_MULTIPLY_ADDS // 10),
     )
-    for capability, kind in (("AVX512", SmallWeightLinear), ("AVX2", TorchLinear)):
+    for capability, kind in (("AVX512", TorchOrPackedLinear), ("AVX2", TorchLinear)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
         assert type(ops.linear(LinearWeights(small))) is kind
         assert type(ops.linear(LinearWeights(small, is_tied=True))) is kind
-        assert type(ops.linear(LinearWeights(large))) is BucketedLinear
-    packed = BucketedLinear if onednn_works(torch.bfloat16) else TorchLinear
+        assert type(ops.linear(LinearWeights(large))) is RowBucketedLinear
+    packed = RowBucketedLinear if onednn_works(torch.bfloat16) else TorchLinear
     assert type(ops.linear(LinearWeights(small.bfloat16()))) is packed
     # Its plain values stay for others to read.
     shared = ops.linear(LinearWeights(large, is_tied=True))
-    assert isinstance(shared, BucketedLinear)
+    assert isinstance(shared, RowBucketedLinear)
     assert shared.linear.weight is large
 
 
@@ -320,8 +320,8 @@ def test_the_winner_of_the_race(ops, dtype):
     keys = gumbel_keys(lines * 7, lines * 2 + 1)
     scaled = logits.double() / temperature.clamp(min=1e-9).double().unsqueeze(1)
     order = scaled.sort(dim=-1, descending=True, stable=True).indices
-    score = scaled - vocab_exponentials(keys, vocab_size).double().log()
-    noise = chunk_exponentials(keys, 6).double().log()
+    score = scaled - vocab_exponential_noise(keys, vocab_size).double().log()
+    noise = chunk_exponential_noise(keys, 6).double().log()
     chunks = F.pad(scaled, (0, 36), value=-torch.inf).view(rows, 6, 256)
     won = (chunks.logsumexp(-1) - noise).argmax(-1)
     for row in range(rows):

@@ -159,8 +159,8 @@ def test_parts_of_different_forms_are_beside_each_other(plain, tmp_path):
     assert layers(packed) - {"lm_head"} == {"qkv", "o", "gate_up", "down"}
     for each, weights in packed.items():
         schemes = ["int4", "int8"] if "qkv" in each else ["int4"]
-        assert [part.scheme for part in weights.uniform_parts] == schemes
-        exact = torch.cat([dequantised(part) for part in weights.uniform_parts])
+        assert [part.scheme for part in weights.single_scheme_parts] == schemes
+        exact = torch.cat([dequantised(part) for part in weights.single_scheme_parts])
         torch.testing.assert_close(exact.float(), expected[each], rtol=1e-6, atol=0.0)
 
 
@@ -179,7 +179,7 @@ def test_unpackable_weights():
     assert (alike.shape, alike.next_parts) == ((24, 64), ())
     mixed = packed_weights([codes(), codes(), codes(group=64), codes(bits=8), codes()], takes)
     assert mixed is not None
-    assert [(part.shape, part.scheme) for part in mixed.uniform_parts] == [
+    assert [(part.shape, part.scheme) for part in mixed.single_scheme_parts] == [
         ((16, 64), "int4"), ((8, 64), "int4"), ((8, 64), "int8"), ((8, 64), "int4"),
     ]  # fmt: skip
     order = torch.arange(64).flip(0) // 32

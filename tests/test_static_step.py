@@ -519,7 +519,7 @@ def test_closing_drops_every_tensor_before_memory_is_given_back(
 
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_the_plain_step_state(block_size: int) -> None:
-    check_step_state(TorchOps().decode_inputs, "cpu", block_size)
+    check_step_state(TorchOps().fill_decode_inputs, "cpu", block_size)
 
 
 def test_host_buffers_see_every_sampling_parameter_change() -> None:

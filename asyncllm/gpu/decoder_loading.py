@@ -22,7 +22,7 @@ from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.backend import AttentionRequest
 from asyncllm.gpu.ops.base import Attention, AttentionShape
 from asyncllm.gpu.ops.quantise import WeightQuantisers
-from asyncllm.gpu.ops.registry import make_attention, make_ops, ops_without_attention
+from asyncllm.gpu.ops.registry import make_attention, make_ops, make_ops_without_attention
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.packed.packed_store import PackedStore, Weights, open_store
 from asyncllm.gpu.threads import available_cpus, set_thread_count
@@ -71,7 +71,7 @@ def load_decoder(
     else:
         _check_settings_without_attention(config, device)
         threads = num_threads or available_cpus()
-        ops = ops_without_attention(config.attention_backend, device, threads)
+        ops = make_ops_without_attention(config.attention_backend, device, threads)
     groups = kv.kv_groups(attention, block_size)
     free_at_start = 0
     if device.type == "cuda":

@@ -17,7 +17,7 @@ from asyncllm.gpu.graph.cuda_graphs import (
     default_token_counts,
 )
 from asyncllm.gpu.graph.streams import CudaStream, SyncStream
-from asyncllm.gpu.ops.logits import processing_bytes
+from asyncllm.gpu.ops.logits import logits_processing_bytes
 from asyncllm.validation import value_error
 
 ESTIMATED_GRAPH_BYTES = 8 * 2**20
@@ -111,6 +111,6 @@ def graph_reserve(
         logit_bytes: bytes of an element of the logits.
     """
     received = max_num_seqs * (logit_bytes * vocab_size + 4 * num_mask_words(vocab_size))
-    processed = 2 * processing_bytes(max_num_seqs, vocab_size)
+    processed = 2 * logits_processing_bytes(max_num_seqs, vocab_size)
     tables = LogitsTables.num_bytes(max_num_seqs, vocab_size)
     return len(sizes) * ESTIMATED_GRAPH_BYTES + received + processed + tables

@@ -116,7 +116,7 @@ class StepMemory:
             for group, *arrays in step.overflow_block_table_changes:
                 indices, values = (copy_to_device(array, self.device) for array in arrays)
                 changed = replace(no_rows.groups[group], table_changes=(indices, values))
-                self._ops.decode_inputs(no_rows, changed)
+                self._ops.fill_decode_inputs(no_rows, changed)
             if not step.is_decode:
                 self.derive_decode_inputs(no_rows)
 
@@ -207,7 +207,7 @@ class StepMemory:
     def derive_decode_inputs(self, inputs: StepInputs) -> None:
         """Queues the op that fills the tensors of ``decode_inputs`` for the latest step."""
         for group in inputs.groups:
-            self._ops.decode_inputs(inputs, group)
+            self._ops.fill_decode_inputs(inputs, group)
 
     def sampling_rows(self, count: int) -> SamplingRows:
         """Sampling inputs of the first ``count`` sampled rows of the latest step."""

@@ -23,7 +23,7 @@ from asyncllm.gpu.formats.open_checkpoint import (
     open_checkpoint,
 )
 from asyncllm.gpu.formats.reader import row_ranges
-from asyncllm.gpu.models.architectures import is_unused_tensor, parameters, sum_parameters
+from asyncllm.gpu.models.architectures import is_unused_tensor, parameters, total_parameter_size
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.ops.linear_weights import (
     LinearWeights,
@@ -102,7 +102,7 @@ def load_weights(
             row = 0
             for name, rows in parameter.parts:
                 if isinstance(target, Tensor) and whole is None:
-                    slices = parameter.rows(reader.slices(name))
+                    slices = parameter.iter_rows(reader.slices(name))
                     _copy_slices(slices, target[row : row + rows], staging)
                 row += rows
                 done += tensors[name].num_bytes
@@ -133,7 +133,7 @@ class _TransientWeights:
         """Whether a weight may be valid only until the next one is requested. Expert weights
         cannot, because they are kept until all experts of a layer are read."""
         held = ".experts." in parameter.name
-        return parameter.linear and parameter.dtype is None and not held
+        return parameter.is_linear and parameter.dtype is None and not held
 
     def mapped_view(self, parameter: Parameter) -> Tensor | None:
         """View of the weight in the mapped file, or None.
@@ -159,7 +159,7 @@ def _quantised_weight(
     accepts_weights: Callable[[WeightSpec], bool] | None,
 ) -> LinearWeights | None:
     """Quantised weight of a linear layer or embedding, as stored; None for any other parameter."""
-    packable = (parameter.linear or parameter.is_embedding) and parameter.layout is None
+    packable = (parameter.is_linear or parameter.is_embedding) and parameter.layout is None
     if accepts_weights is None or not packable:
         return None
     found = packed_weights(
@@ -331,7 +331,9 @@ def parameter_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
 
 def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of all parameters on the device."""
-    return sum_parameters(model, lambda p: math.prod(p.shape) * parameter_dtype(p, dtype).itemsize)
+    return total_parameter_size(
+        model, lambda p: math.prod(p.shape) * parameter_dtype(p, dtype).itemsize
+    )
 
 
 def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:

@@ -57,7 +57,7 @@ class Context:
             UnrecordableError: a step is being recorded, and the program would lack the op.
         """
         if self.recorder is not None:
-            self.recorder.refuse_call()
+            self.recorder.raise_unrecordable()
         return self._handle
 
     @property

@@ -124,7 +124,7 @@ def small_families(device: str) -> Iterable[Family]:
     steps = Family("step state")
     for block_size in BLOCK_SIZES:
         steps.cases[f"block {block_size}"] = lambda size=block_size: checks.check_step_state(
-            decode_inputs.decode_inputs, device, size
+            decode_inputs.fill_decode_inputs, device, size
         )
     yield steps
     norms, activations = Family("norms"), Family("activation")

@@ -15,7 +15,12 @@ from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.experts import ExpertsWeights, add_shared_expert
-from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT, gumbel_keys, gumbel_sample, vocab_exponentials
+from asyncllm.gpu.ops.gumbel import (
+    NO_TOKEN_LEFT,
+    gumbel_keys,
+    gumbel_sample,
+    vocab_exponential_noise,
+)
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.routing import RouterWeights, TorchRouting
 from asyncllm.gpu.ops.triton import tuning
@@ -493,7 +498,7 @@ def check_top_k(sample: Callable[..., None], device: str) -> None:
 def _explain(row: int, found: int, expected: int, arguments: tuple[Tensor, ...]) -> None:
     """A difference is excused where rounding decides: the scores of both tokens tie."""
     logits, states, positions, temperature = (value[row : row + 1] for value in arguments[:4])
-    noise = vocab_exponentials(gumbel_keys(states, positions), logits.shape[1])
+    noise = vocab_exponential_noise(gumbel_keys(states, positions), logits.shape[1])
     scores = logits.double() / temperature.double().unsqueeze(1) - noise.double().log()
     gap = float(scores[0, expected] - scores[0, found])
     assert abs(gap) < 1e-4, f"row {row}: token {found} instead of {expected}, gap {gap:.3g}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention_plan import TritonPlan
-from asyncllm.gpu.ops.triton.tuning import Tiles, workspace_size
+from asyncllm.gpu.ops.triton.tuning import Tiles, workspace_elements
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
@@ -207,7 +207,7 @@ def attend_prefills(
 
 
 def _workspace(q: Tensor, count: int) -> Tensor:
-    size = workspace_size(count, *q.shape[1:])
+    size = workspace_elements(count, *q.shape[1:])
     return torch.empty(size, dtype=torch.float32, device=q.device)
 
 

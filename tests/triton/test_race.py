@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample, vocab_exponentials
+from asyncllm.gpu.ops.gumbel import gumbel_keys, gumbel_sample, vocab_exponential_noise
 
 
 def philox(counter: int, key: int) -> list[int]:
@@ -38,7 +38,7 @@ def test_the_noise_is_philox_keyed_by_splitmix() -> None:
     states = torch.tensor([0, -1, 2**62 + 12345])
     positions = torch.tensor([0, 7, 100_000])
     keys = gumbel_keys(states, positions)
-    noise = vocab_exponentials(keys, 3000).double()
+    noise = vocab_exponential_noise(keys, 3000).double()
     for row in range(3):
         key = splitmix(int(states[row]) % 2**64, int(positions[row]))
         assert int(keys[row]) % 2**64 == key

@@ -88,7 +88,7 @@ def run_everything(runner: ModelRunner) -> None:
     changed, none = torch.arange(3 * ROWS), memory.decode_inputs(0)
     for group in none.groups:
         many = replace(group, table_changes=(changed, changed.int()))
-        steps_of(runner).model.ops.decode_inputs(none, many)
+        steps_of(runner).model.ops.fill_decode_inputs(none, many)
 
 
 def draw_for_the_host(runner: ModelRunner) -> None:
@@ -167,7 +167,7 @@ def test_a_small_mixed_step_leaves_large_experts_cold(monkeypatch):
     runner = make_step(50, (1, 64), torch.bfloat16, **MODELS["experts"])
     with compiling(monkeypatch) as every:
         warm(runner)
-    monkeypatch.setattr(steps_of(runner).model.ops, "expert_kernel_token_counts", lambda *_: ())
+    monkeypatch.setattr(steps_of(runner).model.ops, "expert_kernel_switch_points", lambda *_: ())
     with compiling(monkeypatch) as small:
         warm(runner)
     cold = {key.split()[0] for key in every - small}

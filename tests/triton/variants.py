@@ -192,7 +192,7 @@ def of_decode_inputs(capability: int) -> None:
         table_changes=(longs(256), ints(256)), token_ids=longs(64), slot_mapping=longs(64),
         last_sampled_tokens=longs(257),
     )  # fmt: skip
-    decode_inputs.decode_inputs(step, *step.groups)
+    decode_inputs.fill_decode_inputs(step, *step.groups)
 
 
 RARE: dict[str, Any] = {"softcap": 50.0, "window": 4096}

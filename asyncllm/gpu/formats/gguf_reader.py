@@ -17,7 +17,7 @@ from asyncllm.checkpoint.reader import GGUFQuantisedTensor, QuantisedTensor, Ten
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.gguf_tensors import StoredTensor, model_tensors
 from asyncllm.gpu.formats.reader import DTYPE_NAMES, join_slices, row_ranges
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES
+from asyncllm.gpu.ops.linear_weights import GGUF_BLOCK_SIZES
 
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -73,14 +73,14 @@ class GGUFReader:
             yield values if stored.transform is None else stored.transform(values)
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | GGUFQuantisedTensor | None:
-        """Return codes and scales for Q4_0 and Q8_0, blocks for the types in ``BLOCK_SIZES``, None
+        """Return codes and scales for Q4_0 and Q8_0, blocks for types in ``GGUF_BLOCK_SIZES``, None
         for other types."""
         stored = self._stored_tensors[name]
         label, shape = stored.entry.type_name, stored.shape
         if len(shape) != 2 or stored.transform is not None:
             return None
         read = self._make_row_reader(stored)
-        if (scheme := label.lower()) in BLOCK_SIZES:
+        if (scheme := label.lower()) in GGUF_BLOCK_SIZES:
             return GGUFQuantisedTensor(scheme, shape, lambda *rows: torch.from_numpy(read(*rows)))
         if label not in ("Q4_0", "Q8_0"):
             return None

@@ -49,7 +49,7 @@ class PackedWeightStats:
     num_elements: int = 0
 
     def add(self, weights: LinearWeights) -> None:
-        for part in weights.uniform_parts:
+        for part in weights.single_scheme_parts:
             if part.scale_block is None:
                 where = "in blocks"
             elif part.scale_block[1] == part.shape[1]:

@@ -18,7 +18,7 @@ from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.language_model import LanguageModel, StepOutput
-from asyncllm.gpu.ops.base import BalancedAttention
+from asyncllm.gpu.ops.base import LoadBalancingAttention
 from asyncllm.gpu.step_memory import StepMemory
 from asyncllm.logger import get_logger
 
@@ -86,7 +86,7 @@ class GraphReplay(ForwardPass):
         self._skew_tests = [
             partial(attention.has_skewed_lengths, max_len=most, window=kind.window)
             for kind, attention in model.attention.items()
-            if isinstance(attention, BalancedAttention)
+            if isinstance(attention, LoadBalancingAttention)
             and attention.may_have_skewed_lengths(most, kind.window)
         ]
 

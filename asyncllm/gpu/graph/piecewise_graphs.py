@@ -14,7 +14,7 @@ from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart, S
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.language_model import StepOutput
-from asyncllm.gpu.models.layers import MixerCore, StepContext
+from asyncllm.gpu.models.layers import EagerOp, StepContext
 from asyncllm.gpu.step_memory import StepMemory
 
 
@@ -22,12 +22,12 @@ class PiecewiseGraphs:
     """Runs mixed steps as graphs with eager attention between them, and an eager last layer.
 
     The method is that of vLLM's breakable graphs. The layers run once under capture, on as many
-    tokens as a bucket holds. At each layer's *core* (attention or a recurrence) the capture ends
+    tokens as a bucket holds. At each EagerOp (attention or a recurrence) the capture ends
     and the next one begins, so that a captured segment depends on the number of tokens alone. Each
-    replay calls the cores with the step's own plan and number of tokens. The segment before a core
-    copies the core's inputs to tensors that all layers and buckets share. The core writes its
+    replay calls these ops with the step's own plan and number of tokens. The segment before an op
+    copies the op's inputs to tensors that all layers and buckets share. The op writes its
     output to another shared tensor, in which padded tokens are zeros. The last layer is not
-    captured: after its core only the tokens in ``StepInputs.wanted`` are computed.
+    captured: after its EagerOp only the tokens in ``StepInputs.wanted`` are computed.
 
     Args:
         capturer: captures graphs and breaks them.
@@ -80,7 +80,7 @@ class PiecewiseGraphs:
     def _run(self, key: GraphKey) -> None:
         """Runs all layers but the last, on as many tokens as the key's bucket holds."""
         step = self.memory.padded_inputs(key.bucket)
-        inputs = self.model.token_context_fields(step, self.cache)
+        inputs = self.model.step_context_token_kwargs(step, self.cache)
         context = _PiecewiseContext(plans=(), piecewise=self, **inputs)
         x, residual = self.model.run_all_but_last_layer(step, context)
         ends: dict[object, Tensor | None] = {
@@ -93,22 +93,22 @@ class PiecewiseGraphs:
             if tensor is not None:
                 self._body_outputs[name] = self._copy_to_static_tensor(name, tensor)
 
-    def run_mixer_core(self, core: MixerCore, out_width: int, tensors: Sequence[Tensor]) -> Tensor:
+    def run_eager_op(self, op: EagerOp, out_width: int, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts the capture at attention or a recurrence; returns the tensor for its output."""
         count, example = len(tensors[0]), tensors[0]
-        core_inputs = [
+        op_inputs = [
             self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
         ]
         out = self._static_tensor("out", (out_width,), example)
-        self._break_graph(partial(self._run_mixer_core, core, core_inputs, out))
+        self._break_graph(partial(self._run_eager_op, op, op_inputs, out))
         return out[:count]
 
-    def _run_mixer_core(self, core: MixerCore, core_inputs: Sequence[Tensor], out: Tensor) -> None:
+    def _run_eager_op(self, op: EagerOp, op_inputs: Sequence[Tensor], out: Tensor) -> None:
         """Runs attention or a recurrence on the step's tokens; does nothing if no step runs."""
         if self._context is None:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
-        out[:count] = core(self._context, *(tensor[:count] for tensor in core_inputs))
+        out[:count] = op(self._context, *(tensor[:count] for tensor in op_inputs))
         # Zero the values of padded tokens, which an earlier, longer step has written.
         if (filled := self._num_filled_rows.get(key, 0)) > count:
             out[count:filled].zero_()
@@ -141,6 +141,6 @@ class _PiecewiseContext(StepContext):
 
     piecewise: PiecewiseGraphs | None = None
 
-    def run_mixer_core(self, core: MixerCore, out_width: int, *tensors: Tensor) -> Tensor:
+    def run_eager_op(self, op: EagerOp, out_width: int, *tensors: Tensor) -> Tensor:
         assert self.piecewise is not None
-        return self.piecewise.run_mixer_core(core, out_width, tensors)
+        return self.piecewise.run_eager_op(op, out_width, tensors)

@@ -13,9 +13,9 @@ from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
-from asyncllm.gpu.models.language_model import NO_TOKENS, LanguageModel, StepOutput
+from asyncllm.gpu.models.language_model import EMPTY_TOKEN_TENSOR, LanguageModel, StepOutput
 from asyncllm.gpu.ops.program import Program
-from asyncllm.gpu.ops.recorder import FAKE_ROWS, DynamicSize, Recorder, UnrecordableError
+from asyncllm.gpu.ops.recorder import FAKE_ROW_COUNTS, DynamicSize, Recorder, UnrecordableError
 from asyncllm.native.interface import OP_ARG_STRUCTS
 
 
@@ -92,7 +92,7 @@ class RecordedStep(ForwardPass):
     def output(self, sizes: Sequence[int]) -> StepOutput:
         """Returns views of the last run's outputs; ``sizes`` are the sizes of that run."""
         *_, wanted, num_logits, num_greedy = sizes
-        tokens = NO_TOKENS if self.greedy is None else self.greedy[:num_greedy]
+        tokens = EMPTY_TOKEN_TENSOR if self.greedy is None else self.greedy[:num_greedy]
         return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)
 
 
@@ -157,8 +157,10 @@ def _record_inputs(
         groups=groups,
         max_num_seqs=buffer.limits.rows,
         max_len=input_batch.token_ids.shape[1],
-        num_logits=FAKE_ROWS[DynamicSize.SAMPLED_TOKENS],
-        num_greedy=FAKE_ROWS[DynamicSize.GREEDY_TOKENS] if model.argmax_function is not None else 0,
+        num_logits=FAKE_ROW_COUNTS[DynamicSize.SAMPLED_TOKENS],
+        num_greedy=FAKE_ROW_COUNTS[DynamicSize.GREEDY_TOKENS]
+        if model.argmax_function is not None
+        else 0,
         wanted=recorder.add_input(arrays["wanted"], DynamicSize.OUTPUT_TOKENS),
         host=host,
     )

@@ -92,7 +92,7 @@ def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
         return []
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
     sizes = experts.routing.num_experts, experts.routing.top_k
-    thresholds = runner.model.ops.expert_kernel_token_counts(*sizes)
+    thresholds = runner.model.ops.expert_kernel_switch_points(*sizes)
     # One token of each step is that of its decode row.
     return [count - 1 for count in thresholds if PROMPT_TOKENS < count - 1 < most]
 

@@ -47,7 +47,7 @@ class _ParameterRecorder:
             return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
         return torch.empty(parameter.shape, dtype=torch.float32, device="meta")
 
-    def make_builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
+    def make_decoder_builder(self, model: ModelConfig, layers: Iterable[int]) -> DecoderBuilder:
         """Make a builder of ``layers`` in plain torch that requests its weights from this recorder.
 
         The layers have no attention.
@@ -60,7 +60,7 @@ class _ParameterRecorder:
 def parameters(model: ModelConfig) -> list[Parameter]:
     """Every parameter of the decoder, in the order in which ``build_decoder`` requests them."""
     layers, recorder = range(model.num_layers), _ParameterRecorder()
-    recorder.make_builder(model, layers).decoder(layers, {}, ())
+    recorder.make_decoder_builder(model, layers).decoder(layers, {}, ())
     return recorder.requested_parameters
 
 
@@ -83,20 +83,20 @@ def is_unused_tensor(model: ModelConfig, name: str) -> bool:
     return index < end
 
 
-def sum_parameters(model: ModelConfig, size_of: Callable[[Parameter], int]) -> int:
-    """Sum ``size_of`` over all parameters.
+def total_parameter_size(model: ModelConfig, size_of_parameter: Callable[[Parameter], int]) -> int:
+    """Sum ``size_of_parameter`` over all parameters.
 
     Layers differ only in mixer, experts and sizes, so only one layer of each kind is built, and its
     sum is multiplied by the number of such layers.
     """
     kinds, recorder = _count_layers_by_kind(model), _ParameterRecorder()
-    make_builder = recorder.make_builder(model, kinds)
-    make_builder.decoder((), {}, ())
-    total = sum(map(size_of, recorder.requested_parameters))
+    builder = recorder.make_decoder_builder(model, kinds)
+    builder.decoder((), {}, ())
+    total = sum(map(size_of_parameter, recorder.requested_parameters))
     for layer, count in kinds.items():
         recorder.requested_parameters.clear()
-        make_builder.layer(layer)
-        total += count * sum(map(size_of, recorder.requested_parameters))
+        builder.layer(layer)
+        total += count * sum(map(size_of_parameter, recorder.requested_parameters))
     return total
 
 
@@ -116,6 +116,6 @@ def is_small_model(model: ModelConfig | TransformersConfig) -> bool:
     if isinstance(model, TransformersConfig):
         return model.num_parameters < MAX_SMALL_MODEL_PARAMETERS
     return (
-        sum_parameters(model, lambda parameter: math.prod(parameter.shape))
+        total_parameter_size(model, lambda parameter: math.prod(parameter.shape))
         < MAX_SMALL_MODEL_PARAMETERS
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.models.language_model import NO_TOKENS, StepOutput
+from asyncllm.gpu.models.language_model import EMPTY_TOKEN_TENSOR, StepOutput
 from asyncllm.gpu.models.layers import AttentionKind, Layer, StepContext
 from asyncllm.gpu.models.per_layer_embeddings import PerLayerEmbeddings
 from asyncllm.gpu.models.rope import RopeSpec, rope_table
@@ -30,7 +30,7 @@ class Decoder:
         ropes: content of each RoPE table, by index.
         embedding: embedding of token ids; its dtype and device are the model's.
         states: recurrent states of a sequence; () for a model without recurrent layers.
-        per_layer_embeddings: op that embeds tokens for each layer; None for a model without it.
+        per_layer_embeddings: op that makes per-layer embeddings; None if the model has none.
         rope_tables: RoPE tables on the device, made by ``set_max_positions``.
     """
 
@@ -78,8 +78,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         """Run the embedding and all layers but the last; return output and residual.
 
-        All computations outside the mixers' cores depend on the step's tokens alone, and not on how
-        the tokens are divided into rows.
+        All computations except attention and recurrences depend on the step's tokens alone, and not
+        on how the tokens are divided into rows.
         """
         x, residual = self.embedding(step.token_ids), None
         if self.per_layer_embeddings is not None:
@@ -98,7 +98,7 @@ class Decoder:
         context.output_tokens = step.wanted
         x, residual = self.layers[-1](x, residual, context)
         hidden, first = self.norm.add_and_norm(x, residual)[0], step.num_logits
-        tokens = NO_TOKENS
+        tokens = EMPTY_TOKEN_TENSOR
         if step.num_greedy:
             assert self.argmax_function is not None
             tokens = self.argmax_function(hidden[first : first + step.num_greedy])
@@ -131,11 +131,11 @@ class Decoder:
             ],
             states=states,
             state_rows=self.ops.state_rows(step) if self.states else None,
-            **self.token_context_fields(step, cache),
+            **self.step_context_token_kwargs(step, cache),
         )
 
-    def token_context_fields(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
-        """Make the StepContext fields that depend on the step's tokens, and not on its rows."""
+    def step_context_token_kwargs(self, step: StepInputs, cache: KVCache) -> dict[str, Any]:
+        """Make the arguments of StepContext that depend on the step's tokens, not on its rows."""
         if self.rope_tables is None:
             raise RuntimeError("set_max_positions has to come first")
         positions, groups = step.positions, step.groups

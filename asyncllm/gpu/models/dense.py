@@ -27,14 +27,17 @@ from asyncllm.gpu.models.layers import (
     OutputGate,
     PostNormBlock,
 )
-from asyncllm.gpu.models.linear_attention import build_linear_attention, linear_attention_states
+from asyncllm.gpu.models.linear_attention import (
+    build_linear_attention,
+    linear_attention_state_specs,
+)
 from asyncllm.gpu.models.parameter import Parameter
 from asyncllm.gpu.models.per_layer_embeddings import (
     build_per_layer_embeddings,
     wrap_with_per_layer_embedding,
 )
 from asyncllm.gpu.models.rope import RopeSpec, rotary_order
-from asyncllm.gpu.models.weight_scope import ParameterSource, WeightScope, rows_by_module
+from asyncllm.gpu.models.weight_scope import ParameterSource, WeightScope, module_row_counts
 from asyncllm.gpu.ops.base import Attention, AttentionShape, Embedding, Linear, RMSNorm
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.quantise import WeightQuantisers
@@ -99,8 +102,8 @@ class DecoderBuilder:
         quantisers, dtype: see ``build_decoder``.
 
     Attributes:
-        pending_scale: factor on the output of the last layer built (``layer_scalar``), which the
-            next norm applies.
+        pending_scale: ``layer_scalar`` of the layer built last. The norm built next multiplies by
+            it.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class DecoderBuilder:
         rows, tied = (("model.embed_tokens", model.vocab_size),), model.tie_word_embeddings
         width = model.hidden_size
         weights = head.source(
-            head.parameter("embed", rows, width, linear=tied, is_embedding=not tied)
+            head.parameter("embed", rows, width, is_linear=tied, is_embedding=not tied)
         )
         if isinstance(weights, Tensor):
             dtype = weights.dtype
@@ -201,7 +204,7 @@ class DecoderBuilder:
         linear = self.model.linear_attention
         if linear is not None and linear.layers[index]:
             first = len(self.states)
-            self.states += linear_attention_states(linear)
+            self.states += linear_attention_state_specs(linear)
             return build_linear_attention(scope.child("", "linear_attn."), linear, first)
         return self.attention(scope.child("", "self_attn."), index)
 
@@ -219,7 +222,7 @@ class DecoderBuilder:
             # If a layer's values equal its keys, project the key's rows twice: this costs less than
             # a branch in every kernel.
             names = (*names[:2], names[1])
-        rows = rows_by_module(names, (queries + gates, keys, keys))
+        rows = module_row_counts(names, (queries + gates, keys, keys))
         if reads_shared_kv:
             rows, order = ((names[0], queries),), None if order is None else order[:queries]
         qkv = scope.linear("qkv", rows, model.hidden_size, model.attention_bias, order)
@@ -240,7 +243,7 @@ class DecoderBuilder:
             attention_index=layer_attention.attention_index,
             rope_index=layer_attention.rope_index,
             kv_index=layer_attention.kv_index,
-            sinks=(scope.vector("sinks", model.num_heads),) if model.sinks else (),
+            sinks=(scope.float32_vector("sinks", model.num_heads),) if model.sinks else (),
             gate=OutputGate(queries + 2 * keys, self.ops.sigmoid_mul) if gates else None,
             shares_kv=index in self.kv_source_layers,
             reads_shared_kv=reads_shared_kv,
@@ -268,7 +271,7 @@ class DecoderBuilder:
     def qk_norm_weight(
         self, scope: WeightScope, name: str, shape: AttentionShape, width: int
     ) -> Tensor | None:
-        """Weight of a query or key norm, in rotary order; None for a model without such norms.
+        """Weight of a query or key norm, in the row order of a head; None without such norms.
 
         Args:
             width: size of all heads together.
@@ -301,7 +304,7 @@ class DecoderBuilder:
         return PostNormBlock(mlp, scope.norm("mlp_norm", names.mlp_norm)), None
 
     def final_norm(self) -> RMSNorm:
-        """Build the final norm, whose weight includes the logits' divisor."""
+        """Build the final norm, with its weight divided by ``logits_divisor``."""
         model, weight = self.model, self.scope.norm_weight("norm", "model.norm")
         if model.logits_divisor != 1.0:
             weight = weight / model.logits_divisor

@@ -58,7 +58,7 @@ class ExpertsBesideMLP:
     sum_norm: RMSNorm
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Normalise the sum of the MLP's output ``x`` and the experts' output for ``residual``.
+        """Run the experts on ``residual``, add the MLP's output ``x``, and normalise the sum.
 
         Shapes are ``[T, H]``.
         """
@@ -78,9 +78,9 @@ def build_experts(scope: WeightScope, config: ExpertsConfig) -> ExpertsMLP:
     correction = scale = None
     if routing.has_correction_bias:
         layout = None if routing.correction_rows is None else StackLayout(routing.correction_rows)
-        correction = scope.vector("correction", count, names.correction_bias, layout=layout)
+        correction = scope.float32_vector("correction", count, names.correction_bias, layout=layout)
     if routing.has_expert_scale:
-        scale = scope.vector("expert_scale", count, "router.per_expert_scale")
+        scale = scope.float32_vector("expert_scale", count, "router.per_expert_scale")
     gate, up, down = names.projections
     mlp = ExpertsMLP(
         ops.routing(routing, RouterWeights(rows, correction, scale)),
@@ -148,7 +148,7 @@ def _expert_weights(
     names, count, parameters = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.is_transposed, names.is_transposed and name == "gate_up")
     modules = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]
-    weight = scope.parameter(f"experts.{name}", modules, width, linear=True)
+    weight = scope.parameter(f"experts.{name}", modules, width, is_linear=True)
     bias = scope.parameter(f"experts.{name}", modules, suffix=".bias") if config.has_bias else None
     for own, suffix in ((weight, ""), (bias, "_bias")):
         if own is not None:

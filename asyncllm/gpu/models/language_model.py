@@ -14,7 +14,7 @@ from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.state_cache import StateSpec
 
-NO_TOKENS = torch.empty(0, dtype=torch.int64, device="cpu")
+EMPTY_TOKEN_TENSOR = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class StepOutput(NamedTuple):
@@ -29,7 +29,7 @@ class StepOutput(NamedTuple):
 
     logits: Tensor
     hidden: Tensor
-    tokens: Tensor = NO_TOKENS
+    tokens: Tensor = EMPTY_TOKEN_TENSOR
 
 
 class LanguageModel(Protocol):
@@ -39,7 +39,7 @@ class LanguageModel(Protocol):
         model: the model's configuration.
         ops: the op set, which also has the runner's sampling op.
         attention: the Attention of each attention kind.
-        embedding: object with the model's dtype and device.
+        embedding: the token embedding; its dtype and device are the model's.
         states: recurrent states of a sequence, see ``KVCache.states``; () without recurrent layers.
     """
 

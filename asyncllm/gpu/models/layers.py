@@ -37,8 +37,8 @@ class StepContext:
         kv_caches: KV cache of each layer that has one.
         states: tensors of the StateCache; () for a model without recurrent layers.
         state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
-        output_tokens: ``[S]`` int64, tokens to compute after the running layer's mixer:
-            ``StepInputs.wanted`` in the last layer; None is all.
+        output_tokens: ``[S]`` int64, indices of the tokens that a layer computes after its mixer:
+            ``StepInputs.wanted`` in the last layer; None for all tokens in the others.
         per_layer_embeddings: ``[T, layers, P]``; None for a model without them.
         shared_kv: by KV index, k and v of this step's tokens, for later layers that reuse them.
     """
@@ -54,25 +54,25 @@ class StepContext:
     per_layer_embeddings: Tensor | None = None
     shared_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def run_mixer_core(self, core: MixerCore, out_width: int, *tensors: Tensor) -> Tensor:
-        """Run the core of a mixer on tensors ``[T, ...]``, and return ``[T, out_width]``.
+    def run_eager_op(self, op: EagerOp, out_width: int, *tensors: Tensor) -> Tensor:
+        """Run attention or a recurrence on tensors ``[T, ...]``, and return ``[T, out_width]``.
 
         Piecewise CUDA graphs are split here and nowhere else.
         """
-        return core(self, *tensors)
+        return op(self, *tensors)
 
 
-MixerCore = Callable[..., Tensor]
-"""The part of a mixer in which tokens of a sequence see one another.
+EagerOp = Callable[..., Tensor]
+"""The part of a mixer in which tokens of a sequence see one another; piecewise graphs leave it out.
 
-It is called with the StepContext and tensors ``[T, ...]``, and returns ``[T, N]``. Only a core
+It is called with the StepContext and tensors ``[T, ...]``, and returns ``[T, N]``. Only such an op
 reads the step's plans, states and state rows."""
 
 Mixer = Callable[[Tensor, StepContext], Tensor]
 """The sublayer in which tokens of a sequence see one another: attention or a recurrence.
 
-It maps ``[T, H]`` to ``[T, H]``, or to ``[S, H]`` for ``step.output_tokens``. It writes the KV or
-state of all T tokens."""
+It maps ``[T, H]`` to ``[T, H]``, or to ``[S, H]`` if ``step.output_tokens`` is set. It writes the
+KV or state of all T tokens."""
 
 
 class Layer(Protocol):
@@ -91,7 +91,7 @@ class Layer(Protocol):
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """Return output and residual, ``[T, H]`` each, or ``[S, H]`` for ``step.output_tokens``.
+        """Return output and residual, ``[T, H]`` each; ``[S, H]`` if ``step.output_tokens`` is set.
 
         Args:
             x: ``[T, H]``, the output of the previous layer.
@@ -157,7 +157,7 @@ class AttentionMixer:
                 step.shared_kv[self.kv_index] = k, v
             if rows is not None and not len(rows):
                 return x[:0]
-        mixed = step.run_mixer_core(self.attend, q.shape[1] * q.shape[2], q, k, v)
+        mixed = step.run_eager_op(self.attend, q.shape[1] * q.shape[2], q, k, v)
         if gate is not None:
             mixed = gate.multiply(mixed, qkv[:, gate.first_column :])
         return self.o(mixed if rows is None else mixed[rows])

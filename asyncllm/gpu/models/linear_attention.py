@@ -43,7 +43,7 @@ class GatedDeltaMixer:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         qkvz, rows = self.qkvz(x), step.output_tokens
         z = qkvz[:, self.conv_channels :]
-        mixed = step.run_mixer_core(
+        mixed = step.run_eager_op(
             self.run_recurrence, z.shape[1], qkvz[:, : self.conv_channels], self.gates(x)
         )
         if rows is not None:
@@ -58,8 +58,8 @@ class GatedDeltaMixer:
         return self.delta(qkv, gates, state, step.state_rows)
 
 
-def linear_attention_states(config: LinearAttentionConfig) -> list[StateSpec]:
-    """Recurrent states of a layer: the convolution's, then the delta rule's."""
+def linear_attention_state_specs(config: LinearAttentionConfig) -> list[StateSpec]:
+    """Specs of a layer's recurrent states: the convolution's, then the delta rule's."""
     matrix = (config.num_value_heads, config.key_dim, config.value_dim)
     return [
         StateSpec((config.conv_width - 1, config.conv_channels)),
@@ -89,7 +89,10 @@ def build_linear_attention(
             scope.tensor("conv", "conv1d", channels, 1, config.conv_width).squeeze(1)
         ),
         delta=ops.gated_delta(
-            config, DecayParameters(scope.vector("dt_bias", heads), scope.vector("A_log", heads))
+            config,
+            DecayParameters(
+                scope.float32_vector("dt_bias", heads), scope.float32_vector("A_log", heads)
+            ),
         ),
         norm=ops.gated_norm(scope.tensor("gated_norm", "norm", config.value_dim), eps),
         out=scope.linear("out", (("out_proj", hidden),), values),
@@ -108,12 +111,14 @@ def projection_row_order(config: LinearAttentionConfig) -> tuple[Tensor, Tensor]
     group = config.num_value_heads // config.num_key_heads
     wide = group * config.value_dim
     return (
-        _regrouped_rows(config.num_key_heads, (config.key_dim, config.key_dim, wide, wide)),
-        _regrouped_rows(config.num_key_heads, (group, group)),
+        _deinterleaved_row_order(
+            config.num_key_heads, (config.key_dim, config.key_dim, wide, wide)
+        ),
+        _deinterleaved_row_order(config.num_key_heads, (group, group)),
     )
 
 
-def _regrouped_rows(count: int, sizes: tuple[int, ...]) -> Tensor:
-    """Row order that puts the first parts of all ``count`` groups before their second parts."""
-    rows = torch.arange(count * sum(sizes), device="cpu").view(count, -1)
-    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
+def _deinterleaved_row_order(num_groups: int, part_sizes: tuple[int, ...]) -> Tensor:
+    """Row order that puts the first parts of all groups before their second parts."""
+    rows = torch.arange(num_groups * sum(part_sizes), device="cpu").view(num_groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(part_sizes, 1)])

@@ -15,26 +15,26 @@ class StackLayout:
     Its shape is ``[count, rows, columns]``, or ``[count, rows]`` for vectors.
 
     Attributes:
-        transposed: whether the shape is ``[count, columns, rows]`` instead.
-        interleaved: whether the checkpoint alternates the rows of each matrix's first and second
+        is_transposed: whether the shape is ``[count, columns, rows]`` instead.
+        is_interleaved: whether the checkpoint alternates the rows of each matrix's first and second
             half.
     """
 
     count: int
-    transposed: bool = False
-    interleaved: bool = False
+    is_transposed: bool = False
+    is_interleaved: bool = False
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the checkpoint tensor, for a parameter of ``shape``."""
         matrix = (shape[0] // self.count, *shape[1:])
-        return (self.count, *(reversed(matrix) if self.transposed else matrix))
+        return (self.count, *(reversed(matrix) if self.is_transposed else matrix))
 
-    def rows(self, slices: Iterable[Tensor]) -> Iterator[Tensor]:
+    def iter_rows(self, tensor_slices: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the parameter's rows, a matrix at a time, from slices of the checkpoint tensor."""
-        for part in slices:
+        for part in tensor_slices:
             for stored in part:
-                rows = stored.transpose(0, -1) if self.transposed else stored
-                if self.interleaved:
+                rows = stored.transpose(0, -1) if self.is_transposed else stored
+                if self.is_interleaved:
                     rows = rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
                 yield rows.contiguous()
 
@@ -49,7 +49,7 @@ class Parameter:
         parts: ``(tensor name, rows)`` in order.
         dtype: torch's name of the parameter's dtype, e.g. "float32"; None is the model's.
         layout: layout of a single fused part; None if the parts are plain rows.
-        linear: whether the parameter is a linear layer's weight that may be packed or quantised.
+        is_linear: whether the parameter is a linear layer's weight that may be packed or quantised.
             Weights of routers and gates may not.
         is_embedding: whether the parameter is an embedding's table, which may stay packed as in the
             checkpoint.
@@ -62,7 +62,7 @@ class Parameter:
     parts: tuple[tuple[str, int], ...]
     dtype: str | None = None
     layout: StackLayout | None = None
-    linear: bool = False
+    is_linear: bool = False
     is_embedding: bool = False
     alternative: Parameter | None = None
 
@@ -82,6 +82,6 @@ class Parameter:
         shape = (rows, *self.shape[1:])
         return shape if self.layout is None else self.layout.stored_shape(shape)
 
-    def rows(self, slices: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Rows of a part, from slices of its checkpoint tensor."""
-        return slices if self.layout is None else self.layout.rows(slices)
+    def iter_rows(self, tensor_slices: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Iterate over the rows of one of ``parts``, given slices of its checkpoint tensor."""
+        return tensor_slices if self.layout is None else self.layout.iter_rows(tensor_slices)

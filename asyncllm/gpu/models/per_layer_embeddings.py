@@ -46,11 +46,11 @@ class PerLayerEmbeddings:
 
 @dataclass(slots=True)
 class LayerWithPerLayerEmbedding:
-    """A layer, followed by a residual block that multiplies by the layer's own embedding.
+    """A layer, followed by a residual block with a gate on the layer's own embedding.
 
     Attributes:
         residual_add: op that adds the layer's output to the residual.
-        activation: activation of the gate, multiplied by the layer's embedding.
+        activation: op ``activation(gate) * up``, with the layer's embedding as ``up``.
         index: index of the layer.
     """
 

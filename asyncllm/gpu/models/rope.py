@@ -20,7 +20,8 @@ class RopeSpec(NamedTuple):
     """Content of a RoPE table.
 
     Attributes:
-        rotary_dim: elements of a head that are rotated, at the start of each half; None is all.
+        rotary_dim: number of rotated elements of a head, which are the first ``rotary_dim / 2`` of
+            each half; None for all elements.
     """
 
     rope: RopeConfig
@@ -37,7 +38,8 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
     - "llama3" (Llama 3.1) divides frequencies whose wavelength exceeds ``original_max_position /
       low_freq_factor``, keeps those below ``original_max_position / high_freq_factor``, and
       interpolates in between.
-    - "yarn" interpolates between two numbers of rotations (Peng et al., 2023, section 3.2).
+    - "yarn" keeps frequencies with many rotations in the original context, divides those with few
+      by ``factor``, and interpolates in between (Peng et al., 2023, section 3.2).
     - "longrope" (Ding et al., 2024) divides each frequency by its own factor, from the long factors
       if ``max_positions`` exceeds ``original_max_position``, else from the short ones. The choice
       is the same for all sequences, so that none depends on another's length.

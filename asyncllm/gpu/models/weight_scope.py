@@ -18,10 +18,10 @@ from asyncllm.gpu.ops.quantise import QuantiseWeights
 from asyncllm.gpu.ops.torch_ops import TorchOps
 
 ParameterSource = Callable[[Parameter], Tensor | LinearWeights]
-"""Function that returns a parameter's values; those of a ``linear`` parameter may have any spec
-that the op set accepts."""
+"""Function that returns a parameter's values. Those of an ``is_linear`` parameter may be quantised,
+in a scheme that the op set accepts."""
 
-ModuleRows = Collection[tuple[str, int]]
+ModuleRowCounts = Collection[tuple[str, int]]
 """Names of checkpoint modules whose rows are stacked, each with its number of rows."""
 
 
@@ -50,7 +50,12 @@ class WeightScope:
         )
 
     def parameter(
-        self, name: str, modules: ModuleRows, *width: int, suffix: str = ".weight", **fields: Any
+        self,
+        name: str,
+        modules: ModuleRowCounts,
+        *width: int,
+        suffix: str = ".weight",
+        **fields: Any,
     ) -> Parameter:
         """Describe a parameter that stacks ``modules``, with rows of shape ``width``.
 
@@ -71,7 +76,9 @@ class WeightScope:
         parts = ((stored_name, shape[0]),)
         return self.plain_values(self.parameter(name, parts, *shape[1:], **parameter_fields))
 
-    def vector(self, name: str, size: int, stored_name: str | None = None, **fields: Any) -> Tensor:
+    def float32_vector(
+        self, name: str, size: int, stored_name: str | None = None, **fields: Any
+    ) -> Tensor:
         """Read a float32 vector, called ``name`` in the checkpoint if ``stored_name`` is None."""
         return self.tensor(name, stored_name or name, size, suffix="", dtype="float32", **fields)
 
@@ -82,16 +89,16 @@ class WeightScope:
         return values
 
     def linear(
-        self, name: str, modules: ModuleRows, width: int, bias: bool = False,
+        self, name: str, modules: ModuleRowCounts, width: int, bias: bool = False,
         row_order: Tensor | None = None, *, keep_unquantised: bool = False,
     ) -> Linear:  # fmt: skip
-        """Make a linear layer that stacks ``modules``, with ``width`` columns.
+        """Make one linear layer, with ``width`` inputs, from the stacked weights of ``modules``.
 
         Args:
             row_order: order of the rows; None keeps the checkpoint's.
             keep_unquantised: whether the weight must not be packed or quantised.
         """
-        weight = self.parameter(name, modules, width, linear=not keep_unquantised)
+        weight = self.parameter(name, modules, width, is_linear=not keep_unquantised)
         own_bias = self.parameter(name, modules, suffix=".bias") if bias else None
         return self.ops.linear(self.linear_weights(weight, own_bias, row_order))
 
@@ -104,7 +111,7 @@ class WeightScope:
             weights = replace(weights, bias=self.plain_values(bias))
         if row_order is not None:
             weights = _reorder_rows(weights, row_order)
-        return self.quantise_if_configured(weights) if weight.linear else weights
+        return self.quantise_if_configured(weights) if weight.is_linear else weights
 
     def quantise_if_configured(self, weights: Tensor | LinearWeights) -> LinearWeights:
         """Quantise the weights of a linear layer, if that is configured."""
@@ -136,7 +143,7 @@ class WeightScope:
         """Make this scope's gated MLP with an intermediate size of ``size``."""
         names, hidden, bias = self.model.names, self.model.hidden_size, self.model.mlp_bias
         return GatedMLP(
-            self.linear("gate_up", rows_by_module(names.gate_up, (size, size)), hidden, bias),
+            self.linear("gate_up", module_row_counts(names.gate_up, (size, size)), hidden, bias),
             self.activation,
             self.linear("down", ((names.down, hidden),), size, bias),
         )
@@ -147,25 +154,25 @@ class WeightScope:
         return self.ops.gelu_mul if self.model.activation == "gelu_tanh" else self.ops.silu_mul
 
 
-def rows_by_module(names: tuple[str, ...], rows: tuple[int, ...]) -> ModuleRows:
-    """Pair modules with their numbers of rows; one fused module gets the sum of ``rows``."""
-    return tuple(zip(names, (sum(rows),) if len(names) == 1 else rows, strict=True))
+def module_row_counts(names: tuple[str, ...], counts: tuple[int, ...]) -> ModuleRowCounts:
+    """Pair modules with their numbers of rows; one fused module gets the sum of ``counts``."""
+    return tuple(zip(names, (sum(counts),) if len(names) == 1 else counts, strict=True))
 
 
 def _as_linear_weights(weights: Tensor | LinearWeights) -> LinearWeights:
     return LinearWeights(weights) if isinstance(weights, Tensor) else weights
 
 
-def _reorder_rows(weights: LinearWeights, rows: Tensor) -> LinearWeights:
+def _reorder_rows(weights: LinearWeights, row_order: Tensor) -> LinearWeights:
     """Reorder the rows of weights; scales and zero points have to be per row.
 
     Raises:
-        ModelLoadError: a row would move to weights of another spec.
+        ModelLoadError: a row would move to a part of another quantisation scheme.
     """
     parts, first = [], 0
-    for part in weights.uniform_parts:
+    for part in weights.single_scheme_parts:
         last = first + part.shape[0]
-        part_rows = rows[first:last] - first
+        part_rows = row_order[first:last] - first
         if not bool(((part_rows >= 0) & (part_rows < last - first)).all()):
             raise ModelLoadError(
                 f"rows {first} to {last - 1} of scheme {part.scheme!r} are in another order than "

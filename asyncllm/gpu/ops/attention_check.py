@@ -1,4 +1,4 @@
-"""check_attention: compares an attention backend with plain torch on the engine's device."""
+"""check_attention_outputs: compares an attention backend with plain torch on its device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_PADDED_ROWS = 2
 """Number of padded rows in a decode step."""
 
 
-def check_attention(attention: Attention, request: AttentionRequest) -> None:
+def check_attention_outputs(attention: Attention, request: AttentionRequest) -> None:
     """Compares an attention backend with ``TorchAttention`` in float64 on the same device.
 
     Small steps of decode rows, of prefill rows and of both are run on random tensors, with each

@@ -39,12 +39,12 @@ class AttentionRequest:
 
 @dataclass(frozen=True, slots=True)
 class UnmetConstraint:
-    """A constraint of a backend that a request breaks.
+    """A constraint of a backend, broken by a request.
 
     Attributes:
         field: name of the request's field. Only "block_size" is also a setting of the engine.
         actual: the request's value.
-        expected: the field and its limit, such as "head size at most 256".
+        expected: text with the field and its limit, such as "head size at most 256".
     """
 
     field: str
@@ -54,7 +54,7 @@ class UnmetConstraint:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Limits of a backend; None means no limit.
+    """Limits of an attention backend; None means no limit.
 
     Attributes:
         device_types: accepted values of ``torch.device.type``.
@@ -88,7 +88,7 @@ class Constraints:
         Args:
             capability: compute capability of the request's device, if it is a CUDA device.
         """
-        yield from self._unmet_by_device(request.device, capability)
+        yield from self._unmet_device_constraints(request.device, capability)
         shape = request.shape
         if self.dtypes is not None and request.dtype not in self.dtypes:
             names = " or ".join(sorted(_dtype_name(dtype) for dtype in self.dtypes))
@@ -110,7 +110,7 @@ class Constraints:
             expected = f"block_size a multiple of {self.block_multiple}"
             yield UnmetConstraint("block_size", str(request.block_size), expected)
 
-    def _unmet_by_device(
+    def _unmet_device_constraints(
         self, device: torch.device, capability: tuple[int, int] | None
     ) -> Iterator[UnmetConstraint]:
         if self.device_types is not None and device.type not in self.device_types:

@@ -123,7 +123,7 @@ class RMSNorm(Protocol):
 
 
 class Rope(Protocol):
-    """Per-head norm, if the model has one, and RoPE of queries without keys."""
+    """Per-head norm, if the model has one, and RoPE of the queries alone."""
 
     def __call__(self, q: Tensor, rotary: Any) -> Tensor:
         """Maps q ``[T, Hq * D]`` to ``[T, Hq, D]``; q may be overwritten.
@@ -192,14 +192,14 @@ class Attention(Protocol):
         """Returns attention's output ``[T, Hq * D]``. The step's own k and v are in ``cache``
         already.
 
-        If the shape has sinks, the layer's sinks ``[Hq]`` are passed as a last argument.
+        If ``AttentionShape.sinks`` is set, the layer's sinks ``[Hq]`` are a last argument.
         """
         ...
 
 
 @runtime_checkable
-class BalancedAttention(Protocol):
-    """Attention that has a second, balanced plan for captured decode rows of very different
+class LoadBalancingAttention(Protocol):
+    """Attention with a second plan that balances work, for captured decode rows of very different
     lengths.
 
     ``plan`` makes the balanced plan where ``StepInputs.balanced`` is set.
@@ -217,7 +217,7 @@ class BalancedAttention(Protocol):
         Args:
             batch: number of rows of the launch, padding included.
             lengths: ``[B]``, tokens of each sequence.
-            max_len: length of the longest sequence for which the captured plan is made.
+            max_len: sequence length for which the captured plan is made.
         """
         ...
 

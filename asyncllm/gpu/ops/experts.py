@@ -55,17 +55,17 @@ class ExpertsWeights:
         return self.down.shape[1]
 
 
-def split_experts(weights: LinearWeights, count: int) -> list[LinearWeights]:
+def split_experts(weights: LinearWeights, num_experts: int) -> list[LinearWeights]:
     """Splits stacked weights into one view per expert.
 
     Raises:
         ModelLoadError: a block of scales spans two experts.
     """
-    rows = weights.shape[0] // count
+    rows = weights.shape[0] // num_experts
     block = weights.scale_block
 
     def parts(tensor: Tensor | None, rows: int) -> list[Tensor] | list[None]:
-        return [None] * count if tensor is None else list(tensor.split(rows))
+        return [None] * num_experts if tensor is None else list(tensor.split(rows))
 
     if block is not None and rows % block[0]:
         raise ModelLoadError(
@@ -85,7 +85,7 @@ def split_experts(weights: LinearWeights, count: int) -> list[LinearWeights]:
 
 
 class Experts(Protocol):
-    """Op that sums each token's experts by weight in float32, ``[T, H] -> [T, H]``."""
+    """Op that sums the weighted outputs of each token's experts in float32, ``[T, H]``."""
 
     def __call__(
         self,
@@ -124,11 +124,11 @@ def add_shared_expert(out: Tensor, shared: Tensor | None, gate: Tensor | None) -
 
 
 class TorchExperts(ABC):
-    """Base of ``Experts`` in plain torch, which adds the shared experts to the weighted sum.
+    """Base class of ``Experts`` in plain torch; adds the shared experts to ``weighted_sum``.
 
     Args:
-        gated_mul: ``TorchOps.silu_mul`` or ``TorchOps.gelu_mul``, the activation unless ``config``
-            has the limit of a clamped SwiGLU.
+        gated_mul: activation, ``TorchOps.silu_mul`` or ``TorchOps.gelu_mul``; unused if
+            ``config.limit`` is set, which asks for a clamped SwiGLU.
     """
 
     def __init__(self, config: ActivationConfig, gated_mul: Callable[[Tensor], Tensor]) -> None:
@@ -149,7 +149,7 @@ class TorchExperts(ABC):
 
     @abstractmethod
     def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Sums each token's experts by weight; see ``Experts``."""
+        """Sums the weighted outputs of each token's experts; see ``Experts``."""
 
 
 class GroupedExperts(TorchExperts):
@@ -167,20 +167,26 @@ class GroupedExperts(TorchExperts):
 
     def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         tokens, top_k = ids.shape
-        experts, order = ids.flatten().long().sort(stable=True)
+        expert_ids, order = ids.flatten().long().sort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.int32, device=x.device)
-        ends = counts.scatter_add_(0, experts, torch.ones_like(order, dtype=torch.int32)).cumsum(0)
-        ends = ends.to(torch.int32)
-        inner = self.activation(self._linear(x[order // top_k], self.gate_up, experts, ends))
-        sorted_out = self._linear(inner, self.down, experts, ends).float()
+        expert_ends = counts.scatter_add_(
+            0, expert_ids, torch.ones_like(order, dtype=torch.int32)
+        ).cumsum(0)
+        expert_ends = expert_ends.to(torch.int32)
+        inner = self.activation(
+            self._grouped_linear(x[order // top_k], self.gate_up, expert_ids, expert_ends)
+        )
+        sorted_out = self._grouped_linear(inner, self.down, expert_ids, expert_ends).float()
         out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
         summed = (out.view(tokens, top_k, self.hidden_size) * weights.unsqueeze(-1)).sum(1)
         return summed.to(x.dtype)
 
-    def _linear(self, x: Tensor, layer: LinearWeights, experts: Tensor, ends: Tensor) -> Tensor:
+    def _grouped_linear(
+        self, x: Tensor, layer: LinearWeights, expert_ids: Tensor, expert_ends: Tensor
+    ) -> Tensor:
         stack = layer.values.view(self.num_experts, -1, x.shape[1])
-        out = F.grouped_mm(x, stack.transpose(1, 2), offs=ends)
-        return out if layer.bias is None else out + layer.bias.view(len(stack), -1)[experts]
+        out = F.grouped_mm(x, stack.transpose(1, 2), offs=expert_ends)
+        return out if layer.bias is None else out + layer.bias.view(len(stack), -1)[expert_ids]
 
 
 def tokens_by_expert(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

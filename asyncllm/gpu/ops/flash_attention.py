@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncllm.errors import EngineError
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.ops.attention_check import check_attention
+from asyncllm.gpu.ops.attention_check import check_attention_outputs
 from asyncllm.gpu.ops.backend import CUDA_DEVICE_TYPES, HALF_DTYPES, AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
@@ -59,7 +59,7 @@ class FlashPlan:
         seq_lens: ``[num_decodes]`` int32, 0 for a padded row.
         block_table: ``[num_decodes, W]`` int32.
         prefill: the prefill rows, or None if the step has none.
-        window: numbers of keys before and after its own that a query sees; -1 is all.
+        window: numbers of keys that a query sees before and after its own position; -1 is all.
     """
 
     num_decodes: int
@@ -106,7 +106,7 @@ class FlashAttention(ABC):
             EngineError: the library is missing, too old, or gives wrong results.
         """
         attention = cls(request.shape)
-        check_attention(attention, request)
+        check_attention_outputs(attention, request)
         return attention
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -141,15 +141,17 @@ class FlashAttention(ABC):
         """Attention of ``q [T, Hq, D]``; ``k`` and ``v`` are read from the cache."""
         decodes = plan.num_decodes
         if plan.prefill is None:
-            return self.decode(q, cache, plan).reshape(q.shape[0], -1)
+            return self._attend_decode_rows(q, cache, plan).reshape(q.shape[0], -1)
         if not decodes:
-            return self.prefill(q, cache, plan.prefill, plan.window).reshape(q.shape[0], -1)
+            return self._attend_prefill_rows(q, cache, plan.prefill, plan.window).reshape(
+                q.shape[0], -1
+            )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        out[:decodes] = self.decode(q[:decodes], cache, plan)
-        out[decodes:] = self.prefill(q[decodes:], cache, plan.prefill, plan.window)
+        out[:decodes] = self._attend_decode_rows(q[:decodes], cache, plan)
+        out[decodes:] = self._attend_prefill_rows(q[decodes:], cache, plan.prefill, plan.window)
         return out.view(q.shape[0], -1)
 
-    def decode(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
+    def _attend_decode_rows(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
         """Attention of the decode rows of ``q [num_decodes, Hq, D]``; returns the same shape.
 
         The result of a padded row is finite.
@@ -165,7 +167,7 @@ class FlashAttention(ABC):
         )
         return out.squeeze(1)
 
-    def prefill(
+    def _attend_prefill_rows(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
         """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
@@ -182,10 +184,10 @@ class FlashAttention(ABC):
 
     @abstractmethod
     def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:
-        """Keyword arguments of a call for prefill rows that FlashAttention 2 and 3 do not share."""
+        """Keyword arguments of calls on prefill rows that differ between FlashAttention 2 and 3."""
 
     def call_options(self, window: tuple[int, int]) -> dict[str, Any]:
-        """Keyword arguments of every call, which FlashAttention 2 and 3 have in common."""
+        """Keyword arguments of every call of FlashAttention 2 and 3."""
         return {
             "softmax_scale": self.shape.scale,
             "causal": True,

@@ -22,7 +22,7 @@ REQUIRED_ARGUMENTS = frozenset(
 """Arguments that ``flash_attn_with_kvcache`` has to accept. They stand for a minimum version: the
 module has no version number, and its early betas lack some of them."""
 
-INSTALL_REMEDY = (
+INSTALL_HINT = (
     "install flash-attn-3 from PyTorch's own index, not PyPI (docs/attention_backends.md), or "
     "build it from the folder hopper of Dao-AILab/flash-attention"
 )
@@ -31,10 +31,10 @@ INSTALL_REMEDY = (
 class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
 
-    Blocks have to be zeroed for a new owner. According to reports on its repository, the library
-    may load the last block of a sequence whole, and multiply values beyond the sequence by a weight
-    of zero, so that NaN there would become the result. It may load the null block, which fills
-    the block table before a window, in the same way.
+    Blocks have to be zeroed before another sequence gets them. According to reports on its
+    repository, the library may load the last block of a sequence whole, and multiply values beyond
+    the sequence by a weight of zero, so that NaN there would become the result. It may also load
+    the null block, to which the entries of the block table before a window point.
 
     Raises:
         EngineError: flash_attn_interface is missing or too old.
@@ -57,7 +57,7 @@ class FlashAttention3(FlashAttention):
 
 
 def _import_function() -> AttentionFunction:
-    library = import_library("flash_attn_3", "flash_attn_interface", INSTALL_REMEDY)
+    library = import_library("flash_attn_3", "flash_attn_interface", INSTALL_HINT)
     function = getattr(library, "flash_attn_with_kvcache", None)
     missing = set(REQUIRED_ARGUMENTS)
     if function is not None:

@@ -13,7 +13,7 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.state_rows import StateRows, span_state
 
 CHUNK_TOKENS = 64
-"""Tokens per chunk, which a fixed number of matrix products computes."""
+"""Tokens per chunk. The number of matrix products per chunk does not depend on it."""
 
 NORM_EPS = 1e-6
 """Epsilon in the normalisation of queries and keys to length 1."""
@@ -53,10 +53,10 @@ class GatedDelta(Protocol):
         ...
 
 
-def _recurrence_inputs(
+def _compute_recurrence_inputs(
     shape: LinearAttentionConfig, decay_parameters: DecayParameters, qkv: Tensor, gates: Tensor
 ) -> tuple[Tensor, ...]:
-    """Inputs of the gated delta rule for T tokens, in float32.
+    """Computes the inputs of the gated delta rule for T tokens, in float32.
 
     Returns:
         q and k ``[T, num_value_heads, key_dim]``, v ``[T, num_value_heads, value_dim]``, beta and
@@ -89,7 +89,7 @@ class TorchGatedDelta:
         self.shape, self.decay_parameters = shape, decay_parameters
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-        inputs = _recurrence_inputs(self.shape, self.decay_parameters, qkv, gates)
+        inputs = _compute_recurrence_inputs(self.shape, self.decay_parameters, qkv, gates)
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         if rows.slots is not None and not rows.batch_spans:
             count, states = len(rows.slots), rows.gather(state)

@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 1e-5
 overflow."""
 
 CHUNK_TOKENS = 256
-"""Tokens per chunk, which all use the same word of Philox's output."""
+"""Tokens per chunk. Which word of Philox's outputs a token uses depends on its chunk alone."""
 
 NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""
@@ -63,26 +63,26 @@ def gumbel_sample(
     """
     vocab_size = logits.shape[1]
     greedy = temperature < MIN_TEMPERATURE
-    scaled_logits = logits.float() * temperature_factors(temperature).unsqueeze(1)
+    scaled_logits = logits.float() * inverse_temperatures(temperature).unsqueeze(1)
     keys = gumbel_keys(states, positions)
     order = scaled_logits.sort(dim=-1, descending=True, stable=True)
     values, ids = order.values, order.indices
     largest = values[:, :1]
     is_kept = truncation_mask(values, top_k, top_p, min_p)
-    score = values - vocab_exponentials(keys, vocab_size).gather(1, ids).log()
+    score = values - vocab_exponential_noise(keys, vocab_size).gather(1, ids).log()
     winner = torch.where(is_kept, score, -torch.inf).argmax(-1, keepdim=True)
     winner = torch.where(greedy.unsqueeze(1), 0, winner)
     tokens = ids.gather(1, winner).squeeze(1)
     is_untruncated = ~greedy & ~has_truncation(top_k, top_p, min_p, vocab_size)
-    tokens = torch.where(is_untruncated, sample_untruncated(scaled_logits, keys), tokens)
+    tokens = torch.where(is_untruncated, sample_without_truncation(scaled_logits, keys), tokens)
     # The total mass is NaN if a logit is NaN or infinity; a logit of minus infinity has mass 0.
     total = (scaled_logits.double() - largest).exp().sum(-1)
     none_left = torch.where(largest.squeeze(1) == -torch.inf, NO_TOKEN_LEFT, -1)
     return torch.where(total >= 0.5, tokens, none_left)
 
 
-def temperature_factors(temperature: Tensor) -> Tensor:
-    """Factors ``[S]`` by which logits are multiplied: 1 / temperature, or 1 for greedy rows."""
+def inverse_temperatures(temperature: Tensor) -> Tensor:
+    """Factors ``[S]`` of logits: 1 / temperature, or 1 for greedy rows."""
     greedy = temperature < MIN_TEMPERATURE
     return torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
 
@@ -93,29 +93,33 @@ def has_truncation(top_k: Tensor, top_p: Tensor, min_p: Tensor, vocab_size: int)
 
 
 def truncation_mask(
-    values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor | None = None
+    sorted_logits: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    total_mass: Tensor | None = None,
 ) -> Tensor:
     """Returns ``[S, C]`` bool: which of the C likeliest tokens survive truncation.
 
     Args:
-        values: ``[S, C]``, the largest logits divided by the temperature, descending.
-        total: ``[S]`` float64, the mass to which top_p refers, divided by the likeliest token's;
-            infinity stands for the mass of the ``values`` that min_p and top_k keep.
+        sorted_logits: ``[S, C]``, the largest logits divided by the temperature, descending.
+        total_mass: ``[S]`` float64, mass of which top_p keeps a fraction, relative to the likeliest
+            token's; infinity for the mass of the tokens that min_p and top_k keep.
     """
-    largest, count = values[:, :1], values.shape[1]
-    is_kept = values >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MIN_FLOAT32)
-    limit = torch.where(top_k <= 0, 2**31 - 1, top_k).unsqueeze(1)
-    is_kept &= torch.arange(count, device=values.device) < limit
-    mass = torch.where(is_kept, (values.double() - largest).exp(), 0.0)
+    largest, count = sorted_logits[:, :1], sorted_logits.shape[1]
+    is_kept = sorted_logits >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MIN_FLOAT32)
+    max_tokens = torch.where(top_k <= 0, 2**31 - 1, top_k).unsqueeze(1)
+    is_kept &= torch.arange(count, device=sorted_logits.device) < max_tokens
+    mass = torch.where(is_kept, (sorted_logits.double() - largest).exp(), 0.0)
     cumulative = mass.cumsum(-1)
-    whole = cumulative[:, -1]
-    if total is not None:
-        whole = torch.where(total.isinf(), whole, total)
-    allowed = torch.where(top_p >= 1.0, torch.inf, top_p.double() * whole)
+    kept_mass = cumulative[:, -1]
+    if total_mass is not None:
+        kept_mass = torch.where(total_mass.isinf(), kept_mass, total_mass)
+    allowed = torch.where(top_p >= 1.0, torch.inf, top_p.double() * kept_mass)
     return is_kept & (cumulative - mass < allowed.unsqueeze(1))
 
 
-def sample_untruncated(scaled_logits: Tensor, keys: Tensor) -> Tensor:
+def sample_without_truncation(scaled_logits: Tensor, keys: Tensor) -> Tensor:
     """Samples a chunk by its mass, then a token in it; returns tokens ``[S]`` int64.
 
     Args:
@@ -126,7 +130,7 @@ def sample_untruncated(scaled_logits: Tensor, keys: Tensor) -> Tensor:
         scaled_logits, (0, count * CHUNK_TOKENS - scaled_logits.shape[1]), value=-torch.inf
     )
     chunks = chunks.view(len(scaled_logits), count, CHUNK_TOKENS)
-    score = chunks.logsumexp(-1) - chunk_exponentials(keys, count).log()
+    score = chunks.logsumexp(-1) - chunk_exponential_noise(keys, count).log()
     return sample_in_chunk(chunks, score.argmax(-1), keys)
 
 
@@ -138,7 +142,7 @@ def sample_in_chunk(chunked_logits: Tensor, chunk_index: Tensor, keys: Tensor) -
     """
     rows = torch.arange(len(chunked_logits), device=chunked_logits.device)
     lanes = torch.arange(CHUNK_TOKENS, device=chunked_logits.device)
-    noise = token_exponentials(keys, chunk_index.unsqueeze(1) * CHUNK_TOKENS + lanes)
+    noise = token_exponential_noise(keys, chunk_index.unsqueeze(1) * CHUNK_TOKENS + lanes)
     in_chunk = (chunked_logits[rows, chunk_index] - noise.log()).argmax(-1)
     return chunk_index * CHUNK_TOKENS + in_chunk
 
@@ -151,13 +155,13 @@ def gumbel_keys(states: Tensor, positions: Tensor) -> Tensor:
     return z ^ _logical_right_shift(z, 31)
 
 
-def vocab_exponentials(keys: Tensor, vocab_size: int) -> Tensor:
+def vocab_exponential_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Exponential noise of mean 1 for all tokens, ``[S, vocab_size]`` float32."""
     tokens = torch.arange(vocab_size, device=keys.device)
-    return token_exponentials(keys, tokens.expand(len(keys), -1))
+    return token_exponential_noise(keys, tokens.expand(len(keys), -1))
 
 
-def token_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
+def token_exponential_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     """Exponential noise of mean 1 for ``tokens [S, T]``, ``[S, T]`` float32.
 
     Token ``lane`` of chunk c uses word ``c % 4`` of Philox's output for counter
@@ -170,12 +174,12 @@ def token_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     )
 
 
-def chunk_exponentials(keys: Tensor, count: int) -> Tensor:
-    """Exponential noise of mean 1 for chunks, ``[S, count]`` float32.
+def chunk_exponential_noise(keys: Tensor, num_chunks: int) -> Tensor:
+    """Exponential noise of mean 1 for chunks, ``[S, num_chunks]`` float32.
 
     Chunk c uses word 0 of Philox's output for counter (c, 1).
     """
-    chunks = torch.arange(count, device=keys.device).expand(len(keys), -1)
+    chunks = torch.arange(num_chunks, device=keys.device).expand(len(keys), -1)
     return _exponential_variate(_philox(chunks, keys.unsqueeze(1), 1)[0])
 
 

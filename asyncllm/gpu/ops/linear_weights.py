@@ -17,7 +17,7 @@ QuantScheme = Literal[
     "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl",
 ]  # fmt: skip
 
-BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
+GGUF_BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
     "q4_1": (32, 20),
     "q5_0": (32, 22),
     "q5_1": (32, 24),
@@ -28,16 +28,16 @@ BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
 }
 """Number of weights and bytes per block, for the schemes of GGUF blocks."""
 
-_DTYPES_AND_PACKING: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
+_STORAGE_BY_SCHEME: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "plain": ([torch.float32, torch.bfloat16, torch.float16], (1, 1)),
     "int8": ([torch.int8], (1, 1)),
     "e4m3": ([torch.float8_e4m3fn], (1, 1)),
     "int4": ([torch.uint8], (2, 1)),
     "e2m1": ([torch.uint8], (2, 1)),
-    **{scheme: ([torch.uint8], sizes) for scheme, sizes in BLOCK_SIZES.items()},
+    **{scheme: ([torch.uint8], sizes) for scheme, sizes in GGUF_BLOCK_SIZES.items()},
 }
-"""Dtypes that ``values`` may have, and the packing as (number of weights, number of stored values)
-of the smallest unit: ``(2, 1)`` is two weights in one byte."""
+"""Dtypes that ``values`` may have, and (number of weights, number of stored values) in the smallest
+unit: ``(2, 1)`` is two weights in one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PanelSource(Protocol):
     def pack(self, context: Any, weights: LinearWeights) -> Any:
         """Returns PackedWeights of a native context.
 
-        Called once for each linear layer in the parameter, in order; each expert is a layer.
+        Called once for each linear layer of the parameter, in order; each expert counts as one.
         """
         ...
 
@@ -77,7 +77,7 @@ class LinearWeights:
     With a scheme of integers or small floats, an element is ``(value - zero) * scale``. A block of
     ``scale_block`` rows and columns has one ``scale`` and one ``zero``: ``(1, in)`` is a block per
     output channel, ``(1, 128)`` a block per 128 columns of a row, ``(128, 128)`` a block per tile.
-    A scheme of ``BLOCK_SIZES`` has everything in ``values``: the blocks of a GGUF file.
+    A scheme of ``GGUF_BLOCK_SIZES`` has everything in ``values``: the blocks of a GGUF file.
 
     Attributes:
         values: ``[out, in]``; for 4-bit schemes ``[out, in / 2]`` uint8, with even columns in the
@@ -111,50 +111,59 @@ class LinearWeights:
     next_parts: tuple[LinearWeights, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_field(
-            "scheme", self.scheme, _DTYPES_AND_PACKING, self.scheme in _DTYPES_AND_PACKING
+        self._require_field(
+            "scheme", self.scheme, _STORAGE_BY_SCHEME, self.scheme in _STORAGE_BY_SCHEME
         )
-        dtypes, _ = _DTYPES_AND_PACKING[self.scheme]
-        self._check_field("dtype of values", self.values.dtype, dtypes, self.values.dtype in dtypes)
-        self._check_field("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
-        width, whole = self.values.shape[1], _DTYPES_AND_PACKING[self.scheme][1][1]
-        self._check_field("columns of values", width, f"a multiple of {whole}", width % whole == 0)
+        dtypes, _ = _STORAGE_BY_SCHEME[self.scheme]
+        self._require_field(
+            "dtype of values", self.values.dtype, dtypes, self.values.dtype in dtypes
+        )
+        self._require_field("dimensions of values", self.values.dim(), 2, self.values.dim() == 2)
+        width, whole = self.values.shape[1], _STORAGE_BY_SCHEME[self.scheme][1][1]
+        self._require_field(
+            "columns of values", width, f"a multiple of {whole}", width % whole == 0
+        )
         columns, rows = self.shape[1], len(self.values)
         block, grid, order = self.scale_block, None, None
-        if self.scheme == "plain" or self.scheme in BLOCK_SIZES:
-            self._check_field("scale_block", block, None, block is None)
+        if self.scheme == "plain" or self.scheme in GGUF_BLOCK_SIZES:
+            self._require_field("scale_block", block, None, block is None)
         else:
             block = block or (0, 0)
-            self._check_field("scale_block", self.scale_block, "(rows, columns)", min(block) > 0)
+            self._require_field("scale_block", self.scale_block, "(rows, columns)", min(block) > 0)
             grid, order = (-(-rows // block[0]), -(-columns // block[1])), (columns,)
-            self._check_field("scales", None, grid, self.scales is not None)
+            self._require_field("scales", None, grid, self.scales is not None)
         shapes = {"bias": self.shape[:1], "scales": grid, "zeros": grid, "column_order": order}
         for name, shape in shapes.items():
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None:
-                self._check_field(
+                self._require_field(
                     f"shape of {name}", tuple(tensor.shape), shape, tensor.shape == shape
                 )
 
-    def _check_field(self, field: str, value: object, accepted: object, is_met: bool) -> None:
-        if not is_met:
-            choices = accepted if isinstance(accepted, (dict, list)) else [accepted]
+    def _require_field(self, field: str, value: object, expected: object, is_valid: bool) -> None:
+        if not is_valid:
+            choices = expected if isinstance(expected, (dict, list)) else [expected]
             raise ModelLoadError(
                 f"weights of scheme {self.scheme!r}: {field} is {value}, expected "
                 + " or ".join(map(str, choices))
             )
 
     def with_quantised_values(
-        self, scheme: QuantScheme, values: Tensor, scales: Tensor, columns: int,
+        self, scheme: QuantScheme, values: Tensor, scales: Tensor, columns_per_scale: int,
         zeros: Tensor | None = None,
     ) -> LinearWeights:  # fmt: skip
         """Returns the quantised form of plain weights.
 
         Args:
-            columns: number of columns of a row that share a scale.
+            columns_per_scale: number of columns of a row that share a scale.
         """
         return replace(
-            self, values=values, scheme=scheme, scales=scales, scale_block=(1, columns), zeros=zeros
+            self,
+            values=values,
+            scheme=scheme,
+            scales=scales,
+            scale_block=(1, columns_per_scale),
+            zeros=zeros,
         )
 
     @property
@@ -174,12 +183,12 @@ class LinearWeights:
     def shape(self) -> tuple[int, int]:
         """Shape of the weight matrix, ``(out, in)``."""
         rows, width = self.values.shape
-        weights, values = _DTYPES_AND_PACKING[self.scheme][1]
+        weights, values = _STORAGE_BY_SCHEME[self.scheme][1]
         return rows + sum(part.shape[0] for part in self.next_parts), width // values * weights
 
     @property
-    def uniform_parts(self) -> list[LinearWeights]:
-        """These weights and ``next_parts``, each of one scheme and with its part of the bias."""
+    def single_scheme_parts(self) -> list[LinearWeights]:
+        """The weights split into parts of one scheme each, with their parts of the bias."""
         if not self.next_parts:
             return [self]
         parts = [replace(self, bias=None, next_parts=()), *self.next_parts]

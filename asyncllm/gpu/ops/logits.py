@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 1 << 22
 """Number of logits to process at a time, so that temporary memory does not grow with the batch."""
 
 _BYTES_PER_LOGIT = 20
-"""Maximum temporary bytes per logit of a chunk of rows, reached in the penalties."""
+"""Maximum temporary bytes per logit of a chunk of rows; the penalties need that many."""
 
 _BYTES_PER_BIAS = 64
 """Maximum temporary bytes per entry of a row's ``logit_bias``."""
@@ -47,7 +47,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -
     return processed
 
 
-def processing_bytes(num_rows: int, vocab_size: int) -> int:
+def logits_processing_bytes(num_rows: int, vocab_size: int) -> int:
     """Maximum bytes that ``process_logits`` allocates for ``num_rows``, its result included."""
     chunk = min(num_rows, _rows_per_chunk(vocab_size))
     result = 4 * num_rows * vocab_size
@@ -71,12 +71,12 @@ def _process_chunk(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -
         assert rows.mask_words is not None
         mask_logits(logits, rows.mask_slots, rows.mask_words)
     if stages & SamplingStages.TOKEN_CONSTRAINTS:
-        _apply_rules(logits, table_rows, rows)
+        _apply_token_constraints(logits, table_rows, rows)
     if stages & SamplingStages.PENALTIES:
         _apply_penalties(logits, table_rows, rows)
 
 
-def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
+def _apply_token_constraints(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None:
     params, tables = rows.params, rows.tables
     entry = torch.arange(MAX_LOGIT_BIASES, device=logits.device)
     active = entry < params["num_bias"][table_rows].unsqueeze(1)
@@ -89,9 +89,9 @@ def _apply_rules(logits: Tensor, table_rows: Tensor, rows: SamplingRows) -> None
     active = entry[:MAX_STOP_IDS] < params["num_stop_ids"][table_rows].unsqueeze(1)
     active &= before_min_end.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
-    # For unused entries of ``stop_ids`` the minimum with infinity leaves the logit as it is.
-    floor = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
-    logits.scatter_reduce_(1, ids, floor, "amin")
+    # Unused entries of ``stop_ids`` have the limit infinity, and so do not change their logit.
+    max_logits = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, ids, max_logits, "amin")
 
 
 def _add_last_tokens_to_counts(table_rows: Tensor, rows: SamplingRows) -> None:

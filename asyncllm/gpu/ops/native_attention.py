@@ -19,7 +19,7 @@ from asyncllm.gpu.ops.program import DTYPE_CODES
 from asyncllm.native.context import Context
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
-BUILD_REMEDY = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
+BUILD_LIBRARY_HINT = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ def native_context(num_threads: int) -> Context:
     try:
         return Context(Library(), num_threads)
     except NativeUnavailableError as error:
-        raise EngineError(f'attention_backend="native": {error}; {BUILD_REMEDY}') from error
+        raise EngineError(f'attention_backend="native": {error}; {BUILD_LIBRARY_HINT}') from error
 
 
 class NativeAttention:

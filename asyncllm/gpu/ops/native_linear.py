@@ -1,4 +1,4 @@
-"""NativeLinear, NativeJoinedLinear: linear layers on packed weights."""
+"""NativeLinear, NativeMergedLinear: linear layers on packed weights."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class NativeLinear:
         return x
 
 
-class NativeJoinedLinear:
-    """Linear layer on weights of several specs, such as different types of a GGUF file.
+class NativeMergedLinear:
+    """Linear layer on weights of several schemes, such as q, k and v of different GGUF types.
 
-    Each spec is a layer of its own, which writes its columns of the outputs.
+    Each part of one scheme is a layer of its own, which writes its columns of the outputs.
     """
 
     def __init__(self, context: Context, weights: LinearWeights) -> None:
-        self.layers = [NativeLinear(context, part) for part in weights.uniform_parts]
+        self.layers = [NativeLinear(context, part) for part in weights.single_scheme_parts]
         self.n = weights.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -61,12 +61,16 @@ class NativeRMSNorm:
         residual = contiguous_rows(residual, x.dtype)
         return self._norm(x, residual), residual
 
-    def _norm(self, x: Tensor, residual: Tensor | None, parts: int = 1) -> Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, num_parts: int = 1) -> Tensor:
         weight, op = self.weight, self._op
         x = contiguous_rows(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
-        op.check_shape("x", x, (len(x), parts * self.width))
-        args, out = op.args, op.empty_output(x, parts * self.width)
-        args.x_stride, args.parts, args.dtype = x.stride(0) // parts, parts, DTYPE_CODES[x.dtype]
+        op.check_shape("x", x, (len(x), num_parts * self.width))
+        args, out = op.args, op.empty_output(x, num_parts * self.width)
+        args.x_stride, args.parts, args.dtype = (
+            x.stride(0) // num_parts,
+            num_parts,
+            DTYPE_CODES[x.dtype],
+        )
         tensors = {"x": x, "out": out}
         args.residual = None
         if residual is not None:

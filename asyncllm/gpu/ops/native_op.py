@@ -14,7 +14,8 @@ from asyncllm.gpu.ops.recorder import DynamicSize
 from asyncllm.native.context import Context, raise_for_status
 from asyncllm.native.interface import NUM_STEP_SIZES, OP_KINDS, STRUCTS, Op
 
-UNLIMITED_ROWS = 2**63 - 1
+NO_ROW_LIMIT = 2**63 - 1
+"""Capacity of a program whose number of rows is not limited by buffers."""
 
 _ROWS, _TOKENS = DynamicSize.ROWS.value, DynamicSize.TOKENS.value
 
@@ -48,9 +49,12 @@ class NativeOp:
             num_ops=1,
             op_bytes=ctypes.sizeof(Op),
             num_writing_ops=1,
-            capacity=(UNLIMITED_ROWS,) * NUM_STEP_SIZES,
+            capacity=(NO_ROW_LIMIT,) * NUM_STEP_SIZES,
         )
-        self._sizes, self._failed = (ctypes.c_int64 * NUM_STEP_SIZES)(), (ctypes.c_int64 * 1)()
+        self._sizes, self._failed_op_index = (
+            (ctypes.c_int64 * NUM_STEP_SIZES)(),
+            (ctypes.c_int64 * 1)(),
+        )
 
     def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         """Raises ValueError for a tensor of another shape than ``expected``.
@@ -63,7 +67,7 @@ class NativeOp:
             )
 
     def empty_output(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocates an output ``[T, width]`` for ``like [T, ...]``, by default of its dtype."""
+        """Allocates an output ``[T, width]`` with the T and, by default, the dtype of ``like``."""
         if (recorder := self.context.recorder) is not None:
             return recorder.empty_output(like, width, dtype)
         return like.new_empty((like.shape[0], width), dtype=dtype)
@@ -95,7 +99,7 @@ class NativeOp:
             setattr(args, pointer, tensor.data_ptr())
         sizes = self._sizes
         sizes[_ROWS], sizes[_TOKENS] = num_rows, like.shape[0]
-        status = context.functions.run(context.handle, self._program, sizes, self._failed)
+        status = context.functions.run(context.handle, self._program, sizes, self._failed_op_index)
         if status:
             raise_for_status(self.name, status)
 

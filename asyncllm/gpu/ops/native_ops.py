@@ -11,10 +11,10 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.base import Embedding
 from asyncllm.gpu.ops.cpu_ops import CpuOps
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, QuantScheme, WeightSpec
+from asyncllm.gpu.ops.linear_weights import GGUF_BLOCK_SIZES, LinearWeights, QuantScheme, WeightSpec
 from asyncllm.gpu.ops.native_embedding import NativeEmbedding, NativePlainEmbedding
 from asyncllm.gpu.ops.native_experts import NativeExperts, NativeRouting
-from asyncllm.gpu.ops.native_linear import NativeJoinedLinear, NativeLinear
+from asyncllm.gpu.ops.native_linear import NativeLinear, NativeMergedLinear
 from asyncllm.gpu.ops.native_norms import NativeResidualAdd, NativeRMSNorm
 from asyncllm.gpu.ops.native_pointwise import (
     GELU_TANH,
@@ -37,10 +37,12 @@ from asyncllm.native.context import Context
 
 
 class NativeOps(CpuOps):
-    """Op set of the native library, on the threads of a context."""
+    """Op set of the native library; its ops run on the threads of ``context``."""
 
     name = "native"
-    schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain", "int8", "int4", *BLOCK_SIZES})
+    schemes: ClassVar[frozenset[QuantScheme]] = frozenset(
+        {"plain", "int8", "int4", *GGUF_BLOCK_SIZES}
+    )
     accepted_weights_text = (
         "'plain', or 'int8' and 'int4' with scales per output channel or in blocks of (1, a "
         f"multiple of {INPUTS_PER_SCALE}), or blocks of GGUF, and without column_order"
@@ -77,9 +79,9 @@ class NativeOps(CpuOps):
     def accepts_weights(self, spec: WeightSpec) -> bool:
         return spec.scheme == "plain" or native_type_code(spec) is not None
 
-    def make_linear(self, weights: LinearWeights) -> NativeLinear | NativeJoinedLinear:
+    def make_linear(self, weights: LinearWeights) -> NativeLinear | NativeMergedLinear:
         if weights.next_parts:
-            return NativeJoinedLinear(self.context, weights)
+            return NativeMergedLinear(self.context, weights)
         return NativeLinear(self.context, weights)
 
     def packed_embedding(

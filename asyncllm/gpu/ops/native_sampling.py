@@ -52,17 +52,17 @@ def contiguous_logits(logits: Tensor) -> Tensor:
 
 
 def sample_args(
-    logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+    logits: Tensor, sampling_tensors: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
 ) -> Any:
     """Converts the arguments of ``TorchOps.sample`` to the native library's ``SampleArgs``.
 
     The result holds addresses: the caller has to keep the tensors alive.
     """
-    max_requests = min(len(sampling["states"]), len(rows.last_sampled_tokens))
+    max_requests = min(len(sampling_tensors["states"]), len(rows.last_sampled_tokens))
     return STRUCTS["SampleArgs"](
         **_row_args(logits, rows, max_requests),
         **{
-            name: checked_address(name, sampling[name], param.dtype, max_requests)
+            name: checked_address(name, sampling_tensors[name], param.dtype, max_requests)
             for name, param in SAMPLE_OP_PARAMS.items()
         },
         out=checked_address("out", out, torch.int64, len(logits)),
@@ -94,7 +94,7 @@ def _row_args(
 def sample(
     context: Context,
     logits: Tensor,
-    sampling: Mapping[str, Tensor],
+    sampling_tensors: Mapping[str, Tensor],
     rows: RowsToSample,
     out: Tensor,
 ) -> None:
@@ -104,7 +104,7 @@ def sample(
     in their last bits, so that another token may be sampled where two tokens almost tie.
     """
     logits = contiguous_logits(logits)
-    context.call("sample", sample_args(logits, sampling, rows, out))
+    context.call("sample", sample_args(logits, sampling_tensors, rows, out))
 
 
 def process_logits(
@@ -122,16 +122,16 @@ def process_logits(
         words=num_mask_words(vocab_size),
     )
     if stages & SamplingStages.MASKS:
-        _set_masks(args, rows)
+        _set_grammar_mask_args(args, rows)
     if stages & SamplingStages.TOKEN_CONSTRAINTS:
-        _set_rules(args, rows)
+        _set_token_constraint_args(args, rows)
     if stages & SamplingStages.PENALTIES:
-        _set_penalties(args, rows)
+        _set_penalty_args(args, rows)
     context.call("process_logits", args)
     return out
 
 
-def _set_masks(args: Any, rows: SamplingRows) -> None:
+def _set_grammar_mask_args(args: Any, rows: SamplingRows) -> None:
     assert rows.mask_slots is not None
     assert rows.mask_words is not None
     args.mask_slots = checked_address("mask_slots", rows.mask_slots, torch.int64, args.rows)
@@ -139,30 +139,30 @@ def _set_masks(args: Any, rows: SamplingRows) -> None:
     args.mask_words = checked_address("mask_words", rows.mask_words, torch.int32, 0, args.words)
 
 
-def _set_rules(args: Any, rows: SamplingRows) -> None:
+def _set_token_constraint_args(args: Any, rows: SamplingRows) -> None:
     tables = rows.tables
     args.rules = 1
-    _set_scalars(args, rows, "restricted", "num_bias", "num_stop_ids", "min_end")
+    _set_param_args(args, rows, "restricted", "num_bias", "num_stop_ids", "min_end")
     args.max_bias, args.max_stop_ids = tables.bias_ids.shape[1], tables.stop_ids.shape[1]
     widths = {"allowed": args.words, "bias_ids": args.max_bias, "stop_ids": args.max_stop_ids}
-    _set_tables(args, tables, widths, torch.int32)
-    _set_tables(args, tables, {"bias_values": args.max_bias}, torch.float32)
+    _set_table_args(args, tables, widths, torch.int32)
+    _set_table_args(args, tables, {"bias_values": args.max_bias}, torch.float32)
 
 
-def _set_penalties(args: Any, rows: SamplingRows) -> None:
+def _set_penalty_args(args: Any, rows: SamplingRows) -> None:
     args.penalties = 1
-    _set_scalars(args, rows, "counted_from", "repetition", "frequency", "presence")
+    _set_param_args(args, rows, "counted_from", "repetition", "frequency", "presence")
     widths = {"counts": args.vocab_size, "in_prompt": args.words}
-    _set_tables(args, rows.tables, widths, torch.int32)
+    _set_table_args(args, rows.tables, widths, torch.int32)
 
 
-def _set_scalars(args: Any, rows: SamplingRows, *names: str) -> None:
-    for name in names:
+def _set_param_args(args: Any, rows: SamplingRows, *param_names: str) -> None:
+    for name in param_names:
         dtype = LOGITS_PROCESSING_PARAMS[name].dtype
         setattr(args, name, checked_address(name, rows.params[name], dtype, args.lines))
 
 
-def _set_tables(
+def _set_table_args(
     args: Any, tables: LogitsTables, widths: Mapping[str, int], dtype: torch.dtype
 ) -> None:
     for name, width in widths.items():

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from asyncllm.errors import ModelLoadError
-from asyncllm.gpu.ops.linear_weights import BLOCK_SIZES, LinearWeights, WeightSpec
+from asyncllm.gpu.ops.linear_weights import GGUF_BLOCK_SIZES, LinearWeights, WeightSpec
 from asyncllm.gpu.ops.program import DTYPE_CODES
 from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, WeightQuantisers, check_even_inputs
 from asyncllm.native.context import Context, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
 INT8_CODE, UINT4_CODE, UINT8_CODE = 3, 4, 5
-"""The library's types of quantised weights. INT8_CODE has a scale per output channel, the others
+"""The library's codes of quantised types. INT8_CODE has a scale per output channel, the others
 have one per output channel and group of inputs."""
 
 BLOCK_TYPE_CODES: Mapping[str, int] = {
     "q4_1": 6, "q5_0": 7, "q5_1": 8, "q4_k": 9, "q5_k": 10, "q6_k": 11, "iq4_nl": 12,
 }  # fmt: skip
-"""The library's types of GGUF blocks, by scheme."""
+"""The library's codes of GGUF block types, by scheme."""
 
 INPUTS_PER_SCALE = 32
 """Number of inputs per scale when the kernels quantise the inputs. The size of a group of weights
@@ -30,7 +30,7 @@ has to be a multiple of it."""
 
 
 def native_type_code(spec: WeightSpec) -> int | None:
-    """The library's type for quantised weights of this spec; None if it does not support them."""
+    """The library's type code for quantised weights of this spec; None if unsupported."""
     block_rows, group = spec.scale_block or (0, 0)
     columns = spec.shape[1]
     if spec.scheme in BLOCK_TYPE_CODES and not spec.has_column_order:
@@ -107,31 +107,31 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     """
     bias = None if weights.bias is None else weights.bias.float().contiguous()
     if weights.scheme != "plain":
-        stored = native_type_code(weights.spec)
+        type_code = native_type_code(weights.spec)
         if weights.scheme in BLOCK_TYPE_CODES:
             return _pack_blocks(context, weights, bias)
-        if stored != INT8_CODE:
-            assert stored is not None
-            return _pack_grouped(context, weights, stored, bias)
+        if type_code != INT8_CODE:
+            assert type_code is not None
+            return _pack_groupwise(context, weights, type_code, bias)
     values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
     scales = None if weights.scales is None else weights.scales.float().flatten().contiguous()
-    stored = INT8_CODE if weights.scheme == "int8" else DTYPE_CODES[values.dtype]
+    type_code = INT8_CODE if weights.scheme == "int8" else DTYPE_CODES[values.dtype]
     n, k = values.shape
     handle = context.functions.pack(
-        context.handle, values.data_ptr(), stored, n, k, values.stride(0), _address(scales),
+        context.handle, values.data_ptr(), type_code, n, k, values.stride(0), _address(scales),
         _address(bias),
     )  # fmt: skip
     return PackedWeights(context, handle, n, k)
 
 
-def _pack_grouped(
-    context: Context, weights: LinearWeights, stored: int, bias: Tensor | None
+def _pack_groupwise(
+    context: Context, weights: LinearWeights, type_code: int, bias: Tensor | None
 ) -> PackedWeights:
     (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
     assert scales is not None
     assert block is not None
     # The kernels take unsigned integers: an 8-bit value is stored plus 128.
-    offset = 128 if stored == UINT8_CODE else 0
+    offset = 128 if type_code == UINT8_CODE else 0
     values = weights.values.contiguous()
     if offset:
         values = values.view(torch.uint8) ^ 128
@@ -141,7 +141,7 @@ def _pack_grouped(
         values=values.data_ptr(), n=n, k=k, row_bytes=values.stride(0),
         group=-(-min(block[1], k) // INPUTS_PER_SCALE) * INPUTS_PER_SCALE,
         scales=scales.data_ptr(), zeros=_address(zeros),
-        bias=_address(bias), dtype=stored, scale_dtype=DTYPE_CODES[scales.dtype],
+        bias=_address(bias), dtype=type_code, scale_dtype=DTYPE_CODES[scales.dtype],
     )  # fmt: skip
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
@@ -151,7 +151,7 @@ def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) 
     n, k = weights.shape
     args = STRUCTS["GroupedArgs"](
         values=values.data_ptr(), n=n, k=k,
-        row_bytes=values.stride(0), group=BLOCK_SIZES[weights.scheme][0], bias=_address(bias),
+        row_bytes=values.stride(0), group=GGUF_BLOCK_SIZES[weights.scheme][0], bias=_address(bias),
         dtype=BLOCK_TYPE_CODES[weights.scheme], scale_dtype=DTYPE_CODES[torch.float16],
     )  # fmt: skip
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)

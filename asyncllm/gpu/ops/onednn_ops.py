@@ -20,11 +20,11 @@ from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.torch_ops import TorchLinear
 
-MAX_TORCH_LINEAR_PRODUCTS = 400_000
-"""Number of rows times weight elements up to which ``F.linear`` is faster than oneDNN in float32.
-Weights with fewer elements are kept in both layouts, at most 1.6 MB each; larger ones are packed.
-On a processor with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any number of
-rows."""
+MAX_TORCH_LINEAR_MULTIPLY_ADDS = 400_000
+"""Product of rows and weight elements up to which ``F.linear`` is faster than oneDNN in float32. A
+weight with fewer elements is kept both plain and packed, at most 1.6 MB each; a larger one only
+packed. On a processor with AVX2 but not AVX-512, ``F.linear`` is faster for small weights at any
+number of rows."""
 
 
 def bucket_size(num_rows: int) -> int:
@@ -37,7 +37,7 @@ def bucket_size(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-class BucketedLinear:
+class RowBucketedLinear:
     """Linear layer whose rows are padded to a bucket. No row's result depends on another row."""
 
     def __init__(self, linear: Linear) -> None:
@@ -70,14 +70,14 @@ class PackedLinear:
         return self.linear(x, self.weight, self.bias, "none", [], "")
 
 
-class SmallWeightLinear:
+class TorchOrPackedLinear:
     """Linear layer on a small float32 weight: ``F.linear`` for few rows, oneDNN for many."""
 
     def __init__(self, weights: LinearWeights) -> None:
         self.weight = weights.values
         self.bias = weights.bias
-        self.packed = BucketedLinear(PackedLinear(weights))
-        self.max_torch_rows = MAX_TORCH_LINEAR_PRODUCTS // self.weight.numel()
+        self.packed = RowBucketedLinear(PackedLinear(weights))
+        self.max_torch_rows = MAX_TORCH_LINEAR_MULTIPLY_ADDS // self.weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.max_torch_rows:
@@ -91,20 +91,23 @@ class OneDNNOps(CpuOps):
     name = "onednn"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes a packed layer, without a copy of a large weight that a tied embedding keeps."""
-        dtype, small = weights.values.dtype, weights.values.numel() <= MAX_TORCH_LINEAR_PRODUCTS
+        """Makes a packed layer; it copies no large weight that a tied embedding keeps."""
+        dtype, small = (
+            weights.values.dtype,
+            weights.values.numel() <= MAX_TORCH_LINEAR_MULTIPLY_ADDS,
+        )
         if weights.is_tied and not small and dtype != torch.float32:
             # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.
-            return BucketedLinear(TorchLinear(weights))
+            return RowBucketedLinear(TorchLinear(weights))
         if not onednn_works(dtype):
             return TorchLinear(weights)
         if weights.is_tied and not small:
-            return BucketedLinear(PackedLinear(weights, pack_weight=False))
+            return RowBucketedLinear(PackedLinear(weights, pack_weight=False))
         if dtype != torch.float32 or not small:
-            return BucketedLinear(PackedLinear(weights))
+            return RowBucketedLinear(PackedLinear(weights))
         if torch.backends.cpu.get_cpu_capability() == "AVX2":
             return TorchLinear(weights)
-        return SmallWeightLinear(weights)
+        return TorchOrPackedLinear(weights)
 
 
 def onednn_works(dtype: torch.dtype = torch.float32) -> bool:

@@ -42,7 +42,7 @@ def contiguous_parameter(parameter: Tensor) -> Tensor:
 
 
 def _writes_state(name: str, op: Any) -> bool:
-    """Whether an op writes the KV cache, or is its layer's last to write recurrent states.
+    """Whether an op writes the KV cache, or is the last op of its layer to write recurrent states.
 
     A "rope_and_cache" op that only rotates queries has a null cache.
     """
@@ -55,7 +55,7 @@ class Program:
     Args:
         ops: array of ``Op``.
         names: names of the ops.
-        capacity: number of rows that the buffers of each DynamicSize have.
+        capacity: for each DynamicSize, the number of rows that its buffers have room for.
         num_bytes: bytes of the activations.
         results: tensors that contain the results after a run, with rows for the largest step.
         keep_alive: owners of the memory to which the ops point; the program refers to them.
@@ -78,20 +78,24 @@ class Program:
             num_writing_ops=max(writes, default=-1) + 1,
             capacity=sizes(*capacity),
         )
-        self._sizes, self._failed = sizes(), (ctypes.c_int64 * 1)()
+        self._sizes, self._failed_op_index = sizes(), (ctypes.c_int64 * 1)()
 
-    def run(self, *sizes: int) -> None:
-        """Runs a step on the context's threads; ``sizes`` are in the order of DynamicSize.
+    def run(self, *dynamic_sizes: int) -> None:
+        """Runs a step on the context's threads; the sizes are in the order of DynamicSize.
 
         Raises:
             RuntimeError: a size or an index is beyond the buffers; the message names the op.
             MemoryError: scratch memory could not be allocated.
         """
-        self._sizes[:] = sizes
+        self._sizes[:] = dynamic_sizes
         context = self.context
-        status = context.functions.run(context.handle, self.args, self._sizes, self._failed)
+        status = context.functions.run(
+            context.handle, self.args, self._sizes, self._failed_op_index
+        )
         if status:
-            raise_for_status(self.describe_failure(status, self._failed[0], self._sizes), status)
+            raise_for_status(
+                self.describe_failure(status, self._failed_op_index[0], self._sizes), status
+            )
 
     def describe_failure(self, status: int, op_index: int, sizes: Iterable[int]) -> str:
         """Names the op at ``op_index``, or, if it is negative, the sizes of the failed step."""

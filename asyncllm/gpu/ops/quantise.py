@@ -19,9 +19,9 @@ MAX_CHUNK_ELEMENTS = 2**22
 """Maximum number of elements converted to float32 at a time."""
 
 INT4_GROUP_SIZE = 32
-"""Number of inputs per scale and zero point in 4 bits."""
+"""Number of inputs that share a scale and a zero point, in weights quantised to 4 bits."""
 
-RANGE_FRACTIONS = (1.0, 0.92, 0.84)
+INT4_RANGE_FRACTIONS = (1.0, 0.92, 0.84)
 """Fractions of a group's range that 4 bits may span; the fraction with the least error is used."""
 
 
@@ -52,17 +52,17 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
     """Rounds to 4 bits, with a scale and a zero point per output channel and group of inputs.
 
     Quantised values go from 0 to 15. A group's range is extended to include 0. For each fraction in
-    RANGE_FRACTIONS, that fraction of the range is divided into 15 steps, and elements beyond it are
-    clipped; the fraction with the least squared error is used. Squared errors are summed pairwise,
-    so that the sum is the same on every processor. Scales are rounded to bfloat16, their stored
-    dtype, before elements are divided by them. If a group contains NaN or infinity, so does its
-    scale, and its outputs are NaN.
+    INT4_RANGE_FRACTIONS, that fraction of the range is divided into 15 steps, and elements beyond
+    it are clipped; the fraction with the least squared error is used. Squared errors are summed
+    pairwise, so that the sum is the same on every processor. Scales are rounded to bfloat16, their
+    stored dtype, before elements are divided by them. If a group contains NaN or infinity, so does
+    its scale, and its outputs are NaN.
 
     Args:
         weights: weights of scheme "plain".
 
     Raises:
-        ModelLoadError: an odd number of inputs, of which two share a byte.
+        ModelLoadError: the number of inputs is odd, and a byte holds two.
     """
     values = weights.values
     rows, columns = values.shape
@@ -92,9 +92,9 @@ def _quantise_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
-    best, least_error = _scale_and_zero(low, high, RANGE_FRACTIONS[0]), None
-    for fraction in RANGE_FRACTIONS:
-        scale, zero = _scale_and_zero(low, high, fraction)
+    best, least_error = _scale_and_zero_point(low, high, INT4_RANGE_FRACTIONS[0]), None
+    for fraction in INT4_RANGE_FRACTIONS:
+        scale, zero = _scale_and_zero_point(low, high, fraction)
         exact = values * _reciprocal(scale)
         error = exact.round().clamp_(-zero, 15.0 - zero).sub_(exact).square_()
         while (half := error.shape[2] // 2) > 0:
@@ -111,10 +111,12 @@ def _quantise_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return scale, zero, quantised.nan_to_num_().to(torch.uint8)
 
 
-def _scale_and_zero(low: Tensor, high: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
-    """The scale that divides ``fraction`` of a range into 15 steps, and the zero point."""
-    scale = ((high - low) * (fraction / 15.0)).to(torch.bfloat16).float()
-    zero = (low * -fraction * _reciprocal(scale)).round_().clamp_(0.0, 15.0).nan_to_num_()
+def _scale_and_zero_point(
+    low: Tensor, high: Tensor, range_fraction: float
+) -> tuple[Tensor, Tensor]:
+    """Scale that divides ``range_fraction`` of a range into 15 steps, and the zero point."""
+    scale = ((high - low) * (range_fraction / 15.0)).to(torch.bfloat16).float()
+    zero = (low * -range_fraction * _reciprocal(scale)).round_().clamp_(0.0, 15.0).nan_to_num_()
     return scale, zero
 
 

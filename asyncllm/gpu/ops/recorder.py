@@ -35,8 +35,8 @@ class UnrecordableError(Exception):
 class DynamicSize(IntEnum):
     """First dimensions of tensors that vary by step; ``enum Size`` in ``native/src/interface.h``.
 
-    OUTPUT_TOKENS counts the tokens whose hidden states are returned. SAMPLED_TOKENS of them get
-    logits, GREEDY_TOKENS of them only the index of the largest logit.
+    OUTPUT_TOKENS counts the tokens whose hidden states are returned; SAMPLED_TOKENS, those of them
+    that get logits; GREEDY_TOKENS, those that get only the index of the largest logit.
     """
 
     ROWS = 0
@@ -46,14 +46,14 @@ class DynamicSize(IntEnum):
     GREEDY_TOKENS = 4
 
 
-FAKE_ROWS = {
+FAKE_ROW_COUNTS = {
     DynamicSize.ROWS: 2,
     DynamicSize.TOKENS: 11,
     DynamicSize.OUTPUT_TOKENS: 8,
     DynamicSize.SAMPLED_TOKENS: 3,
     DynamicSize.GREEDY_TOKENS: 4,
 }
-"""Number of rows of a fake tensor; all differ, so that the number identifies the DynamicSize."""
+"""Numbers of rows of fake tensors, all different, so that a shape identifies its DynamicSize."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,13 +81,13 @@ class _Buffer:
         self.address = self.memory.ctypes.data
 
 
-def _address(buffer: _Buffer) -> int:
+def _buffer_address(buffer: _Buffer) -> int:
     return buffer.address
 
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """A recorded op, with each pointer as a buffer and a byte offset in the buffer's first row."""
+    """A recorded op. A pointer is a buffer and a byte offset in it, less than a row."""
 
     name: str
     size: DynamicSize
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.index.Tensor and len(args[1]) == 1:
-            return self._record_selection(args[0], args[1][0])
+            return self._record_index_select(args[0], args[1][0])
         if func.is_view:
             return func(*args, **(kwargs or {}))
         raise UnrecordableError(f"{func} has no native kernel")
@@ -142,18 +142,20 @@ class Recorder(TorchDispatchMode):
 
     def add_input(self, array: np.ndarray, size: DynamicSize) -> Tensor:
         """Makes ``array`` an input of the program; returns its fake tensor."""
-        fake = np.zeros(FAKE_ROWS[size], dtype=array.dtype)
-        insort(self._buffers, _Buffer(size, array.itemsize, fake, array), key=_address)
+        fake = np.zeros(FAKE_ROW_COUNTS[size], dtype=array.dtype)
+        insort(self._buffers, _Buffer(size, array.itemsize, fake, array), key=_buffer_address)
         self._keep_alive.append(array)
         return torch.from_numpy(fake)
 
     def empty_output(self, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Makes a fake output ``[T, width]`` of ``like``'s DynamicSize and, by default, dtype."""
-        size, dtype = self._size_of(like), dtype or like.dtype
+        """Makes a fake output ``[T, width]`` with the T and, by default, the dtype of ``like``."""
+        size, dtype = self._dynamic_size_of(like), dtype or like.dtype
         row_bytes = width * dtype.itemsize
-        memory = np.zeros(FAKE_ROWS[size] * row_bytes, dtype=np.uint8)
+        memory = np.zeros(FAKE_ROW_COUNTS[size] * row_bytes, dtype=np.uint8)
         first = len(self._ops)
-        insort(self._buffers, _Buffer(size, row_bytes, memory, None, first, first), key=_address)
+        insort(
+            self._buffers, _Buffer(size, row_bytes, memory, None, first, first), key=_buffer_address
+        )
         return torch.from_numpy(memory).view(dtype).view(-1, width)
 
     def add_op(
@@ -176,14 +178,16 @@ class Recorder(TorchDispatchMode):
             keep_alive: objects that own the memory behind the other pointers.
             x_size: the DynamicSize of the input ``x``, for an op that selects rows of ``x``.
         """
-        size = like if isinstance(like, DynamicSize) else self._size_of(like)
+        size = like if isinstance(like, DynamicSize) else self._dynamic_size_of(like)
         copied_args = type(args).from_buffer_copy(args)
         op = _RecordedOp(name, size, x_size, copied_args)
         for pointer, tensor in tensors.items():
-            # The library itself skips the leading rows of x, which are the SAMPLED_TOKENS: their
-            # number varies by step.
+            # The library itself skips the first SAMPLED_TOKENS rows of x, because their number
+            # varies by step.
             skipped_rows = (
-                FAKE_ROWS[DynamicSize.SAMPLED_TOKENS] if (name, pointer) == ("argmax", "x") else 0
+                FAKE_ROW_COUNTS[DynamicSize.SAMPLED_TOKENS]
+                if (name, pointer) == ("argmax", "x")
+                else 0
             )
             location = op.pointers[pointer] = self._find_buffer(name, tensor, skipped_rows)
             location[0].last_op = len(self._ops)
@@ -195,12 +199,12 @@ class Recorder(TorchDispatchMode):
         buffer, _ = self._find_buffer("result", tensor)
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
-    def refuse_call(self) -> NoReturn:
+    def raise_unrecordable(self) -> NoReturn:
         """Raises UnrecordableError. The context calls it for an op that cannot be recorded."""
         raise UnrecordableError("a native op cannot be recorded")
 
-    def _record_selection(self, x: Tensor, index: Tensor) -> Tensor:
-        """Records ``x[index]``, the selection of rows of ``x``, as the native op "select"."""
+    def _record_index_select(self, x: Tensor, index: Tensor) -> Tensor:
+        """Records ``x[index]``, which selects rows of ``x``, as the native op "select"."""
         if index.dtype != torch.int64 or x.dim() != 2 or x.stride(1) != 1:
             raise UnrecordableError("an index other than one of rows has no native kernel")
         out = self.empty_output(index, x.shape[1], x.dtype)
@@ -208,11 +212,11 @@ class Recorder(TorchDispatchMode):
             x_stride=x.stride(0), width=x.shape[1], scale=1.0, dtype=DTYPE_CODES[x.dtype]
         )
         tensors = {"x": x, "ids": index, "out": out}
-        self.add_op("select", index, args, tensors, x_size=self._size_of(x))
+        self.add_op("select", index, args, tensors, x_size=self._dynamic_size_of(x))
         return out
 
-    def _size_of(self, tensor: Tensor) -> DynamicSize:
-        for size, rows in FAKE_ROWS.items():
+    def _dynamic_size_of(self, tensor: Tensor) -> DynamicSize:
+        for size, rows in FAKE_ROW_COUNTS.items():
             if tensor.dim() and tensor.shape[0] == rows:
                 return size
         raise UnrecordableError(f"a tensor {tuple(tensor.shape)} does not have the step's tokens")
@@ -221,18 +225,18 @@ class Recorder(TorchDispatchMode):
         """Finds the buffer that contains a tensor, and the tensor's byte offset in it.
 
         Args:
-            skipped_rows: number of rows before the tensor that do not count in the offset.
+            skipped_rows: number of leading rows of the buffer. The offset is counted from the row
+                after them, in which the tensor has to start.
 
         Raises:
-            UnrecordableError: no buffer contains it, or it does not start in the row after
-                ``skipped_rows``.
+            UnrecordableError: no buffer contains the tensor, or it starts in another row.
         """
         address = tensor.data_ptr()
-        index = bisect_right(self._buffers, address, key=_address) - 1
+        index = bisect_right(self._buffers, address, key=_buffer_address) - 1
         buffer = self._buffers[index] if index >= 0 else None
         if buffer is None or address >= buffer.address + buffer.memory.nbytes:
             raise UnrecordableError(f"{name} reads a tensor that no native op made")
-        offset, rows = address - buffer.address, FAKE_ROWS[buffer.size]
+        offset, rows = address - buffer.address, FAKE_ROW_COUNTS[buffer.size]
         offset -= skipped_rows * buffer.row_bytes
         adjacent = tensor.stride(0) * tensor.itemsize == buffer.row_bytes
         if not 0 <= offset < buffer.row_bytes or tensor.shape[0] > rows or not adjacent:
@@ -242,8 +246,8 @@ class Recorder(TorchDispatchMode):
     # --- the program -------------------------------------------------------------------
 
     def place_activations(self, capacity: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Places activations in one allocation; returns offsets by ``id(buffer)`` and its size, in
-        bytes."""
+        """Places activations in one allocation; returns the buffers' offsets by ``id(buffer)``, and
+        the allocation's size, in bytes."""
         result_ids = {id(buffer) for buffer, *_ in self._results}
         activations = [buffer for buffer in self._buffers if buffer.array is None]
         lifetimes = [

@@ -14,7 +14,7 @@ from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.flash_attention_2 import FlashAttention2
 from asyncllm.gpu.ops.flash_attention_3 import FlashAttention3
-from asyncllm.gpu.ops.native_attention import BUILD_REMEDY, NativeAttention, native_context
+from asyncllm.gpu.ops.native_attention import BUILD_LIBRARY_HINT, NativeAttention, native_context
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps, onednn_works
 from asyncllm.gpu.ops.torch_attention import TorchAttention
@@ -38,7 +38,7 @@ BUILTIN_BACKENDS: dict[str, AttentionBackend] = {
         FlashAttention3,
     )
 }
-"""Built-in backends by name. A backend's library is imported when it makes an attention."""
+"""Built-in backends by name. ``make`` imports a backend's library."""
 
 
 def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int]:
@@ -58,15 +58,15 @@ def make_attention(name: str, request: AttentionRequest) -> tuple[Attention, int
         EngineError: the backend's library is missing, too old or does not work here, or the entry
             point that registers the backend is faulty.
     """
-    chosen = resolve_backend_name(name, request)
-    backend = find_backend(chosen)
+    backend_name = resolve_backend_name(name, request)
+    backend = find_backend(backend_name)
     block_size = request.block_size or backend.default_block_size(request.device)
     request = dataclasses.replace(request, block_size=block_size)
     capability = None
     if request.device.type == "cuda":
         capability = torch.cuda.get_device_capability(request.device)
     for unmet in backend.constraints.unmet(request, capability):
-        raise _constraint_error(name, chosen, unmet, request)
+        raise _constraint_error(name, backend_name, unmet, request)
     attention = backend.make(request)
     if not isinstance(attention, Attention):
         raise EngineError(
@@ -82,12 +82,12 @@ def resolve_backend_name(name: str, request: AttentionRequest) -> str:
         return name
     if request.device.type == "cuda":
         return "triton"
-    if not _runs_native() or any(NativeAttention.constraints.unmet(request)):
+    if not _can_run_native_ops() or any(NativeAttention.constraints.unmet(request)):
         return "torch"
     return "native"
 
 
-def _runs_native() -> bool:
+def _can_run_native_ops() -> bool:
     """Whether ``choose_native_ops`` chooses native ops; warns if only the library is missing."""
     choice = choose_native_ops()
     if choice.can_be_built:
@@ -116,7 +116,7 @@ def choose_native_ops() -> NativeOpsChoice:
     except NativeUnavailableError as error:
         # Log the exception's text, not the exception: a log handler may keep it, and with it all
         # frames of its traceback.
-        reason = f"{error}: the CPU runs torch's, which are slower; {BUILD_REMEDY}"
+        reason = f"{error}: the CPU runs torch's, which are slower; {BUILD_LIBRARY_HINT}"
         return NativeOpsChoice(False, reason, can_be_built=True)
     if isa == "baseline":
         return NativeOpsChoice(
@@ -187,7 +187,7 @@ def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     return CpuOps()
 
 
-def ops_without_attention(name: str, device: torch.device, num_threads: int) -> TorchOps:
+def make_ops_without_attention(name: str, device: torch.device, num_threads: int) -> TorchOps:
     """Makes the op set of a model without attention.
 
     On a CPU it is the op set that goes with the attention backend ``name``, elsewhere torch's.
@@ -198,7 +198,7 @@ def ops_without_attention(name: str, device: torch.device, num_threads: int) -> 
     Raises:
         EngineError: ``name`` is "native", but the library is missing or does not work here.
     """
-    if device.type == "cpu" and (name == "native" or (name == "auto" and _runs_native())):
+    if device.type == "cpu" and (name == "native" or (name == "auto" and _can_run_native_ops())):
         return NativeOps(native_context(num_threads))
     return make_ops(device, None)
 
@@ -225,13 +225,13 @@ def _distribution_name(entry: EntryPoint) -> str:
 
 
 def _constraint_error(
-    name: str, chosen: str, unmet: UnmetConstraint, request: AttentionRequest
+    name: str, backend_name: str, unmet: UnmetConstraint, request: AttentionRequest
 ) -> InvalidRequestError:
     """Makes the error for a broken constraint, which names the setting, the limit and an
     alternative."""
     setting = f"attention_backend={name!r}"
     if name == "auto":
-        setting += f" is {chosen!r} on device {request.device}, which"
+        setting += f" is {backend_name!r} on device {request.device}, which"
     message = f"{setting} takes {unmet.expected}, and this is {unmet.actual}"
     param = "attention_backend"
     if unmet.field == "block_size":

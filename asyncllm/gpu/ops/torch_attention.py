@@ -22,25 +22,25 @@ from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
-GROUP_OVERHEAD_TOKENS = 256
-"""Time of one more group per layer, as the number of gathered tokens that take as long."""
+ROW_GROUP_OVERHEAD_TOKENS = 256
+"""Overhead of one more group per layer: gathering this many tokens of KV takes as long."""
 
 MAX_GROUP_KV_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V in a group of more than one row."""
 
-MAX_PADDED_SCORES = 1 << 16
+MAX_PADDED_QUERY_KEY_PAIRS = 1 << 16
 """Maximum number of query-key pairs per head in a group of several prefill rows."""
 
 
 @dataclass(slots=True)
-class AttentionGroup:
+class PaddedRowGroup:
     """Rows of a step that are computed in one padded batch.
 
     Attributes:
         num_rows, num_queries: number of rows, and of queries per row, padding included.
         tokens: the step's tokens in the group, as a slice, or as an index that includes padding.
-        blocks: ids of the blocks to gather, as many for each row; None if the step's own keys and
-            values are all that the queries see, so that a causal mask suffices.
+        blocks: ids of the blocks to gather, the same number per row; None if the step's own keys
+            and values are all that the queries see, so that a causal mask suffices.
         length: number of keys per row, padding included.
         mask: added to the scores, ``[num_rows, 1, num_queries, length]``, or None.
         outputs: if ``tokens`` includes padding, the positions of its real entries, and the tokens
@@ -92,7 +92,7 @@ class TorchAttention:
 
     def plan(
         self, step: StepInputs, window: int | None, group: int
-    ) -> list[AttentionGroup] | CapturablePlan:
+    ) -> list[PaddedRowGroup] | CapturablePlan:
         if step.host is None:
             return self._make_capturable_plan(step, window, group)
         rows, block_size = step.host, step.groups[group].block_size
@@ -126,11 +126,11 @@ class TorchAttention:
         k: Tensor,
         v: Tensor,
         cache: Tensor,
-        plan: list[AttentionGroup] | CapturablePlan,
+        plan: list[PaddedRowGroup] | CapturablePlan,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, CapturablePlan):
-            return self._attend_whole_tables(q, cache, plan, sinks)
+            return self._attend_full_block_tables(q, cache, plan, sinks)
         if len(plan) == 1 and isinstance(plan[0].tokens, slice):
             return self._attend(q, k, v, cache, plan[0], sinks).reshape(q.shape[0], -1)
         out = q.new_empty(q.shape)
@@ -143,7 +143,7 @@ class TorchAttention:
                 out.index_copy_(0, target, result[valid])
         return out.view(q.shape[0], -1)
 
-    def _attend_whole_tables(
+    def _attend_full_block_tables(
         self, q: Tensor, cache: Tensor, plan: CapturablePlan, sinks: Tensor | None
     ) -> Tensor:
         """Attention of decode rows over their whole block tables.
@@ -186,8 +186,8 @@ class TorchAttention:
     def _plan_group(
         self, step: StepInputs, rows: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray,
         window: int | None, group: int,
-    ) -> AttentionGroup:  # fmt: skip
-        """Plans the rows of the indices ``rows``, whose keys begin at ``first_keys``."""
+    ) -> PaddedRowGroup:  # fmt: skip
+        """Plans the group of ``rows``; the i-th row reads keys from ``first_keys[i]`` on."""
         host, device = step.host, step.token_ids.device
         assert host is not None
         first_tokens, starts = host.query_start_loc[rows], host.starts[rows]
@@ -196,13 +196,15 @@ class TorchAttention:
         tokens, outputs = _token_index(first_tokens, counts, device)
         whole = num_rows == 1 and starts[0] == 0
         if whole and (window is None or length <= window):
-            return AttentionGroup(1, num_queries, tokens, None, length, None, None)
-        block_ids = _block_index(step.groups[group], host.req_indices[rows], first_keys, lengths)
+            return PaddedRowGroup(1, num_queries, tokens, None, length, None, None)
+        block_ids = _padded_block_ids(
+            step.groups[group], host.req_indices[rows], first_keys, lengths
+        )
         blocks, mask = copy_to_device(block_ids, device), None
         if num_rows > 1 or num_queries > 1 or window is not None:
             mask = _make_mask(starts - first_keys, lengths, num_queries, window)
             mask = copy_to_device(mask, device).unsqueeze(1).to(self.dtype)
-        return AttentionGroup(num_rows, num_queries, tokens, blocks, length, mask, outputs)
+        return PaddedRowGroup(num_rows, num_queries, tokens, blocks, length, mask, outputs)
 
     def _attend(
         self,
@@ -210,7 +212,7 @@ class TorchAttention:
         k: Tensor,
         v: Tensor,
         cache: Tensor,
-        group: AttentionGroup,
+        group: PaddedRowGroup,
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of one group; returns ``[tokens of the group, Hq, D]``, padding included."""
@@ -310,7 +312,7 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
         Row indices of each group, ascending.
     """
     order = np.argsort(-lengths, kind="stable")
-    if int(lengths.max()) * len(lengths) - int(lengths.sum()) <= GROUP_OVERHEAD_TOKENS and (
+    if int(lengths.max()) * len(lengths) - int(lengths.sum()) <= ROW_GROUP_OVERHEAD_TOKENS and (
         int(lengths.max()) * len(lengths) <= max_tokens
     ):
         return [np.arange(len(lengths))]
@@ -320,7 +322,7 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
         if index < len(order):
             longest = int(lengths[order[start]])
             padding += longest - int(lengths[order[index]])
-            if padding <= GROUP_OVERHEAD_TOKENS and (index + 1 - start) * longest <= max_tokens:
+            if padding <= ROW_GROUP_OVERHEAD_TOKENS and (index + 1 - start) * longest <= max_tokens:
                 continue
         groups.append(np.sort(order[start:index]))
         start, padding = index, 0
@@ -328,19 +330,19 @@ def split_by_length(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
 
 
 def _may_join_group(
-    counts: np.ndarray, lengths: np.ndarray, group_rows: list[int], row: int
+    query_counts: np.ndarray, key_counts: np.ndarray, group_rows: list[int], row: int
 ) -> bool:
-    """Whether a prefill row may join the group that has ``group_rows``."""
+    """Whether a prefill row may be computed in one padded batch with the rows ``group_rows``."""
     members = [*group_rows, row]
-    padded = len(members) * int(counts[members].max()) * int(lengths[members].max())
-    exact = int((counts[members] * lengths[members]).sum())
-    return padded <= MAX_PADDED_SCORES and padded <= 2 * exact + 1024
+    padded = len(members) * int(query_counts[members].max()) * int(key_counts[members].max())
+    exact = int((query_counts[members] * key_counts[members]).sum())
+    return padded <= MAX_PADDED_QUERY_KEY_PAIRS and padded <= 2 * exact + 1024
 
 
 def _token_index(
     first_tokens: np.ndarray, counts: np.ndarray, device: torch.device
 ) -> tuple[slice | Tensor, tuple[Tensor, Tensor] | None]:
-    """Computes ``tokens`` and ``outputs`` of an AttentionGroup.
+    """Computes ``tokens`` and ``outputs`` of an PaddedRowGroup.
 
     ``tokens`` is a slice where the tokens are adjacent and every row has equally many.
     """
@@ -375,7 +377,7 @@ def _make_mask(
     return np.where(masked_keys, np.float32(-math.inf), np.float32(0.0))
 
 
-def _block_index(
+def _padded_block_ids(
     group: KVGroupInputs, req_indices: np.ndarray, first_keys: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     """Ids of each row's blocks from its first key on, padded with the null block."""

@@ -103,7 +103,7 @@ class TorchOps:
         Raises:
             ModelLoadError: the op set cannot compute with weights of this form.
         """
-        for part in weights.uniform_parts:
+        for part in weights.single_scheme_parts:
             if not self.accepts_weights(part.spec):
                 raise ModelLoadError(
                     f"weights of scheme {part.scheme!r} with scale_block={part.scale_block}: the "
@@ -120,7 +120,7 @@ class TorchOps:
         return TorchLinear(weights)
 
     def routing(self, config: RoutingConfig, weights: RouterWeights) -> Routing:
-        """Makes the op that chooses each token's experts; the weights are of scheme "plain"."""
+        """Makes the op that chooses each token's experts; the router's weights are unquantised."""
         return TorchRouting(config, weights)
 
     def experts(self, weights: ExpertsWeights, config: ActivationConfig, top_k: int) -> Experts:
@@ -143,8 +143,8 @@ class TorchOps:
         """Makes the experts from weights that ``accepts_weights`` accepts."""
         return GroupedExperts(weights, config, self.gelu_mul if config.gelu else self.silu_mul)
 
-    def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
-        """Numbers of tokens per step at which the experts change to other kernels.
+    def expert_kernel_switch_points(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+        """Numbers of tokens per step at which the experts switch to other kernels.
 
         Warm-up runs a step of each number, because a kernel is compiled at its first launch.
         """
@@ -210,7 +210,7 @@ class TorchOps:
 
     @staticmethod
     def state_rows(step: StepInputs) -> Any:
-        """Makes the argument ``rows`` of recurrent ops, once per step for all layers."""
+        """Returns the state slots and token ranges that are the ``rows`` of all recurrent ops."""
         return StateRows.of(step)
 
     @staticmethod
@@ -241,7 +241,7 @@ class TorchOps:
         return x.copy_(torch.tanh(x.float() / cap).mul_(cap))
 
     @staticmethod
-    def decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
+    def fill_decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
         """Computes the inputs of decode rows on the device.
 
         It applies ``group.table_changes`` to the group's block table, then fills ``token_ids``,
@@ -269,20 +269,20 @@ class TorchOps:
 
     @staticmethod
     def sample(
-        logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+        logits: Tensor, sampling_tensors: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
     ) -> None:
         """Samples one token per row, as ``gumbel.gumbel_sample`` does.
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            sampling: tensors named in SAMPLE_OP_PARAMS, ``[N + 1]`` each.
+            sampling_tensors: tensors named in SAMPLE_OP_PARAMS, ``[N + 1]`` each.
             out: ``[S]`` int64, written: the sampled token; -1 for a padded row or one with NaN or
                 infinity; NO_TOKEN_LEFT for a row whose logits are all minus infinity.
         """
         req_indices, positions, last_sampled_tokens = rows
         padded = req_indices < 0
         table_rows = torch.where(padded, len(last_sampled_tokens) - 1, req_indices)
-        row_sampling = {name: sampling[name][table_rows] for name in SAMPLE_OP_PARAMS}
+        row_sampling = {name: sampling_tensors[name][table_rows] for name in SAMPLE_OP_PARAMS}
         tokens = gumbel_sample(logits, positions=positions + 1, **row_sampling)
         last_sampled_tokens.index_copy_(0, table_rows, tokens.masked_fill(padded, 0).clamp_(min=0))
         out.copy_(tokens.masked_fill(padded, -1))

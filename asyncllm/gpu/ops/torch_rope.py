@@ -15,7 +15,7 @@ class TorchRopeAndCache:
 
     Args:
         q_norm, k_norm: weights of per-head norms, ``[D]``, or of norms over all heads, ``[Hq * D]``
-            and ``[Hk * D]``; None for no norm. They round like ``TorchOps.rms_norm``.
+            and ``[Hk * D]``; None for no norm. The norms round like ``TorchOps.rms_norm``.
         v_norm: ``[D]``, weight of a per-head norm of v; None for no norm.
     """
 

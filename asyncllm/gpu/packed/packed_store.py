@@ -203,7 +203,7 @@ class PackedStore:
     def _record_weights(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
         """Yield the weights and record them for the file."""
         self._recorded_tensors = []
-        linear = {each.name for each in parameters(self._model) if each.linear}
+        linear = {each.name for each in parameters(self._model) if each.is_linear}
         for name, value in weights:
             if name not in linear and isinstance(value, Tensor):
                 self._recorded_tensors.append((name, value))

@@ -205,7 +205,7 @@ def looked_up(width: int) -> list[Tensor]:
         table_changes=(torch.tensor([3 * width - 1]), blocks),
     )  # fmt: skip
     (group,) = rows.groups
-    decode_inputs.decode_inputs(rows, group)
+    decode_inputs.fill_decode_inputs(rows, group)
     return [group.slot_mapping]
 
 

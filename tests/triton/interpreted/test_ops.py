@@ -79,7 +79,7 @@ def test_norms_before_a_rotation(options: dict, head_dim: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_step_state(block_size: int) -> None:
-    checks.check_step_state(OPS.decode_inputs, "cpu", block_size)
+    checks.check_step_state(OPS.fill_decode_inputs, "cpu", block_size)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_experts(case: dict) -> None:
     checks.check_experts(OPS, "cpu", **case)
 
 
-@pytest.mark.parametrize("tokens", [5, expert_pairs.BLOCK.value // 3 + 50])
+@pytest.mark.parametrize("tokens", [5, expert_pairs.ELEMENTS_PER_BLOCK.value // 3 + 50])
 def test_pairs_of_one_block_and_of_more(tokens: int) -> None:
     checks.check_sort_pairs(expert_pairs, tokens, 5, "cpu")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.triton.operands import row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-BLOCK = tl.constexpr(1024)
+ELEMENTS_PER_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def gated_mul_kernel(
 ):
     """Multiplies activated gates by the up projections; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * ELEMENTS_PER_BLOCK + tl.arange(0, ELEMENTS_PER_BLOCK)
     real = columns < width
     gate = tl.load(gates + row * stride_gates + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(ups + row * stride_ups + columns, mask=real, other=0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def gated_mul(gate: Tensor, up: Tensor | None = None, *, activation: str) -> Ten
     up = gate[:, width:] if up is None else up
     rows, out = len(gate), up.new_empty((len(gate), width))
     if rows:
-        gated_mul_kernel[(rows, cdiv(width, BLOCK.value))](
+        gated_mul_kernel[(rows, cdiv(width, ELEMENTS_PER_BLOCK.value))](
             out, gate, up, width, out.stride(0), row_stride("gate", gate), row_stride("up", up),
             ACTIVATION=activation, num_warps=4,
         )  # fmt: skip
@@ -79,7 +79,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 def softcap_kernel(x, width, cap, stride):
     """``cap * tanh(x / cap)`` in place; grid ``(rows, blocks of width)``."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * ELEMENTS_PER_BLOCK + tl.arange(0, ELEMENTS_PER_BLOCK)
     real = columns < width
     at = x + row * stride + columns
     value = tl.load(at, mask=real, other=0.0).to(tl.float32) / cap
@@ -91,7 +91,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     """``cap * tanh(x / cap)`` of ``x [S, N]``, in float32 and in place."""
     rows, width = x.shape
     if rows:
-        softcap_kernel[(rows, cdiv(width, BLOCK.value))](
+        softcap_kernel[(rows, cdiv(width, ELEMENTS_PER_BLOCK.value))](
             x, width, cap, row_stride("x", x), num_warps=4
         )
     return x

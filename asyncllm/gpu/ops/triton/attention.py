@@ -110,19 +110,20 @@ class TritonAttention:
     def has_skewed_lengths(
         self, batch: int, lengths: np.ndarray, max_len: int, window: int | None
     ) -> bool:
-        """Whether the longest row would hold up the other rows if all had equally many splits.
+        """Whether the longest row would delay the batch if all rows had equally many splits.
 
         Args:
             batch: number of rows of the launch, padding included.
             lengths: ``[B]``, tokens of each sequence.
-            max_len: length of the longest sequence for which the number of splits is chosen.
+            max_len: sequence length for which the number of splits is chosen.
         """
         longest = int(lengths.max())
         if not self.may_have_skewed_lengths(longest, window):
             return False
         splits, kv_heads = self.num_splits(batch, max_len, None), self.shape.num_kv_heads
-        places = self.programs_per_sm * self.num_sms
-        return tuning.has_skewed_lengths(longest, int(lengths.sum()), splits, kv_heads, places)
+        num_programs = self.programs_per_sm * self.num_sms
+        total = int(lengths.sum())
+        return tuning.has_skewed_lengths(longest, total, splits, kv_heads, num_programs)
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> TritonPlan:
         rows, decodes = step.num_rows, step.num_decodes
@@ -136,7 +137,7 @@ class TritonAttention:
                 lengths = host.seq_lens[:decodes]
                 max_len = int(lengths.max())
                 balanced = self.has_skewed_lengths(decodes, lengths, max_len, window)
-            num_partials = self._plan_decodes(plan, max_len, balanced)
+            num_partials = self._plan_decode_rows(plan, max_len, balanced)
         if decodes < rows:
             # A captured step has only decode rows, and no lengths on the host.
             assert host is not None
@@ -144,14 +145,16 @@ class TritonAttention:
             tokens = int(host.query_start_loc[rows]) - decodes
             max_len = int(host.seq_lens[decodes:].max())
             num_partials = max(
-                num_partials, self._plan_tiles(plan, tokens, rows - decodes, max_len)
+                num_partials, self._plan_prefill_tiles(plan, tokens, rows - decodes, max_len)
             )
         if num_partials:
-            size = tuning.workspace_size(num_partials, self.shape.num_heads, self.shape.head_dim)
+            size = tuning.workspace_elements(
+                num_partials, self.shape.num_heads, self.shape.head_dim
+            )
             plan.workspace = torch.empty(size, dtype=torch.float32, device=self.device)
         return plan
 
-    def _plan_decodes(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
+    def _plan_decode_rows(self, plan: TritonPlan, max_len: int, balanced: bool) -> int:
         """Chooses the splits of decode rows; returns the number of partial results per head."""
         batch = plan.num_decodes
         if balanced:
@@ -162,7 +165,7 @@ class TritonAttention:
         plan.splits = self.num_splits(batch, max_len, plan.window)
         return batch * plan.splits if plan.splits > 1 else 0
 
-    def _plan_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:
+    def _plan_prefill_tiles(self, plan: TritonPlan, tokens: int, seqs: int, max_len: int) -> int:
         """Chooses the splits of prefill tiles; returns the number of partial results per head."""
         shape, tiles = self.shape, self.prefill_tiles
         if plan.window is not None:

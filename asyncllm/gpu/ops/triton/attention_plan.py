@@ -25,7 +25,7 @@ class TritonPlan:
             as many as its length needs, and there are at most ``num_decodes + extra_splits``. Not
             possible with a window.
         tile_splits: number of splits of the keys of each prefill tile, from ``num_tile_splits``.
-        workspace: float32, at least ``workspace_size`` elements for the partial results of the
+        workspace: float32, at least ``workspace_elements`` elements for the partial results of the
             splits; all layers use the same. None if no keys are split.
         query_start_loc: ``[R - num_decodes + 1]`` int32 or int64, cumulative sums of the prefill
             rows' query tokens, from 0 on; None if there are no prefill rows. Rows may be empty.

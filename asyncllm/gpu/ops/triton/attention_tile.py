@@ -45,19 +45,19 @@ def attend_tile(
     cache,
     first_key,
     positions,
-    first_seen,
+    first_visible_key,
     kv_len,
-    factors,
+    score_params,
     window,
     HEAD_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
+    NEEDS_MASK: tl.constexpr,
 ):
     """Adds keys ``first_key`` to ``first_key + KEYS - 1`` to the online softmax.
 
-    Without MASKED all of these keys have to be in the cache and visible to every row.
+    Without NEEDS_MASK, all of these keys have to be in the cache and visible to every row.
 
     Args:
         q: ``[rows, BLOCK_DIM]``.
@@ -65,10 +65,10 @@ def attend_tile(
         cache: pointers to the keys and to the values of one key/value head, the pointer to the
             sequence's block table, and the strides of blocks, slots and elements.
         positions: ``[rows]``, index of the last key that each row sees.
-        first_seen: with WINDOW, index of the first key that any row sees. Blocks before it are
-            never read: another sequence may own them by now and have written NaN, and a weight of
-            0 times NaN is NaN.
-        factors: ``score_scale`` and ``softcap`` of ``score_tile``.
+        first_visible_key: with WINDOW, index of the first key that any row sees. Blocks before it
+            are never read: another sequence may own them by now and have written NaN, and a weight
+            of 0 times NaN is NaN.
+        score_params: ``score_scale`` and ``softcap`` of ``score_tile``.
         kv_len: number of the sequence's tokens in the cache; slots after them are never read.
     """
     BLOCK_DIM: tl.constexpr = q.shape[1]
@@ -77,8 +77,8 @@ def attend_tile(
     dims = tl.arange(0, BLOCK_DIM)
     exists = keys < kv_len
     if WINDOW:
-        exists &= keys >= first_seen
-    if MASKED:
+        exists &= keys >= first_visible_key
+    if NEEDS_MASK:
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0)
     else:
         blocks = tl.load(table + keys // BLOCK_SIZE)
@@ -88,15 +88,15 @@ def attend_tile(
     at = blocks * stride_block + slots * stride_slot
     k_at = k_cache + at[None, :] + dims[:, None] * stride_dim
     v_at = v_cache + at[:, None] + dims[None, :] * stride_dim
-    if MASKED:
+    if NEEDS_MASK:
         real = exists[None, :] & (dims < HEAD_DIM)[:, None]
         k = tl.load(k_at, mask=real, other=0.0)
     elif BLOCK_DIM != HEAD_DIM:
         k = tl.load(k_at, mask=(dims < HEAD_DIM)[:, None], other=0.0)
     else:
         k = tl.load(k_at)
-    scores = score_tile(q, k, *factors)
-    if MASKED:
+    scores = score_tile(q, k, *score_params)
+    if NEEDS_MASK:
         visible = exists[None, :] & (keys[None, :] <= positions[:, None])
         if WINDOW:
             visible &= keys[None, :] > positions[:, None] - window
@@ -107,7 +107,7 @@ def attend_tile(
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(row_max - base)
     row_sum = row_sum * decay + tl.sum(weights, 1)
-    if MASKED:
+    if NEEDS_MASK:
         real = exists[:, None] & (dims < HEAD_DIM)[None, :]
         v = tl.load(v_at, mask=real, other=0.0)
     elif BLOCK_DIM != HEAD_DIM:

@@ -1,4 +1,4 @@
-"""decode_inputs: updates block tables and derives a decode step's inputs in one launch."""
+"""fill_decode_inputs: updates block tables and derives a decode step's inputs in one launch."""
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright takes a Triton kernel for a plain function, and would reject ``kernel[grid]``.
@@ -9,7 +9,7 @@ import triton.language as tl
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-BLOCK = tl.constexpr(128)
+ROWS_PER_PROGRAM = tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_changes"])
@@ -22,27 +22,28 @@ def decode_inputs_kernel(
     positions,
     last_sampled_tokens,
     block_table,
-    changed,
-    new_blocks,
+    changed_entries,
+    new_block_ids,
     num_rows,
     num_changes,
     stride_table,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Updates a block table and computes the inputs of decode rows; grid ``(rows / BLOCK,)``.
+    """Updates a block table and computes the inputs of decode rows.
 
-    Every program makes all changes of the block table, because it needs the changed table and
-    cannot wait for other programs. All programs write the same values.
+    Grid ``(rows / ROWS_PER_PROGRAM,)``. Every program makes all changes of the block table, because
+    it needs the changed table and cannot wait for other programs. All programs write the same
+    values.
     """
-    for first in range(0, num_changes, BLOCK):
-        number = first + tl.arange(0, BLOCK)
+    for first in range(0, num_changes, ROWS_PER_PROGRAM):
+        number = first + tl.arange(0, ROWS_PER_PROGRAM)
         exists = number < num_changes
-        entry = tl.load(changed + number, mask=exists, other=0)
-        new = tl.load(new_blocks + number, mask=exists, other=0)
+        entry = tl.load(changed_entries + number, mask=exists, other=0)
+        new = tl.load(new_block_ids + number, mask=exists, other=0)
         tl.store(block_table + entry, new, mask=exists)
     # Wait for the program's other threads: the code below reads table entries that they write.
     tl.debug_barrier()
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     real = rows < num_rows
     req_index = tl.load(req_indices + rows, mask=real, other=-1).to(tl.int64)
     live = req_index >= 0
@@ -58,13 +59,13 @@ def decode_inputs_kernel(
     tl.store(slot_mapping + rows, slot, mask=real)
 
 
-def decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
-    """Changes a block table and computes decode inputs, see ``TorchOps.decode_inputs``."""
+def fill_decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
+    """Changes a block table and computes decode inputs, see ``TorchOps.fill_decode_inputs``."""
     assert group.table_changes is not None
-    count, (changed, new_blocks) = step.num_rows, group.table_changes
-    if not count and not len(changed):
+    count, (changed_entries, new_block_ids) = step.num_rows, group.table_changes
+    if not count and not len(changed_entries):
         return
-    decode_inputs_kernel[(max(1, cdiv(count, BLOCK.value)),)](
+    decode_inputs_kernel[(max(1, cdiv(count, ROWS_PER_PROGRAM.value)),)](
         step.token_ids,
         step.seq_lens,
         group.slot_mapping,
@@ -73,10 +74,10 @@ def decode_inputs(step: StepInputs, group: KVGroupInputs) -> None:
         step.positions,
         step.last_sampled_tokens,
         group.block_table,
-        changed,
-        new_blocks,
+        changed_entries,
+        new_block_ids,
         count,
-        len(changed),
+        len(changed_entries),
         group.block_table.stride(0),
         BLOCK_SIZE=group.block_size,
         num_warps=4,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.triton.tuning import cdiv
 
-BLOCK = tl.constexpr(1024)
+ELEMENTS_PER_BLOCK = tl.constexpr(1024)
 
 
 # The number of tokens varies by step. A kernel specialised on it would be compiled again while
@@ -21,10 +21,10 @@ BLOCK = tl.constexpr(1024)
 @triton.jit(do_not_specialize=["num_tokens"])
 def sort_pairs_kernel(
     pairs,
-    starts,
+    expert_starts,
     ids,
     num_tokens,
-    EXPERTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
     """Writes an expert's pairs of (token, expert) after those of earlier experts; grid
@@ -35,37 +35,40 @@ def sort_pairs_kernel(
     expert = tl.program_id(0)
     count = num_tokens * TOP_K
     before = 0
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        found = tl.load(ids + at, mask=at < count, other=EXPERTS)
+    for first in range(0, count, ELEMENTS_PER_BLOCK):
+        at = first + tl.arange(0, ELEMENTS_PER_BLOCK)
+        found = tl.load(ids + at, mask=at < count, other=NUM_EXPERTS)
         before += tl.sum((found < expert).to(tl.int32), 0)
-    tl.store(starts + expert, before)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        own = tl.load(ids + at, mask=at < count, other=EXPERTS) == expert
+    tl.store(expert_starts + expert, before)
+    for first in range(0, count, ELEMENTS_PER_BLOCK):
+        at = first + tl.arange(0, ELEMENTS_PER_BLOCK)
+        own = tl.load(ids + at, mask=at < count, other=NUM_EXPERTS) == expert
         place = before + tl.cumsum(own.to(tl.int32), 0) - 1
         tl.store(pairs + place, at, mask=own)
         before += tl.sum(own.to(tl.int32), 0)
-    if expert == EXPERTS - 1:
-        tl.store(starts + EXPERTS, before)
+    if expert == NUM_EXPERTS - 1:
+        tl.store(expert_starts + NUM_EXPERTS, before)
 
 
 @triton.jit
-def tile_ends_kernel(tile_ends, starts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Computes the end of each expert's tiles as a tile index; grid ``(1,)``."""
-    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    real = experts < EXPERTS
-    count = tl.load(starts + experts + 1, mask=real, other=0)
-    count -= tl.load(starts + experts, mask=real, other=0)
-    tl.store(tile_ends + experts, tl.cumsum((count + (ROWS - 1)) // ROWS, 0), mask=real)
+def tile_ends_kernel(
+    tile_ends, expert_starts, NUM_EXPERTS: tl.constexpr, ROWS_PER_TILE: tl.constexpr
+):
+    """Computes one past the index of each expert's last tile; grid ``(1,)``."""
+    experts = tl.arange(0, triton.next_power_of_2(NUM_EXPERTS))
+    real = experts < NUM_EXPERTS
+    count = tl.load(expert_starts + experts + 1, mask=real, other=0)
+    count -= tl.load(expert_starts + experts, mask=real, other=0)
+    num_tiles = (count + (ROWS_PER_TILE - 1)) // ROWS_PER_TILE
+    tl.store(tile_ends + experts, tl.cumsum(num_tiles, 0), mask=real)
 
 
 @triton.jit
 def sum_experts_kernel(
     out,
     x,
-    shared,
-    gate,
+    shared_output,
+    shared_gate,
     width,
     stride_shared,
     stride_gate,
@@ -73,21 +76,21 @@ def sum_experts_kernel(
 ):
     """Sums the outputs of a token's experts; grid ``(rows, blocks of width)``.
 
-    The terms are in the order of the token's expert ids. The output of shared experts, if there are
-    any, is added last, multiplied by the sigmoid of ``gate`` unless that is None.
+    The terms are in the order of the token's expert ids. ``shared_output`` is added last, after
+    multiplication by the sigmoid of ``shared_gate``; either may be None.
     """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * ELEMENTS_PER_BLOCK + tl.arange(0, ELEMENTS_PER_BLOCK)
     real = columns < width
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((ELEMENTS_PER_BLOCK,), tl.float32)
     for place in range(TOP_K):
         total += tl.load(x + (row * TOP_K + place) * width + columns, mask=real, other=0.0)
     # Round after each operation, as ``add_shared_expert`` does.
     result = total.to(out.dtype.element_ty)
-    if shared is not None:
-        beside = tl.load(shared + row * stride_shared + columns, mask=real, other=0.0)
-        if gate is not None:
-            logit = tl.load(gate + row * stride_gate).to(tl.float32)
+    if shared_output is not None:
+        beside = tl.load(shared_output + row * stride_shared + columns, mask=real, other=0.0)
+        if shared_gate is not None:
+            logit = tl.load(shared_gate + row * stride_gate).to(tl.float32)
             factor = (1.0 / (1.0 + tl.exp(-logit))).to(out.dtype.element_ty).to(tl.float32)
             beside = (beside.to(tl.float32) * factor).to(out.dtype.element_ty)
         result = (result.to(tl.float32) + beside.to(tl.float32)).to(out.dtype.element_ty)
@@ -101,38 +104,40 @@ def sort_pairs(ids: Tensor, num_experts: int, rows_per_tile: int) -> tuple[Tenso
         ids: ``[T, top_k]`` int32, each below ``num_experts``.
 
     Returns:
-        Three int32 tensors: the sorted pairs ``[T, top_k]``, as ``token * top_k + place``; the
+        Three int32 tensors: the sorted pairs ``[T, top_k]``, as flat indices into ``ids``; the
         index of each expert's first pair ``[1, num_experts + 1]``, the last of which is the number
-        of pairs; and the index of the tile after each expert's last ``[1, num_experts]``.
+        of pairs; and, ``[1, num_experts]``, one past the index of each expert's last tile.
     """
     tokens, top_k = ids.shape
     pairs = ids.new_empty((tokens, top_k))
-    starts, tile_ends = (ids.new_empty((1, num_experts + more)) for more in (1, 0))
+    expert_starts, tile_ends = (ids.new_empty((1, num_experts + more)) for more in (1, 0))
     sort_pairs_kernel[(num_experts,)](
-        pairs, starts, ids, tokens, EXPERTS=num_experts, TOP_K=top_k, num_warps=4
+        pairs, expert_starts, ids, tokens, NUM_EXPERTS=num_experts, TOP_K=top_k, num_warps=4
     )
-    tile_ends_kernel[(1,)](tile_ends, starts, EXPERTS=num_experts, ROWS=rows_per_tile, num_warps=4)
-    return pairs, starts, tile_ends
+    tile_ends_kernel[(1,)](
+        tile_ends, expert_starts, NUM_EXPERTS=num_experts, ROWS_PER_TILE=rows_per_tile, num_warps=4
+    )
+    return pairs, expert_starts, tile_ends
 
 
 def sum_experts(
-    out: Tensor, x: Tensor, top_k: int, shared: Tensor | None, gate: Tensor | None
+    out: Tensor, x: Tensor, top_k: int, shared_output: Tensor | None, shared_gate: Tensor | None
 ) -> None:
     """Sums the experts of each token into ``out [T, H]``.
 
     Args:
         x: ``[T, top_k * H]`` float32, the experts' outputs times their weights.
-        shared, gate: see ``Experts``.
+        shared_output, shared_gate: see ``Experts``.
     """
     tokens, width = out.shape
-    sum_experts_kernel[(tokens, cdiv(width, BLOCK.value))](
+    sum_experts_kernel[(tokens, cdiv(width, ELEMENTS_PER_BLOCK.value))](
         out,
         x,
-        shared,
-        gate,
+        shared_output,
+        shared_gate,
         width,
-        None if shared is None else shared.stride(0),
-        None if gate is None else gate.stride(0),
+        None if shared_output is None else shared_output.stride(0),
+        None if shared_gate is None else shared_gate.stride(0),
         TOP_K=top_k,
         num_warps=4,
     )

@@ -2,8 +2,7 @@
 
 The grid is an upper bound on the number of tiles. The host knows it without reading the routing, so
 that a CUDA graph can capture the launch. Each program finds its expert by binary search. The
-activation is fused into the first product, the multiplication by the experts' weights into the
-second.
+activation is fused into the first product; the second also multiplies by the routing weights.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -36,11 +35,11 @@ def find_expert(tile_ends, num_experts, tile):
 
 
 @triton.jit
-def find_rows(starts, tile_ends, expert, tile, ROWS: tl.constexpr):
+def find_rows(expert_starts, tile_ends, expert, tile, ROWS: tl.constexpr):
     """Indices of a tile's sorted rows, and whether each row belongs to the tile's expert."""
     first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(starts + expert + 1)
-    rows = tl.load(starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+    end = tl.load(expert_starts + expert + 1)
+    rows = tl.load(expert_starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
     return rows, rows < end
 
 
@@ -51,7 +50,7 @@ def gate_up_kernel(
     weight,
     bias,
     pairs,
-    starts,
+    expert_starts,
     tile_ends,
     num_experts,
     top_k,
@@ -73,7 +72,7 @@ def gate_up_kernel(
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
         return
-    rows, real = find_rows(starts, tile_ends, expert, tile, ROWS)
+    rows, real = find_rows(expert_starts, tile_ends, expert, tile, ROWS)
     tokens = tl.load(pairs + rows, mask=real, other=0).to(tl.int64) // top_k
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = columns < intermediate_size
@@ -117,9 +116,9 @@ def down_kernel(
     x,
     weight,
     bias,
-    factors,
+    routing_weights,
     pairs,
-    starts,
+    expert_starts,
     tile_ends,
     num_experts,
     hidden_size,
@@ -136,7 +135,7 @@ def down_kernel(
     expert = find_expert(tile_ends, num_experts, tile)
     if expert >= num_experts:
         return
-    rows, real = find_rows(starts, tile_ends, expert, tile, ROWS)
+    rows, real = find_rows(expert_starts, tile_ends, expert, tile, ROWS)
     pair = tl.load(pairs + rows, mask=real, other=0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = columns < hidden_size
@@ -154,7 +153,7 @@ def down_kernel(
     if bias is not None:
         shift = tl.load(bias + own + columns, mask=in_columns, other=0.0)
         result += shift.to(tl.float32)[None, :]
-    result *= tl.load(factors + pair, mask=real, other=0.0)[:, None]
+    result *= tl.load(routing_weights + pair, mask=real, other=0.0)[:, None]
     out_at = out + pair[:, None] * hidden_size + columns[None, :]
     tl.store(out_at, result, mask=real[:, None] & in_columns[None, :])
 

@@ -30,15 +30,21 @@ def _log_decay(a, dt_bias, log_rate, head):
 
 
 @triton.jit
-def _load_state(state, is_new, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):
+def _load_state(
+    state,
+    is_new,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    COLUMNS_PER_PROGRAM: tl.constexpr,
+):
     """Loads a program's columns of a head's state; zeros for a new sequence.
 
     Returns the row numbers, column numbers, addresses, mask and values.
     """
-    keys = tl.arange(0, max(16, triton.next_power_of_2(KEYS)))
-    values = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    own = (keys[:, None] < KEYS) & (values[None, :] < VALUES)
-    matrix = state + (keys[:, None] * VALUES + values[None, :])
+    keys = tl.arange(0, max(16, triton.next_power_of_2(KEY_DIM)))
+    values = tl.program_id(2) * COLUMNS_PER_PROGRAM + tl.arange(0, COLUMNS_PER_PROGRAM)
+    own = (keys[:, None] < KEY_DIM) & (values[None, :] < VALUE_DIM)
+    matrix = state + (keys[:, None] * VALUE_DIM + values[None, :])
     held = tl.load(matrix, mask=own & (is_new == 0), other=0.0)
     return keys, values, matrix, own, held
 
@@ -57,21 +63,21 @@ def delta_token_kernel(
     stride_qkv,
     stride_gates,
     eps,
-    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     LONG_ROWS: tl.constexpr,
-    MIXED: tl.constexpr,
+    HAS_PREFILL_ROWS: tl.constexpr,
 ):
     """Computes the gated delta rule token by token, for rows of one token; for longer rows too with
     LONG_ROWS.
 
-    Grid ``(rows, HEADS, blocks of values)``. There are GROUP value heads per key head.
+    Grid ``(rows, NUM_HEADS, blocks of values)``. There are GROUP value heads per key head.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, count = row, 1
-    if MIXED:
+    if HAS_PREFILL_ROWS:
         first = tl.load(query_start + row)
         count = (tl.load(query_start + row + 1) - first).to(tl.int32)
     if (not LONG_ROWS) and (count != 1):
@@ -79,27 +85,29 @@ def delta_token_kernel(
     # Skip rows without tokens: loads for them would read another row's token, or beyond the end.
     if LONG_ROWS and (count == 0):
         return
-    state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
+    state += (tl.load(slots + row) * NUM_HEADS + head) * KEY_DIM * VALUE_DIM
     is_new = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, is_new, KEYS, VALUES, TOKEN_KERNEL_COLUMNS)
-    size = (HEADS // GROUP) * KEYS
+    keys, values, matrix, own, held = _load_state(
+        state, is_new, KEY_DIM, VALUE_DIM, TOKEN_KERNEL_COLUMNS
+    )
+    size = (NUM_HEADS // GROUP) * KEY_DIM
     for i in range(count):
         token = first + i
-        at = qkv + token * stride_qkv + (head // GROUP) * KEYS + keys
-        q = tl.load(at, mask=keys < KEYS, other=0.0).to(tl.float32)
-        k = tl.load(at + size, mask=keys < KEYS, other=0.0).to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + eps) * (KEYS**-0.5)
+        at = qkv + token * stride_qkv + (head // GROUP) * KEY_DIM + keys
+        q = tl.load(at, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
+        k = tl.load(at + size, mask=keys < KEY_DIM, other=0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + eps) * (KEY_DIM**-0.5)
         k *= tl.rsqrt(tl.sum(k * k, 0) + eps)
-        at = qkv + token * stride_qkv + 2 * size + head * VALUES + values
-        v = tl.load(at, mask=values < VALUES, other=0.0).to(tl.float32)
+        at = qkv + token * stride_qkv + 2 * size + head * VALUE_DIM + values
+        v = tl.load(at, mask=values < VALUE_DIM, other=0.0).to(tl.float32)
         gate = gates + token * stride_gates + head
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
-        held *= tl.exp(_log_decay(tl.load(gate + HEADS), dt_bias, log_rate, head))
+        held *= tl.exp(_log_decay(tl.load(gate + NUM_HEADS), dt_bias, log_rate, head))
         change = (v - tl.sum(held * k[:, None], 0)) * beta
         held += k[:, None] * change[None, :]
         found = tl.sum(held * q[:, None], 0).to(out.dtype.element_ty)
-        to = out + (token * HEADS + head) * VALUES + values
-        tl.store(to, found, mask=values < VALUES)
+        to = out + (token * NUM_HEADS + head) * VALUE_DIM + values
+        tl.store(to, found, mask=values < VALUE_DIM)
     tl.store(matrix, held, mask=own)
 
 
@@ -117,10 +125,10 @@ def delta_chunk_kernel(
     stride_qkv,
     stride_gates,
     eps,
-    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """Computes rows of several tokens in chunks of CHUNK_TOKENS; grid as in ``delta_token_kernel``.
 
@@ -134,24 +142,26 @@ def delta_chunk_kernel(
     if count <= 1:
         return
     steps = tl.arange(0, CHUNK_TOKENS)
-    state += (tl.load(slots + row) * HEADS + head) * KEYS * VALUES
+    state += (tl.load(slots + row) * NUM_HEADS + head) * KEY_DIM * VALUE_DIM
     is_new = tl.load(positions + first) == 0
-    keys, values, matrix, own, held = _load_state(state, is_new, KEYS, VALUES, CHUNK_KERNEL_COLUMNS)
-    size = (HEADS // GROUP) * KEYS
+    keys, values, matrix, own, held = _load_state(
+        state, is_new, KEY_DIM, VALUE_DIM, CHUNK_KERNEL_COLUMNS
+    )
+    size = (NUM_HEADS // GROUP) * KEY_DIM
     for start in range(0, count, CHUNK_TOKENS):
         real = start + steps < count
         token = first + start + steps
         # Tokens after the last one change nothing: their log decay, key and value are 0.
         gate = gates + token * stride_gates + head
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gate, mask=real, other=0.0).to(tl.float32)))
-        logit = tl.load(gate + HEADS, mask=real, other=0.0)
+        logit = tl.load(gate + NUM_HEADS, mask=real, other=0.0)
         decay = tl.where(real, _log_decay(logit, dt_bias, log_rate, head), 0.0)
         total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         between = total[:, None] - total[None, :]
         between = tl.exp(tl.where(steps[:, None] >= steps[None, :], between, -float("inf")))
         past = tl.exp(total)[:, None]
-        at = qkv + token[:, None] * stride_qkv + (head // GROUP) * KEYS + keys[None, :]
-        some = real[:, None] & (keys[None, :] < KEYS)
+        at = qkv + token[:, None] * stride_qkv + (head // GROUP) * KEY_DIM + keys[None, :]
+        some = real[:, None] & (keys[None, :] < KEY_DIM)
         k = tl.load(at + size, mask=some, other=0.0).to(tl.float32)
         length = tl.rsqrt(tl.sum(k * k, 1) + eps)
         k *= length[:, None]
@@ -159,11 +169,11 @@ def delta_chunk_kernel(
         system = tl.where(steps[:, None] > steps[None, :], system, 0.0)
         from_state = tl.dot(k, held, input_precision="tf32") * past
         q = tl.load(at, mask=some, other=0.0).to(tl.float32)
-        q *= (tl.rsqrt(tl.sum(q * q, 1) + eps) * (KEYS**-0.5))[:, None]
+        q *= (tl.rsqrt(tl.sum(q * q, 1) + eps) * (KEY_DIM**-0.5))[:, None]
         scores = tl.dot(q, tl.trans(k), input_precision="tf32") * between
         found = tl.dot(q, held, input_precision="tf32") * past
-        at = qkv + token[:, None] * stride_qkv + 2 * size + head * VALUES + values[None, :]
-        wanted = real[:, None] & (values[None, :] < VALUES)
+        at = qkv + token[:, None] * stride_qkv + 2 * size + head * VALUE_DIM + values[None, :]
+        wanted = real[:, None] & (values[None, :] < VALUE_DIM)
         v = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
         change = (v - from_state) * beta[:, None]
         for i in range(1, CHUNK_TOKENS):
@@ -171,11 +181,11 @@ def delta_chunk_kernel(
             less = tl.sum(system_row[:, None] * change, 0)
             change -= tl.where((steps == i)[:, None], less[None, :], 0.0)
         found += tl.dot(scores, change, input_precision="tf32")
-        to = out + (token[:, None] * HEADS + head) * VALUES + values[None, :]
+        to = out + (token[:, None] * NUM_HEADS + head) * VALUE_DIM + values[None, :]
         tl.store(to, found.to(out.dtype.element_ty), mask=wanted)
         # Read the keys again: kept until here, they would take the registers that the state needs.
-        at = qkv + token[None, :] * stride_qkv + size + (head // GROUP) * KEYS + keys[:, None]
-        some = real[None, :] & (keys[:, None] < KEYS)
+        at = qkv + token[None, :] * stride_qkv + size + (head // GROUP) * KEY_DIM + keys[:, None]
+        some = real[None, :] & (keys[:, None] < KEY_DIM)
         k = tl.load(at, mask=some, other=0.0).to(tl.float32)
         k *= (length * tl.exp(whole - total))[None, :]
         held = held * tl.exp(whole) + tl.dot(k, change, input_precision="tf32")
@@ -200,10 +210,10 @@ class TritonGatedDelta:
             rows.query_start, qkv.stride(0), gates.stride(0), NORM_EPS,
         )  # fmt: skip
         sizes = {
-            "HEADS": shape.num_value_heads,
+            "NUM_HEADS": shape.num_value_heads,
             "GROUP": shape.num_value_heads // shape.num_key_heads,
-            "KEYS": shape.key_dim,
-            "VALUES": shape.value_dim,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
         }
 
         def grid(columns: int) -> tuple[int, int, int]:
@@ -215,7 +225,7 @@ class TritonGatedDelta:
                 *arguments,
                 **sizes,
                 LONG_ROWS=exact and rows.is_mixed,
-                MIXED=rows.is_mixed,
+                HAS_PREFILL_ROWS=rows.is_mixed,
                 num_warps=8,
             )
         if rows.is_mixed and not exact:

@@ -34,17 +34,20 @@ def keys_per_split(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
-def balanced_keys_per_split(seq_lens, num_rows, extra, KEYS: tl.constexpr, MAX_ROWS: tl.constexpr):
+def balanced_keys_per_split(
+    seq_lens, num_rows, num_extra_splits, KEYS: tl.constexpr, MAX_ROWS: tl.constexpr
+):
     """Keys per balanced split, and cumulative numbers of splits of the rows ``[MAX_ROWS]``.
 
-    There are at most ``num_rows + extra`` splits: only the last split of a row is not full.
+    All splits of a row but the last are full, so that there are at most ``num_rows +
+    num_extra_splits``.
     """
     rows = tl.arange(0, MAX_ROWS)
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0).to(tl.int32)
     total = tl.sum(lengths.to(tl.int64), 0)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(total, extra), KEYS) * KEYS, MIN_SPLIT_TOKENS).to(
-        tl.int32
-    )
+    per_split = tl.maximum(
+        tl.cdiv(tl.cdiv(total, num_extra_splits), KEYS) * KEYS, MIN_SPLIT_TOKENS
+    ).to(tl.int32)
     return per_split, tl.cumsum(tl.cdiv(lengths, per_split), 0)
 
 
@@ -76,8 +79,8 @@ def merge_kernel(
     A decode row's splits without keys are skipped, because nothing was written for them.
 
     Args:
-        seq_lens: lengths of decode rows; with PREFILL the number of query tokens, padding excluded.
-        splits: number of splits per row; with MAX_ROWS > 0 ``extra`` of
+        seq_lens: lengths of decode rows; if PREFILL, one number: query tokens without padding.
+        splits: number of splits per row; if MAX_ROWS > 0, the ``num_extra_splits`` of
             ``balanced_keys_per_split``.
         first_row: index of the first row in ``out``.
     """

@@ -19,7 +19,7 @@ def norm_kernel(
     residual,
     weight,
     eps,
-    multiplier,
+    x_multiplier,
     sum_scale,
     stride_out,
     stride_x,
@@ -28,7 +28,7 @@ def norm_kernel(
 ):
     """Norms a row; grid ``(rows,)``.
 
-    Unless ``residual`` is None, the sum ``(multiplier * x + residual) * sum_scale`` is normed, and
+    Unless ``residual`` is None, the sum ``(x_multiplier * x + residual) * sum_scale`` is normed and
     replaces the residual. It is rounded after each operation, and a factor of None is left out. The
     normed values are rounded before the multiplication by a weight of x's dtype, but after the
     multiplication by a float32 weight.
@@ -38,8 +38,8 @@ def norm_kernel(
     columns = tl.arange(0, BLOCK)
     real = columns < WIDTH
     value = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
-    if multiplier is not None:
-        value = (value * multiplier).to(x.dtype.element_ty).to(tl.float32)
+    if x_multiplier is not None:
+        value = (value * x_multiplier).to(x.dtype.element_ty).to(tl.float32)
     if residual is not None:
         at = residual + row * stride_residual + columns
         value += tl.load(at, mask=real, other=0.0).to(tl.float32)
@@ -64,8 +64,8 @@ class TritonRMSNorm:
 
     Args:
         weight: ``[H]``, of the dtype of ``x`` or float32.
-        multiplier: factor on ``x`` in ``add``.
-        scale: factor on the rounded sum in ``add``.
+        multiplier: factor on ``x`` in ``add_and_norm``.
+        scale: factor on the rounded sum in ``add_and_norm``.
 
     Raises:
         ValueError: in a call, rows are not as long as the weight, or not contiguous.
@@ -126,23 +126,23 @@ def gated_norm_kernel(
     eps,
     stride_x,
     stride_gate,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     """Norms a head and multiplies it by SiLU of its gate; grid ``(rows, heads)``."""
-    BLOCK: tl.constexpr = triton.next_power_of_2(SIZE)
+    BLOCK: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
-    real = columns < SIZE
-    at = head * SIZE + columns
+    real = columns < HEAD_DIM
+    at = head * HEAD_DIM + columns
     value = tl.load(x + row * stride_x + at, mask=real, other=0.0).to(tl.float32)
-    normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / HEAD_DIM + eps)
     # Round before and after the multiplication by the weight, as TorchGatedNorm does.
     scale = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
     normed = normed.to(out.dtype.element_ty).to(tl.float32) * scale
     z = tl.load(gate + row * stride_gate + at, mask=real, other=0.0).to(tl.float32)
     gated = normed.to(out.dtype.element_ty).to(tl.float32) * (z / (1.0 + tl.exp(-z)))
-    tl.store(out + row * HEADS * SIZE + at, gated.to(out.dtype.element_ty), mask=real)
+    tl.store(out + row * NUM_HEADS * HEAD_DIM + at, gated.to(out.dtype.element_ty), mask=real)
 
 
 class TritonGatedNorm:
@@ -161,6 +161,6 @@ class TritonGatedNorm:
         if rows:
             gated_norm_kernel[(rows, width // size)](
                 out, x, gate, self.weight, self.eps, row_stride("x", x), row_stride("gate", gate),
-                HEADS=width // size, SIZE=size, num_warps=num_row_warps(size),
+                NUM_HEADS=width // size, HEAD_DIM=size, num_warps=num_row_warps(size),
             )  # fmt: skip
         return out

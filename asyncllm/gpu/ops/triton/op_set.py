@@ -10,7 +10,7 @@ from asyncllm.gpu.ops.routing import RouterWeights, Routing
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.ops.triton.activation import gelu_mul, sigmoid_mul, silu_mul, softcap
 from asyncllm.gpu.ops.triton.causal_conv import TritonCausalConv
-from asyncllm.gpu.ops.triton.decode_inputs import decode_inputs
+from asyncllm.gpu.ops.triton.decode_inputs import fill_decode_inputs
 from asyncllm.gpu.ops.triton.experts import TritonExperts
 from asyncllm.gpu.ops.triton.gated_delta import TritonGatedDelta
 from asyncllm.gpu.ops.triton.norm import TritonGatedNorm, TritonRMSNorm
@@ -32,7 +32,7 @@ class TritonOps(TorchOps):
     gelu_mul = staticmethod(gelu_mul)
     sigmoid_mul = staticmethod(sigmoid_mul)
     softcap = staticmethod(softcap)
-    decode_inputs = staticmethod(decode_inputs)
+    fill_decode_inputs = staticmethod(fill_decode_inputs)
     sample = staticmethod(sample)
     state_rows = staticmethod(TritonStateRows.of)
     causal_conv = staticmethod(TritonCausalConv)
@@ -51,7 +51,7 @@ class TritonOps(TorchOps):
     def make_experts(self, weights: ExpertsWeights, config: ActivationConfig) -> TritonExperts:
         return TritonExperts(weights, config)
 
-    def expert_kernel_token_counts(self, num_experts: int, top_k: int) -> tuple[int, ...]:
+    def expert_kernel_switch_points(self, num_experts: int, top_k: int) -> tuple[int, ...]:
         return (MAX_SMALL_GROUP_ROWS * num_experts // top_k + 1,)
 
     def rotary(self, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

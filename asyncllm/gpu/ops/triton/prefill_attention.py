@@ -39,9 +39,9 @@ def find_sequence(query_start_loc, num_seqs, tile, TOKENS: tl.constexpr):
     return low
 
 
-# Prefill rows come after the step's decode rows, so that the alignments of their metadata depend on
-# the number of decode rows. A kernel specialised on them would be compiled again while requests are
-# served.
+# Prefill rows come after the step's decode rows, so that the number of decode rows determines the
+# alignments of prefill metadata. A kernel specialised on the alignments would be compiled again
+# while requests are served.
 @triton.jit(
     do_not_specialize=["num_seqs", "first_row", "window"],
     do_not_specialize_on_alignment=["partial_sum", "table_rows", "seq_lens", "query_start_loc"],
@@ -122,12 +122,12 @@ def prefill_kernel(
     prefix = kv_len - num_queries
     positions = prefix + tl.minimum(tokens, num_queries - 1)
     end = tl.minimum(prefix + offset + TOKENS, kv_len)
-    first_seen = prefix + offset - window + 1
+    first_visible_key = prefix + offset - window + 1
     # With more than 256 elements per row of the accumulator, two loops would spill registers.
     ONE_LOOP: tl.constexpr = WINDOW or BLOCK_DIM > 256
     start = 0
     if WINDOW:
-        start = tl.maximum(first_seen, 0) // KEYS * KEYS
+        start = tl.maximum(first_visible_key, 0) // KEYS * KEYS
     unmasked_end = start
     if not ONE_LOOP:
         unmasked_end = (prefix + offset + 1) // KEYS * KEYS
@@ -153,12 +153,12 @@ def prefill_kernel(
     if not ONE_LOOP:
         for first_key in range(start, unmasked_end, KEYS):
             acc, row_max, row_sum = attend_tile(
-                queries, acc, row_max, row_sum, cache, first_key, positions, first_seen, kv_len,
-                (score_scale, softcap), window, HEAD_DIM, KEYS, BLOCK_SIZE, WINDOW, False,
+                queries, acc, row_max, row_sum, cache, first_key, positions, first_visible_key,
+                kv_len, (score_scale, softcap), window, HEAD_DIM, KEYS, BLOCK_SIZE, WINDOW, False,
             )  # fmt: skip
     for first_key in range(unmasked_end, end, KEYS):
         acc, row_max, row_sum = attend_tile(
-            queries, acc, row_max, row_sum, cache, first_key, positions, first_seen, kv_len,
+            queries, acc, row_max, row_sum, cache, first_key, positions, first_visible_key, kv_len,
             (score_scale, softcap), window, HEAD_DIM, KEYS, BLOCK_SIZE, WINDOW, True,
         )  # fmt: skip
     if ONE_SPLIT:
@@ -177,11 +177,11 @@ def prefill_kernel(
 class PrefillAttention(PagedAttention):
     """Causal attention of a plan's prefill rows over the cache.
 
-    The queries are the last tokens of each sequence. Padding tokens of ``out``, and its rows of
-    decodes, are not written.
+    The queries are the last tokens of each sequence. Rows of ``out`` that belong to padding or to
+    decode rows are not written.
 
     Args:
-        tiles: launch shape with at least as many rows as query heads per key/value head.
+        tiles: launch shape; its ``rows`` are at least the query heads per key/value head.
         num_tokens: number of query tokens of prefill rows, padding included.
     """
 

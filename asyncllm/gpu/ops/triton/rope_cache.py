@@ -16,13 +16,13 @@ from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
-"""Elements per program, counted in the first halves of the heads that it computes."""
+"""Elements per program. Only those in the first halves of its heads count."""
 
 
 @triton.jit
-def rotate(first, second, cos, sin):
+def rotate(first_half, second_half, cos, sin):
     """Applies RoPE (Su et al., 2021) to the two halves of heads, in GPT-NeoX order."""
-    return first * cos - second * sin, second * cos + first * sin
+    return first_half * cos - second_half * sin, second_half * cos + first_half * sin
 
 
 @triton.jit
@@ -38,38 +38,38 @@ def rope_cache_kernel(
     eps,
     stride_qkv,
     stride_table,
-    k_table,
+    key_table_offset,
     stride_kv,
     stride_block,
     stride_slot,
     stride_head,
     stride_dim,
     NUM_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Norms and rotates a token's heads, and writes k and v; grid ``(tokens, blocks of HEADS)``.
+    """Norms and rotates a token's heads, and writes k and v; grid ``(tokens, blocks of heads)``.
 
     Heads are numbered: first query heads, then key heads, then value heads. A norm's weight is None
-    if the model has no such norm. Unless ``k_table`` is None, a row of the table has separate
-    cosines and sines for keys, ``k_table`` elements after those for queries.
+    if the model has no such norm. In a row of the table, the cosines and sines for keys are
+    ``key_table_offset`` elements after those for queries; None if both have the same.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    heads = tl.program_id(1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
     dims = tl.arange(0, BLOCK_HALF)
     is_query = heads < NUM_HEADS
-    is_value = heads >= NUM_HEADS + KV_HEADS
-    real = (heads < NUM_HEADS + 2 * KV_HEADS)[:, None] & (dims < HALF)[None, :]
+    is_value = heads >= NUM_HEADS + NUM_KV_HEADS
+    real = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (dims < HALF)[None, :]
     at = qkv + token * stride_qkv + heads[:, None] * HEAD_DIM + dims[None, :]
     kind = qkv.dtype.element_ty
     raw_first = tl.load(at, mask=real, other=0.0)
     raw_second = tl.load(at + HALF, mask=real, other=0.0)
-    first = raw_first.to(tl.float32)
-    second = raw_second.to(tl.float32)
+    first_half = raw_first.to(tl.float32)
+    second_half = raw_second.to(tl.float32)
     if q_weight is not None:
         in_half = (dims < HALF)[None, :]
         weight_of = tl.where(is_query, q_weight, k_weight)
@@ -77,48 +77,51 @@ def rope_cache_kernel(
             weight_of = tl.where(is_value, v_weight, weight_of)
         weight_at = weight_of[:, None] + dims[None, :]
         weight = tl.load(weight_at, mask=in_half, other=0.0).to(tl.float32)
-        mean = tl.sum(first * first + second * second, 1, keep_dims=True) / HEAD_DIM
+        mean = (
+            tl.sum(first_half * first_half + second_half * second_half, 1, keep_dims=True)
+            / HEAD_DIM
+        )
         scale = tl.rsqrt(mean + eps)
-        first = first * scale
-        second = second * scale
-        # Round as TritonRMSNorm does: not before the multiplication by a float32 weight.
+        first_half = first_half * scale
+        second_half = second_half * scale
+        # As in TritonRMSNorm, round before the multiplication by the weight unless it is float32.
         if q_weight.dtype.element_ty != tl.float32:
-            first = first.to(kind).to(tl.float32)
-            second = second.to(kind).to(tl.float32)
-        first = (first * weight).to(kind).to(tl.float32)
+            first_half = first_half.to(kind).to(tl.float32)
+            second_half = second_half.to(kind).to(tl.float32)
+        first_half = (first_half * weight).to(kind).to(tl.float32)
         weight = tl.load(weight_at + HALF, mask=in_half, other=0.0).to(tl.float32)
-        second = (second * weight).to(kind).to(tl.float32)
+        second_half = (second_half * weight).to(kind).to(tl.float32)
     table_at = table + tl.load(positions + token).to(tl.int64) * stride_table + dims[None, :]
-    if k_table is not None:
-        table_at += tl.where(is_query, 0, k_table)[:, None]
+    if key_table_offset is not None:
+        table_at += tl.where(is_query, 0, key_table_offset)[:, None]
     in_table = (dims < HALF)[None, :]
     cos = tl.load(table_at, mask=in_table, other=0.0).to(tl.float32)
     sin = tl.load(table_at + HALF, mask=in_table, other=0.0).to(tl.float32)
-    rotated_first, rotated_second = rotate(first, second, cos, sin)
+    rotated_first, rotated_second = rotate(first_half, second_half, cos, sin)
     is_rotated = is_value[:, None] == 0
     changed = real & is_rotated
     if v_weight is not None:
-        raw_first, raw_second = first.to(kind), second.to(kind)
+        raw_first, raw_second = first_half.to(kind), second_half.to(kind)
         changed = real
-    first = tl.where(is_rotated, rotated_first.to(kind), raw_first)
-    second = tl.where(is_rotated, rotated_second.to(kind), raw_second)
-    tl.store(at, first, mask=changed)
-    tl.store(at + HALF, second, mask=changed)
+    first_half = tl.where(is_rotated, rotated_first.to(kind), raw_first)
+    second_half = tl.where(is_rotated, rotated_second.to(kind), raw_second)
+    tl.store(at, first_half, mask=changed)
+    tl.store(at + HALF, second_half, mask=changed)
 
     slot = tl.load(slot_mapping + token).to(tl.int64)
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     k_head = (heads - NUM_HEADS).to(tl.int64)
-    is_key = (k_head >= 0) & (k_head < KV_HEADS)
+    is_key = (k_head >= 0) & (k_head < NUM_KV_HEADS)
     cache_at = block * stride_block + offset * stride_slot + dims[None, :] * stride_dim
     k_at = kv_cache + cache_at + k_head[:, None] * stride_head
-    tl.store(k_at, first.to(kv_cache.dtype.element_ty), mask=real & is_key[:, None])
-    second_k = second.to(kv_cache.dtype.element_ty)
+    tl.store(k_at, first_half.to(kv_cache.dtype.element_ty), mask=real & is_key[:, None])
+    second_k = second_half.to(kv_cache.dtype.element_ty)
     tl.store(k_at + HALF * stride_dim, second_k, mask=real & is_key[:, None])
-    v_head = k_head - KV_HEADS
+    v_head = k_head - NUM_KV_HEADS
     v_at = kv_cache + stride_kv + cache_at + v_head[:, None] * stride_head
-    tl.store(v_at, first.to(kv_cache.dtype.element_ty), mask=real & is_value[:, None])
-    second_v = second.to(kv_cache.dtype.element_ty)
+    tl.store(v_at, first_half.to(kv_cache.dtype.element_ty), mask=real & is_value[:, None])
+    second_v = second_half.to(kv_cache.dtype.element_ty)
     tl.store(v_at + HALF * stride_dim, second_v, mask=real & is_value[:, None])
 
 
@@ -190,9 +193,9 @@ class TritonRopeAndCache:
                 shape.head_dim if table.dim() == 3 else None,
                 *cache_strides(cache),
                 NUM_HEADS=num_q,
-                KV_HEADS=num_k,
+                NUM_KV_HEADS=num_k,
                 HEAD_DIM=shape.head_dim,
-                HEADS=heads,
+                HEADS_PER_PROGRAM=heads,
                 BLOCK_SIZE=cache.shape[2],
                 num_warps=4,
             )
@@ -211,8 +214,9 @@ class TritonRope:
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``, in place; ``rotary`` as in TritonRopeAndCache."""
-        # Without key/value heads the kernel writes no KV. Pass placeholders: the positions for the
-        # slots, and for the cache a view of the table of angles with constant strides.
+        # Without key/value heads the kernel writes no KV. Pass placeholders: the positions as the
+        # slots, and as the cache a view of the RoPE table. Its strides are constant, so that the
+        # kernel is compiled once.
         table, positions = rotary
         return self.rope(q, rotary, table.as_strided((2, 1, 1, 1, 1), (0, 0, 0, 0, 1)), positions)[
             0

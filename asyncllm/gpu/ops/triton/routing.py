@@ -18,27 +18,27 @@ def routing_kernel(
     ids,
     weights,
     logits,
-    correction,
+    correction_bias,
     expert_scale,
-    stride,
-    scale,
+    stride_logits,
+    weight_scale,
     min_weight_sum,
-    EXPERTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
     """Chooses a token's top_k experts and their weights; grid ``(rows,)``.
 
-    Of experts with equal scores the one with the smaller id is chosen first. ``correction`` and
-    ``expert_scale`` may be None. Unless ``min_weight_sum`` is None, the weights are divided by
+    Of experts with equal scores the one with the smaller id is chosen first. ``expert_scale`` and
+    ``correction_bias`` may be None. Unless ``min_weight_sum`` is None, the weights are divided by
     their sum, or by ``min_weight_sum`` if that is larger.
     """
-    BLOCK: tl.constexpr = triton.next_power_of_2(EXPERTS)
+    BLOCK: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     BLOCK_K: tl.constexpr = triton.next_power_of_2(TOP_K)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
-    real = experts < EXPERTS
-    logit = tl.load(logits + row * stride + experts, mask=real, other=-float("inf"))
+    real = experts < NUM_EXPERTS
+    logit = tl.load(logits + row * stride_logits + experts, mask=real, other=-float("inf"))
     logit = logit.to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logit))
@@ -46,8 +46,8 @@ def routing_kernel(
         scores = tl.exp(logit - tl.max(logit, 0))
         scores = scores / tl.sum(scores, 0)
     choice = scores
-    if correction is not None:
-        choice += tl.load(correction + experts, mask=real, other=0.0)
+    if correction_bias is not None:
+        choice += tl.load(correction_bias + experts, mask=real, other=0.0)
     # Choose NaN scores first, as torch.topk does: NaN has to reach the output, and ids have to be
     # valid.
     choice = tl.where(choice == choice, choice, float("inf"))
@@ -66,7 +66,7 @@ def routing_kernel(
     if min_weight_sum is not None:
         total = tl.sum(chosen, 0)
         chosen = chosen / tl.where(total < min_weight_sum, min_weight_sum, total)
-    chosen *= scale
+    chosen *= weight_scale
     if expert_scale is not None:
         chosen *= tl.load(expert_scale + found)
     wanted = places < TOP_K
@@ -101,7 +101,7 @@ class TritonRouting:
                 logits.stride(0),
                 config.scale,
                 config.min_weight_sum if config.renormalise else None,
-                EXPERTS=config.num_experts,
+                NUM_EXPERTS=config.num_experts,
                 TOP_K=config.top_k,
                 SIGMOID=config.scoring == "sigmoid",
                 num_warps=1,

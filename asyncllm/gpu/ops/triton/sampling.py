@@ -2,7 +2,7 @@
 
 The kernels compute ``gumbel.gumbel_sample``: to draw from a set of tokens is to take the largest of
 their logits with Gumbel noise. Tokens are in the order of their logits, descending, then of their
-ids; a token is ahead of those after it. The first kernel reduces each chunk of 256 tokens to its
+ids; "ahead" means earlier in this order. The first kernel reduces each chunk of 256 tokens to its
 maximum and its sum of exponentials, and, in truncated rows, to the token drawn from it. The second
 kernel has one program per row. If the row is not truncated, it draws a chunk by its mass, then a
 token from that chunk. Otherwise:
@@ -55,13 +55,13 @@ rows. A kernel specialised on the alignments would be compiled again while reque
 
 
 @triton.jit
-def philox_key(states, positions, row, req_index):
+def philox_key(seed_states, positions, row, req_index):
     """Philox key of a row's noise: an output of SplitMix64, as in ``gumbel.gumbel_keys``.
 
     The generator's state is the request's seed; the number of the output is the position of the
     sampled token, ``positions + 1``.
     """
-    state = tl.load(states + req_index).to(tl.uint64, bitcast=True)
+    state = tl.load(seed_states + req_index).to(tl.uint64, bitcast=True)
     steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
     z = state + steps * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -71,14 +71,14 @@ def philox_key(states, positions, row, req_index):
 
 @triton.jit
 def log_exponential_variate(random_word):
-    """Logarithm of the exponential noise of a random word, see ``gumbel._exponential_variate``."""
+    """Logarithm of an exponential variate from 32 random bits, see ``gumbel``."""
     u = tl.minimum((random_word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     series = 1.0 + u * (0.5 + u * (0.3333333333 + u * (0.25 + u * (0.2 + u * 0.1666666667))))
     return tl.log(tl.where(u < 0.0625, u * series, -tl.log(1.0 - u)))
 
 
 @triton.jit
-def temperature_factor(temperature):
+def greedy_and_logit_factor(temperature):
     """Whether a row is greedy, and the factor on its logits, 1 or 1 / temperature."""
     greedy = temperature < MIN_TEMPERATURE
     return greedy, tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
@@ -91,7 +91,7 @@ def chunk_statistics_kernel(
     chunk_score,
     chunk_token,
     logits,
-    states,
+    seed_states,
     positions,
     temperatures,
     top_ks,
@@ -102,7 +102,7 @@ def chunk_statistics_kernel(
     num_chunks,
     stride_logits,
 ):
-    """Computes the statistics of chunks.
+    """Computes each chunk's maximum, sum of exponentials and, in truncated rows, drawn token.
 
     Grid ``(rows, num_chunks / (4 * COUNTER_ROWS_PER_PROGRAM))``.
     """
@@ -112,10 +112,10 @@ def chunk_statistics_kernel(
         return
     group = tl.program_id(1) * COUNTER_ROWS_PER_PROGRAM + tl.arange(0, COUNTER_ROWS_PER_PROGRAM)
     lane = tl.arange(0, CHUNK_TOKENS)
-    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
+    greedy, logit_factor = greedy_and_logit_factor(tl.load(temperatures + req_index))
     counter = (group[:, None] * CHUNK_TOKENS + lane[None, :]).to(tl.uint32)
     zero = counter * 0
-    key = philox_key(states, positions, row, req_index)
+    key = philox_key(seed_states, positions, row, req_index)
     k = tl.load(top_ks + req_index).to(tl.int32)
     limited = (k > 0) & (k < vocab_size)
     truncated = limited | (tl.load(min_ps + req_index) > 0.0) | (tl.load(top_ps + req_index) < 1.0)
@@ -180,7 +180,15 @@ def sample_in_chunk(logits, chunk, logit_factor, vocab_size, key):
 
 @triton.jit
 def sample_ahead_of_pivot(
-    logits, listed_chunks, num_listed, logit_factor, vocab_size, largest, key, pivot_value, pivot
+    logits,
+    listed_chunks,
+    num_listed,
+    logit_factor,
+    vocab_size,
+    max_logit,
+    rng_key,
+    pivot_value,
+    pivot_token,
 ):
     """Mass of the tokens ahead of a pivot in ``listed_chunks``, and a token drawn from them."""
     mass = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.float32)
@@ -190,9 +198,9 @@ def sample_ahead_of_pivot(
         token, value, real = load_listed_chunks(
             logits, listed_chunks, num_listed, logit_factor, vocab_size, start
         )
-        noise = log_exponential_noise(key, token // CHUNK_TOKENS, token % CHUNK_TOKENS)
-        ahead = real & is_ahead(value, token, pivot_value, pivot)
-        mass += tl.where(ahead, tl.exp(value - largest), 0.0)
+        noise = log_exponential_noise(rng_key, token // CHUNK_TOKENS, token % CHUNK_TOKENS)
+        ahead = real & is_ahead(value, token, pivot_value, pivot_token)
+        mass += tl.where(ahead, tl.exp(value - max_logit), 0.0)
         score = tl.where(ahead, value - noise, float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
@@ -213,7 +221,7 @@ def sample_tokens_kernel(
     chunk_score,
     chunk_token,
     logits,
-    states,
+    seed_states,
     positions,
     temperatures,
     top_ks,
@@ -237,10 +245,10 @@ def sample_tokens_kernel(
     maxima = tl.load(chunk_max + at, mask=exists, other=float("-inf"))
     sums = tl.load(chunk_sum + at, mask=exists, other=0.0)
     scores = tl.load(chunk_score + at, mask=exists, other=float("-inf"))
-    largest = tl.max(maxima, 0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
+    max_logit = tl.max(maxima, 0)
+    base = tl.where(max_logit == float("-inf"), 0.0, max_logit)
     total = tl.sum(sums * tl.exp(maxima - base), 0)
-    key = philox_key(states, positions, row, req_index)
+    key = philox_key(seed_states, positions, row, req_index)
     counter = chunk.to(tl.uint32)
     word, _, _, _ = tl.philox(key, counter, counter * 0 + 1, counter * 0, counter * 0)
     by_mass = tl.where(
@@ -251,7 +259,7 @@ def sample_tokens_kernel(
     heaviest = tl.min(tl.where(by_mass == tl.max(by_mass, 0), chunk, num_chunks - 1), 0)
     first = tl.min(tl.where(scores == tl.max(scores, 0), chunk, num_chunks - 1), 0)
     token = tl.load(chunk_token + row * num_chunks + first)
-    greedy, logit_factor = temperature_factor(tl.load(temperatures + req_index))
+    greedy, logit_factor = greedy_and_logit_factor(tl.load(temperatures + req_index))
     k = tl.load(top_ks + req_index).to(tl.int32)
     top_p = tl.load(top_ps + req_index)
     min_p = tl.load(min_ps + req_index)
@@ -264,40 +272,40 @@ def sample_tokens_kernel(
         token = sample_in_chunk(logits, heaviest, logit_factor, vocab_size, key)
     if valid & (greedy == 0) & (cut | (top_p < 1.0)):
         listed_chunks += row * num_chunks
-        floor_value = tl.maximum(largest + tl.log(min_p), LOWEST_FLOAT32)
+        min_logit = tl.maximum(max_logit + tl.log(min_p), LOWEST_FLOAT32)
         bound = scaled_logit_of(logits, token, logit_factor)
-        order = sortable_bits_of(maxima)
-        lowest_order = sortable_bits_of(bound)
+        sort_keys = sortable_bits_of(maxima)
+        min_sort_key = sortable_bits_of(bound)
         if cut:
-            bound = floor_value
-            lowest_order = tl.full([], 0, tl.int64)
+            bound = min_logit
+            min_sort_key = tl.full([], 0, tl.int64)
             if limited:
-                lowest_order = kth_largest(tl.where(exists, order, -1), k)
-        wanted = exists & (order >= lowest_order) & (maxima >= bound)
+                min_sort_key = kth_largest(tl.where(exists, sort_keys, -1), k)
+        wanted = exists & (sort_keys >= min_sort_key) & (maxima >= bound)
         place = tl.cumsum(wanted.to(tl.int32), 0) - 1
         tl.store(listed_chunks + place, chunk, mask=wanted)
         num_listed = tl.sum(wanted.to(tl.int32), 0)
         tl.debug_barrier()
         among = (logits, listed_chunks, num_listed, logit_factor, vocab_size)
         if cut:
-            cut_value = floor_value
+            cut_value = min_logit
             cut_token = vocab_size
             if limited:
                 cut_value, cut_token = top_k_threshold(
                     logits, candidates + row * MAX_SORTED_TOKENS, listed_chunks, num_listed,
-                    logit_factor, vocab_size, floor_value, lowest_order, k,
+                    logit_factor, vocab_size, min_logit, min_sort_key, k,
                 )  # fmt: skip
-            total, token = sample_ahead_of_pivot(*among, largest, key, cut_value, cut_token)
+            total, token = sample_ahead_of_pivot(*among, max_logit, key, cut_value, cut_token)
         if top_p < 1.0:
             mass, following = sample_ahead_of_pivot(
-                *among, largest, key, scaled_logit_of(logits, token, logit_factor), token
+                *among, max_logit, key, scaled_logit_of(logits, token, logit_factor), token
             )
-            # The loop ends however ``mass`` is rounded, because it is the mass of the tokens ahead
-            # of ``token``, and 0 once there are none.
+            # The loop ends whatever the rounding error of ``mass``: once no token is ahead of
+            # ``token``, ``mass`` is exactly 0.
             while (mass > 0.0) & (mass >= top_p * total):
                 token = following
                 mass, following = sample_ahead_of_pivot(
-                    *among, largest, key, scaled_logit_of(logits, token, logit_factor), token
+                    *among, max_logit, key, scaled_logit_of(logits, token, logit_factor), token
                 )
     # Check the total mass, not the maximum: NaN in a chunk makes the total NaN, but a maximum may
     # hide it.
@@ -306,7 +314,9 @@ def sample_tokens_kernel(
     tl.store(last_sampled_tokens + req_index, tl.where(valid, token, 0).to(tl.int64))
 
 
-def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, out: Tensor) -> None:
+def sample(
+    logits: Tensor, sampling_tensors: Mapping[str, Tensor], rows: RowsToSample, out: Tensor
+) -> None:
     """Samples one token per row, see ``TorchOps.sample``.
 
     ``logits`` are float32, bfloat16 or float16, with contiguous rows. A row's token depends on that
@@ -322,9 +332,9 @@ def sample(logits: Tensor, sampling: Mapping[str, Tensor], rows: RowsToSample, o
         (count, MAX_SORTED_TOKENS.value), dtype=torch.int64, device=logits.device
     )
     chunks = (*floats, indices[0])
-    of_rows = (logits, sampling["states"], positions, sampling["temperature"])
+    of_rows = (logits, sampling_tensors["states"], positions, sampling_tensors["temperature"])
     sizes = (vocab_size, num_chunks, row_stride("logits", logits))
-    limits = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
+    limits = (sampling_tensors["top_k"], sampling_tensors["top_p"], sampling_tensors["min_p"])
     chunk_statistics_kernel[(count, cdiv(num_chunks, 4 * COUNTER_ROWS_PER_PROGRAM.value))](
         *chunks, *of_rows, *limits, req_indices, *sizes, num_warps=4
     )

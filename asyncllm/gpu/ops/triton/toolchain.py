@@ -30,7 +30,7 @@ def check_triton() -> None:
 
 
 def _missing_requirement() -> str | None:
-    """What keeps Triton from launching kernels here, and how to get it; None if nothing does."""
+    """Phrase with what Triton lacks to launch kernels here, and its remedy; None if nothing."""
     try:
         triton = importlib.import_module("triton")
     except ImportError as error:

@@ -38,12 +38,12 @@ def sortable_bits_of(value):
 
 
 @triton.jit
-def kth_largest(order, k):
+def kth_largest(sort_keys, k):
     """The k-th largest of integers in [0, 2**32), found bit by bit; 0 if there are fewer than k."""
     found = tl.full([], 0, tl.int64)
     for step in range(32):
         candidate = found + (tl.full([], 1, tl.int64) << (31 - step))
-        enough = tl.sum((order >= candidate).to(tl.int32), 0) >= k
+        enough = tl.sum((sort_keys >= candidate).to(tl.int32), 0) >= k
         found = tl.where(enough, candidate, found)
     return found
 
@@ -71,47 +71,47 @@ def scaled_logit_of(logits, token, logit_factor):
 
 
 @triton.jit
-def count_ahead_of(
+def count_ahead_of_pivot(
     logits,
     listed_chunks,
     num_listed,
     logit_factor,
     vocab_size,
     pivot_value,
-    pivot,
+    pivot_token,
     high_value,
-    high,
+    high_token,
     low_value,
-    low,
+    low_token,
 ):
     """Counts the tokens ahead of the pivot in the listed chunks, and picks the next two pivots.
 
-    The first is a random token between ``high`` and the pivot, the second a random token between
-    the pivot and ``low``.
+    The first is a random token between ``high_token`` and the pivot, the second a random token
+    between the pivot and ``low_token``.
     """
     ranks = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.int32)
-    above = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
-    below = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
+    key_above = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
+    key_below = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], -2147483648, tl.int32)
     for start in range(0, num_listed, CHUNKS_PER_SCAN):
         token, value, real = load_listed_chunks(
             logits, listed_chunks, num_listed, logit_factor, vocab_size, start
         )
         # Give tokens pseudo-random keys: the largest key in a set of tokens picks a random token.
         key = (token.to(tl.uint32) * TOKEN_ID_HASH_FACTOR).to(tl.int32, bitcast=True)
-        ahead = is_ahead(value, token, pivot_value, pivot)
-        at_pivot = (value == pivot_value) & (token == pivot)
+        ahead = is_ahead(value, token, pivot_value, pivot_token)
+        at_pivot = (value == pivot_value) & (token == pivot_token)
         ranks += (real & ahead).to(tl.int32)
-        after_high = is_ahead(high_value, high, value, token)
+        after_high = is_ahead(high_value, high_token, value, token)
         between = real & ahead & after_high
-        above = tl.where(between, tl.maximum(above, key), above)
-        before_low = is_ahead(value, token, low_value, low)
+        key_above = tl.where(between, tl.maximum(key_above, key), key_above)
+        before_low = is_ahead(value, token, low_value, low_token)
         between = real & (ahead == 0) & (at_pivot == 0) & before_low
-        below = tl.where(between, tl.maximum(below, key), below)
+        key_below = tl.where(between, tl.maximum(key_below, key), key_below)
     rank = tl.sum(tl.sum(ranks, 1), 0)
     return (
         rank,
-        token_of_key(tl.max(tl.max(above, 1), 0)),
-        token_of_key(tl.max(tl.max(below, 1), 0)),
+        token_of_key(tl.max(tl.max(key_above, 1), 0)),
+        token_of_key(tl.max(tl.max(key_below, 1), 0)),
     )
 
 
@@ -125,36 +125,36 @@ def token_of_key(key):
 
 @triton.jit
 def threshold_by_quickselect(
-    logits, listed_chunks, num_listed, logit_factor, vocab_size, floor_value, k
+    logits, listed_chunks, num_listed, logit_factor, vocab_size, min_logit, k
 ):
     """Finds the top-k threshold by quickselect; see ``top_k_threshold``."""
     among = (logits, listed_chunks, num_listed, logit_factor, vocab_size)
-    infinite = floor_value * 0.0 + float("inf")
-    pivot_value = floor_value
-    pivot = vocab_size
-    low_value = floor_value
-    low = vocab_size
+    infinite = min_logit * 0.0 + float("inf")
+    pivot_value = min_logit
+    pivot_token = vocab_size
+    low_value = min_logit
+    low_token = vocab_size
     high_value = infinite
-    high = vocab_size * 0 - 1
-    rank, above, below = count_ahead_of(
-        *among, pivot_value, pivot, high_value, high, low_value, low
+    high_token = vocab_size * 0 - 1
+    rank, above, below = count_ahead_of_pivot(
+        *among, pivot_value, pivot_token, high_value, high_token, low_value, low_token
     )
     searching = rank > k
     while searching:
         if rank > k:
             low_value = pivot_value
-            low = pivot
-            pivot = above
+            low_token = pivot_token
+            pivot_token = above
         else:
             high_value = pivot_value
-            high = pivot
-            pivot = below
-        pivot_value = scaled_logit_of(logits, pivot, logit_factor)
-        rank, above, below = count_ahead_of(
-            *among, pivot_value, pivot, high_value, high, low_value, low
+            high_token = pivot_token
+            pivot_token = below
+        pivot_value = scaled_logit_of(logits, pivot_token, logit_factor)
+        rank, above, below = count_ahead_of_pivot(
+            *among, pivot_value, pivot_token, high_value, high_token, low_value, low_token
         )
         searching = rank != k
-    return pivot_value, pivot
+    return pivot_value, pivot_token
 
 
 @triton.jit
@@ -165,19 +165,19 @@ def threshold_by_sort(
     num_listed,
     logit_factor,
     vocab_size,
-    floor_value,
-    lowest_order,
+    min_logit,
+    min_sort_key,
     k,
 ):
     """Finds the top-k threshold by a sort; see ``top_k_threshold``.
 
-    It sorts the tokens of the listed chunks that are at or above both ``floor_value`` and
-    ``lowest_order``. Returns the threshold's value and id, and the number of tokens to sort. If
+    It sorts the tokens of the listed chunks that are at or above both ``min_logit`` and
+    ``min_sort_key``. Returns the threshold's value and id, and the number of tokens to sort. If
     that is more than MAX_SORTED_TOKENS, the threshold is invalid.
 
     Args:
         candidates: ``[MAX_SORTED_TOKENS]`` int64, scratch memory of the row.
-        lowest_order: lower bound of the k-th largest ``sortable_bits_of(logit)``; 0 if unknown.
+        min_sort_key: lower bound of the k-th largest ``sortable_bits_of(logit)``; 0 if unknown.
         k: at most MAX_SORTED_TOKENS.
     """
     found = num_listed * 0
@@ -185,10 +185,10 @@ def threshold_by_sort(
         token, value, real = load_listed_chunks(
             logits, listed_chunks, num_listed, logit_factor, vocab_size, start
         )
-        order = sortable_bits_of(value)
-        wanted = real & (value >= floor_value) & (order >= lowest_order)
+        sort_key = sortable_bits_of(value)
+        wanted = real & (value >= min_logit) & (sort_key >= min_sort_key)
         # Ranks order tokens by logit, then by id, so that no two ranks are equal.
-        rank = (order - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
+        rank = (sort_key - 2147483648) * 4294967296 + (4294967295 - token.to(tl.int64))
         rank = tl.reshape(rank, [CHUNKS_PER_SCAN * CHUNK_TOKENS])
         chosen = tl.reshape(wanted.to(tl.int32), [CHUNKS_PER_SCAN * CHUNK_TOKENS])
         place = found + tl.cumsum(chosen, 0) - 1
@@ -200,15 +200,15 @@ def threshold_by_sort(
     rank = tl.load(candidates + number, mask=number < found, other=-9223372036854775808)
     rank = tl.sort(rank, descending=True)
     last_in = tl.sum(tl.where(number == k - 1, rank, 0), 0)
-    threshold_value = floor_value
-    threshold = vocab_size
+    threshold_value = min_logit
+    threshold_token = vocab_size
     if found >= k:
-        # Any id after the k-th token's, up to the next token's, is a valid threshold: take the
-        # least.
+        # A threshold id excludes itself. Any id from the k-th token's plus 1 to the next token's is
+        # right: take the least.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
         threshold_value = scaled_logit_of(logits, token, logit_factor)
-        threshold = token + 1
-    return threshold_value, threshold, found
+        threshold_token = token + 1
+    return threshold_value, threshold_token, found
 
 
 @triton.jit
@@ -219,33 +219,33 @@ def top_k_threshold(
     num_listed,
     logit_factor,
     vocab_size,
-    floor_value,
-    lowest_order,
+    min_logit,
+    min_sort_key,
     k,
 ):
     """Finds the top-k threshold: a logit and an id that exclude all but the first k tokens.
 
     Tokens are sorted as by ``is_ahead``, and those ahead of the threshold are kept: the first k
-    among the tokens of the ``listed_chunks`` whose logit is at least ``floor_value``, or all of
-    these if they are fewer. The threshold's id need not be that of a token.
+    among the tokens of the ``listed_chunks`` whose logit is at least ``min_logit``, or all such
+    tokens if there are fewer. The threshold's id may be one that no token has.
     """
-    threshold_value = floor_value
-    threshold = vocab_size
+    threshold_value = min_logit
+    threshold_token = vocab_size
     found = vocab_size * 0 + MAX_SORTED_TOKENS + 1
     if k <= MAX_SORTED_TOKENS:
-        threshold_value, threshold, found = threshold_by_sort(
+        threshold_value, threshold_token, found = threshold_by_sort(
             logits,
             candidates,
             listed_chunks,
             num_listed,
             logit_factor,
             vocab_size,
-            floor_value,
-            lowest_order,
+            min_logit,
+            min_sort_key,
             k,
         )
     if found > MAX_SORTED_TOKENS:
-        threshold_value, threshold = threshold_by_quickselect(
-            logits, listed_chunks, num_listed, logit_factor, vocab_size, floor_value, k
+        threshold_value, threshold_token = threshold_by_quickselect(
+            logits, listed_chunks, num_listed, logit_factor, vocab_size, min_logit, k
         )
-    return threshold_value, threshold
+    return threshold_value, threshold_token

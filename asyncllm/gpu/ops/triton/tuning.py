@@ -18,7 +18,7 @@ MIN_SPLIT_TOKENS = 256
 """Minimum number of tokens per split of a sequence in decode attention; shorter splits are
 slower."""
 
-MAX_WAVE_SPLITS = 8
+MAX_WAVE_FILLING_SPLITS = 8
 """Maximum number of splits of a sequence that serve only to fill the last wave of programs."""
 
 PROGRAMS_PER_SM = 4
@@ -26,8 +26,8 @@ PROGRAMS_PER_SM = 4
 heads of up to 256 elements."""
 
 _LOW_MEMORY_PROGRAMS_PER_SM = 2
-"""Number of decode attention programs that fit a multiprocessor with 100 KB of shared memory, and,
-for heads of more than 256 elements, any other multiprocessor."""
+"""Number of decode attention programs that fit a multiprocessor with 100 KB of shared memory, or a
+larger one if heads have more than 256 elements."""
 
 MIN_TILE_SPLIT_TOKENS = 512
 """Minimum number of keys per split of a prefill tile. Shorter splits do not pay: a split's partial
@@ -60,8 +60,8 @@ class Tiles:
 
 
 # Keys are the lowest compute capability, values the tiles for heads of up to 64, 128, 256 and 512
-# elements. Each buffered tile of K and V takes two stages, of which one is for the look-up in the
-# block table: with the stage that computes, n tiles take 2n + 1 stages. With heads of 512
+# elements. A prefetched tile needs two pipeline stages, one to load its block ids and one to load K
+# and V. One more stage computes, so that n prefetched tiles need 2n + 1 stages. With heads of 512
 # elements, a tile of 32 keys takes 32 KB for K and as much for V.
 _DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
@@ -124,9 +124,9 @@ def decode_programs_per_sm(capability: int, head_dim: int) -> int:
     """Number of decode attention programs per multiprocessor for which splits are chosen.
 
     It is the number that runs at the same time, except for heads of 65 to 128 elements on Hopper.
-    There three programs run, but a choice for three would give short rows splits whose merge costs
-    more than the last wave (on an H100, 256 rows of 512 tokens took 0.87 of the time with one split
-    instead of two).
+    There three programs run, but a choice for three would split short rows, and to merge the splits
+    costs more than a partly filled last wave (on an H100, 256 rows of 512 tokens took 0.87 of the
+    time with one split instead of two).
     """
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
@@ -189,7 +189,7 @@ def num_splits(
     """
     num_concurrent_programs, programs = programs_per_sm * num_sms, batch * kv_heads
     max_splits = min(
-        max(cdiv(num_concurrent_programs, programs), MAX_WAVE_SPLITS),
+        max(cdiv(num_concurrent_programs, programs), MAX_WAVE_FILLING_SPLITS),
         cdiv(max_len, MIN_SPLIT_TOKENS),
     )
     return _fewest_splits(programs, num_concurrent_programs, max(1, max_splits))
@@ -204,20 +204,20 @@ def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAM
 
 
 def has_skewed_lengths(
-    longest: int, total: int, splits: int, kv_heads: int, num_concurrent_programs: int
+    max_seq_len: int, total_tokens: int, splits: int, kv_heads: int, num_concurrent_programs: int
 ) -> bool:
-    """Whether the longest sequence would hold up a batch of decode rows.
+    """Whether the longest sequence would delay a batch of decode rows.
 
     It does if one of its splits has SKEW_MARGIN_TOKENS keys more than twice the average number of
     keys per concurrent program.
 
     Args:
-        longest, total: tokens of the longest sequence, and of all sequences.
+        max_seq_len, total_tokens: tokens of the longest sequence, and of all sequences.
         splits: number of splits per sequence.
         num_concurrent_programs: number of programs that run on the GPU at the same time.
     """
-    fair = total * kv_heads // num_concurrent_programs
-    return cdiv(longest, splits) > 2 * fair + SKEW_MARGIN_TOKENS
+    fair = total_tokens * kv_heads // num_concurrent_programs
+    return cdiv(max_seq_len, splits) > 2 * fair + SKEW_MARGIN_TOKENS
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group_size: int, tiles: Tiles) -> int:
@@ -249,9 +249,10 @@ def _fewest_splits(programs: int, num_concurrent_programs: int, max_splits: int)
     return next(splits for splits, rate in enumerate(rates, 1) if rate >= good)
 
 
-def wave_utilisation(programs: int, num_concurrent_programs: int) -> float:
+def wave_utilisation(num_programs: int, num_concurrent_programs: int) -> float:
     """Fraction of the GPU that equally long programs keep busy until the last one ends."""
-    return programs / (cdiv(programs, num_concurrent_programs) * num_concurrent_programs)
+    num_waves = cdiv(num_programs, num_concurrent_programs)
+    return num_programs / (num_waves * num_concurrent_programs)
 
 
 def num_row_warps(width: int) -> int:
@@ -272,6 +273,6 @@ def block_dim_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def workspace_size(count: int, num_heads: int, head_dim: int) -> int:
-    """Number of float32 elements for ``count`` partial results of attention per head."""
-    return count * num_heads * (block_dim_of(head_dim) + 2)
+def workspace_elements(num_partials: int, num_heads: int, head_dim: int) -> int:
+    """Number of float32 elements for ``num_partials`` partial results of attention per head."""
+    return num_partials * num_heads * (block_dim_of(head_dim) + 2)
