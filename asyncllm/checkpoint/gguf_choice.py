@@ -64,15 +64,17 @@ def split_part_names(name: str) -> list[str]:
     return [f"{match[1]}-{number:05}-of-{match[3]}{GGUF_SUFFIX}" for number in numbers]
 
 
-def missing_parts_error(file: str, missing: list[str], count: int) -> ModelLoadError:
-    """Make the error for a split file that lacks some of its ``count`` parts."""
-    listed = join_first_names(missing, 3)
-    return ModelLoadError(f"{file}: {len(missing)} of its {count} parts are missing: {listed}")
+def missing_parts_error(file: str, missing_parts: list[str], num_parts: int) -> ModelLoadError:
+    """Make the error for a split file that lacks some of its ``num_parts`` parts."""
+    listed = join_names(missing_parts, 3)
+    return ModelLoadError(
+        f"{file}: {len(missing_parts)} of its {num_parts} parts are missing: {listed}"
+    )
 
 
-def join_first_names(names: list[str], count: int) -> str:
-    """Join the first ``count`` names for an error message."""
-    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+def join_names(names: list[str], max_names: int) -> str:
+    """Join the first ``max_names`` names for an error message."""
+    return ", ".join(names[:max_names]) + (", …" if len(names) > max_names else "")
 
 
 def _has_quantization(stem: str, quantization: str) -> bool:

@@ -152,12 +152,12 @@ def check_fields(config: ConfigFile, known_fields: Iterable[str], *module_list_f
     """
     for name in config.values:
         if name in config and name not in known_fields:
-            raise config.invalid_field(
-                name, "no such field, which may change what the weights mean"
-            )
+            raise config.field_error(name, "no such field, which may change what the weights mean")
     for name in module_list_fields:
         if name in config:
-            config.entries(name, "a list of module names", lambda entry: isinstance(entry, str))
+            config.checked_list(
+                name, "a list of module names", lambda entry: isinstance(entry, str)
+            )
 
 
 def read_group_size(config: ConfigFile) -> int | None:
@@ -178,7 +178,7 @@ def read_block_size(config: ConfigFile, name: str) -> tuple[int, int]:
         ModelLoadError: the value is no list of two integers from 1 to 65536.
     """
     accepted = "two integers from 1 to 65536, rows and columns"
-    rows, columns = config.entries(
+    rows, columns = config.checked_list(
         name, accepted, lambda n: type(n) is int and 1 <= n <= 2**16, count=2
     )
     return rows, columns

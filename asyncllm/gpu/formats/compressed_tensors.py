@@ -83,14 +83,14 @@ class CompressedTensors(WeightFormat):
         default = config.choice("format", formats, "pack-quantized")
         for name in ("transform_config", "moe_sparsity_config"):
             if config.values.get(name):
-                raise config.invalid_field(name, "no such transformation of the weights")
+                raise config.field_error(name, "no such transformation of the weights")
         config.section("sparsity_config").choice("format", ("dense",), "dense")
         groups = config.section("config_groups")
         sections = [groups.section(name) for name in groups.values]
         schemes = [_read_scheme(section, default) for section in sections]
         self.schemes = [scheme for scheme in schemes if scheme is not None]
         if not self.schemes:
-            raise config.invalid_field("config_groups", "an object with a group that has 'weights'")
+            raise config.field_error("config_groups", "an object with a group that has 'weights'")
         sizes = sorted({f"{s.bits} bits {_describe_block(s.block)}" for s in self.schemes})
         self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
         ignored = {_describe_activations(section) for section in sections} - {""}
@@ -233,7 +233,7 @@ def _read_scheme(group: ConfigFile, default: str) -> WeightScheme | None:
         try:
             re.compile(target.removeprefix("re:"))
         except re.error as error:
-            raise group.invalid_field(
+            raise group.field_error(
                 "targets", f"valid expressions ({target!r}: {error})"
             ) from error
     form = group.choice("format", FORMAT_NAMES, None) or default
@@ -242,21 +242,21 @@ def _read_scheme(group: ConfigFile, default: str) -> WeightScheme | None:
         return None
     check_fields(weights, _KNOWN_WEIGHTS_FIELDS)
     if form == "mixed-precision":
-        raise group.invalid_field("format", " or ".join(FORMAT_NAMES))
+        raise group.field_error("format", " or ".join(FORMAT_NAMES))
     if weights.boolean("dynamic", False):
-        raise weights.invalid_field("dynamic", "false")
+        raise weights.field_error("dynamic", "false")
     kind = weights.choice("type", ("int", "float"), "int")
     bits = weights.integer("num_bits", 8)
     is_float, symmetric = kind == "float", weights.boolean("symmetric", True)
     accepted = (4, 8) if form == "pack-quantized" else (8,)
     if bits not in accepted:
-        raise weights.invalid_field(
+        raise weights.field_error(
             "num_bits", f"{' or '.join(map(str, accepted))} with format {form!r}"
         )
     if is_float != (form == "float-quantized") and form != "naive-quantized":
-        raise weights.invalid_field("type", f"that of format {form!r}")
+        raise weights.field_error("type", f"that of format {form!r}")
     if is_float and not symmetric:
-        raise weights.invalid_field("symmetric", "true for floating point numbers")
+        raise weights.field_error("symmetric", "true for floating point numbers")
     return WeightScheme(targets, bits, is_float, symmetric, _read_block(weights))
 
 

@@ -179,7 +179,7 @@ class _TensorMapper:
         heads, value_heads = linear.num_key_heads, linear.num_value_heads
         if self.family.grouped_gates_tensor or leaf == "norm" or heads == value_heads:
             return StoredTensor(entry, transform=change)
-        first = 2 * linear.key_size if leaf in ("in_proj_qkv", "conv1d") else 0
+        first = 2 * linear.total_key_dim if leaf in ("in_proj_qkv", "conv1d") else 0
         width = 1 if leaf in _PER_HEAD_TENSORS else linear.value_dim
         if leaf != "out_proj":
             order = self._swapped_order(

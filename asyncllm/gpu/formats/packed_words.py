@@ -121,11 +121,11 @@ class Awq(_PackedWords):
         for name in ("version", "format"):
             value = config.values.get(name, "gemm")
             if not isinstance(value, str) or value.lower() != "gemm":
-                raise config.invalid_field(name, "'gemm', whose order of the columns is known")
+                raise config.field_error(name, "'gemm', whose order of the columns is known")
         if config.values.get("backend") == "llm-awq":
-            raise config.invalid_field("backend", "one that packs as AutoAWQ's version 'gemm' does")
+            raise config.field_error("backend", "one that packs as AutoAWQ's version 'gemm' does")
         if not config.boolean("zero_point", True):
-            raise config.invalid_field("zero_point", "true")
+            raise config.field_error("zero_point", "true")
         self.group_size, self.value_order = read_group_size(config), torch.tensor(_NIBBLE_ORDER)
         self.label = f"awq, 4 bits, groups of {self.group_size or 'a row'}"
 
@@ -144,11 +144,11 @@ class Gptq(_PackedWords):
         check_fields(config, _KNOWN_GPTQ_FIELDS, "modules_to_not_convert")
         self.bits = config.integer("bits")
         if self.bits not in (2, 4, 8):
-            raise config.invalid_field("bits", "2, 4 or 8")
+            raise config.field_error("bits", "2, 4 or 8")
         self.group_size = read_group_size(config)
         self.desc_act = config.boolean("desc_act", False)
         if config.boolean("is_marlin_format", False):
-            raise config.invalid_field("is_marlin_format", "false")
+            raise config.field_error("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
         # The quantiser subtracted ``fields``, a word with a 1 in every field, from whole words. So
@@ -160,6 +160,6 @@ class Gptq(_PackedWords):
         config.choice("method", ("gptq",), "gptq")
         for name in ("rotation", "adapter", "activation", "dynamic"):
             if config.values.get(name):
-                raise config.invalid_field(name, "null")
+                raise config.field_error(name, "null")
         order = ", act-order" if self.desc_act else ""
         self.label = f"{version}, {self.bits} bits, groups of {self.group_size or 'a row'}{order}"

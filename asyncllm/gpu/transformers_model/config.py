@@ -251,7 +251,7 @@ def _read_config(
         if not isinstance(name, str) or name not in CONFIG_MAPPING:
             if "auto_map" not in file or trust_remote_code:
                 accepted = f"one that transformers {transformers.__version__} knows"
-                raise file.invalid_field("model_type", accepted)
+                raise file.field_error("model_type", accepted)
             raise ModelLoadError(
                 f"{file.path}: model_type is {describe(name)}, which transformers "
                 f"{transformers.__version__} knows only by the checkpoint's own code; "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.layers import AttentionKind
@@ -32,7 +32,7 @@ def load_transformers_decoder(
     dtype: torch.dtype,
     device: torch.device,
     quantisers: WeightQuantisers | None,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> TransformersDecoder:
     """Load the modules and build the decoder.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.text_part import TextModelReader
 from asyncllm.errors import ModelLoadError
@@ -30,7 +30,7 @@ def load_modules(
     model: TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[nn.Module, TensorOwner]:
     """Load the model, with transformers' own conversion of names and layouts.
 
@@ -78,7 +78,7 @@ def dummy_modules(
     model: TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[nn.Module, TensorOwner]:
     """Make the model with random weights, the same in every run, like ``dummy_weights``."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
@@ -170,7 +170,9 @@ class TensorOwner:
         total_bytes: bytes of the files.
     """
 
-    def __init__(self, device: torch.device, total_bytes: int, progress: Progress | None) -> None:
+    def __init__(
+        self, device: torch.device, total_bytes: int, progress: ProgressCallback | None
+    ) -> None:
         self.device, self._total_bytes, self._progress = device, total_bytes, progress
         self._num_bytes_read = self._num_bytes_taken = self._num_bytes = 0
         self._mapped_addresses: set[int] = set()
