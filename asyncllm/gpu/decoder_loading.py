@@ -61,9 +61,9 @@ def load_decoder(
         kv = kv_plan(model)
     else:
         # Import transformers' modules late: the engine's own decoders do not need them.
-        from asyncllm.gpu.transformers_model.build import ModelPlan
+        from asyncllm.gpu.transformers_model.build import ProbedModelPlan
 
-        plan = ModelPlan.of(model)
+        plan = ProbedModelPlan.of(model)
         kv = plan.kv
     attention, block_size = _make_attention(config, kv.kinds, dtype, device, num_threads)
     if attention:

@@ -41,8 +41,8 @@ class WeightFormat(Protocol):
 
     Attributes:
         label: phrase for the log: the method's name, bits and group sizes.
-        ignored_quantisation: phrase for the log: quantisation of activations or the KV cache, which
-            is not applied because both stay in the model's dtype; "" if there is none.
+        ignored_quantisation: phrase for the log: which quantisation of activations or the KV cache
+            is ignored, as both stay in the model's dtype; "" if there is none.
         ignored_tensor_suffixes: ends of names of tensors that concern only activations or the KV
             cache.
     """
@@ -71,7 +71,7 @@ class WeightFormat(Protocol):
         ...
 
 
-class TensorParts:
+class PackedTensorParts:
     """Looks up the parts of one packed tensor by suffix, and checks them.
 
     Args:
@@ -85,8 +85,8 @@ class TensorParts:
     @classmethod
     def find_all_with(
         cls, reader: CheckpointReader, suffix: str, dtypes: Collection[str] = ()
-    ) -> Iterator[TensorParts]:
-        """Yield the TensorParts of each packed tensor that has a part ``suffix``.
+    ) -> Iterator[PackedTensorParts]:
+        """Yield the PackedTensorParts of each packed tensor that has a part ``suffix``.
 
         Args:
             dtypes: accepted dtypes of that part; () accepts all.
@@ -100,7 +100,7 @@ class TensorParts:
         suffix: str,
         dtypes: Iterable[str],
         shape: tuple[int, ...] | None = None,
-        dims: int | None = None,
+        num_dims: int | None = None,
     ) -> TensorInfo:
         """Return the part ``suffix``, checked for dtype and for shape or number of dimensions.
 
@@ -119,8 +119,11 @@ class TensorParts:
         accepted, fits = " or ".join(dtypes), info.dtype in dtypes
         if shape is not None:
             accepted, fits = f"{accepted} of shape {shape}", fits and info.shape == shape
-        elif dims is not None:
-            accepted, fits = f"{accepted} of {dims} dimensions", fits and len(info.shape) == dims
+        elif num_dims is not None:
+            accepted, fits = (
+                f"{accepted} of {num_dims} dimensions",
+                fits and len(info.shape) == num_dims,
+            )
         if not fits:
             raise self.part_error(suffix, accepted)
         return info

@@ -12,7 +12,7 @@ from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    TensorParts,
+    PackedTensorParts,
     WeightFormat,
     check_fields,
     check_group_indices,
@@ -64,7 +64,7 @@ class _PackedWords(WeightFormat):
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         per_word = 32 // self.bits
-        for parts in TensorParts.find_all_with(reader, "qweight"):
+        for parts in PackedTensorParts.find_all_with(reader, "qweight"):
             inputs, outputs = parts.require("qweight", ["I32"], dims=2).shape
             if self.along_outputs:
                 outputs *= per_word
@@ -133,8 +133,8 @@ class Awq(_PackedWords):
 class Gptq(_PackedWords):
     """WeightFormat of ``quant_method`` "gptq".
 
-    ``qweight`` is ``[in * bits / 32, out]``. ``checkpoint_format`` "gptq" stores zero - 1,
-    "gptq_v2" the zero point itself. Groups of inputs may be in any order, in ``g_idx``.
+    ``qweight`` is ``[in * bits / 32, out]``. ``checkpoint_format`` "gptq" stores each zero
+    point minus 1, "gptq_v2" the zero point. ``g_idx`` maps inputs to groups, in any order.
 
     Raises:
         ModelLoadError: an unknown field, or an unsupported value.
@@ -151,8 +151,8 @@ class Gptq(_PackedWords):
             raise config.field_error("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # The quantiser subtracted ``fields``, a word with a 1 in every field, from whole words. So
-        # adding ``fields`` to whole words restores the zero points, borrows included.
+        # The quantiser subtracted ``fields``, which has a 1 in every field, from whole words, so a
+        # 0 borrowed from the next field. Adding ``fields`` to whole words undoes this.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         offset = fields if version == "gptq" else 0
         self.zero_offset = torch.tensor(offset, dtype=torch.int64).to(torch.int32)

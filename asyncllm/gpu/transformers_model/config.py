@@ -36,7 +36,8 @@ _COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
     "n_routed_experts"
 ).split()
-"""Fields of config.json that count modules or list entries, which transformers makes in a loop."""
+"""Fields of config.json that are numbers of modules or list entries. transformers makes these in a
+loop, so a huge number would hang it."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -190,10 +191,10 @@ def read_config(
 
 
 @contextmanager
-def converting_transformers_errors(path: Path, what: str) -> Iterator[None]:
+def converting_transformers_errors(path: Path, failure: str) -> Iterator[None]:
     """Convert errors of transformers or of a checkpoint's code to ModelLoadError.
 
-    The message begins with ``path`` and ``what``. SystemExit is converted too: no signal is
+    The message begins with ``path`` and ``failure``. SystemExit is converted too: no signal is
     delivered on the thread that loads a model, so only called code can have raised it.
     """
     try:
@@ -201,7 +202,7 @@ def converting_transformers_errors(path: Path, what: str) -> Iterator[None]:
     except AsyncLLMError:
         raise
     except (Exception, SystemExit) as error:
-        raise ModelLoadError(f"{path}: {what}: {explain(error)}") from error
+        raise ModelLoadError(f"{path}: {failure}: {explain(error)}") from error
 
 
 def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
@@ -285,7 +286,7 @@ def _remote_code_class(
 
 
 def _model_class(
-    directory: Path, file: ConfigFile, whole_config: Any, config: Any, trust_remote_code: bool
+    directory: Path, file: ConfigFile, whole_config: Any, text_config: Any, trust_remote_code: bool
 ) -> Any:
     """Find the model class that generates text.
 
@@ -299,22 +300,24 @@ def _model_class(
     if own_class is not None:
         return own_class
     names = file.values.get("architectures")
-    for name in names if isinstance(names, list) and type(config) is type(whole_config) else ():
+    for name in (
+        names if isinstance(names, list) and type(text_config) is type(whole_config) else ()
+    ):
         named_class = getattr(transformers, str(name), None)
         if str(name).endswith(("ForCausalLM", "LMHeadModel")) and named_class is not None:
             return named_class
     try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
     except KeyError as error:
         raise ModelLoadError(
             f"{file.path}: architectures is {describe(names)}, and transformers "
             f"{transformers.__version__} has no model that generates text for the "
-            f"configuration {type(config).__name__}; expected one with a class …ForCausalLM"
+            f"configuration {type(text_config).__name__}; expected one with a class …ForCausalLM"
         ) from error
 
 
-def _checkpoint_dtype(file: ConfigFile, config: Any, whole_config: Any) -> str:
-    dtype = getattr(config, "dtype", None) or getattr(whole_config, "dtype", None)
+def _checkpoint_dtype(file: ConfigFile, text_config: Any, whole_config: Any) -> str:
+    dtype = getattr(text_config, "dtype", None) or getattr(whole_config, "dtype", None)
     if dtype is None:
         return "float32"
     name = str(dtype).removeprefix("torch.")

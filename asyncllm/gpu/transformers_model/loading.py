@@ -13,7 +13,7 @@ from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.transformers_model.build import ModelPlan, build_transformers_decoder
+from asyncllm.gpu.transformers_model.build import ProbedModelPlan, build_transformers_decoder
 from asyncllm.gpu.transformers_model.check import ReferenceLogprobs
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
@@ -25,7 +25,7 @@ from asyncllm.validation import value_error
 def load_transformers_decoder(
     config: EngineConfig,
     model: TransformersConfig,
-    plan: ModelPlan,
+    plan: ProbedModelPlan,
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     groups: Sequence[KVGroup],

@@ -17,13 +17,16 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import log_weight_sizes, open_checkpoint
 from asyncllm.gpu.models.architectures import COMPUTED_BUFFER_PATTERN
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, experts_implementation
+from asyncllm.gpu.transformers_model.interface import (
+    ENGINE_IMPLEMENTATION_NAME,
+    experts_implementation,
+)
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
 from asyncllm.validation import explain
 
 _LOAD_LOCK = threading.Lock()
 """Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
-second load at the same time would take the replacements for the originals, and restore those."""
+second load at the same time would save the replacements as originals, and restore them for good."""
 
 
 def load_modules(
@@ -109,7 +112,7 @@ def _load_tensors(
                 config=model.config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=ENGINE_NAME,
+                attn_implementation=ENGINE_IMPLEMENTATION_NAME,
                 experts_implementation=experts_implementation(device),
                 output_loading_info=True,
             )
