@@ -132,7 +132,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSy
     # Compile the template now, so that the first chat does not block its event loop for it.
     tokenizer.chat_template.compile()
     syntaxes = ChatSyntaxes.from_tokenizer(tokenizer, config)
-    syntaxes.prepare()
+    syntaxes.import_response_parser()
     return tokenizer, syntaxes
 
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.structured.backends import GrammarBackends
-from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemory
+from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemoryBound
 from asyncllm.structured.spec import StructuredOutputs
 
 MAX_THREADS = 2
@@ -28,10 +28,10 @@ THREAD_NICENESS = 5
 step then gets three times the time of a compiling thread."""
 
 MAX_EXTRA_THREADS = 1
-"""Maximum number of threads that replace threads with overdue compilations, which cannot be
-stopped. While the compilations of all threads are overdue, no new compilation begins."""
+"""Maximum number of further threads. Each takes the place of a thread whose compilation is overdue,
+because a compilation cannot be stopped. While all compilations are overdue, no new one begins."""
 
-COOLDOWN_FACTOR = 2
+COOLDOWN_TO_COMPILE_RATIO = 2
 """Pause of a thread after a compilation, as a multiple of the compilation's duration. Compilations
 take processor time from the engine's steps, so many in a row would delay the steps."""
 
@@ -93,7 +93,7 @@ class GrammarCompiler:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
-        self._memories: WeakSet[GrammarMemory] = WeakSet()
+        self._memories: WeakSet[GrammarMemoryBound] = WeakSet()
         self._jobs: dict[StructuredOutputs, _CompileJob] = {}
         self._queue: deque[_CompileJob] = deque()
         self._threads: set[threading.Thread] = set()
@@ -209,10 +209,10 @@ class GrammarCompiler:
             duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
             del job, grammar, error
-            self._close_event.wait(min(COOLDOWN_FACTOR * duration, MAX_COOLDOWN_SECONDS))
+            self._close_event.wait(min(COOLDOWN_TO_COMPILE_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
     def _drop_unwanted_jobs(self) -> None:
-        """Drop the next queued jobs without waiting requests. The caller holds the lock."""
+        """Drop the queue's first jobs until a request waits for one. The caller holds the lock."""
         while self._queue and not any(
             is_wanted() for _, is_wanted in self._queue[0].waiting_requests or ()
         ):

@@ -84,8 +84,7 @@ def _unsupported_layers(probe: ProbeResult, config: Any) -> Iterator[Unsupported
     """Yield the unsupported layers.
 
     A layer has to call attention once or to keep a state, unless the configuration says that it
-    has an MLP or experts only. Calls
-    outside of layers are not supported.
+    has an MLP or experts only. Calls outside of layers are not supported.
     """
     count = config.num_hidden_layers
     lists = [
