@@ -60,7 +60,7 @@ class Sized:
 
 @pytest.fixture
 def sized(monkeypatch):
-    monkeypatch.setattr(compiler_module, "MAX_THREADS", 1)
+    monkeypatch.setattr(compiler_module, "MAX_COMPILE_THREADS", 1)
     monkeypatch.setattr(compiler_module, "MAX_COOLDOWN_SECONDS", 0.0)
     backends: Any = Sized()
     compiler = GrammarCompiler(backends, 10.0)

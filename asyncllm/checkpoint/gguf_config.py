@@ -239,7 +239,7 @@ def _rope_scaling_fields(file: GGUFFile, fields: ConfigFile, family: GGUFFamily)
     kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), implied)
     original = fields.integer("rope.scaling.original_context_length", None, high=MAX_POSITIONS)
     if "rope_freqs.weight" in file.tensors:
-        return {"rope_scaling": _llama3_parameters(file, fields)}
+        return {"rope_scaling": _llama3_rope_parameters(file, fields)}
     if "rope_factors_long.weight" in file.tensors or kind == "longrope":
         return _longrope_parameters(file, fields, original)
     if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
@@ -277,7 +277,7 @@ def _longrope_parameters(
     return {"rope_scaling": rope, "original_max_position_embeddings": original_max_position}
 
 
-def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
+def _llama3_rope_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     """Parameters of Llama 3's RoPE scaling with the file's frequency factors; None if all are 1.
 
     Raises:

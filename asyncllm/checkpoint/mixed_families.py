@@ -1,4 +1,4 @@
-"""MIXED_FAMILIES: architectures with experts, recurrent layers or unequal layers, as data."""
+"""MOE_AND_HYBRID_FAMILIES: architectures with experts, recurrent or unequal layers, as data."""
 
 from __future__ import annotations
 
@@ -450,7 +450,7 @@ _GEMMA4_DEFAULTS = {
     "hidden_size_per_layer_input": 256,
 }
 
-MIXED_FAMILIES: dict[str, Family] = {
+MOE_AND_HYBRID_FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
         {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},

@@ -18,7 +18,7 @@ from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.layer_config import LayerConfig, PerLayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.checkpoint.mixed_families import MIXED_FAMILIES
+from asyncllm.checkpoint.mixed_families import MOE_AND_HYBRID_FAMILIES
 from asyncllm.checkpoint.rope_config import (
     MAX_POSITIONS,
     RopeConfig,
@@ -32,7 +32,7 @@ Activation = Literal["gelu_tanh", "silu"]
 
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
-FAMILIES = DENSE_FAMILIES | MIXED_FAMILIES
+FAMILIES = DENSE_FAMILIES | MOE_AND_HYBRID_FAMILIES
 """Families by ``model_type``."""
 
 MAX_LAYERS = 1024

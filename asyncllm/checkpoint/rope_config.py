@@ -181,9 +181,9 @@ def _read_yarn(section: ConfigFile, implied_factor: float) -> dict[str, Any]:
     if fast < slow:
         raise section.field_error("beta_fast", f"a number from beta_slow={slow:g} on")
     scale, all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
-    implied = _mscale(factor)
+    implied = _yarn_mscale(factor)
     if scale and all_dim:
-        implied = _mscale(factor, scale) / _mscale(factor, all_dim)
+        implied = _yarn_mscale(factor, scale) / _yarn_mscale(factor, all_dim)
     return {
         "factor": factor,
         "beta_fast": fast,
@@ -193,7 +193,7 @@ def _read_yarn(section: ConfigFile, implied_factor: float) -> dict[str, Any]:
     }
 
 
-def _mscale(factor: float, scale: float = 1.0) -> float:
+def _yarn_mscale(factor: float, scale: float = 1.0) -> float:
     """YaRN's attention temperature (Peng et al., 2023, equation 22)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
@@ -211,13 +211,13 @@ def _read_longrope(
     return {
         "factor": factor,
         "attention_factor": section.number("attention_factor", implied, open_low=True),
-        "short_factors": _read_factors(section, "short_factor", num_pairs),
-        "long_factors": _read_factors(section, "long_factor", num_pairs),
+        "short_factors": _read_longrope_factors(section, "short_factor", num_pairs),
+        "long_factors": _read_longrope_factors(section, "long_factor", num_pairs),
     }
 
 
-def _read_factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
-    accepted = f"a list of {count} numbers, one for each rotated pair of a head"
-    factors = section.checked_list(name, accepted, lambda factor: True, count)
+def _read_longrope_factors(section: ConfigFile, name: str, num_pairs: int) -> tuple[float, ...]:
+    accepted = f"a list of {num_pairs} numbers, one for each rotated pair of a head"
+    factors = section.checked_list(name, accepted, lambda factor: True, num_pairs)
     files = (ConfigFile(section.path, {name: factor}) for factor in factors)
     return tuple(file.number(name, open_low=True) for file in files)

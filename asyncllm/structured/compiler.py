@@ -20,14 +20,14 @@ from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemoryBound
 from asyncllm.structured.spec import StructuredOutputs
 
-MAX_THREADS = 2
+MAX_COMPILE_THREADS = 2
 """Maximum number of concurrent compilations, not counting overdue ones."""
 
 THREAD_NICENESS = 5
 """Increase of a compiling thread's niceness, on Linux. On a busy processor, a thread that runs a
 step then gets three times the time of a compiling thread."""
 
-MAX_EXTRA_THREADS = 1
+MAX_EXTRA_COMPILE_THREADS = 1
 """Maximum number of further threads. Each takes the place of a thread whose compilation is overdue,
 because a compilation cannot be stopped. While all compilations are overdue, no new one begins."""
 
@@ -75,13 +75,13 @@ class GrammarCompiler:
     At most ``MAX_CACHED_GRAMMARS`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of
     all grammars that are cached or in use.
 
-    At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same grammar share
-    a compilation. A compilation that takes longer than ``timeout`` is overdue: its waiting requests
-    fail. It cannot be interrupted, so it continues on its thread, and the result is cached. Up to
-    ``MAX_EXTRA_THREADS`` threads replace threads with overdue compilations. A queued compilation
-    without waiting requests is dropped. The threads have a low priority on Linux, and rest after
-    each compilation. A result after the end of the engine is dropped. The interpreter's exit waits
-    up to ``timeout`` for compilations that have begun.
+    At most ``MAX_COMPILE_THREADS`` grammars are compiled at a time, and requests for the same
+    grammar share a compilation. A compilation that takes longer than ``timeout`` is overdue: its
+    waiting requests fail. It cannot be interrupted, so it continues on its thread, and the result
+    is cached. Up to ``MAX_EXTRA_COMPILE_THREADS`` threads replace threads with overdue
+    compilations. A queued compilation without waiting requests is dropped. The threads have a low
+    priority on Linux, and rest after each compilation. A result after the end of the engine is
+    dropped. The interpreter's exit waits up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.
@@ -131,7 +131,7 @@ class GrammarCompiler:
                 return  # The engine has ended, and so has the request.
             job = self._jobs.get(spec)
             if job is None:
-                if len(self._threads) - self._num_overdue_jobs < MAX_THREADS:
+                if len(self._threads) - self._num_overdue_jobs < MAX_COMPILE_THREADS:
                     self._start_thread()
                 job = self._jobs[spec] = _CompileJob(spec)
                 self._queue.append(job)
@@ -156,7 +156,7 @@ class GrammarCompiler:
 
         The caller holds the lock until it has queued a job for the thread.
         """
-        if len(self._threads) >= MAX_THREADS + MAX_EXTRA_THREADS:
+        if len(self._threads) >= MAX_COMPILE_THREADS + MAX_EXTRA_COMPILE_THREADS:
             if len(self._threads) > self._num_overdue_jobs:
                 return
             raise RequestError(
@@ -195,7 +195,10 @@ class GrammarCompiler:
         while True:
             with self._lock:
                 self._drop_unwanted_jobs()
-                if not self._queue or len(self._threads) - self._num_overdue_jobs > MAX_THREADS:
+                if (
+                    not self._queue
+                    or len(self._threads) - self._num_overdue_jobs > MAX_COMPILE_THREADS
+                ):
                     self._threads.discard(threading.current_thread())
                     if not self._threads:
                         atexit.unregister(self._at_exit)

@@ -18,9 +18,9 @@ from asyncllm.structured.grammar import (
     is_gbnf,
 )
 from asyncllm.structured.parser_limits import (
-    MAX_COMPILE_FUEL,
+    MAX_COMPILE_LEXER_FUEL,
     MAX_EARLEY_ITEMS_PER_MASK,
-    MAX_FUEL_PER_MASK,
+    MAX_LEXER_FUEL_PER_MASK,
     MAX_LEXER_STATES,
     can_follow_forced_text,
     check_first_states,
@@ -73,8 +73,8 @@ class LLGuidanceBackend:
         limits = self._library.LLParserLimits(
             max_items_in_row=max_earley_items_in_row(spec),
             step_max_items=MAX_EARLEY_ITEMS_PER_MASK,
-            initial_lexer_fuel=MAX_COMPILE_FUEL,
-            step_lexer_fuel=MAX_FUEL_PER_MASK,
+            initial_lexer_fuel=MAX_COMPILE_LEXER_FUEL,
+            step_lexer_fuel=MAX_LEXER_FUEL_PER_MASK,
             max_lexer_states=MAX_LEXER_STATES,
             verbose_errors=False,
         )

@@ -21,7 +21,7 @@ from asyncllm.structured.json_schema import subschemas
 from asyncllm.structured.references import is_local_ref, resolve_pointer
 from asyncllm.validation import describe
 
-MAX_PATTERNS = 8
+MAX_PATTERNS_PER_VALUE = 8
 """Maximum number of patterns and formats that apply to one value. Merging this many takes 4 ms, and
 each further one doubles the time."""
 
@@ -30,14 +30,14 @@ MAX_MULTIPLEOF_REMAINDERS = 16_384
 take 50 ms and 8 MB."""
 
 MAX_APPLIED_SCHEMAS = 200_000
-"""Maximum number of checked values and applied schemas together, repetitions included. Checking this
-many takes 0.5 s."""
+"""Maximum number of checked values and applied schemas together, repetitions included. Checking
+this many takes 0.5 s."""
 
 MAX_EXPANDED_SCHEMAS = 4096
 """Maximum number of a value's schemas after each reference is replaced by its target, as llguidance
 does. 30 nested levels with two references each give a billion schemas."""
 
-MAX_PROPERTIES = 3000
+MAX_PROPERTIES_PER_OBJECT = 3000
 """Maximum number of properties of one object. llguidance's time is quadratic in the number of
 optional properties: 0.4 s for 3,000."""
 
@@ -143,9 +143,11 @@ class _MergeChecker:
             if isinstance(choices := schema.get(keyword), list) and id(choices) not in expanded_ids
         ]
         self._check_patterns(applied_schemas, alternative_lists)
-        if (count := len(_property_names(applied_schemas, "properties"))) > MAX_PROPERTIES:
+        if (
+            count := len(_property_names(applied_schemas, "properties"))
+        ) > MAX_PROPERTIES_PER_OBJECT:
             raise GrammarError(
-                f"an object has {count} properties, expected at most {MAX_PROPERTIES}"
+                f"an object has {count} properties, expected at most {MAX_PROPERTIES_PER_OBJECT}"
             )
         # llguidance merges each constant with the keywords beside it.
         constants = (schema.get("enum") for schema in applied_schemas)
@@ -205,9 +207,10 @@ class _MergeChecker:
         count = len(_patterns_and_formats(applied_schemas)) + sum(
             max(map(self._count_patterns, choices), default=0) for choices in alternative_lists
         )
-        if count > MAX_PATTERNS:
+        if count > MAX_PATTERNS_PER_VALUE:
             raise GrammarError(
-                f"{count} patterns and formats apply to one value, expected at most {MAX_PATTERNS}"
+                f"{count} patterns and formats apply to one value, expected at most "
+                f"{MAX_PATTERNS_PER_VALUE}"
             )
         divisors = frozenset(
             Fraction(Decimal(repr(number)))

@@ -31,7 +31,7 @@ MAX_CHECKED_PARSER_STATES = 64
 MAX_EARLEY_ITEMS_PER_MASK = 16_000
 """Maximum number of Earley items (partly matched rules) made to compute one mask: about 6 ms."""
 
-MAX_FUEL_PER_MASK = 30_000
+MAX_LEXER_FUEL_PER_MASK = 30_000
 """Maximum lexer fuel (llguidance's unit of work) to compute one mask: about 2 ms."""
 
 MAX_EARLEY_ITEMS_IN_ROW = 1000
@@ -46,7 +46,7 @@ MAX_LEXER_STATES = 24_576
 """Maximum number of states of a grammar's lexer, which adds states while it reads outputs. An
 expression such as ``a{1000}`` needs a state for each character."""
 
-MAX_COMPILE_FUEL = 100_000
+MAX_COMPILE_LEXER_FUEL = 100_000
 """Maximum lexer fuel to compile a grammar and compute the text that it forces at its beginning."""
 
 # Measured upper bounds on a grammar's memory.
@@ -59,7 +59,7 @@ BYTES_PER_ACCEPTED_TOKEN = 65_536
 """Measured upper bound on the memory that a grammar gains per accepted token. Worst are expressions
 with a counted repetition that may begin anywhere, such as ``[a-z]*a[a-z]{200}``."""
 
-MAX_FORCED_BYTES = 1024
+MAX_FORCED_REGEX_BYTES = 1024
 MAX_FORCED_LITERAL_BYTES = 2**14
 """Maximum number of bytes that a grammar may force at once if forced text is tokenised. llguidance
 follows forced text to its end within one mask: ``a{100000}`` takes 0.1 s and 40 MB."""
@@ -75,7 +75,7 @@ def can_follow_forced_text(spec: StructuredOutputs) -> bool:
     text, size = spec.text, len(spec.text)
     if spec.kind == "regex":
         counts = map(int, _REPETITION_COUNT_PATTERN.findall(text))
-        return size * math.prod(max(1, count) for count in counts) <= MAX_FORCED_BYTES
+        return size * math.prod(max(1, count) for count in counts) <= MAX_FORCED_REGEX_BYTES
     has_expression = spec.kind == "grammar" or any(name in text for name in _EXPRESSION_KEYWORDS)
     return not has_expression and size <= MAX_FORCED_LITERAL_BYTES
 

@@ -33,7 +33,7 @@ _SMALL_VOCABULARY_TOKENS = 2000
 """Vocabulary size at which the other constants of the time estimate were measured."""
 
 _TOKENS_PER_MASK_MILLISECOND = 40_000
-"""Number of further vocabulary tokens per millisecond of each unit of ``mask_units``."""
+"""A unit of ``mask_units`` adds 1 ms per this many tokens beyond _SMALL_VOCABULARY_TOKENS."""
 
 _SELF_DELIMITED_TYPES = ("string", "object", "array", "boolean", "null")
 

@@ -23,7 +23,7 @@ _INSIDE_STRING_PATTERN = re.compile(r'["\\]')
 _State = Literal[
     "array", "object", "key", "colon", "name", "arguments", "other", "inside", "after", "next"
 ]
-_TRANSITIONS: Mapping[_State, Mapping[str, _State]] = {
+_STATE_TRANSITIONS: Mapping[_State, Mapping[str, _State]] = {
     "array": {"[": "object"},
     "object": {"{": "key"},
     "key": {'"': "colon"},
@@ -43,7 +43,7 @@ arguments, where only brackets are counted.
 class _NotACallError(Exception):
     """Error for text that is no call.
 
-    Its argument is the length of the shortest beginning of the text that cannot begin a call.
+    Its argument is the position in the text at which the invalid call ends.
     """
 
 
@@ -137,7 +137,7 @@ class JsonCallReader:
                 break
             first = text[position]
             in_value = self._state == "other"
-            if first in "{[,}]:" if in_value else first not in _TRANSITIONS[self._state]:
+            if first in "{[,}]:" if in_value else first not in _STATE_TRANSITIONS[self._state]:
                 raise _NotACallError(position)
             match = _JSON_TOKEN_PATTERN.match(text, position)
             end = len(text) if match is None else match.end()
@@ -197,7 +197,7 @@ class JsonCallReader:
             self._arguments, end = [], start
         elif state == "other" and token[0] == '"':
             _parse_string(token, end)
-        self._state = "after" if state == "other" else _TRANSITIONS[state][token[0]]
+        self._state = "after" if state == "other" else _STATE_TRANSITIONS[state][token[0]]
         if state == "colon" and self._current_key == self._syntax.arguments_key:
             self._state = "arguments"
         elif state == "colon" and self._current_key == self._syntax.name_key:

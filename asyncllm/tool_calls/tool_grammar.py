@@ -25,7 +25,7 @@ def with_tool_grammar(
 ) -> tuple[dict[str, Any], bool]:
     """Add the grammar that a ``chat()`` call's tools need to its ``SamplingParams`` fields.
 
-    With ``structured_outputs``, the grammar allows tool calls, or an answer as they specify.
+    With ``structured_outputs``, the grammar allows tool calls or an answer that matches it.
 
     Args:
         sampling_fields: fields of ``SamplingParams`` that the caller passed by name.

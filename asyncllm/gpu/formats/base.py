@@ -187,16 +187,16 @@ def read_block_size(config: ConfigFile, name: str) -> tuple[int, int]:
     return rows, columns
 
 
-def check_group_indices(name: str, groups: Tensor, count: int) -> None:
+def check_group_indices(name: str, groups: Tensor, num_groups: int) -> None:
     """Check the group index of each input, stored in tensor ``name``.
 
     Raises:
-        ModelLoadError: an index is negative, or not below ``count``.
+        ModelLoadError: an index is negative, or not below ``num_groups``.
     """
     low, high = int(groups.min()), int(groups.max())
-    if low < 0 or high >= count:
+    if low < 0 or high >= num_groups:
         raise ModelLoadError(
-            f"tensor {name!r} has values from {low} to {high}, expected 0 to {count - 1}, the "
+            f"tensor {name!r} has values from {low} to {high}, expected 0 to {num_groups - 1}, the "
             "groups of the scales"
         )
 

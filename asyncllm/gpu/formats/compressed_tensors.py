@@ -218,14 +218,14 @@ def _zero_points(scheme: WeightScheme, parts: Mapping[str, Tensor], scale: Tenso
 
 
 def _column_groups(
-    tensor: PackedTensor, parts: Mapping[str, Tensor], num_columns: int
+    tensor: PackedTensor, parts: Mapping[str, Tensor], num_groups: int
 ) -> Tensor | None:
     """Find the group of each column; None if groups are in order."""
     groups = parts.get("weight_g_idx")
     # A ``weight_g_idx`` whose elements are all -1 means that groups are in order.
     if groups is None or bool((groups == -1).all()):
         return None
-    check_group_indices(tensor.parts["weight_g_idx"], groups, num_columns)
+    check_group_indices(tensor.parts["weight_g_idx"], groups, num_groups)
     return groups.long()
 
 

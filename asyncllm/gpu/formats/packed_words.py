@@ -41,7 +41,7 @@ _KNOWN_GPTQ_FIELDS = (
 ).split()
 
 
-class _PackedWords(WeightFormat):
+class _PackedWordsFormat(WeightFormat):
     """WeightFormat of integers in words of 32 bits, along the inputs or the outputs of ``qweight``.
 
     Beside it are ``qzeros [groups, out * bits / 32]`` and ``scales [groups, out]``. An element is
@@ -104,7 +104,7 @@ class _PackedWords(WeightFormat):
         return QuantisedTensor(self.bits, tensor.shape, read_rows, scales.T, (1, group), **fields)
 
 
-class Awq(_PackedWords):
+class Awq(_PackedWordsFormat):
     """WeightFormat of ``quant_method`` "awq", version "gemm", as AutoAWQ packs it.
 
     ``qweight`` is ``[in, out / 8]``.
@@ -130,7 +130,7 @@ class Awq(_PackedWords):
         self.label = f"awq, 4 bits, groups of {self.group_size or 'a row'}"
 
 
-class Gptq(_PackedWords):
+class Gptq(_PackedWordsFormat):
     """WeightFormat of ``quant_method`` "gptq".
 
     ``qweight`` is ``[in * bits / 32, out]``. ``checkpoint_format`` "gptq" stores each zero

@@ -41,7 +41,7 @@ MIN_LOGPROB_NOISE_EPSILONS = 16
 MAX_LOGPROB_NOISE = 1.0
 """Maximum of ``ReferenceLogprobs.noise``; beyond it, wrong results would pass the check."""
 
-SEQUENCES_SEED = 0
+RANDOM_TOKENS_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ReferenceLogprobs:
             )
         config = modules.config
         ours = config._attn_implementation, config._experts_implementation
-        generator = torch.Generator(device="cpu").manual_seed(SEQUENCES_SEED)
+        generator = torch.Generator(device="cpu").manual_seed(RANDOM_TOKENS_SEED)
         sequences = [
             torch.randint(model.vocab_size, (length,), generator=generator, device="cpu")
             for length in SEQUENCE_LENGTHS

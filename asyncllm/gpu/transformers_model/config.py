@@ -32,14 +32,14 @@ UNLIMITED_CONTEXT_TOKENS = 131_072
 """Context in tokens assumed for a model without attention or positions, which has no limit of its
 own: buffers need one."""
 
-_COUNT_FIELDS = (
+_MODULE_COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
     "n_routed_experts"
 ).split()
 """Fields of config.json that are numbers of modules or list entries. transformers makes these in a
 loop, so a huge number would hang it."""
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +229,12 @@ def _check_fields(file: ConfigFile) -> None:
     """
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):
-        for name in _COUNT_FIELDS:
+        for name in _MODULE_COUNT_FIELDS:
             if isinstance(part.values.get(name), int):
                 part.integer(name, low=0, high=MAX_LAYERS)
     for part in (file, file.section("text_config")):
         for name in ("dtype", "torch_dtype"):
-            part.choice(name, _DTYPES, _DTYPES[0])
+            part.choice(name, _SUPPORTED_DTYPES, _SUPPORTED_DTYPES[0])
 
 
 def _read_config(
@@ -321,4 +321,4 @@ def _checkpoint_dtype(file: ConfigFile, text_config: Any, whole_config: Any) -> 
     if dtype is None:
         return "float32"
     name = str(dtype).removeprefix("torch.")
-    return ConfigFile(file.path, {"dtype": name}).choice("dtype", _DTYPES)
+    return ConfigFile(file.path, {"dtype": name}).choice("dtype", _SUPPORTED_DTYPES)
