@@ -41,7 +41,7 @@ _JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": True,
 }
 
-_NO_FORCING_STATEMENT = '%llguidance {"no_forcing": true}'
+_NO_FORCING_LARK_STATEMENT = '%llguidance {"no_forcing": true}'
 """Lark statement that keeps llguidance from computing the text that a grammar forces."""
 
 _MAX_TOKEN_BYTES = 32
@@ -98,7 +98,7 @@ class LLGuidanceBackend:
         with suppress(ValueError):  # A grammar that is not JSON is in Lark syntax already.
             (part,) = json.loads(grammar)["grammars"]
             grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
-        return f"{grammar}\n{_NO_FORCING_STATEMENT}"  # The last %llguidance statement applies.
+        return f"{grammar}\n{_NO_FORCING_LARK_STATEMENT}"  # The last %llguidance statement applies.
 
     def _convert_to_grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text
