@@ -305,7 +305,7 @@ class TokenStream(UncopyableHandle):
         if not isinstance(end, StreamEnd):
             if delta.text or delta.token_ids:
                 return delta
-            if self._parser is not None and self._parser.interrupt():
+            if self._parser is not None and self._parser.mark_interrupted():
                 return delta
             self._is_done = True
             self._error = end

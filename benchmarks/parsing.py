@@ -15,7 +15,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from asyncllm.outputs import Delta, make_token_delta
 from asyncllm.tool_calls.chat_syntax import ChatSyntaxes
-from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
+from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_CALL_FAMILIES
 from asyncllm.tool_calls.message_parser import MessageParser
 from benchmarks.common import Report, cpu_time_of, options
 
@@ -27,7 +27,7 @@ TEMPLATE = load_response_template(
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "reasoning_content": REASONING_FAMILIES["qwen3"].reasoning_field,
-            "tool_calls": TOOL_FAMILIES["hermes"].calls_field,
+            "tool_calls": TOOL_CALL_FAMILIES["hermes"].calls_field,
             "content": {},
         },
     }

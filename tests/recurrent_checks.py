@@ -92,7 +92,9 @@ def delta_in_double(
 ) -> Tensor:
     """The rule token by token, through the rows of STEP; ``state``, of float64, becomes theirs."""
     group = shape.num_value_heads // shape.num_key_heads
-    q, k, v = qkv.double().split([shape.key_size, shape.key_size, shape.value_size], 1)
+    q, k, v = qkv.double().split(
+        [shape.total_key_dim, shape.total_key_dim, shape.total_value_dim], 1
+    )
     q, k = (part.unflatten(1, (-1, shape.key_dim)) for part in (q, k))
     q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
     v, (b, a) = v.unflatten(1, (-1, shape.value_dim)), gates.double().chunk(2, 1)

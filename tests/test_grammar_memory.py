@@ -20,7 +20,7 @@ from asyncllm.core.request import Request
 from asyncllm.core.structured_output import RequestGrammar
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
-from asyncllm.structured.grammar import Grammar, GrammarMemory, Vocabulary
+from asyncllm.structured.grammar import Grammar, GrammarMemoryBound, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests.fakes import thread_of
@@ -50,7 +50,7 @@ class Sized:
     def compile(self, spec: Any, begin: Any) -> Grammar:
         self.begun.append(spec.text)
         assert self.gate.wait(10)
-        memory = GrammarMemory(LIMIT // 3)
+        memory = GrammarMemoryBound(LIMIT // 3)
 
         def new_matcher() -> Any:
             return memory
@@ -60,7 +60,7 @@ class Sized:
 
 @pytest.fixture
 def sized(monkeypatch):
-    monkeypatch.setattr(compiler_module, "MAX_THREADS", 1)
+    monkeypatch.setattr(compiler_module, "MAX_COMPILE_THREADS", 1)
     monkeypatch.setattr(compiler_module, "MAX_COOLDOWN_SECONDS", 0.0)
     backends: Any = Sized()
     compiler = GrammarCompiler(backends, 10.0)

@@ -41,7 +41,7 @@ def no_thread(*names: str) -> Iterator[None]:
 @pytest.fixture
 def one_compile(monkeypatch):
     """One at a time, so that the second waits or has a thread of its own."""
-    monkeypatch.setattr("asyncllm.structured.compiler.MAX_THREADS", 1)
+    monkeypatch.setattr("asyncllm.structured.compiler.MAX_COMPILE_THREADS", 1)
 
 
 @LOOP

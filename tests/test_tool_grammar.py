@@ -15,7 +15,7 @@ from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.testing import fake_engine
 from asyncllm.testing.fake_executor import hash_pair
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
-from asyncllm.tool_calls.families import TOOL_FAMILIES
+from asyncllm.tool_calls.families import TOOL_CALL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from asyncllm.tool_calls.tool_grammar import with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
@@ -47,7 +47,7 @@ def assert_fits(name: str, arguments: str) -> None:
 def form_of(family: str) -> ChatSyntax:
     form = ChatSyntaxes([], None, family, None).syntax_for(True)
     assert form is not None
-    assert form.call_form is not None
+    assert form.call_syntax is not None
     return form
 
 
@@ -84,9 +84,9 @@ def draw(grammar: Grammar, seed: int, most: int = 600) -> bytes | None:
     return None
 
 
-@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
 def test_parser_reads_what_its_grammar_admits(family: str) -> None:
-    name = "xgrammar" if form_of(family).call_form.style != "json" else "llguidance"
+    name = "xgrammar" if form_of(family).call_syntax.style != "json" else "llguidance"
     backend = make_backend(name, byte_vocabulary())
     seen = set()
     for choice, parallel in (("required", True), ("required", False), (NAMED, True)):
@@ -163,10 +163,10 @@ def admits(grammar: Grammar, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "family", [name for name in TOOL_FAMILIES if name not in ("gpt_oss", "qwen3_coder")]
+    "family", [name for name in TOOL_CALL_FAMILIES if name not in ("gpt_oss", "qwen3_coder")]
 )
 def test_optional_strict_tool_call_has_valid_arguments(family: str) -> None:
-    form = form_of(family).call_form
+    form = form_of(family).call_syntax
     backend = make_backend("llguidance", byte_vocabulary())
     grammar, free = compiled(use_of([{**WEATHER, "strict": True}, NOW]), family, backend)
 
@@ -215,7 +215,7 @@ async def test_a_model_that_would_break_a_strict_schema_does_not() -> None:
 @pytest.mark.parametrize("family", ["hermes", "llama3_json"])
 @pytest.mark.parametrize("tail", ["", " x"])
 def test_single_call_parser_reads_second_call_as_text(family: str, tail: str) -> None:
-    form = form_of(family).call_form
+    form = form_of(family).call_syntax
     call = form.begin.replace("NAME", "now") + "{}" + form.end
     text = call + form.separator + call + tail
     for size in (1, 3, 999):

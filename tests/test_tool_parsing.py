@@ -20,7 +20,7 @@ from asyncllm.testing import byte_tokenizer
 from asyncllm.text.tokenizer import Tokenizer
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.delimiters import MAX_DELIMITER_CHARACTERS, Delimiters, DelimiterScanner
-from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_FAMILIES
+from asyncllm.tool_calls.families import REASONING_FAMILIES, TOOL_CALL_FAMILIES
 from asyncllm.tool_calls.message_parser import OutputParser
 from tests.refusals import refused
 
@@ -79,7 +79,7 @@ def form_for(
 
 FORMS = {
     family: form_for([], family, "gpt_oss" if family == "gpt_oss" else "qwen3")
-    for family in TOOL_FAMILIES
+    for family in TOOL_CALL_FAMILIES
 }
 
 
@@ -112,7 +112,7 @@ def begin_of(family: str) -> str:
 
 
 def test_the_configuration_names_every_family() -> None:
-    assert get_args(ToolParser) == ("auto", *TOOL_FAMILIES)
+    assert get_args(ToolParser) == ("auto", *TOOL_CALL_FAMILIES)
     assert get_args(ReasoningParser) == ("auto", *REASONING_FAMILIES)
 
 
@@ -172,7 +172,7 @@ def test_any_cut_of_any_text(words: list[str], data: Any) -> None:
 
 
 def template_of(family: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {"tool_calls": TOOL_FAMILIES[family].calls_field, "content": {}}
+    fields: dict[str, Any] = {"tool_calls": TOOL_CALL_FAMILIES[family].calls_field, "content": {}}
     return {"start_anchor_pattern": "(?!)", "fields": fields}
 
 
@@ -203,9 +203,9 @@ def test_calls_are_those_of_transformers(family: str) -> None:
     assert expected
 
 
-@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
 def test_calls_as_the_form_writes_them_are_read(family: str) -> None:
-    form = TOOL_FAMILIES[family].call_form
+    form = TOOL_CALL_FAMILIES[family].call_syntax
     assert form is not None
     arguments = '{"city": "Oslo"}'
     if form.style == "qwen_xml":
@@ -321,7 +321,7 @@ def test_answer_beginning_in_prompt() -> None:
 )
 def test_a_chat_template_shows_its_family(family: str, source: str) -> None:
     form = form_for([source], "auto", "auto")
-    assert form.calls_field is TOOL_FAMILIES[family].calls_field
+    assert form.calls_field is TOOL_CALL_FAMILIES[family].calls_field
     assert not form.reasoning_field
 
 
@@ -336,7 +336,8 @@ def test_a_family_is_named_or_unknown() -> None:
         with pytest.raises(InvalidRequestError, match="tool_call_parser"):
             form_for([source], "auto", "auto")
         assert (
-            form_for([source], "hermes", "auto").calls_field is TOOL_FAMILIES["hermes"].calls_field
+            form_for([source], "hermes", "auto").calls_field
+            is TOOL_CALL_FAMILIES["hermes"].calls_field
         )
     thinking = ChatSyntaxes(["<think>"], None, "auto", "auto").syntax_for(False)
     assert thinking is not None
@@ -375,7 +376,9 @@ def test_the_tokenizers_own_template_comes_first() -> None:
     expected = ("Ok.<|tool_call>call:rm{}<tool_call|>", "Hm.", calls)
     assert parse(form, [text]) == parse(form, text) == expected
     assert (form.reasoning_begin, form.reasoning_end) == ("<|channel>thought\n", "<channel|>")
-    assert form_for([], "hermes", "auto", OWN).calls_field is TOOL_FAMILIES["hermes"].calls_field
+    assert (
+        form_for([], "hermes", "auto", OWN).calls_field is TOOL_CALL_FAMILIES["hermes"].calls_field
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
-from asyncllm.tool_calls.families import TOOL_FAMILIES
+from asyncllm.tool_calls.families import TOOL_CALL_FAMILIES
 from asyncllm.tool_calls.function_schema import function_schema
 from asyncllm.tool_calls.tool_grammar import tool_grammar, with_tool_grammar
 from asyncllm.tool_calls.tool_use import ToolUse
@@ -336,7 +336,7 @@ def test_a_choice_becomes_a_sampling_parameter() -> None:
     found, free = with_tool_grammar({"seed": 1}, None, named, form)
     spec = found.pop("structured_outputs")
     assert (found, free, spec.param, json.loads(spec.text)) == ({"seed": 1}, False, "tools", tag)
-    own = ChatSyntax(dataclasses.replace(TOOL_FAMILIES["hermes"], call_form=None), None)
+    own = ChatSyntax(dataclasses.replace(TOOL_CALL_FAMILIES["hermes"], call_syntax=None), None)
     with pytest.raises(InvalidRequestError, match="tool_call_parser"):
         with_tool_grammar({}, None, named, own)
 

@@ -12,16 +12,16 @@ from asyncllm import validation as check
 from asyncllm.checkpoint.small_file import converting_read_errors, read_small_file
 from asyncllm.errors import ModelLoadError
 
-MAX_SIZE = 2**24
+MAX_INTEGER = 2**24
 """Maximum of any size or count in a configuration. Buffers and loops grow with these numbers, so a
 damaged file must not make them arbitrarily large. Real models stay far below."""
 
 
-class _Required:
+class _RequiredSentinel:
     """Type of REQUIRED, the marker for fields without a default."""
 
 
-REQUIRED: Final = _Required()
+REQUIRED: Final = _RequiredSentinel()
 
 
 class ConfigFile:
@@ -76,9 +76,9 @@ class ConfigFile:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def invalid_field(self, name: str, accepted: str) -> ModelLoadError:
-        """Make the error for an invalid field; ``accepted`` describes the valid values."""
-        return self._field_error(name, self.values.get(name), accepted)
+    def field_error(self, name: str, accepted_values: str) -> ModelLoadError:
+        """Make the error for an invalid field; ``accepted_values`` describes valid ones."""
+        return self._value_error(name, self.values.get(name), accepted_values)
 
     def section(self, name: str) -> ConfigFile:
         """Read the JSON object in field ``name``; an absent field counts as an empty object."""
@@ -86,11 +86,11 @@ class ConfigFile:
         if value is None:
             return ConfigFile(self.path, {})
         if not isinstance(value, dict):
-            raise self.invalid_field(name, "a JSON object")
+            raise self.field_error(name, "a JSON object")
         return ConfigFile(self.path, value)
 
     def integer(
-        self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int = MAX_SIZE
+        self, name: str, default: Any = REQUIRED, *, low: int = 1, high: int = MAX_INTEGER
     ) -> Any:
         """Read an integer in ``[low, high]``."""
         return self._read_field(name, default, check.integer, low, high)
@@ -115,21 +115,25 @@ class ConfigFile:
     def choice(self, name: str, choices: Sequence[str], default: Any = REQUIRED) -> Any:
         return self._read_field(name, default, check.choice, choices)
 
-    def entries(
-        self, name: str, accepted: str, is_valid: Callable[[Any], bool], count: int | None = None
+    def checked_list(
+        self,
+        name: str,
+        accepted_values: str,
+        is_valid: Callable[[Any], bool],
+        length: int | None = None,
     ) -> list[Any]:
         """Read the list in field ``name``; refuse it unless ``is_valid`` is true for each entry.
 
         Args:
-            count: required number of entries; None for any.
+            length: required number of entries; None for any.
         """
         value = self.values.get(name)
         if (
             not isinstance(value, list)
-            or count not in (None, len(value))
+            or length not in (None, len(value))
             or not all(map(is_valid, value))
         ):
-            raise self.invalid_field(name, accepted)
+            raise self.field_error(name, accepted_values)
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
@@ -138,17 +142,17 @@ class ConfigFile:
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             value = [value]
-        return check.token_ids(name, value, vocab_size, make_error=self._field_error)
+        return check.token_ids(name, value, vocab_size, make_error=self._value_error)
 
     def _read_field(self, name: str, default: Any, read: Callable[..., Any], *limits: Any) -> Any:
         value = self.values.get(name)
         if value is None and default is not REQUIRED:
             return default
-        return read(name, value, *limits, make_error=self._field_error)
+        return read(name, value, *limits, make_error=self._value_error)
 
-    def _field_error(self, name: str, value: object, accepted: str) -> ModelLoadError:
+    def _value_error(self, name: str, value: object, accepted_values: str) -> ModelLoadError:
         actual = "missing" if value is None else check.describe(value)
-        return ModelLoadError(f"{self.path}: {name} is {actual}, expected {accepted}")
+        return ModelLoadError(f"{self.path}: {name} is {actual}, expected {accepted_values}")
 
 
 def _merge_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

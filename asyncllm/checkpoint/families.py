@@ -18,7 +18,7 @@ from asyncllm.checkpoint.rope_config import (
     RopeConfig,
     read_layer_ropes,
     read_rope,
-    rope_section,
+    rope_parameters_section,
 )
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
@@ -105,38 +105,39 @@ def read_biases(config: ConfigFile, default: bool = False) -> Fields:
     return {"attention_bias": bias, "output_bias": bias}
 
 
-def read_window(config: ConfigFile, default_layers: tuple[bool, ...]) -> Fields:
+def read_window(config: ConfigFile, default_sliding_layers: tuple[bool, ...]) -> Fields:
     """Read the sliding window and the layers that have it.
 
     Args:
-        default_layers: per layer, whether it has the window if ``layer_types`` is absent.
+        default_sliding_layers: per layer, whether it has the window if ``layer_types`` is
+            absent.
     """
-    layers = _read_sliding_layers(config, default_layers)
+    layers = _read_sliding_layers(config, default_sliding_layers)
     window = config.integer("sliding_window", None, high=MAX_POSITIONS)
     if any(layers) and window is None:
-        raise config.invalid_field(
+        raise config.field_error(
             "layer_types", f"{FULL_ATTENTION} alone where no sliding window is in use"
         )
     return {"sliding_window": window if any(layers) else None, "sliding_layers": layers}
 
 
-def read_nullable_window(config: ConfigFile, default_layers: tuple[bool, ...]) -> Fields:
+def read_nullable_window(config: ConfigFile, default_sliding_layers: tuple[bool, ...]) -> Fields:
     """Read the sliding window like ``read_window``; null means that no layer has a window."""
     is_sliding = "sliding_window" in config
-    return read_window(config, tuple(is_sliding and each for each in default_layers))
+    return read_window(config, tuple(is_sliding and each for each in default_sliding_layers))
 
 
 def read_optional_window(
-    config: ConfigFile, sizes: ModelSizes, default_layers: tuple[bool, ...]
+    config: ConfigFile, sizes: ModelSizes, default_sliding_layers: tuple[bool, ...]
 ) -> Fields:
     """Read the sliding window if ``use_sliding_window`` is true; else no layer has a window.
 
     Args:
-        default_layers: per layer, whether it has the window if ``layer_types`` is absent and
-            ``sliding_window`` is not null.
+        default_sliding_layers: per layer, whether it has the window if ``layer_types`` is
+            absent and ``sliding_window`` is not null.
     """
     if config.boolean("use_sliding_window", False):
-        return read_nullable_window(config, default_layers)
+        return read_nullable_window(config, default_sliding_layers)
     file = ConfigFile(config.path, {**config.values, "sliding_window": None})
     return read_window(file, (False,) * sizes.num_layers)
 
@@ -147,7 +148,7 @@ def _read_uniform_window(config: ConfigFile, sizes: ModelSizes) -> Fields:
     implied = (window is not None,) * sizes.num_layers
     if _read_sliding_layers(config, implied) != implied:
         kind = FULL_ATTENTION if window is None else SLIDING_ATTENTION
-        raise config.invalid_field(
+        raise config.field_error(
             "layer_types", f"{kind!r} alone, as sliding_window={window} implies"
         )
     return {"sliding_window": window, "sliding_layers": implied}
@@ -163,11 +164,13 @@ def _read_sliding_layers(config: ConfigFile, default: tuple[bool, ...]) -> tuple
     )
 
 
-def read_layer_types(config: ConfigFile, num_layers: int, other_type: str) -> list[str]:
-    """Read ``layer_types``, in which each layer is either full attention or ``other_type``."""
-    accepted = f"a list of num_hidden_layers={num_layers} names, {FULL_ATTENTION} or {other_type}"
-    return config.entries(
-        "layer_types", accepted, (FULL_ATTENTION, other_type).__contains__, num_layers
+def read_layer_types(config: ConfigFile, num_layers: int, non_full_type: str) -> list[str]:
+    """Read ``layer_types``, in which each layer is either full attention or ``non_full_type``."""
+    accepted = (
+        f"a list of num_hidden_layers={num_layers} names, {FULL_ATTENTION} or {non_full_type}"
+    )
+    return config.checked_list(
+        "layer_types", accepted, (FULL_ATTENTION, non_full_type).__contains__, num_layers
     )
 
 
@@ -202,9 +205,9 @@ def _read_qwen3(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 
 def _read_ministral3(config: ConfigFile, sizes: ModelSizes) -> Fields:
-    section = rope_section(config)
+    section = rope_parameters_section(config)
     if not section.values:
-        raise config.invalid_field("rope_parameters", "a JSON object, with llama_4_scaling_beta")
+        raise config.field_error("rope_parameters", "a JSON object, with llama_4_scaling_beta")
     rope = read_rope(config, sizes.rotary_dim)
     beta = section.number("llama_4_scaling_beta", 0.0)
     if beta:
@@ -218,9 +221,9 @@ def _read_smollm3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     has_rope = layer_mask_except_every_nth(interval, sizes.num_layers)
     if "no_rope_layers" in config:
         accepted = f"a list of num_hidden_layers={sizes.num_layers} numbers, 0 for no RoPE"
-        flags = config.entries("no_rope_layers", accepted, (0, 1).__contains__)
+        flags = config.checked_list("no_rope_layers", accepted, (0, 1).__contains__)
         if len(flags) < sizes.num_layers:
-            raise config.invalid_field("no_rope_layers", accepted)
+            raise config.field_error("no_rope_layers", accepted)
         has_rope = tuple(map(bool, flags[: sizes.num_layers]))
     window = read_optional_window(config, sizes, tuple(not each for each in has_rope))
     return {**_read_llama(config, sizes), **window, **_read_optional_ropes(config, sizes, has_rope)}
@@ -308,7 +311,7 @@ def _read_gemma(config: ConfigFile, sizes: ModelSizes) -> Fields:
     Their norms multiply by ``1 + weight`` in float32, and their embeddings are scaled.
     """
     if config.values.get("use_bidirectional_attention"):
-        raise config.invalid_field("use_bidirectional_attention", "false: a decoder")
+        raise config.field_error("use_bidirectional_attention", "false: a decoder")
     return {
         **read_biases(config),
         "norm_offset": 1.0,
@@ -328,7 +331,7 @@ def _read_gemma2(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 def _read_gemma3(config: ConfigFile, sizes: ModelSizes) -> Fields:
     if "attn_logit_softcapping" in config:
-        raise config.invalid_field("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
+        raise config.field_error("attn_logit_softcapping", "null: Gemma 3 does not cap scores")
     window = read_window(
         config,
         layer_mask_except_every_nth(config.integer("sliding_window_pattern", 6), sizes.num_layers),
@@ -372,7 +375,7 @@ _GEMMA2_DEFAULTS = {
     "final_logit_softcapping": 30.0,
     **_GEMMA_DEFAULTS,
 }
-# Multimodal checkpoints leave out fields whose value is transformers' default, even sizes.
+# Multimodal checkpoints leave out fields with transformers' default value, sizes included.
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,

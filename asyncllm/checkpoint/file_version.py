@@ -22,7 +22,7 @@ class FileVersion:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size, self._time = _size_and_time(path)
+        self.size, self._mtime = _size_and_mtime(path)
 
     def check_unchanged(self) -> None:
         """Raise ModelLoadError if the file has changed.
@@ -30,11 +30,11 @@ class FileVersion:
         A deleted file is accepted, because its mapping stays valid.
         """
         with suppress(FileNotFoundError):
-            if _size_and_time(self.path) != (self.size, self._time):
+            if _size_and_mtime(self.path) != (self.size, self._mtime):
                 raise ModelLoadError(f"{self.path}: was changed while it was loaded")
 
 
-def _size_and_time(path: Path) -> tuple[int, int]:
+def _size_and_mtime(path: Path) -> tuple[int, int]:
     status = path.stat()
     check_regular_file(path, status)
     return status.st_size, status.st_mtime_ns

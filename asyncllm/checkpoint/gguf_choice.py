@@ -22,7 +22,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == GGUF_SUFFIX and not path.is_dir()
 
 
-def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> list[str]:
+def choose_gguf(names: Iterable[str], quantization: str | None, location: str) -> list[str]:
     """Choose the GGUF file of a quantisation; return its name, or those of its parts in order.
 
     Args:
@@ -30,7 +30,7 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
         quantization: as a file's name spells it, such as "Q4_K_M" or "UD-Q4_K_XL". Case does not
             matter, and "-" equals "_". It may also be one of ``names``; None if there must be a
             single file.
-        where: the repository or directory, for errors.
+        location: the repository or directory, for errors.
 
     Raises:
         ModelLoadError: if no file or several files fit, or a split file lacks parts.
@@ -45,13 +45,13 @@ def choose_gguf(names: Iterable[str], quantization: str | None, where: str) -> l
     if not stems and quantization:
         stems = [stem for stem in files if _has_quantization(stem, quantization)]
     if len(stems) != 1:
-        raise ModelLoadError(_explain_choice(files, stems, quantization, where))
+        raise ModelLoadError(_explain_choice(files, stems, quantization, location))
     parts = files[stems[0]]
     expected = split_part_names(parts[0])
     if len(parts) > len(expected):
-        raise ModelLoadError(f"{where}: parts of several split files: {', '.join(parts[:4])}")
+        raise ModelLoadError(f"{location}: parts of several split files: {', '.join(parts[:4])}")
     if missing := [name.rsplit("/", 1)[-1] for name in expected if name not in parts]:
-        raise missing_parts_error(f"{where}: {parts[0]}", missing, len(expected))
+        raise missing_parts_error(f"{location}: {parts[0]}", missing, len(expected))
     return parts
 
 
@@ -64,15 +64,17 @@ def split_part_names(name: str) -> list[str]:
     return [f"{match[1]}-{number:05}-of-{match[3]}{GGUF_SUFFIX}" for number in numbers]
 
 
-def missing_parts_error(file: str, missing: list[str], count: int) -> ModelLoadError:
-    """Make the error for a split file that lacks some of its ``count`` parts."""
-    listed = join_first_names(missing, 3)
-    return ModelLoadError(f"{file}: {len(missing)} of its {count} parts are missing: {listed}")
+def missing_parts_error(file: str, missing_parts: list[str], num_parts: int) -> ModelLoadError:
+    """Make the error for a split file that lacks some of its ``num_parts`` parts."""
+    listed = join_names(missing_parts, 3)
+    return ModelLoadError(
+        f"{file}: {len(missing_parts)} of its {num_parts} parts are missing: {listed}"
+    )
 
 
-def join_first_names(names: list[str], count: int) -> str:
-    """Join the first ``count`` names for an error message."""
-    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+def join_names(names: list[str], max_names: int) -> str:
+    """Join the first ``max_names`` names for an error message."""
+    return ", ".join(names[:max_names]) + (", …" if len(names) > max_names else "")
 
 
 def _has_quantization(stem: str, quantization: str) -> bool:
@@ -95,19 +97,19 @@ def _name_parts(path: str) -> list[str]:
 
 
 def _explain_choice(
-    files: dict[str, list[str]], stems: list[str], quantization: str | None, where: str
+    files: dict[str, list[str]], stems: list[str], quantization: str | None, location: str
 ) -> str:
     shown = [files[stem][0][-100:] for stem in stems or files]
     listed = ", ".join(shown[:_MAX_LISTED_NAMES])
     if len(shown) > _MAX_LISTED_NAMES:
         listed += f" and {len(shown) - _MAX_LISTED_NAMES} more"
     if not files:
-        return f"{where}: has no GGUF file"
+        return f"{location}: has no GGUF file"
     if quantization is None:
-        return f"{where}: has several GGUF files, name one of them behind a colon: {listed}"
+        return f"{location}: has several GGUF files, name one of them behind a colon: {listed}"
     if stems:
         return (
-            f"{where}: several GGUF files are {quantization}, name one of them behind the colon: "
-            f"{listed}"
+            f"{location}: several GGUF files are {quantization}, name one of them behind the "
+            f"colon: {listed}"
         )
-    return f"{where}: no GGUF file is {quantization}, expected one of: {listed}"
+    return f"{location}: no GGUF file is {quantization}, expected one of: {listed}"

@@ -44,7 +44,7 @@ _YARN_KEYS = {
 }
 _ONLY_SUPPORTED_VALUES = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
 
-LLAMA3_FREQUENCIES = (1.0, 4.0, 8192)
+LLAMA3_FREQUENCY_PARAMETERS = (1.0, 4.0, 8192)
 """low_freq_factor, high_freq_factor and original_max_position_embeddings of Llama 3.1 to 3.3. A
 GGUF file does not store them, only the frequency factors computed from them."""
 
@@ -97,7 +97,7 @@ def gguf_config(file: GGUFFile) -> ConfigFile:
         **(_linear_attention_fields(fields) if "ssm.group_count" in family.fields else {}),
     }
     if "rope.freq_base_swa" in fields:
-        # Sliding layers have their own base, and only full-attention layers are scaled.
+        # Sliding layers have their own RoPE base. RoPE scaling is for full-attention layers only.
         theta = fields.number("rope.freq_base_swa", exclusive_low=True)
         config["rope_parameters"] = {"sliding_attention": {"rope_theta": theta}}
     if is_quantised(file):
@@ -122,16 +122,16 @@ def _check_fields(fields: ConfigFile, prefix: str, family: GGUFFamily) -> None:
     )
     for name in fields.values:
         if not any(name in names for names in known):
-            raise fields.invalid_field(
+            raise fields.field_error(
                 name, f"no such value of {prefix[:-1]}, which may change the model"
             )
     for name, value in {**_ONLY_SUPPORTED_VALUES, **family.expected_values}.items():
         if fields.values.get(name, value) != value:
-            raise fields.invalid_field(name, f"{value}, the only one that is supported")
+            raise fields.field_error(name, f"{value}, the only one that is supported")
     for name in family.required_keys:
         fields.number(name)
     if "expert_count" not in family.fields and fields.integer("expert_count", 0, low=0) > 0:
-        raise fields.invalid_field("expert_count", f"0: {prefix[:-1]} has no experts here")
+        raise fields.field_error("expert_count", f"0: {prefix[:-1]} has no experts here")
 
 
 def _num_layers(fields: ConfigFile) -> int:
@@ -149,7 +149,8 @@ def _sliding_window_fields(
 ) -> dict[str, Any]:
     """Read the sliding window and the layers that have it.
 
-    If the file does not list these layers, their order is that of llama.cpp's code.
+    If the file does not list these layers, they are those that llama.cpp's code fixes for the
+    architecture.
     """
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     window = fields.integer(name, family.constants.get("sliding_window"), low=0, high=2**31 - 1)
@@ -157,7 +158,7 @@ def _sliding_window_fields(
         return {"sliding_window": None} if family.full_attention_interval is not None else {}
     interval = family.full_attention_interval
     if interval is None:
-        raise fields.invalid_field(name, "0: which layers slide is not in the file")
+        raise fields.field_error(name, "0: which layers slide is not in the file")
     sliding = [interval == 0 or (layer + 1) % interval != 0 for layer in range(num_layers)]
     if pattern in fields:
         sliding = _layer_flags(fields, pattern)
@@ -169,7 +170,7 @@ def _layer_flags(fields: ConfigFile, name: str) -> list[bool]:
     """Read a list of one boolean per layer."""
     count = fields.integer("block_count")
     accepted = f"a list of block_count={count} booleans"
-    return fields.entries(name, accepted, lambda flag: type(flag) is bool, count)
+    return fields.checked_list(name, accepted, lambda flag: type(flag) is bool, count)
 
 
 def _linear_attention_fields(fields: ConfigFile) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def _linear_attention_fields(fields: ConfigFile) -> dict[str, Any]:
     heads = fields.integer("ssm.time_step_rank")
     size = fields.integer("ssm.inner_size")
     if size % heads:
-        raise fields.invalid_field("ssm.inner_size", f"a multiple of ssm.time_step_rank={heads}")
+        raise fields.field_error("ssm.inner_size", f"a multiple of ssm.time_step_rank={heads}")
     config: dict[str, Any] = {"linear_value_head_dim": size // heads}
     if "attention.recurrent_layers" in fields:
         recurrent = _layer_flags(fields, "attention.recurrent_layers")[: _num_layers(fields)]
@@ -195,7 +196,7 @@ def _head_dim(fields: ConfigFile) -> int:
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     size = fields.integer("attention.key_length", max(1, hidden // heads))
     if fields.integer("attention.value_length", size) != size:
-        raise fields.invalid_field("attention.value_length", f"{size}, as the keys have")
+        raise fields.field_error("attention.value_length", f"{size}, as the keys have")
     return size
 
 
@@ -204,7 +205,7 @@ def _head_sizes(fields: ConfigFile, family: GGUFFamily) -> dict[str, Any]:
     name, size = "rope.dimension_count", _head_dim(fields)
     rotated = fields.integer(name, size, high=size if family.has_partial_rope else MAX_POSITIONS)
     if rotated != size and not family.has_partial_rope:
-        raise fields.invalid_field(name, f"{size}, as the keys have")
+        raise fields.field_error(name, f"{size}, as the keys have")
     # Round the factor up, because its product with the head size is rounded down later.
     factor = 1.0 if rotated == size else math.nextafter(rotated / size, 1.0)
     config: dict[str, Any] = {"head_dim": size, "partial_rotary_factor": factor}
@@ -238,11 +239,11 @@ def _rope_scaling_fields(file: GGUFFile, fields: ConfigFile, family: GGUFFamily)
     kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), implied)
     original = fields.integer("rope.scaling.original_context_length", None, high=MAX_POSITIONS)
     if "rope_freqs.weight" in file.tensors:
-        return {"rope_scaling": _llama3_parameters(file, fields)}
+        return {"rope_scaling": _llama3_rope_parameters(file, fields)}
     if "rope_factors_long.weight" in file.tensors or kind == "longrope":
         return _longrope_parameters(file, fields, original)
     if fields.number("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise fields.invalid_field("rope.scaling.attn_factor", f"1.0 with {kind}")
+        raise fields.field_error("rope.scaling.attn_factor", f"1.0 with {kind}")
     if kind == "none":
         return {"rope_scaling": None}
     rope = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", low=1.0)}
@@ -261,7 +262,7 @@ def _rope_scaling_fields(file: GGUFFile, fields: ConfigFile, family: GGUFFamily)
 
 
 def _longrope_parameters(
-    file: GGUFFile, fields: ConfigFile, original: int | None
+    file: GGUFFile, fields: ConfigFile, original_max_position: int | None
 ) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "longrope"}
     for length in ("long", "short"):
@@ -271,12 +272,12 @@ def _longrope_parameters(
         rope[f"{length}_factor"] = list(file.read_floats(name))
     if "rope.scaling.attn_factor" in fields:
         rope["attention_factor"] = fields.number("rope.scaling.attn_factor")
-    if original is None:
-        raise fields.invalid_field("rope.scaling.original_context_length", "a number of tokens")
-    return {"rope_scaling": rope, "original_max_position_embeddings": original}
+    if original_max_position is None:
+        raise fields.field_error("rope.scaling.original_context_length", "a number of tokens")
+    return {"rope_scaling": rope, "original_max_position_embeddings": original_max_position}
 
 
-def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
+def _llama3_rope_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | None:
     """Parameters of Llama 3's RoPE scaling with the file's frequency factors; None if all are 1.
 
     Raises:
@@ -292,7 +293,7 @@ def _llama3_parameters(file: GGUFFile, fields: ConfigFile) -> dict[str, Any] | N
             f"{factor:g}, expected finite ones above 0"
         )
     theta = fields.number("rope.freq_base", 10_000.0, exclusive_low=True)
-    low, high, original = LLAMA3_FREQUENCIES
+    low, high, original = LLAMA3_FREQUENCY_PARAMETERS
     expected = []
     for index in range(0, size, 2):
         turns = original / (2.0 * math.pi * theta ** (index / size))

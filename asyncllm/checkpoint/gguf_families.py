@@ -53,9 +53,9 @@ class GGUFFamily:
         full_attention_interval: interval of full-attention layers among sliding-window layers; 0 if
             all layers have a sliding window; None if no file of the architecture has one.
         has_partial_rope: whether ``rope.dimension_count`` may be less than the head size.
-        hidden_scale_num_layers: number of layers of the one model of the architecture that scales
-            queries by the hidden size divided by the number of heads, instead of the head size; 0
-            if there is no such model.
+        hidden_scale_num_layers: a model with this number of layers scales queries by its hidden
+            size divided by its number of heads; others by their head size. 0 if no model of the
+            architecture does.
         yarn_parameters: further RoPE parameters of YaRN, which the metadata lacks.
         variant: pair ``(key, family)`` for an architecture name that two models share: files whose
             metadata value of ``key`` is neither absent nor 0 are read by ``family``.
@@ -76,12 +76,12 @@ class GGUFFamily:
     variant: tuple[str, GGUFFamily] | None = None
 
 
-_LLAMA = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
-_OLMO2 = GGUFFamily("Olmo2ForCausalLM")
+_LLAMA_FAMILY = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
+_OLMO2_FAMILY = GGUFFamily("Olmo2ForCausalLM")
 _SLIDING_ROPE_KEY = "rope.freq_base_swa"
 _ATTENTION_TEMPERATURE_KEY = "attention.temperature_scale"
 _SIGMOID_GATING_VALUES = {"expert_gating_func": 2}
-_QWEN3_5 = GGUFFamily(
+_QWEN3_5_FAMILY = GGUFFamily(
     "Qwen3_5ForCausalLM",
     _GATED_DELTA_FIELDS,
     # The sections of M-RoPE do not matter: a text token has the same position in each.
@@ -91,8 +91,8 @@ _QWEN3_5 = GGUFFamily(
     ),
     has_partial_rope=True,
 )
-_QWEN3_5_MOE = replace(
-    _QWEN3_5,
+_QWEN3_5_MOE_FAMILY = replace(
+    _QWEN3_5_FAMILY,
     architecture="Qwen3_5MoeForCausalLM",
     fields=_GATED_DELTA_FIELDS | _QWEN_SHARED_EXPERT_FIELDS,
 )
@@ -100,31 +100,31 @@ _QWEN3_5_MOE = replace(
 GGUF_FAMILIES: dict[str, GGUFFamily] = {
     # Files of Mistral and Mixtral have the architecture "llama" too.
     "llama": replace(
-        _LLAMA,
+        _LLAMA_FAMILY,
         variant=(
             "expert_count",
             replace(
-                _LLAMA,
+                _LLAMA_FAMILY,
                 architecture="MixtralForCausalLM",
                 fields=_EXPERT_COUNT_FIELDS | {"expert_count": "num_local_experts"},
             ),
         ),
     ),
     "mistral3": replace(
-        _LLAMA,
+        _LLAMA_FAMILY,
         extra_keys=(_ATTENTION_TEMPERATURE_KEY,),
         variant=(
             _ATTENTION_TEMPERATURE_KEY,
             replace(
-                _LLAMA,
+                _LLAMA_FAMILY,
                 architecture="Ministral3ForCausalLM",
                 extra_keys=(_ATTENTION_TEMPERATURE_KEY,),
             ),
         ),
     ),
-    "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM"),
+    "smollm3": replace(_LLAMA_FAMILY, architecture="SmolLM3ForCausalLM"),
     "granite": replace(
-        _LLAMA,
+        _LLAMA_FAMILY,
         architecture="GraniteForCausalLM",
         fields={
             "attention.scale": "attention_multiplier",
@@ -151,9 +151,9 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", _QWEN_MOE_FIELDS, {"norm_topk_prob": True}),
     # Qwen3-Next is stored like Qwen3.5, except that value heads are not reordered and gates are
     # grouped by key head.
-    "qwen3next": replace(_QWEN3_5_MOE, grouped_gates_tensor="ssm_ba.weight"),
-    "qwen35": _QWEN3_5,
-    "qwen35moe": _QWEN3_5_MOE,
+    "qwen3next": replace(_QWEN3_5_MOE_FAMILY, grouped_gates_tensor="ssm_ba.weight"),
+    "qwen35": _QWEN3_5_FAMILY,
+    "qwen35moe": _QWEN3_5_MOE_FAMILY,
     "gemma2": GGUFFamily(
         "Gemma2ForCausalLM",
         fields={
@@ -177,11 +177,11 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         has_partial_rope=True,
     ),
     "olmo2": replace(
-        _OLMO2,
+        _OLMO2_FAMILY,
         variant=(
             "attention.sliding_window",
             replace(
-                _OLMO2,
+                _OLMO2_FAMILY,
                 architecture="Olmo3ForCausalLM",
                 extra_keys=(_SLIDING_ROPE_KEY,),
                 full_attention_interval=4,

@@ -15,7 +15,7 @@ from asyncllm.checkpoint.small_file import converting_read_errors
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import describe
 
-MAX_ENTRIES = 2**17
+MAX_HEADER_ENTRIES = 2**17
 """Maximum number of metadata entries, and of tensors; real files have far fewer."""
 
 MAX_NAME_BYTES = 256
@@ -29,7 +29,7 @@ replaced by its length."""
 MAX_TOTAL_ARRAY_STRINGS = 2**21
 """Maximum number of strings in all arrays of a file: twice that of the largest tokenizer."""
 
-MAX_TOTAL_ARRAY_NUMBERS = 2**18
+MAX_TOTAL_NUMERIC_ELEMENTS = 2**18
 """Maximum total length of the number arrays that ``GGUFFile.metadata`` contains."""
 
 MAX_HEADER_BYTES = 2**26
@@ -235,10 +235,10 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GGUFTensor]
     if version not in (2, 3):
         raise cursor.error(f"version is {version}, expected 2 or 3 of little endian")
     num_tensors, num_values = cursor.read_number("Q"), cursor.read_number("Q")
-    if max(num_tensors, num_values) > MAX_ENTRIES:
+    if max(num_tensors, num_values) > MAX_HEADER_ENTRIES:
         raise cursor.error(
             f"{num_tensors} tensors and {num_values} metadata values, expected at most "
-            f"{MAX_ENTRIES} of each"
+            f"{MAX_HEADER_ENTRIES} of each"
         )
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
@@ -246,45 +246,45 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GGUFTensor]
         if key in metadata:
             raise cursor.error(f"metadata {key!r} is there twice")
         metadata[key] = cursor.read_value(key, cursor.read_number("I"))
-    entries = [_read_entry(cursor) for _ in range(num_tensors)]
+    entries = [_read_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= 2**16:
         raise cursor.error(f"general.alignment is {describe(alignment)}, expected 1 to 65536")
     begin = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     end, previous = begin, ""
-    for offset, name, shape, kind in sorted(entries):
+    for offset, name, shape, ggml_type in sorted(entries):
         if name in tensors:
             raise cursor.error(f"tensor {name!r} is there twice")
         start_offset = begin + offset
         if start_offset < end:
             raise cursor.error(f"tensors {previous!r} and {name!r} overlap")
-        end, previous = start_offset + _num_bytes(cursor.path, name, shape, kind), name
+        end, previous = start_offset + _tensor_num_bytes(cursor.path, name, shape, ggml_type), name
         if end > len(cursor.data):
             raise cursor.error(
                 f"the file ends after {len(cursor.data)} bytes, within or before tensor "
                 f"{name!r}, which ends at {end}"
             )
-        tensors[name] = GGUFTensor(cursor.path, shape, kind, start_offset, end - start_offset)
+        tensors[name] = GGUFTensor(cursor.path, shape, ggml_type, start_offset, end - start_offset)
     return metadata, tensors
 
 
-def _read_entry(cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
+def _read_tensor_entry(cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]:
     name, dims = cursor.read_name(), cursor.read_number("I")
     if not 1 <= dims <= 4:
         raise cursor.error(f"tensor {name!r} has {dims} dimensions, expected 1 to 4")
     shape = tuple(cursor.read_number("Q") for _ in range(dims))[::-1]
-    kind, offset = cursor.read_number("I"), cursor.read_number("Q")
-    return offset, name, shape, kind
+    ggml_type, offset = cursor.read_number("I"), cursor.read_number("Q")
+    return offset, name, shape, ggml_type
 
 
-def _num_bytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
-    if kind not in GGML_TYPES:
+def _tensor_num_bytes(path: Path, name: str, shape: tuple[int, ...], ggml_type: int) -> int:
+    if ggml_type not in GGML_TYPES:
         known = ", ".join(name for name, _, _ in GGML_TYPES.values())
         raise ModelLoadError(
-            f"{path}: tensor {name!r} is of GGML type {kind}, expected one of {known}"
+            f"{path}: tensor {name!r} is of GGML type {ggml_type}, expected one of {known}"
         )
-    label, elements, size = GGML_TYPES[kind]
+    label, elements, size = GGML_TYPES[ggml_type]
     if shape[-1] % elements or 0 in shape:
         raise ModelLoadError(
             f"{path}: tensor {name!r} of type {label} has shape {shape}, expected rows of "
@@ -334,34 +334,34 @@ class _Cursor:
             )
         return self.read_bytes(length).decode("utf-8", "replace")
 
-    def read_value(self, key: str, kind: int) -> Any:
-        if kind in _SCALAR_FORMATS:
-            return self.read_number(_SCALAR_FORMATS[kind])
-        if kind == _STRING_TYPE:
+    def read_value(self, key: str, value_type: int) -> Any:
+        if value_type in _SCALAR_FORMATS:
+            return self.read_number(_SCALAR_FORMATS[value_type])
+        if value_type == _STRING_TYPE:
             size = self.read_number("Q")
             if size > MAX_STRING_BYTES:
                 raise self.error(
                     f"metadata {key!r} has {size} bytes, expected at most {MAX_STRING_BYTES}"
                 )
             return self.read_bytes(size).decode("utf-8", "replace")
-        if kind == _ARRAY_TYPE:
+        if value_type == _ARRAY_TYPE:
             start = self.position
             value = self._read_array(key, self.read_number("I"), self.read_number("Q"))
             self.arrays[key] = start, self.position
             return value
-        raise self.error(f"metadata {key!r} is of type {kind}, expected 0 to 12")
+        raise self.error(f"metadata {key!r} is of type {value_type}, expected 0 to 12")
 
-    def read_elements(self, key: str, kind: int, count: int) -> list[Any]:
-        if kind != _STRING_TYPE:
-            struct_format = f"<{count}{_SCALAR_FORMATS[kind]}"
+    def read_elements(self, key: str, value_type: int, count: int) -> list[Any]:
+        if value_type != _STRING_TYPE:
+            struct_format = f"<{count}{_SCALAR_FORMATS[value_type]}"
             return list(struct.unpack(struct_format, self.data[self.position :]))
         try:
             return [str(self.read_bytes(self.read_number("Q")), "utf-8") for _ in range(count)]
         except UnicodeDecodeError as error:
             raise self.error(f"metadata {key!r} has a string that is not UTF-8") from error
 
-    def _read_array(self, key: str, kind: int, count: int) -> Any:
-        if kind == _STRING_TYPE:
+    def _read_array(self, key: str, value_type: int, count: int) -> Any:
+        if value_type == _STRING_TYPE:
             self.num_strings += count
             if self.num_strings > MAX_TOTAL_ARRAY_STRINGS:
                 raise self.error(
@@ -371,19 +371,19 @@ class _Cursor:
             for _ in range(count):
                 self.skip(self.read_number("Q"))
             return count
-        if kind not in _SCALAR_FORMATS:
+        if value_type not in _SCALAR_FORMATS:
             raise self.error(
-                f"metadata {key!r} is an array of type {kind}, expected strings or numbers"
+                f"metadata {key!r} is an array of type {value_type}, expected strings or numbers"
             )
-        struct_format = _SCALAR_FORMATS[kind]
+        struct_format = _SCALAR_FORMATS[value_type]
         size = count * struct.calcsize(f"<{struct_format}")
         if count > MAX_ARRAY_LENGTH:
             self.skip(size)
             return count
         self.num_numbers += count
-        if self.num_numbers > MAX_TOTAL_ARRAY_NUMBERS:
+        if self.num_numbers > MAX_TOTAL_NUMERIC_ELEMENTS:
             raise self.error(
                 f"metadata {key!r} has {count} numbers, expected at most "
-                f"{MAX_TOTAL_ARRAY_NUMBERS} in all arrays of up to {MAX_ARRAY_LENGTH}"
+                f"{MAX_TOTAL_NUMERIC_ELEMENTS} in all arrays of up to {MAX_ARRAY_LENGTH}"
             )
         return list(struct.unpack(f"<{count}{struct_format}", self.read_bytes(size)))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.errors import ModelLoadError
 from asyncllm.validation import describe_error
 
@@ -32,7 +32,7 @@ class HubOptions(TypedDict, total=False):
             be reached, the cached revision is used.
     """
 
-    progress: Progress | None
+    progress: ProgressCallback | None
     announce: Callable[[int], None]
     endpoint: str
     cache_dir: Path
@@ -186,7 +186,7 @@ def _explain_download_error(model: str, revision: str | None, error: Exception) 
     return f"model={model!r}{at}: {reason}"
 
 
-def _make_quiet_bar(progress: Progress | None) -> type[Any]:
+def _make_quiet_bar(progress: ProgressCallback | None) -> type[Any]:
     """Make a tqdm class that prints nothing, starts no thread, and reports bytes to ``progress``.
 
     huggingface_hub counts bytes in several bars (received, written); the most advanced bar is

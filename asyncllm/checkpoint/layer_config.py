@@ -55,12 +55,12 @@ def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> l
     names = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
     for key in section.values:
         if not key.isdecimal() or int(key) >= len(changed):
-            raise config.invalid_field(
+            raise config.field_error(
                 "per_layer_config", f"keys from 0 to {len(changed) - 1}, the layers"
             )
         override = section.section(key)
         if any(name not in names for name in override.values):
-            raise section.invalid_field(key, f"an object with {' and '.join(names)} alone")
+            raise section.field_error(key, f"an object with {' and '.join(names)} alone")
         sizes = {field: override.integer(name) for name, field in names.items() if name in override}
         changed[int(key)] = replace(changed[int(key)], **sizes)
     num_heads = config.integer("num_attention_heads")
@@ -69,16 +69,16 @@ def apply_head_overrides(config: ConfigFile, layers: Sequence[LayerConfig]) -> l
         override = ConfigFile(config.path, sizes)
         if num_heads % layer.num_kv_heads:
             accepted = f"a divisor of num_attention_heads={num_heads}, in layer {index}"
-            raise override.invalid_field("num_key_value_heads", accepted)
+            raise override.field_error("num_key_value_heads", accepted)
         if layer.head_dim % 2:
-            raise override.invalid_field("head_dim", f"an even number, in layer {index}")
+            raise override.field_error("head_dim", f"an even number, in layer {index}")
     return changed
 
 
 def apply_kv_sharing(
     config: ConfigFile, layers: Sequence[LayerConfig], layer_kinds: Sequence[Hashable]
 ) -> tuple[LayerConfig, ...]:
-    """Make the last ``num_kv_shared_layers`` layers read earlier layers' KV, in a copy.
+    """Copy of ``layers`` in which the last ``num_kv_shared_layers`` read earlier layers' KV.
 
     Such a layer reads the KV of the last layer of its kind that has KV of its own. With
     ``use_double_wide_mlp`` its MLP has twice the size.
@@ -100,11 +100,11 @@ def apply_kv_sharing(
             accepted = (
                 f"fewer: layer {index} is {layer_kinds[index]!r}, and no layer with its own KV is"
             )
-            raise config.invalid_field("num_kv_shared_layers", accepted)
+            raise config.field_error("num_kv_shared_layers", accepted)
         heads = result[source].num_kv_heads, result[source].head_dim
         if (layer.num_kv_heads, layer.head_dim) != heads:
             accepted = f"heads of layer {index} that are those of layer {source}, whose KV it reads"
-            raise config.invalid_field("per_layer_config", accepted)
+            raise config.field_error("per_layer_config", accepted)
         result[index] = replace(
             layer, kv_layer=source, intermediate_size=width * layer.intermediate_size
         )

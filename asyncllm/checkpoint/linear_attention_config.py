@@ -30,16 +30,16 @@ class LinearAttentionConfig:
     grouped_by_key_head: bool = False
 
     @property
-    def key_size(self) -> int:
+    def total_key_dim(self) -> int:
         """Total size of all key heads."""
         return self.num_key_heads * self.key_dim
 
     @property
-    def value_size(self) -> int:
+    def total_value_dim(self) -> int:
         """Total size of all value heads."""
         return self.num_value_heads * self.value_dim
 
     @property
     def conv_channels(self) -> int:
         """Number of channels of the convolution: those of q, k and v."""
-        return 2 * self.key_size + self.value_size
+        return 2 * self.total_key_dim + self.total_value_dim

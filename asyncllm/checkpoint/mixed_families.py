@@ -1,4 +1,4 @@
-"""MIXED_FAMILIES: architectures with experts, recurrent layers or unequal layers, as data."""
+"""MOE_AND_HYBRID_FAMILIES: architectures with experts, recurrent or unequal layers, as data."""
 
 from __future__ import annotations
 
@@ -53,22 +53,26 @@ MAX_HEADS, MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 1024, 16
 
 
 def _read_routing(
-    config: ConfigFile, *names: str, per_token_name: str = "num_experts_per_tok", **fields: Any
+    config: ConfigFile,
+    *num_experts_fields: str,
+    top_k_field: str = "num_experts_per_tok",
+    **fields: Any,
 ) -> RoutingConfig:
     """Read the number of experts per layer, and per token.
 
     Args:
-        names: fields that may have the number of experts per layer; the first that is present
-            counts.
-        per_token_name: name of the field with the number of experts per token.
-        fields: other fields of RoutingConfig; ``renormalise`` is read if it is not given.
+        num_experts_fields: fields that may have the number of experts per layer; the first that
+            is present counts.
+        top_k_field: name of the field with the number of experts per token.
+        fields: other fields of RoutingConfig. Without ``renormalise``, the file's value is read.
     """
     config.choice("hidden_act", ("silu", "swish"), "silu")
-    name = next((name for name in names if name in config), names[0])
+    present = (name for name in num_experts_fields if name in config)
+    name = next(present, num_experts_fields[0])
     count = config.integer(name, high=MAX_EXPERTS)
-    top_k = config.integer(per_token_name, high=MAX_EXPERTS)
+    top_k = config.integer(top_k_field, high=MAX_EXPERTS)
     if top_k > count:
-        raise config.invalid_field(per_token_name, f"at most {name}={count}")
+        raise config.field_error(top_k_field, f"at most {name}={count}")
     if "renormalise" not in fields:
         fields["renormalise"] = config.boolean("norm_topk_prob", False)
     return RoutingConfig(count, top_k, **fields)
@@ -84,7 +88,7 @@ def _read_sparse_layers(config: ConfigFile, sizes: ModelSizes) -> tuple[bool, ..
         return type(layer) is int and 0 <= layer < sizes.num_layers
 
     has_list = "mlp_only_layers" in config
-    dense = config.entries("mlp_only_layers", accepted, is_layer_index) if has_list else []
+    dense = config.checked_list("mlp_only_layers", accepted, is_layer_index) if has_list else []
     return tuple(
         layer not in dense and (layer + 1) % step == 0 for layer in range(sizes.num_layers)
     )
@@ -96,12 +100,12 @@ def _read_expert_groups(config: ConfigFile, routing: RoutingConfig) -> RoutingCo
     count, top_k = routing.num_experts, routing.top_k
     groups = config.integer("n_group", 1, high=count)
     if count % groups or (groups > 1 and count // groups < 2):
-        raise config.invalid_field(
+        raise config.field_error(
             "n_group", f"a divisor of n_routed_experts={count}, at most half of it"
         )
     top_groups, lowest = config.integer("topk_group", 1), -(-top_k // (count // groups))
     if not lowest <= top_groups <= groups:
-        raise config.invalid_field(
+        raise config.field_error(
             "topk_group",
             f"{lowest} to n_group={groups} groups of {count // groups} experts, for "
             f"num_experts_per_tok={top_k}",
@@ -186,7 +190,7 @@ def _read_qwen3_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 def _read_olmoe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     if "clip_qkv" in config:
-        raise config.invalid_field("clip_qkv", "null: projections are not clipped")
+        raise config.field_error("clip_qkv", "null: projections are not clipped")
     experts = ExpertsConfig(
         (True,) * sizes.num_layers,
         _read_routing(config, "num_experts", "num_local_experts"),
@@ -211,7 +215,7 @@ def _read_glm4_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 def _read_ernie4_5_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     if config.boolean("use_bias", False):
-        raise config.invalid_field("use_bias", "false: the output head has none")
+        raise config.field_error("use_bias", "false: the output head has none")
     step = config.integer("moe_layer_interval", 1)
     first = config.integer("moe_layer_start_index", 1, low=0)
     last = config.integer("moe_layer_end_index", -1, low=-1)
@@ -222,7 +226,7 @@ def _read_ernie4_5_moe(config: ConfigFile, sizes: ModelSizes) -> Fields:
     routing = _read_routing(
         config,
         "moe_num_experts",
-        per_token_name="moe_k",
+        top_k_field="moe_k",
         renormalise=True,
         min_weight_sum=config.number("moe_norm_min", 1e-12, high=1.0),
         has_correction_bias=True,
@@ -266,11 +270,11 @@ def _read_linear_layers(config: ConfigFile, sizes: ModelSizes) -> tuple[bool, ..
         interval = config.integer("full_attention_interval", 4)
         if interval > count:
             accepted = f"at most num_hidden_layers={count} (4 without it): some layer has attention"
-            raise config.invalid_field("full_attention_interval", accepted)
+            raise config.field_error("full_attention_interval", accepted)
         return layer_mask_except_every_nth(interval, sizes.num_layers)
     kinds = read_layer_types(config, count, LINEAR_ATTENTION)
     if FULL_ATTENTION not in kinds:
-        raise config.invalid_field(
+        raise config.field_error(
             "layer_types", f"a list of {FULL_ATTENTION}, at least once, and {LINEAR_ATTENTION}"
         )
     return tuple(kind == LINEAR_ATTENTION for kind in kinds)
@@ -282,12 +286,12 @@ def _read_gated_delta(
     """Read the fields of a model with gated-delta-rule layers and gated attention."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     if not config.boolean("attn_output_gate", True):
-        raise config.invalid_field("attn_output_gate", "true: attention has a gate on its output")
+        raise config.field_error("attn_output_gate", "true: attention has a gate on its output")
     key_heads = config.integer("linear_num_key_heads", high=MAX_HEADS)
     value_heads = config.integer("linear_num_value_heads", high=MAX_HEADS)
     if value_heads % key_heads:
         accepted = f"a multiple of linear_num_key_heads={key_heads}"
-        raise config.invalid_field("linear_num_value_heads", accepted)
+        raise config.field_error("linear_num_value_heads", accepted)
     layers = _read_linear_layers(config, sizes)
     linear = LinearAttentionConfig(
         layers,
@@ -328,7 +332,7 @@ def _read_qwen3_next(config: ConfigFile, sizes: ModelSizes) -> Fields:
 def _read_gemma4(config: ConfigFile, sizes: ModelSizes) -> Fields:
     """Read the fields of Gemma 4, dense or with experts beside the MLP of every layer."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise config.invalid_field(
+        raise config.field_error(
             "use_bidirectional_attention", "null, or 'vision' for images alone"
         )
     window = read_window(config, layer_mask_except_every_nth(6, sizes.num_layers))
@@ -385,7 +389,7 @@ def _read_gemma4_rope(config: ConfigFile, sizes: ModelSizes, kind: str) -> RopeC
     sections = (
         config.section(ROPE_PARAMETERS_FIELD)
         if ROPE_PARAMETERS_FIELD in config
-        else ConfigFile(config.path, _GEMMA4_ROPES)
+        else ConfigFile(config.path, _GEMMA4_DEFAULT_ROPES)
     )
     section = sections.section(kind)
     section.choice("rope_type", ("default", "proportional"))
@@ -400,7 +404,7 @@ def _read_gemma4_experts(config: ConfigFile, sizes: ModelSizes) -> ExpertsConfig
         _read_routing(
             config,
             "num_experts",
-            per_token_name="top_k_experts",
+            top_k_field="top_k_experts",
             renormalise=True,
             has_expert_scale=True,
         ),
@@ -413,7 +417,7 @@ def _read_gemma4_experts(config: ConfigFile, sizes: ModelSizes) -> ExpertsConfig
 
 # --- the families ----------------------------------------------------------------------------
 
-_GPT_OSS_ROPE = {
+_GPT_OSS_DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -429,7 +433,7 @@ _GATED_DELTA_DEFAULTS: Fields = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_GEMMA4_ROPES = {
+_GEMMA4_DEFAULT_ROPES = {
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e4},
 }
@@ -446,7 +450,7 @@ _GEMMA4_DEFAULTS = {
     "hidden_size_per_layer_input": 256,
 }
 
-MIXED_FAMILIES: dict[str, Family] = {
+MOE_AND_HYBRID_FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
         {"sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
@@ -495,7 +499,7 @@ MIXED_FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "sliding_window": 128,
             "rope_theta": 150_000.0,
-            "rope_parameters": _GPT_OSS_ROPE,
+            "rope_parameters": _GPT_OSS_DEFAULT_ROPE,
         },
         read_fields=_read_gpt_oss,
     ),

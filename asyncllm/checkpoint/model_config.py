@@ -18,8 +18,13 @@ from asyncllm.checkpoint.gguf_config import gguf_config
 from asyncllm.checkpoint.gguf_file import GGUFFile
 from asyncllm.checkpoint.layer_config import LayerConfig, PerLayerInputConfig
 from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
-from asyncllm.checkpoint.mixed_families import MIXED_FAMILIES
-from asyncllm.checkpoint.rope_config import MAX_POSITIONS, RopeConfig, read_rope, rope_section
+from asyncllm.checkpoint.mixed_families import MOE_AND_HYBRID_FAMILIES
+from asyncllm.checkpoint.rope_config import (
+    MAX_POSITIONS,
+    RopeConfig,
+    read_rope,
+    rope_parameters_section,
+)
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.sampling_params import NEUTRAL_VALUES, SamplingParams
 
@@ -27,7 +32,7 @@ Activation = Literal["gelu_tanh", "silu"]
 
 QUANT_METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "mxfp4")
 
-FAMILIES = DENSE_FAMILIES | MIXED_FAMILIES
+FAMILIES = DENSE_FAMILIES | MOE_AND_HYBRID_FAMILIES
 """Families by ``model_type``."""
 
 MAX_LAYERS = 1024
@@ -285,7 +290,7 @@ def _apply_family_defaults(config: ConfigFile) -> tuple[Family, ConfigFile, bool
         if "architectures" not in config and "model_type" in config:
             config.choice("model_type", tuple(FAMILIES))
         supported = ", ".join(family.architecture for family in FAMILIES.values())
-        raise config.invalid_field("architectures", f"a list with one of {supported}")
+        raise config.field_error("architectures", f"a list with one of {supported}")
     family, is_text_part = match
     values = dict(config.values)
     if is_text_part:
@@ -300,11 +305,11 @@ def _apply_family_defaults(config: ConfigFile) -> tuple[Family, ConfigFile, bool
 
 def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
     """Number of elements of a head that RoPE rotates, from ``partial_rotary_factor``."""
-    section, name = rope_section(config), "partial_rotary_factor"
+    section, name = rope_parameters_section(config), "partial_rotary_factor"
     for holder in (config, section):
         factor = holder.number(name, 1.0, high=1.0, exclusive_low=True)
         if family.partial_rotary_factor is None and factor != 1.0:
-            raise holder.invalid_field(name, "1.0")
+            raise holder.field_error(name, "1.0")
     holder = section if name in section else config
     factor = holder.number(
         name,
@@ -313,7 +318,7 @@ def _read_rotary_dim(config: ConfigFile, family: Family, head_dim: int) -> int:
     )
     rotary_dim = int(head_dim * factor)
     if rotary_dim < 2 or rotary_dim % 2:
-        raise holder.invalid_field(
+        raise holder.field_error(
             name, f"one that rotates an even number of head_dim={head_dim} elements"
         )
     return rotary_dim
@@ -339,7 +344,7 @@ def _read_head_sizes(config: ConfigFile) -> dict[str, Any]:
     stated = "num_key_value_heads" in config.values
     num_kv_heads = config.integer("num_key_value_heads", num_heads if stated else REQUIRED)
     if num_heads % num_kv_heads:
-        raise config.invalid_field(
+        raise config.field_error(
             "num_key_value_heads", f"a divisor of num_attention_heads={num_heads}"
         )
     if "head_dim" in config:
@@ -348,7 +353,7 @@ def _read_head_sizes(config: ConfigFile) -> dict[str, Any]:
         head_dim = hidden_size // num_heads
     else:
         accepted = f"a multiple of num_attention_heads={num_heads} where head_dim is not given"
-        raise config.invalid_field("hidden_size", accepted)
+        raise config.field_error("hidden_size", accepted)
     if head_dim % 2:
         raise ModelLoadError(f"{config.path}: head_dim is {head_dim}, expected an even number")
     return {

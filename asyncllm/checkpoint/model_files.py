@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from asyncllm.checkpoint.config_file import ConfigFile
-from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf, is_gguf, join_first_names
+from asyncllm.checkpoint.gguf_choice import GGUF_SUFFIX, choose_gguf, is_gguf, join_names
 from asyncllm.checkpoint.gguf_file import gguf_parts
 from asyncllm.checkpoint.hub import (
     HubOptions,
@@ -137,7 +137,7 @@ def _resolve_location(
             names = [entry.name for entry in path.iterdir()]
         else:
             names, preferred_names = list_directory(path), ()
-        return _directory_or_gguf(path, names, quantization, preferred_names)
+        return _find_gguf_or_directory(path, names, quantization, preferred_names)
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
         reason = "is a file" if path.is_file() else "does not exist"
         raise ModelLoadError(
@@ -157,11 +157,11 @@ def _resolve_location(
     return download_files(location, revision, chosen, hub)[0]
 
 
-def _directory_or_gguf(
+def _find_gguf_or_directory(
     directory: Path, names: list[str], quantization: str | None, preferred_names: tuple[str, ...]
 ) -> Path:
-    """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or one
-    of ``preferred_names``."""
+    """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or if
+    it has one of ``preferred_names``."""
     has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
     if any((directory / name).is_file() for name in preferred_names) or not (
         has_gguf or quantization
@@ -194,7 +194,7 @@ def _bundled_model_path() -> Path:
 
 def _describe_contents(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
-    return f"found {join_first_names(names, 8)}" if names else "the directory is empty"
+    return f"found {join_names(names, 8)}" if names else "the directory is empty"
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -218,8 +218,8 @@ def weight_files(directory: Path) -> list[Path]:
     if missing:
         raise ModelLoadError(
             f"{index}: {len(missing)} of {len(shards)} files in weight_map are missing: "
-            f"{join_first_names(missing, 3)}"
+            f"{join_names(missing, 3)}"
         )
     if not shards:
-        raise config.invalid_field("weight_map", "the file of each tensor")
+        raise config.field_error("weight_map", "the file of each tensor")
     return [directory / shard for shard in shards]

@@ -1,4 +1,4 @@
-"""Progress: callback that reports the progress of loading."""
+"""ProgressCallback: callback that reports the progress of loading."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 LoadStage = Literal["download", "weights", "kernels", "graphs"]
 
 
-class Progress(Protocol):
+class ProgressCallback(Protocol):
     """Callback that reports the progress of loading. Downloads call it on their own threads. If it
     raises, loading stops."""
 

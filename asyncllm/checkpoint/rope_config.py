@@ -64,7 +64,7 @@ ROPE_PARAMETERS_FIELD = "rope_parameters"
 """Name of the config.json field with RoPE parameters since transformers 5."""
 
 
-def rope_section(config: ConfigFile) -> ConfigFile:
+def rope_parameters_section(config: ConfigFile) -> ConfigFile:
     """Read the section with the RoPE parameters: ``rope_scaling`` or ``rope_parameters``.
 
     ``rope_scaling`` wins if a file has both, as in transformers.
@@ -81,16 +81,16 @@ def read_rope(
 
     Args:
         rotary_dim: number of elements of a head that are rotated.
-        aliases: further names of kinds in the file.
+        aliases: the file's further names of RoPE types, and what they mean.
 
     Raises:
         ModelLoadError: if the file has separate parameters for each kind of layer; and as for
             ``read_rope_section``.
     """
-    section = rope_section(config)
+    section = rope_parameters_section(config)
     if any(isinstance(value, dict) for value in section.values.values()):
         name = "rope_scaling" if config.values.get("rope_scaling") else ROPE_PARAMETERS_FIELD
-        raise config.invalid_field(name, "one set of RoPE parameters for all layers")
+        raise config.field_error(name, "one set of RoPE parameters for all layers")
     theta = config.number("rope_theta", 10_000.0, exclusive_low=True)
     return read_rope_section(section, config, theta, rotary_dim, aliases)
 
@@ -159,7 +159,7 @@ def read_rope_section(
     elif kind == "yarn":
         fields = _read_yarn(section, implied_factor)
         if theta <= 1.0:
-            raise section.invalid_field("rope_theta", "a number above 1 with yarn")
+            raise section.field_error("rope_theta", "a number above 1 with yarn")
     else:
         fields = _read_longrope(section, implied_factor, original_context, rotary_dim // 2)
     return RopeConfig(theta=theta, kind=kind, original_max_position=original_context, **fields)
@@ -169,7 +169,7 @@ def _read_llama3(section: ConfigFile) -> dict[str, Any]:
     low = section.number("low_freq_factor", exclusive_low=True)
     high = section.number("high_freq_factor", exclusive_low=True)
     if high <= low:
-        raise section.invalid_field("high_freq_factor", f"a number above low_freq_factor={low:g}")
+        raise section.field_error("high_freq_factor", f"a number above low_freq_factor={low:g}")
     factor = section.number("factor", low=1.0)
     return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
 
@@ -179,11 +179,11 @@ def _read_yarn(section: ConfigFile, implied_factor: float) -> dict[str, Any]:
     fast = section.number("beta_fast", 32.0, exclusive_low=True)
     slow = section.number("beta_slow", 1.0, exclusive_low=True)
     if fast < slow:
-        raise section.invalid_field("beta_fast", f"a number from beta_slow={slow:g} on")
+        raise section.field_error("beta_fast", f"a number from beta_slow={slow:g} on")
     scale, all_dim = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
-    implied = _mscale(factor)
+    implied = _yarn_mscale(factor)
     if scale and all_dim:
-        implied = _mscale(factor, scale) / _mscale(factor, all_dim)
+        implied = _yarn_mscale(factor, scale) / _yarn_mscale(factor, all_dim)
     return {
         "factor": factor,
         "beta_fast": fast,
@@ -193,7 +193,7 @@ def _read_yarn(section: ConfigFile, implied_factor: float) -> dict[str, Any]:
     }
 
 
-def _mscale(factor: float, scale: float = 1.0) -> float:
+def _yarn_mscale(factor: float, scale: float = 1.0) -> float:
     """YaRN's attention temperature (Peng et al., 2023, equation 22)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
@@ -206,18 +206,18 @@ def _read_longrope(
     if factor > 1.0:
         if original_context < 2:
             accepted = "an integer from 2 on with longrope"
-            raise section.invalid_field("original_max_position_embeddings", accepted)
+            raise section.field_error("original_max_position_embeddings", accepted)
         implied = math.sqrt(1.0 + math.log(factor) / math.log(original_context))
     return {
         "factor": factor,
         "attention_factor": section.number("attention_factor", implied, exclusive_low=True),
-        "short_factors": _read_factors(section, "short_factor", num_pairs),
-        "long_factors": _read_factors(section, "long_factor", num_pairs),
+        "short_factors": _read_longrope_factors(section, "short_factor", num_pairs),
+        "long_factors": _read_longrope_factors(section, "long_factor", num_pairs),
     }
 
 
-def _read_factors(section: ConfigFile, name: str, count: int) -> tuple[float, ...]:
-    accepted = f"a list of {count} numbers, one for each rotated pair of a head"
-    factors = section.entries(name, accepted, lambda factor: True, count)
+def _read_longrope_factors(section: ConfigFile, name: str, num_pairs: int) -> tuple[float, ...]:
+    accepted = f"a list of {num_pairs} numbers, one for each rotated pair of a head"
+    factors = section.checked_list(name, accepted, lambda factor: True, num_pairs)
     files = (ConfigFile(section.path, {name: factor}) for factor in factors)
     return tuple(file.number(name, exclusive_low=True) for file in files)

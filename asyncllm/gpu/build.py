@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.config import EngineConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 def build_model_runner(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     mode: ExecutionMode | None = None,
 ) -> ModelRunner:
     """Loads the model and allocates all memory that lasts as long as the engine.
@@ -79,7 +79,9 @@ def build_model_runner(
 
 
 def pack_model(
-    config: EngineConfig, model: ModelConfig | TransformersConfig, progress: Progress | None = None
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    progress: ProgressCallback | None = None,
 ) -> Path:
     """Writes a model's packed weights beside the model, and returns the file.
 
@@ -104,7 +106,7 @@ def _load_runner(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
     mode: ExecutionMode,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> ModelRunner:
     device, max_num_seqs = mode.device, config.max_num_seqs or mode.max_num_seqs
     graphs = graph_batch_sizes(config, mode, max_num_seqs)

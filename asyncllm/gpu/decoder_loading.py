@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InvalidRequestError
 from asyncllm.gpu.devices import resolve_dtype
@@ -40,7 +40,7 @@ def load_decoder(
     model: ModelConfig | TransformersConfig,
     device: torch.device,
     num_threads: int | None,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
     *,
     next_to_model: bool = False,
 ) -> tuple[LanguageModel, list[KVGroup], int, PackedStore | str]:
@@ -61,9 +61,9 @@ def load_decoder(
         kv = kv_plan(model)
     else:
         # Import transformers' modules late: the engine's own decoders do not need them.
-        from asyncllm.gpu.transformers_model.build import ModelPlan
+        from asyncllm.gpu.transformers_model.build import ProbedModelPlan
 
-        plan = ModelPlan.of(model)
+        plan = ProbedModelPlan.of(model)
         kv = plan.kv
     attention, block_size = _make_attention(config, kv.kinds, dtype, device, num_threads)
     if attention:

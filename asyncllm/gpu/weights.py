@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.checkpoint.reader import CheckpointReader, GGUFQuantisedTensor, QuantisedTensor
 from asyncllm.checkpoint.text_part import TextModelReader
 from asyncllm.errors import ModelLoadError
@@ -47,7 +47,7 @@ def load_weights(
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     staging: PinnedUploader | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
     accepts_weights: Callable[[WeightSpec], bool] | None = None,
@@ -295,7 +295,10 @@ def _copy_slices(slices: Iterable[Tensor], target: Tensor, staging: PinnedUpload
 
 
 def dummy_weights(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields random parameters, the same in every run.
 

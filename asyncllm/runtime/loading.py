@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncllm import validation as check
-from asyncllm.checkpoint.progress import LoadStage, Progress
+from asyncllm.checkpoint.progress import LoadStage, ProgressCallback
 from asyncllm.config import EngineConfig
 from asyncllm.core.engine_core import close_executor
 from asyncllm.core.executor import Executor
@@ -66,10 +66,10 @@ def check_logits_processors(config: EngineConfig, executor: Executor) -> None:
         raise check.value_error("logits_processors", config.logits_processors, accepted)
 
 
-Loader = Callable[[EngineConfig, Progress], LoadedModel]
+Loader = Callable[[EngineConfig, ProgressCallback], LoadedModel]
 
 
-def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
+def load_model(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     """Load model, tokenizer and configuration.
 
     Called on the engine thread, which owns the model.
@@ -132,7 +132,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSy
     # Compile the template now: otherwise, the first chat would block the event loop meanwhile.
     tokenizer.chat_template.compile()
     syntaxes = ChatSyntaxes.from_tokenizer(tokenizer, config)
-    syntaxes.prepare()
+    syntaxes.import_response_parser()
     return tokenizer, syntaxes
 
 

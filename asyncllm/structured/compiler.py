@@ -17,21 +17,21 @@ from weakref import WeakSet
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.structured.backends import GrammarBackends
-from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemory
+from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemoryBound
 from asyncllm.structured.spec import StructuredOutputs
 
-MAX_THREADS = 2
+MAX_COMPILE_THREADS = 2
 """Maximum number of concurrent compilations, not counting overdue ones."""
 
 THREAD_NICENESS = 5
 """Increase of a compiling thread's niceness, on Linux. On a busy processor, a thread that runs a
 step then gets three times the time of a compiling thread."""
 
-MAX_EXTRA_THREADS = 1
-"""Maximum number of threads that replace threads with overdue compilations, which cannot be
-stopped. While the compilations of all threads are overdue, no new compilation begins."""
+MAX_EXTRA_COMPILE_THREADS = 1
+"""Maximum number of further threads. Each takes the place of a thread whose compilation is overdue,
+because a compilation cannot be stopped. While all compilations are overdue, no new one begins."""
 
-COOLDOWN_TO_JOB_RATIO = 2
+COOLDOWN_TO_COMPILE_RATIO = 2
 """Pause of a thread after a compilation, as a multiple of the compilation's duration. Compilations
 take processor time from the engine's steps, so many in a row would delay the steps."""
 
@@ -75,13 +75,13 @@ class GrammarCompiler:
     At most ``MAX_CACHED_GRAMMARS`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of
     all grammars that are cached or in use.
 
-    At most ``MAX_THREADS`` grammars are compiled at a time, and requests for the same grammar share
-    a compilation. A compilation that takes longer than ``timeout`` is overdue: its waiting requests
-    fail. It cannot be interrupted, so it continues on its thread, and the result is cached. Up to
-    ``MAX_EXTRA_THREADS`` threads replace threads with overdue compilations. A queued compilation
-    without waiting requests is dropped. The threads have a low priority on Linux, and rest after
-    each compilation. A result after the end of the engine is dropped. The interpreter's exit waits
-    up to ``timeout`` for compilations that have begun.
+    At most ``MAX_COMPILE_THREADS`` grammars are compiled at a time, and requests for the same
+    grammar share a compilation. A compilation that takes longer than ``timeout`` is overdue: its
+    waiting requests fail. It cannot be interrupted, so it continues on its thread, and the result
+    is cached. Up to ``MAX_EXTRA_COMPILE_THREADS`` threads replace threads with overdue
+    compilations. A queued compilation without waiting requests is dropped. The threads have a low
+    priority on Linux, and rest after each compilation. A result after the end of the engine is
+    dropped. The interpreter's exit waits up to ``timeout`` for compilations that have begun.
 
     Args:
         backends: the grammar backends.
@@ -93,7 +93,7 @@ class GrammarCompiler:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
-        self._memories: WeakSet[GrammarMemory] = WeakSet()
+        self._memories: WeakSet[GrammarMemoryBound] = WeakSet()
         self._jobs: dict[StructuredOutputs, _CompileJob] = {}
         self._queue: deque[_CompileJob] = deque()
         self._threads: set[threading.Thread] = set()
@@ -131,7 +131,7 @@ class GrammarCompiler:
                 return  # The engine has ended, and so has the request.
             job = self._jobs.get(spec)
             if job is None:
-                if len(self._threads) - self._num_overdue_jobs < MAX_THREADS:
+                if len(self._threads) - self._num_overdue_jobs < MAX_COMPILE_THREADS:
                     self._start_thread()
                 job = self._jobs[spec] = _CompileJob(spec)
                 self._queue.append(job)
@@ -156,7 +156,7 @@ class GrammarCompiler:
 
         The caller holds the lock until it has queued a job for the thread.
         """
-        if len(self._threads) >= MAX_THREADS + MAX_EXTRA_THREADS:
+        if len(self._threads) >= MAX_COMPILE_THREADS + MAX_EXTRA_COMPILE_THREADS:
             if len(self._threads) > self._num_overdue_jobs:
                 return
             raise RequestError(
@@ -195,7 +195,10 @@ class GrammarCompiler:
         while True:
             with self._lock:
                 self._drop_unwanted_jobs()
-                if not self._queue or len(self._threads) - self._num_overdue_jobs > MAX_THREADS:
+                if (
+                    not self._queue
+                    or len(self._threads) - self._num_overdue_jobs > MAX_COMPILE_THREADS
+                ):
                     self._threads.discard(threading.current_thread())
                     if not self._threads:
                         atexit.unregister(self._at_exit)
@@ -209,10 +212,10 @@ class GrammarCompiler:
             duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
             del job, grammar, error
-            self._close_event.wait(min(COOLDOWN_TO_JOB_RATIO * duration, MAX_COOLDOWN_SECONDS))
+            self._close_event.wait(min(COOLDOWN_TO_COMPILE_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
     def _drop_unwanted_jobs(self) -> None:
-        """Drop the next queued jobs without waiting requests. The caller holds the lock."""
+        """Drop the queue's first jobs until a request waits for one. The caller holds the lock."""
         while self._queue and not any(
             is_wanted() for _, is_wanted in self._queue[0].waiting_requests or ()
         ):

@@ -65,7 +65,7 @@ class GrammarMatcher(Protocol):
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class GrammarMemory:
+class GrammarMemoryBound:
     """Upper bound on the memory that a compiled grammar shares with its matchers.
 
     The grammar and each matcher refer to this object while they use the memory, so the object lives
@@ -104,7 +104,7 @@ class Grammar:
 
     new_matcher: Callable[[], GrammarMatcher]
     special_token_ids: Collection[int] = ()
-    memory: GrammarMemory = field(default_factory=GrammarMemory)
+    memory: GrammarMemoryBound = field(default_factory=GrammarMemoryBound)
 
 
 class GrammarBackend(Protocol):
@@ -139,8 +139,8 @@ class Vocabulary:
         return -(-len(self.tokens) // 32) * 4
 
     def clear_padding(self, mask: bytes) -> bytearray:
-        """Copy of a backend's mask without bits beyond the vocabulary, such as that of the
-        backend's end token."""
+        """Copy of a backend's mask without the bits beyond the vocabulary; a backend may set one
+        for its own end token."""
         cut = bytearray(mask[: self.mask_size])
         size = len(self.tokens)
         if size % 32:

@@ -13,19 +13,19 @@ from asyncllm.structured.grammar import (
     WHITESPACE_PATTERN,
     Grammar,
     GrammarError,
-    GrammarMemory,
+    GrammarMemoryBound,
     Vocabulary,
     is_gbnf,
 )
 from asyncllm.structured.parser_limits import (
-    MAX_COMPILE_FUEL,
-    MAX_FUEL_PER_MASK,
-    MAX_ITEMS_PER_MASK,
+    MAX_COMPILE_LEXER_FUEL,
+    MAX_EARLEY_ITEMS_PER_MASK,
+    MAX_LEXER_FUEL_PER_MASK,
     MAX_LEXER_STATES,
+    can_follow_forced_text,
     check_first_states,
     estimate_memory,
-    max_items_in_row,
-    may_force_text,
+    max_earley_items_in_row,
     refuse_unsupported_by_llguidance,
     refuse_unsupported_in_lark,
     shorten_message,
@@ -41,15 +41,15 @@ _JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": True,
 }
 
-_NO_FORCED_TEXT_STATEMENT = '%llguidance {"no_forcing": true}'
-"""Grammar statement that keeps llguidance from following forced text."""
+_NO_FORCING_LARK_STATEMENT = '%llguidance {"no_forcing": true}'
+"""Lark statement that keeps llguidance from computing the text that a grammar forces."""
 
 _MAX_TOKEN_BYTES = 32
-"""Maximum size in bytes of a token in the greedy tokenisation."""
+"""Maximum size in bytes of a token that llguidance's greedy tokeniser considers."""
 
 _MAX_PREFIX_DEPTH = 40
-"""Maximum nesting of common prefixes of choices that are factored out. llguidance's regular
-expressions may have 250 nested groups."""
+"""Maximum depth to which common prefixes of choices are factored out into groups. llguidance's
+regular expressions may have 250 nested groups."""
 
 _REGEX_ESCAPES = tuple(chr(i) if chr(i).isalnum() else f"\\x{{{i:x}}}" for i in range(128))
 """Regular expressions that match one ASCII character each, by code point."""
@@ -71,10 +71,10 @@ class LLGuidanceBackend:
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         limits = self._library.LLParserLimits(
-            max_items_in_row=max_items_in_row(spec),
-            step_max_items=MAX_ITEMS_PER_MASK,
-            initial_lexer_fuel=MAX_COMPILE_FUEL,
-            step_lexer_fuel=MAX_FUEL_PER_MASK,
+            max_items_in_row=max_earley_items_in_row(spec),
+            step_max_items=MAX_EARLEY_ITEMS_PER_MASK,
+            initial_lexer_fuel=MAX_COMPILE_LEXER_FUEL,
+            step_lexer_fuel=MAX_LEXER_FUEL_PER_MASK,
             max_lexer_states=MAX_LEXER_STATES,
             verbose_errors=False,
         )
@@ -93,12 +93,12 @@ class LLGuidanceBackend:
 
     def _make_grammar(self, spec: StructuredOutputs) -> str:
         grammar = self._convert_to_grammar(spec)
-        if may_force_text(spec):
+        if can_follow_forced_text(spec):
             return grammar
         with suppress(ValueError):  # A grammar that is not JSON is in Lark syntax already.
             (part,) = json.loads(grammar)["grammars"]
             grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
-        return f"{grammar}\n{_NO_FORCED_TEXT_STATEMENT}"  # The last %llguidance statement applies.
+        return f"{grammar}\n{_NO_FORCING_LARK_STATEMENT}"  # The last %llguidance statement applies.
 
     def _convert_to_grammar(self, spec: StructuredOutputs) -> str:
         library, text = self._library.LLMatcher, spec.text
@@ -131,7 +131,7 @@ class LLGuidanceMatcher:
     _matcher: Any
     _vocabulary: Vocabulary
     _spec: StructuredOutputs
-    _memory: GrammarMemory
+    _memory: GrammarMemoryBound
 
     def accept(self, token_id: int) -> bool:
         self._memory.num_accepted_tokens += 1
@@ -163,7 +163,7 @@ class LLGuidanceMatcher:
 
     def release(self) -> None:
         self._matcher = None
-        self._memory = GrammarMemory()  # The compiler does not count this object.
+        self._memory = GrammarMemoryBound()  # Outside the compiler's accounts.
 
     def _make_limit_error(self, message: str) -> Exception:
         """Make the error for an output whose next token exceeds the limits of the parser."""

@@ -21,38 +21,38 @@ from asyncllm.structured.json_schema import subschemas
 from asyncllm.structured.references import is_local_ref, resolve_pointer
 from asyncllm.validation import describe
 
-MAX_PATTERNS = 8
+MAX_PATTERNS_PER_VALUE = 8
 """Maximum number of patterns and formats that apply to one value. Merging this many takes 4 ms, and
 each further one doubles the time."""
 
-MAX_MULTIPLE_OF_REMAINDERS = 16_384
+MAX_MULTIPLEOF_REMAINDERS = 16_384
 """Maximum number of remainders modulo the ``multipleOf`` of a schema. This many automaton states
 take 50 ms and 8 MB."""
 
 MAX_APPLIED_SCHEMAS = 200_000
-"""Maximum number of checked values plus the schemas that apply to them, repetitions included.
-Checking this many takes 0.5 s."""
+"""Maximum number of checked values and applied schemas together, repetitions included. Checking
+this many takes 0.5 s."""
 
 MAX_EXPANDED_SCHEMAS = 4096
 """Maximum number of a value's schemas after each reference is replaced by its target, as llguidance
 does. 30 nested levels with two references each give a billion schemas."""
 
-MAX_PROPERTIES = 3000
+MAX_PROPERTIES_PER_OBJECT = 3000
 """Maximum number of properties of one object. llguidance's time is quadratic in the number of
 optional properties: 0.4 s for 3,000."""
 
-MAX_PATTERN_COMPARISON_COST = 100_000
-"""Maximum total cost of comparisons of ``patternProperties``. Comparing two patterns costs their
-characters plus BASE_PATTERN_COST for each. The maximum takes up to 0.6 s."""
+MAX_COMPARED_PATTERN_CHARACTERS = 100_000
+"""Maximum total of the characters in compared ``patternProperties``. Comparing two patterns counts
+their characters plus BASE_CHARACTERS_PER_PATTERN for each. The maximum takes up to 0.6 s."""
 
-BASE_PATTERN_COST = 32
-"""Cost of a pattern in a comparison, in addition to its characters."""
+BASE_CHARACTERS_PER_PATTERN = 32
+"""Cost of a pattern in a comparison, as a number of characters added to its own."""
 
 Schema = Mapping[str, Any]
 
 
 def refuse_large_merges(*roots: Any) -> None:
-    """Raise GrammarError if llguidance could take very long to merge schemas of one value.
+    """Raise GrammarError if llguidance could take very long to merge the schemas of any value.
 
     Args:
         roots: all schemas of one specification. Their costs are added.
@@ -91,12 +91,12 @@ class _MergeChecker:
         self._check_comparison_cost(self._total_comparison_cost)
 
     def count_expanded_schemas(self, schema: Any) -> int:
-        """Count the schemas that a JSON value has to match, together with all alternatives."""
+        """Count the schemas that apply to one JSON value, all alternatives included."""
         if not isinstance(schema, Mapping):
             return 1
         count = self._expanded_counts.get(id(schema))
         if count is None:
-            self._expanded_counts[id(schema)] = 1  # A schema's reference to itself adds nothing.
+            self._expanded_counts[id(schema)] = 1  # A reference to itself adds no schema.
             parts = [
                 part
                 for keyword in ("allOf", "anyOf", "oneOf")
@@ -143,9 +143,11 @@ class _MergeChecker:
             if isinstance(choices := schema.get(keyword), list) and id(choices) not in expanded_ids
         ]
         self._check_patterns(applied_schemas, alternative_lists)
-        if (count := len(_property_names(applied_schemas, "properties"))) > MAX_PROPERTIES:
+        if (
+            count := len(_property_names(applied_schemas, "properties"))
+        ) > MAX_PROPERTIES_PER_OBJECT:
             raise GrammarError(
-                f"an object has {count} properties, expected at most {MAX_PROPERTIES}"
+                f"an object has {count} properties, expected at most {MAX_PROPERTIES_PER_OBJECT}"
             )
         # llguidance merges each constant with the keywords beside it.
         constants = (schema.get("enum") for schema in applied_schemas)
@@ -166,10 +168,10 @@ class _MergeChecker:
         return cost
 
     def _check_comparison_cost(self, cost: int) -> None:
-        if cost > MAX_PATTERN_COMPARISON_COST:
+        if cost > MAX_COMPARED_PATTERN_CHARACTERS:
             raise GrammarError(
                 f"patternProperties take a work of {cost} to compare (each two of an object, by "
-                f"their characters), expected at most {MAX_PATTERN_COMPARISON_COST}: fewer or "
+                f"their characters), expected at most {MAX_COMPARED_PATTERN_CHARACTERS}: fewer or "
                 "shorter ones"
             )
 
@@ -201,13 +203,14 @@ class _MergeChecker:
     def _check_patterns(
         self, applied_schemas: list[Schema], alternative_lists: list[list[Any]]
     ) -> None:
-        # One alternative of each list applies, in any combination.
+        # Each anyOf or oneOf list contributes one alternative, in any combination.
         count = len(_patterns_and_formats(applied_schemas)) + sum(
             max(map(self._count_patterns, choices), default=0) for choices in alternative_lists
         )
-        if count > MAX_PATTERNS:
+        if count > MAX_PATTERNS_PER_VALUE:
             raise GrammarError(
-                f"{count} patterns and formats apply to one value, expected at most {MAX_PATTERNS}"
+                f"{count} patterns and formats apply to one value, expected at most "
+                f"{MAX_PATTERNS_PER_VALUE}"
             )
         divisors = frozenset(
             Fraction(Decimal(repr(number)))
@@ -217,11 +220,11 @@ class _MergeChecker:
         if divisors in self._seen_divisors:
             return
         self._seen_divisors.add(divisors)
-        self._total_remainders += _count_multiple_of_remainders(divisors)
-        if self._total_remainders > MAX_MULTIPLE_OF_REMAINDERS:
+        self._total_remainders += _count_multipleof_remainders(divisors)
+        if self._total_remainders > MAX_MULTIPLEOF_REMAINDERS:
             raise GrammarError(
                 f"multipleOf has {self._total_remainders} remainders, expected at most "
-                f"{MAX_MULTIPLE_OF_REMAINDERS}: smaller numbers, or fewer for one value"
+                f"{MAX_MULTIPLEOF_REMAINDERS}: smaller numbers, or fewer for one value"
             )
 
 
@@ -256,7 +259,7 @@ def _property_names(schemas: list[Schema], keyword: str) -> set[str]:
 def _pattern_comparison_cost(schemas: list[Schema]) -> int:
     """Cost of comparing all pairs of a value's ``patternProperties``."""
     names = _property_names(schemas, "patternProperties")
-    return max(0, len(names) - 1) * sum(len(name) + BASE_PATTERN_COST for name in names)
+    return max(0, len(names) - 1) * sum(len(name) + BASE_CHARACTERS_PER_PATTERN for name in names)
 
 
 def _patterns_and_formats(schemas: list[Schema]) -> set[tuple[str, str]]:
@@ -264,7 +267,7 @@ def _patterns_and_formats(schemas: list[Schema]) -> set[tuple[str, str]]:
     return {(name, str(schema[name])) for schema in schemas for name in names if name in schema}
 
 
-def _count_multiple_of_remainders(divisors: frozenset[Fraction]) -> int:
+def _count_multipleof_remainders(divisors: frozenset[Fraction]) -> int:
     """Count the remainders that an automaton distinguishes to check divisibility by all
     ``divisors``."""
     unit = math.lcm(*(number.denominator for number in divisors))

@@ -16,29 +16,29 @@ import math
 import re
 from typing import Any
 
-from asyncllm.structured.grammar import GrammarError, GrammarMemory
+from asyncllm.structured.grammar import GrammarError, GrammarMemoryBound
 from asyncllm.structured.json_schema import LLGUIDANCE_KEYWORDS, refuse_unenforced_keywords
-from asyncllm.structured.merged_schemas import MAX_MULTIPLE_OF_REMAINDERS, refuse_large_merges
+from asyncllm.structured.merged_schemas import MAX_MULTIPLEOF_REMAINDERS, refuse_large_merges
 from asyncllm.structured.references import refuse_infinite_references
 from asyncllm.structured.spec import StructuredOutputs
 
-CHARACTERS_PER_CHECKED_PARSER_STATE = 512
-"""Characters of a grammar for which one more parser state is checked after the compilation."""
+GRAMMAR_CHARACTERS_PER_CHECKED_STATE = 512
+"""After compilation, one parser state is checked per this many characters of the grammar."""
 
 MAX_CHECKED_PARSER_STATES = 64
-"""Maximum number of first parser states that are checked after a grammar's compilation."""
+"""Maximum number of parser states that are checked after compilation, from the initial state on."""
 
-MAX_ITEMS_PER_MASK = 16_000
+MAX_EARLEY_ITEMS_PER_MASK = 16_000
 """Maximum number of Earley items (partly matched rules) made to compute one mask: about 6 ms."""
 
-MAX_FUEL_PER_MASK = 30_000
+MAX_LEXER_FUEL_PER_MASK = 30_000
 """Maximum lexer fuel (llguidance's unit of work) to compute one mask: about 2 ms."""
 
-MAX_ITEMS_IN_ROW = 1000
-"""Maximum number of Earley items after one token, for an unambiguous grammar: about 0.5 ms. In JSON
-the brackets keep the number from growing with the output."""
+MAX_EARLEY_ITEMS_IN_ROW = 1000
+"""Maximum number of Earley items after one token, for an unambiguous grammar: about 0.5 ms. A JSON
+output's items do not grow in number with its length, because a closing bracket ends items."""
 
-MAX_ITEMS_IN_AMBIGUOUS_ROW = 256
+MAX_EARLEY_ITEMS_IF_AMBIGUOUS = 256
 """Maximum number of Earley items after one token, for a grammar that may be ambiguous: about
 0.3 ms. The time for an ambiguous grammar grows with the cube of the output's length."""
 
@@ -46,20 +46,20 @@ MAX_LEXER_STATES = 24_576
 """Maximum number of states of a grammar's lexer, which adds states while it reads outputs. An
 expression such as ``a{1000}`` needs a state for each character."""
 
-MAX_COMPILE_FUEL = 100_000
-"""Maximum lexer fuel to compile a grammar, and to follow its first forced text."""
+MAX_COMPILE_LEXER_FUEL = 100_000
+"""Maximum lexer fuel to compile a grammar and compute the text that it forces at its beginning."""
 
 # Measured upper bounds on a grammar's memory.
-BYTES_PER_GRAMMAR = 2**20
+BASE_BYTES_PER_GRAMMAR = 2**20
 BYTES_PER_GRAMMAR_CHARACTER = 32
-BYTES_PER_MULTIPLE_OF_REMAINDER = 576
+BYTES_PER_MULTIPLEOF_REMAINDER = 576
 BYTES_PER_FORCED_CHARACTER = 480
 BYTES_PER_LEXER_STATE = 1024
 BYTES_PER_ACCEPTED_TOKEN = 65_536
-"""Measured upper bound on the bytes by which an accepted token grows a grammar's memory. It is
-reached by expressions that count after a choice, such as ``[a-z]*a[a-z]{200}``."""
+"""Measured upper bound on the memory that a grammar gains per accepted token. Worst are expressions
+with a counted repetition that may begin anywhere, such as ``[a-z]*a[a-z]{200}``."""
 
-MAX_FORCED_BYTES = 1024
+MAX_FORCED_REGEX_BYTES = 1024
 MAX_FORCED_LITERAL_BYTES = 2**14
 """Maximum number of bytes that a grammar may force at once if forced text is tokenised. llguidance
 follows forced text to its end within one mask: ``a{100000}`` takes 0.1 s and 40 MB."""
@@ -70,43 +70,43 @@ _REPETITION_COUNT_PATTERN = re.compile(r"\{\s*(\d+)")
 _COUNTING_KEYWORDS = ('"minLength"', '"maxLength"', '"multipleOf"')
 
 
-def may_force_text(spec: StructuredOutputs) -> bool:
+def can_follow_forced_text(spec: StructuredOutputs) -> bool:
     """Whether the text that a grammar forces is short enough for llguidance to follow."""
     text, size = spec.text, len(spec.text)
     if spec.kind == "regex":
         counts = map(int, _REPETITION_COUNT_PATTERN.findall(text))
-        return size * math.prod(max(1, count) for count in counts) <= MAX_FORCED_BYTES
+        return size * math.prod(max(1, count) for count in counts) <= MAX_FORCED_REGEX_BYTES
     has_expression = spec.kind == "grammar" or any(name in text for name in _EXPRESSION_KEYWORDS)
     return not has_expression and size <= MAX_FORCED_LITERAL_BYTES
 
 
-def estimate_memory(spec: StructuredOutputs) -> GrammarMemory:
-    """Estimate an upper bound on a grammar's memory, by its length and accepted tokens."""
-    text, forces_text = spec.text, may_force_text(spec)
+def estimate_memory(spec: StructuredOutputs) -> GrammarMemoryBound:
+    """Estimate an upper bound on a grammar's memory from its length and its accepted tokens."""
+    text, forces_text = spec.text, can_follow_forced_text(spec)
     per_character = BYTES_PER_GRAMMAR_CHARACTER + BYTES_PER_FORCED_CHARACTER * forces_text
-    size = BYTES_PER_GRAMMAR + len(text) * per_character
+    size = BASE_BYTES_PER_GRAMMAR + len(text) * per_character
     if '"multipleOf"' in text:
-        size += BYTES_PER_MULTIPLE_OF_REMAINDER * MAX_MULTIPLE_OF_REMAINDERS
+        size += BYTES_PER_MULTIPLEOF_REMAINDER * MAX_MULTIPLEOF_REMAINDERS
     counts = any(name in text for name in _COUNTING_KEYWORDS)
     may_grow = spec.kind == "regex" or not forces_text or counts
-    return GrammarMemory(
+    return GrammarMemoryBound(
         size, BYTES_PER_ACCEPTED_TOKEN * may_grow, BYTES_PER_LEXER_STATE * MAX_LEXER_STATES
     )
 
 
-def max_items_in_row(spec: StructuredOutputs) -> int:
+def max_earley_items_in_row(spec: StructuredOutputs) -> int:
     """Maximum number of Earley items after one token; more items make the next token slower."""
     # A structural tag can be ambiguous only if it has a repetition within a repetition.
     nested = spec.kind == "structural_tag" and spec.text.count('"tags_with_separator"') > 1
     is_ambiguous = nested or spec.kind == "grammar"
-    return MAX_ITEMS_IN_AMBIGUOUS_ROW if is_ambiguous else MAX_ITEMS_IN_ROW
+    return MAX_EARLEY_ITEMS_IF_AMBIGUOUS if is_ambiguous else MAX_EARLEY_ITEMS_IN_ROW
 
 
 def refuse_unsupported_by_llguidance(*schemas: Any) -> None:
     """Raise GrammarError for schemas that llguidance cannot enforce in bounded time.
 
-    They have a keyword that llguidance does not enforce, no finite value satisfies them, or
-    llguidance could take hours to merge their parts.
+    Such a schema has a keyword that llguidance does not enforce, or no finite value satisfies it,
+    or llguidance could take hours to merge its parts.
 
     Args:
         schemas: all schemas of one specification.
@@ -120,11 +120,11 @@ def refuse_unsupported_by_llguidance(*schemas: Any) -> None:
 def refuse_unsupported_in_lark(grammar: str) -> None:
     """Raise GrammarError for ``%json`` schemas that llguidance cannot enforce in bounded time.
 
-    No finite value satisfies them, or llguidance could take hours to merge their parts. JSON must
-    follow each ``%json`` that stands before a brace, even in comments and strings.
+    No finite value satisfies such a schema, or llguidance could take hours to merge its parts.
+    ``%json`` and a brace begin a schema even in comments and strings.
     """
     if grammar.lstrip().startswith("{"):
-        # llguidance's own JSON could hide ``%json`` behind an escape.
+        # A grammar in llguidance's JSON format could write ``%json`` with escapes.
         raise GrammarError("begins with '{', expected a grammar in Lark or GBNF")
     schemas = []
     for start in (match.end() - 1 for match in _INLINE_SCHEMA_PATTERN.finditer(grammar)):
@@ -147,7 +147,7 @@ def check_first_states(matcher: Any, mask_size: int, num_characters: int) -> Non
     """
     states = [matcher.deep_copy()]
     num_left = min(
-        2 + num_characters // CHARACTERS_PER_CHECKED_PARSER_STATE, MAX_CHECKED_PARSER_STATES
+        2 + num_characters // GRAMMAR_CHARACTERS_PER_CHECKED_STATE, MAX_CHECKED_PARSER_STATES
     )
     while states and num_left:
         following = []

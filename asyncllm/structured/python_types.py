@@ -32,8 +32,8 @@ def is_schema_type(value: Any) -> bool:
 def schema_of_type(python_type: type, param_name: str) -> dict[str, Any]:
     """Make the JSON schema of a type.
 
-    Objects of the schema refuse additional properties unless the type allows them, because the
-    type would silently drop them.
+    The schema refuses additional properties, which the type would silently drop, unless the type
+    allows them.
 
     Args:
         param_name: name of the caller's parameter, for errors.

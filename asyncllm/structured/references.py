@@ -94,23 +94,23 @@ def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_finite_value(
-    schema: Any, finite_refs: set[str], targets: Mapping[str, Any], undecided_refs: list[str]
+    schema: Any, finite_refs: set[str], ref_targets: Mapping[str, Any], undecided_refs: list[str]
 ) -> bool:
     """Whether some finite JSON value is known to satisfy a schema.
 
     Args:
         finite_refs: references that a finite value is known to satisfy.
-        targets: target of every reference.
+        ref_targets: target of every reference.
         undecided_refs: list that receives the other references on which the answer depends.
     """
 
     def is_finite(subschema: Any) -> bool:
-        return _has_finite_value(subschema, finite_refs, targets, undecided_refs)
+        return _has_finite_value(subschema, finite_refs, ref_targets, undecided_refs)
 
     if not isinstance(schema, Mapping):
         return True
     pointer = schema.get("$ref")
-    if isinstance(pointer, str) and pointer in targets and pointer not in finite_refs:
+    if isinstance(pointer, str) and pointer in ref_targets and pointer not in finite_refs:
         undecided_refs.append(pointer)
         return False
     if "enum" in schema or "const" in schema:

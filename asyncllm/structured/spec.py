@@ -46,8 +46,8 @@ class StructuredOutputs:
         kind: kind of the specification.
         text: the regular expression or grammar; for the other kinds, JSON text of the schema,
             structural tag or list of choices. Equal specifications are compiled once.
-        param: parameter of the caller, for errors. If it is "tools", names of special tokens in a
-            structural tag stand for the tokens themselves, not for their text.
+        param: name of the caller's parameter, for errors. If it is "tools", names of special
+            tokens in a structural tag stand for the tokens themselves, not for their text.
     """
 
     kind: SpecKind
@@ -66,7 +66,7 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     try:
         return _parse_mapping(value)
     except InvalidRequestError as error:
-        error.param = _PARAM_NAME  # Only the message names the kind, such as "regex".
+        error.param = _PARAM_NAME  # Only the message names the field within it, such as ``regex``.
         raise
 
 
@@ -113,8 +113,8 @@ def _check_regex(value: Any) -> str:
 def _check_grammar(value: Any) -> str:
     name = f"{_PARAM_NAME}.grammar"
     text = check.string(name, value, max_length=MAX_SPEC_CHARACTERS)
-    # A JSON escape within a rule may hide a reference.
-    return _check_references(
+    # A JSON escape within a rule may hide a reference to another rule.
+    return _check_reference_count(
         name, text, len(_RULE_START_PATTERN.findall(text)) + text.count("\\u00")
     )
 
@@ -169,7 +169,7 @@ def _parse_json(name: str, text: str) -> Any:
 
 def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
     """Serialise a schema in the order of its keys: the model writes properties in this order."""
-    # On average a value takes two characters of JSON.
+    # A value takes at least two characters of JSON, such as a digit and a comma.
     copier = JsonCopier(
         MAX_SPEC_CHARACTERS // 2 + 1,
         MAX_SPEC_CHARACTERS,
@@ -187,10 +187,10 @@ def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
         raise check.value_error(name, value, accepted) from None
     except Exception as error:  # Reading the caller's mapping may raise errors of any class.
         raise check.value_error(name, value, f"values that JSON has ({error})") from None
-    return _check_references(name, _check_length(name, text, MAX_SPEC_CHARACTERS))
+    return _check_reference_count(name, _check_length(name, text, MAX_SPEC_CHARACTERS))
 
 
-def _check_references(name: str, text: str, num_rules: int = 0) -> str:
+def _check_reference_count(name: str, text: str, num_rules: int = 0) -> str:
     count = num_rules + text.count('"$ref"')
     if count > MAX_REFERENCES:
         raise check.value_error(

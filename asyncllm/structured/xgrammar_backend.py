@@ -15,7 +15,7 @@ from asyncllm.structured.grammar import (
     MAX_WHITESPACE_CHARACTERS,
     Grammar,
     GrammarError,
-    GrammarMemory,
+    GrammarMemoryBound,
     Vocabulary,
 )
 from asyncllm.structured.json_schema import refuse_unsupported_by_xgrammar, subschemas
@@ -30,10 +30,10 @@ MAX_COMPILE_MILLISECONDS = 2000
 to 2.5 s."""
 
 _SMALL_VOCABULARY_TOKENS = 2000
-"""Vocabulary size of the measurements behind the other terms of the estimate."""
+"""Vocabulary size at which the other constants of the time estimate were measured."""
 
-_TOKENS_PER_MASK_UNIT = 40_000
-"""Number of further tokens for which one unit of ``mask_units`` takes a millisecond."""
+_TOKENS_PER_MASK_MILLISECOND = 40_000
+"""A unit of ``mask_units`` adds 1 ms per this many tokens beyond _SMALL_VOCABULARY_TOKENS."""
 
 _SELF_DELIMITED_TYPES = ("string", "object", "array", "boolean", "null")
 
@@ -75,7 +75,7 @@ class XGrammarBackend:
             matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=False)
             return XGrammarMatcher(matcher, self._vocabulary, memory)
 
-        memory = GrammarMemory(compiled.memory_size_bytes)
+        memory = GrammarMemoryBound(compiled.memory_size_bytes)
         return Grammar(new_matcher, memory=memory)
 
     def _compile_spec(self, spec: StructuredOutputs) -> Any:
@@ -115,9 +115,9 @@ class XGrammarMatcher:
 
     __slots__ = ("_mask", "_mask_words", "_matcher", "_memory", "_vocabulary")
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, memory: GrammarMemory) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, memory: GrammarMemoryBound) -> None:
         self._matcher: Any = matcher
-        self._memory: GrammarMemory | None = memory
+        self._memory: GrammarMemoryBound | None = memory
         self._vocabulary = vocabulary
         # The mask has one more token than the vocabulary: the token that ends a grammar.
         num_words = len(vocabulary.tokens) // 32 + 1
@@ -176,7 +176,7 @@ def estimate_compile_milliseconds(text: str, schemas: Iterable[Any], num_tokens:
     - The bounds of numbers become automata of their digits.
     - The time for an object is quadratic in its properties, and longer with additional properties.
     - The compiler makes masks, whose time is proportional to the vocabulary. Additional properties
-      need most masks, then numbers in an object, because any of its properties may follow.
+      need the most masks. Numbers in an object come next, as any property may follow a number.
 
     Args:
         text: JSON text of the specification. Each character of a constant needs a mask.
@@ -189,23 +189,25 @@ def estimate_compile_milliseconds(text: str, schemas: Iterable[Any], num_tokens:
         values = list(properties.values()) if isinstance(properties, Mapping) else []
         num_properties = len(values)
         is_closed = part.get("additionalProperties") is False
-        num_true = sum(value is True for value in values)  # ``subschemas`` skips true.
+        num_true = sum(value is True for value in values)  # ``subschemas`` does not yield true.
         milliseconds += (
             2 + 4 * num_true + 2 * sum(keyword in part for keyword in _NUMBER_BOUND_KEYWORDS)
         )
         milliseconds += num_properties**2 // (160 if is_closed else 40)
         mask_units += (
-            3 + 3 * num_true + num_properties * sum(map(_lacks_closing_delimiter, values)) // 5
+            3
+            + 3 * num_true
+            + num_properties * sum(map(_values_lack_closing_delimiter, values)) // 5
         )
         if part.get("type") == "object" and not is_closed:
             mask_units += 14 + 16 * num_properties
     return (
         milliseconds
-        + mask_units * max(0, num_tokens - _SMALL_VOCABULARY_TOKENS) // _TOKENS_PER_MASK_UNIT
+        + mask_units * max(0, num_tokens - _SMALL_VOCABULARY_TOKENS) // _TOKENS_PER_MASK_MILLISECOND
     )
 
 
-def _lacks_closing_delimiter(schema: Any) -> bool:
+def _values_lack_closing_delimiter(schema: Any) -> bool:
     """Whether a value may end without a quote or bracket.
 
     One token may then hold the end of the value and the text after it.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncllm import validation as check
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
@@ -164,7 +164,7 @@ def fake_engine(
         if not isinstance(fault, BaseException):
             raise check.value_error("fail_at", fault, "an exception for each step")
 
-    def load(config: EngineConfig, progress: Progress) -> LoadedModel:
+    def load(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
         if load_error is not None:
             raise load_error
         tokenizer = byte_tokenizer()

@@ -222,5 +222,5 @@ def _named_templates(config: ConfigFile) -> dict[str, str]:
     if templates is None or not all(
         isinstance(text, str) for pair in templates.items() for text in pair
     ):
-        raise config.invalid_field("chat_template", "a template or a list of {name, template}")
+        raise config.field_error("chat_template", "a template or a list of {name, template}")
     return templates

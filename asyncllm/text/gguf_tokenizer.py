@@ -270,9 +270,7 @@ def _add_bos_and_eos(
         key = f"tokenizer.ggml.add_{name}_token"
         if metadata.boolean(key, default):
             if f"{name}_token" not in special_tokens:
-                raise metadata.invalid_field(
-                    key, f"false: tokenizer.ggml.{name}_token_id is missing"
-                )
+                raise metadata.field_error(key, f"false: tokenizer.ggml.{name}_token_id is missing")
             ends[name] = special_tokens[f"{name}_token"]
     if ends:
         backend.post_processor = processors.TemplateProcessing(

@@ -128,7 +128,7 @@ class Tokenizer:
         config = ConfigFile.read_if_present(path / "tokenizer_config.json")
         response = config.values["response_template"] if "response_template" in config else None
         if response is not None and not isinstance(response, dict):
-            raise config.invalid_field("response_template", "an object")
+            raise config.field_error("response_template", "an object")
         return cls(backend, template, special_tokens, response)
 
     def with_chat_template(self, template: str | os.PathLike[str]) -> Tokenizer:
@@ -457,7 +457,7 @@ def _read_special_tokens(path: Path) -> dict[str, str]:
             value = file.values[name]
             text = value.get("content") if isinstance(value, dict) else value
             if not isinstance(text, str):
-                raise file.invalid_field(name, "a token, or an object with its content")
+                raise file.field_error(name, "a token, or an object with its content")
             tokens[name] = text
             break
     return tokens

@@ -35,11 +35,11 @@ class CallReader(Protocol):
     events: list[CallEvent]
 
     def push(self, text: str) -> str | None:
-        """Take the next text; returns None while the region goes on, then the text after it."""
+        """Take the next text. Returns None until the region ends, then the text after it."""
         ...
 
     def finish(self) -> str:
-        """End the region, because the output ends; returns the text after the region."""
+        """End the region at the end of the output; returns the text after the region."""
         ...
 
 
@@ -74,16 +74,16 @@ class BufferedCallReader:
         if delimiter is None:
             return None
         self._region_texts.append(delimiter.text)
-        self._parse_region()
+        self._parse_buffered_calls()
         return rest
 
     def finish(self) -> str:
         rest = self.push("", is_last=True)
         if rest is None:
-            self._parse_region()
+            self._parse_buffered_calls()
         return rest or ""
 
-    def _parse_region(self) -> None:
+    def _parse_buffered_calls(self) -> None:
         raw = "".join(self._region_texts)
         calls = self._parse_calls(raw)
         if calls is None:

@@ -14,9 +14,9 @@ from asyncllm.tool_calls.call_reader import BufferedCallReader, CallReader
 from asyncllm.tool_calls.delimiters import DelimiterMatch, Delimiters, literals_or_pattern
 from asyncllm.tool_calls.families import (
     REASONING_FAMILIES,
-    TOOL_FAMILIES,
+    TOOL_CALL_FAMILIES,
     ReasoningFamily,
-    ToolFamily,
+    ToolCallFamily,
 )
 from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
 
@@ -56,10 +56,10 @@ class ChatSyntax:
         reasoning_family: format of reasoning; None if the output is not searched for reasoning.
 
     Attributes:
-        delimiters: delimiters that begin a call or reasoning, and the ignored pattern.
+        delimiters: delimiters that begin a call or reasoning, and the pattern of text to ignore.
         calls_field, reasoning_field: the template's fields for calls and reasoning; empty if the
             output is not searched for them.
-        call_form: syntax of calls in the chat template; None if unknown.
+        call_syntax: syntax of calls in the chat template; None if unknown.
         prompt_ends: literal texts that belong to the answer if the prompt ends with them.
         reasoning_begin, reasoning_end: texts whose token ids mark the reasoning for the engine;
             empty if the template has patterns instead.
@@ -70,14 +70,14 @@ class ChatSyntax:
     """
 
     def __init__(
-        self, tool_family: ToolFamily | None, reasoning_family: ReasoningFamily | None
+        self, tool_family: ToolCallFamily | None, reasoning_family: ReasoningFamily | None
     ) -> None:
-        tool = tool_family or ToolFamily({}, None)
+        tool = tool_family or ToolCallFamily({}, None)
         reasoning = reasoning_family or ReasoningFamily({}, "", "")
         ends = filter(None, (tool.prompt_end, reasoning.prompt_end))
         self.prompt_ends = tuple(dict.fromkeys(ends))
         self.ignored_pattern = tool.ignored_pattern or reasoning.ignored_pattern
-        self.calls_field, self.call_form = tool.calls_field, tool.call_form
+        self.calls_field, self.call_syntax = tool.calls_field, tool.call_syntax
         self.reasoning_field = reasoning.reasoning_field
         self.reasoning_begin, self.reasoning_end = reasoning.begin, reasoning.end
         self.reasoning_end_before_call = reasoning.end_before_call
@@ -103,7 +103,7 @@ class ChatSyntax:
         return any(token in source.replace("\\", "") for source in sources if source)
 
     def find_answer_begin(self, prompt_end: str) -> str:
-        """Find the answer's beginning, such as "<think>", at the prompt's end; empty without."""
+        """Find the answer's beginning, such as "<think>", at the prompt's end; "" if absent."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
@@ -126,11 +126,11 @@ class ChatSyntax:
                 self.calls_close_delimiters,
             )
         return BufferedCallReader(
-            partial(self._parse_region, tools), opening_delimiter.text, self.calls_close_delimiters
+            partial(self._parse_calls, tools), opening_delimiter.text, self.calls_close_delimiters
         )
 
-    def _parse_region(
-        self, tools: Mapping[str, Mapping[str, Any]], raw: str
+    def _parse_calls(
+        self, tools: Mapping[str, Mapping[str, Any]], raw_text: str
     ) -> list[tuple[str, str]] | None:
         from transformers.utils.chat_parsing import parse_response
 
@@ -140,7 +140,7 @@ class ChatSyntax:
             for name, parameters in tools.items()
         ]
         try:
-            message = parse_response(raw, template, prefix="", tools=schemas)
+            message = parse_response(raw_text, template, prefix="", tools=schemas)
         except Exception:  # transformers' parser raises errors of any class for malformed calls.
             return None
         parsed = message.get(TOOL_CALLS_FIELD)
@@ -241,17 +241,17 @@ class ChatSyntaxes:
             reasoning_family = _recognise_family(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
             reasoning_family = REASONING_FAMILIES[reasoning_parser]
-        tool_family: ToolFamily | None = None
-        recognised = _recognise_family(TOOL_FAMILIES, sources)
+        tool_family: ToolCallFamily | None = None
+        recognised = _recognise_family(TOOL_CALL_FAMILIES, sources)
         if tool_call_parser == "auto" and TOOL_CALLS_FIELD in fields:
-            form = recognised.call_form if recognised is not None else None
+            form = recognised.call_syntax if recognised is not None else None
             as_text = recognised is not None and recognised.expects_text_arguments
-            tool_family = ToolFamily(
+            tool_family = ToolCallFamily(
                 fields[TOOL_CALLS_FIELD], form, as_text, ignored_pattern=ignored
             )
         else:
             tool_family = (
-                recognised if tool_call_parser == "auto" else TOOL_FAMILIES[tool_call_parser]
+                recognised if tool_call_parser == "auto" else TOOL_CALL_FAMILIES[tool_call_parser]
             )
         self._reasoning_family = reasoning_family
         self._tool_family = tool_family
@@ -263,7 +263,7 @@ class ChatSyntaxes:
         template = tokenizer.response_template
         return cls(sources, template, config.tool_call_parser, config.reasoning_parser)
 
-    def prepare(self) -> None:
+    def import_response_parser(self) -> None:
         """Import transformers' parser if it is needed, so that no event loop waits for it later."""
         if self._tool_family is not None and _json_syntax(self._tool_family.calls_field) is None:
             with importing_transformers():
@@ -281,7 +281,7 @@ class ChatSyntaxes:
         if with_tools and self._tool_family is None:
             raise InvalidRequestError(
                 "tools: how the model writes calls is not known from its chat template, expected "
-                f"EngineConfig.tool_call_parser to name it, one of {', '.join(TOOL_FAMILIES)}",
+                f"EngineConfig.tool_call_parser to name it, one of {', '.join(TOOL_CALL_FAMILIES)}",
                 param="tools",
             )
         tool_family = self._tool_family if with_tools else None

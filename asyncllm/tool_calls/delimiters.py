@@ -10,11 +10,11 @@ MAX_DELIMITER_CHARACTERS = 4096
 """Maximum number of characters of a delimiter; a longer match is plain text."""
 
 _CANDIDATE_STARTING_CHARACTERS = string.printable
-"""Characters that are tested, besides a pattern's own, as first characters of its matches."""
+"""Characters, besides those in a pattern, that are tried as the first of a match."""
 
 _PRIVATE_USE_CHARACTER = "\U000f1234"
-"""Character that no delimiter names. A pattern that can begin with it can probably begin with any
-character."""
+"""Private-use character, which occurs in no delimiter. A pattern that can begin with it can
+probably begin with any character."""
 
 
 class DelimiterMatch(NamedTuple):

@@ -3,7 +3,7 @@
 For parsing answers, a family has fields of transformers' response templates
 (``transformers.utils.chat_parsing``). A field has the delimiters ``open`` and ``close``, each a
 literal or a pattern, and a rule that converts the text between them to a call. For grammars, a
-family has a CallForm: the syntax of a call in the model's chat template.
+family has a CallSyntax: the syntax of a call in the model's chat template.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
+class CallSyntax:
     """Syntax of a call in the chat template: ``begin``, the arguments, ``end``.
 
     Attributes:
@@ -22,7 +22,7 @@ class CallForm:
         end: text after the arguments.
         separator: text between two calls.
         prefix, suffix: text before the first call and after the last.
-        trigger: text that begins each call; None for ``prefix`` and ``begin`` up to the name.
+        trigger: text that begins each call; if None, ``prefix + begin`` up to NAME.
         style: syntax of the arguments: JSON, or Qwen's ``<parameter=…>``.
         parallel: whether an answer may have several calls. In Harmony an answer ends with its
             first call.
@@ -42,7 +42,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """Base of ToolFamily and ReasoningFamily.
+    """Base of ToolCallFamily and ReasoningFamily.
 
     Attributes:
         markers: lists of texts. The family matches if the model's chat template contains all texts
@@ -61,18 +61,18 @@ class ModelFamily:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFamily(ModelFamily):
+class ToolCallFamily(ModelFamily):
     """Format of a model family's tool calls.
 
     Attributes:
-        calls_field: field ``tool_calls`` of a response template, which parses calls.
-        call_form: syntax of calls in a grammar; None if unknown.
+        calls_field: a response template's field ``tool_calls``, by which calls are parsed.
+        call_syntax: syntax of calls in a grammar; None if unknown.
         expects_text_arguments: whether the chat template expects the arguments of past calls as
             JSON text, not as a dict.
     """
 
     calls_field: Mapping[str, Any]
-    call_form: CallForm | None
+    call_syntax: CallSyntax | None
     expects_text_arguments: bool = False
 
 
@@ -81,7 +81,8 @@ class ReasoningFamily(ModelFamily):
     """Format of a model family's reasoning.
 
     Attributes:
-        reasoning_field: field ``reasoning_content`` of a response template, which parses reasoning.
+        reasoning_field: a response template's field ``reasoning_content``, by which reasoning is
+            parsed.
         begin, end: texts whose token ids mark the reasoning for the engine. The engine applies no
             grammar to reasoning.
         end_before_call: text that ends reasoning if a call must follow; empty if ``end`` also
@@ -98,7 +99,7 @@ def _tool_call_transform(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-_WHOLE_CALL_TRANSFORM = {"type": "function", "function": "{content}"}
+_CALL_OBJECT_TRANSFORM = {"type": "function", "function": "{content}"}
 _NAMED_CALL_TRANSFORM = _tool_call_transform("{name}", "{content}")
 _NAMED_JSON_CALLS_FIELD = {"repeats": True, "content": "json", "transform": _NAMED_CALL_TRANSFORM}
 
@@ -121,7 +122,7 @@ _HARMONY_IGNORED_PATTERN = (
 
 def _deepseek_family(
     header: str, header_pattern: str, close: str, separator: str = "", *markers: str
-) -> ToolFamily:
+) -> ToolCallFamily:
     """Tool family of a version of DeepSeek.
 
     Args:
@@ -133,21 +134,23 @@ def _deepseek_family(
     """
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     call_begin = "<｜tool▁call▁begin｜>"
-    return ToolFamily(
+    return ToolCallFamily(
         calls_field={
             "open_pattern": rf"(?:{begin}\s*)?{call_begin}{header_pattern}",
             "close": close,
             **_NAMED_JSON_CALLS_FIELD,
         },
-        call_form=CallForm(call_begin + header, separator + close, separator, begin, end, begin),
+        call_syntax=CallSyntax(
+            call_begin + header, separator + close, separator, begin, end, begin
+        ),
         markers=((begin, *markers),),
         ignored_pattern=end,
         expects_text_arguments=True,
     )
 
 
-TOOL_FAMILIES: Mapping[str, ToolFamily] = {
-    "qwen3_coder": ToolFamily(
+TOOL_CALL_FAMILIES: Mapping[str, ToolCallFamily] = {
+    "qwen3_coder": ToolCallFamily(
         calls_field={
             "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"</function>\s*</tool_call>",
@@ -158,7 +161,7 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
             },
             "transform": _NAMED_CALL_TRANSFORM,
         },
-        call_form=CallForm(
+        call_syntax=CallSyntax(
             "<tool_call>\n<function=NAME>\n",
             "\n</function>\n</tool_call>",
             "\n",
@@ -167,15 +170,15 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         ),
         markers=(("<tool_call>", "<function=", "<parameter="),),
     ),
-    "hermes": ToolFamily(
+    "hermes": ToolCallFamily(
         calls_field={
             "open": "<tool_call>",
             "close": "</tool_call>",
             "repeats": True,
             "content": "json",
-            "transform": _WHOLE_CALL_TRANSFORM,
+            "transform": _CALL_OBJECT_TRANSFORM,
         },
-        call_form=CallForm(
+        call_syntax=CallSyntax(
             '<tool_call>\n{"name": "NAME", "arguments": ',
             "}\n</tool_call>",
             separator="\n",
@@ -185,22 +188,22 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         # "<arg_key>" occurs in GLM's format, "<function" in formats with calls as XML elements.
         excluded_markers=("<arg_key>", "<function"),
     ),
-    "mistral_v11": ToolFamily(
+    "mistral_v11": ToolCallFamily(
         calls_field={
             "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
             **_NAMED_JSON_CALLS_FIELD,
         },
-        call_form=CallForm("[TOOL_CALLS]NAME[ARGS]", ""),
+        call_syntax=CallSyntax("[TOOL_CALLS]NAME[ARGS]", ""),
         markers=(("[TOOL_CALLS]", "[ARGS]"),),
     ),
-    "mistral": ToolFamily(
+    "mistral": ToolCallFamily(
         calls_field={
             "open": "[TOOL_CALLS]",
             "content": "json",
             "transform": _tool_call_transform("{name}", "{arguments}"),
             "transform_each": True,
         },
-        call_form=CallForm(
+        call_syntax=CallSyntax(
             '{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", "[TOOL_CALLS]"
         ),
         markers=(("[TOOL_CALLS]",),),
@@ -215,13 +218,13 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
     "deepseek_v31": _deepseek_family(
         "NAME<｜tool▁sep｜>", r"(?P<name>[^<\n]+)<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     ),
-    "gpt_oss": ToolFamily(
+    "gpt_oss": ToolCallFamily(
         calls_field={
             "open_pattern": _HARMONY_CALL_PATTERN,
             "close": ["<|call|>", "<|end|>"],
             **_NAMED_JSON_CALLS_FIELD,
         },
-        call_form=CallForm(
+        call_syntax=CallSyntax(
             "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
             "",
             parallel=False,
@@ -231,14 +234,14 @@ TOOL_FAMILIES: Mapping[str, ToolFamily] = {
         ignored_pattern=_HARMONY_IGNORED_PATTERN,
         prompt_end="<|start|>assistant",
     ),
-    "llama3_json": ToolFamily(
+    "llama3_json": ToolCallFamily(
         calls_field={
             "open_pattern": r'(?:;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*")',
             "repeats": True,
             "content": "json",
             "transform": _tool_call_transform("{content.name}", "{content.parameters}"),
         },
-        call_form=CallForm('{"name": "NAME", "parameters": ', "}", "; "),
+        call_syntax=CallSyntax('{"name": "NAME", "parameters": ', "}", "; "),
         markers=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
     ),
 }

@@ -39,7 +39,7 @@ def is_pydantic_model(value: Any) -> bool:
     return isinstance(value, type) and hasattr(value, "model_json_schema")
 
 
-def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
+def function_schema(tool: Any, location: str = "tools") -> dict[str, Any]:
     """Convert a function, or a Pydantic model of its arguments, to an OpenAI tool.
 
     A function's name, type hints and docstring become the tool's name, parameters and descriptions.
@@ -51,7 +51,7 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
     - TypedDicts, dataclasses and Pydantic models.
 
     Args:
-        where: place of the tool, for the error message.
+        location: place of the tool, for the error message.
 
     Raises:
         InvalidRequestError: for a parameter that has no type hint or an unsupported one, or that
@@ -66,12 +66,12 @@ def function_schema(tool: Any, where: str = "tools") -> dict[str, Any]:
     except InvalidRequestError:
         raise
     except _UnsupportedTypeError as error:
-        raise InvalidRequestError(f"{where}: {error}", param="tools") from None
+        raise InvalidRequestError(f"{location}: {error}", param="tools") from None
     # Evaluating the application's annotations and models may raise errors of any class.
     except Exception as error:
         name = getattr(tool, "__name__", "?")
         raise InvalidRequestError(
-            f"{where}: the types of {name!r} cannot be read ({describe_error(error)})",
+            f"{location}: the types of {name!r} cannot be read ({describe_error(error)})",
             param="tools",
         ) from error
 
@@ -109,14 +109,14 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
     required: list[str] = []
     definitions: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
-        where = f"{name}({parameter.name})"
+        location = f"{name}({parameter.name})"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise _UnsupportedTypeError(
-                f"{where} is passed by position or collects others, expected a name"
+                f"{location} is passed by position or collects others, expected a name"
             )
         if parameter.name not in hints:
-            raise _UnsupportedTypeError(f"{where} has no type hint, expected one")
-        schema = _schema_of_type(hints[parameter.name], where, definitions)
+            raise _UnsupportedTypeError(f"{location} has no type hint, expected one")
+        schema = _schema_of_type(hints[parameter.name], location, definitions)
         if parameter.name in arguments:
             schema = {**schema, "description": arguments[parameter.name]}
         if parameter.default is parameter.empty:
@@ -133,15 +133,15 @@ def _function_to_tool(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _schema_of_type(
-    type_hint: Any, where: str, definitions: dict[str, Any], depth: int = 0
+    type_hint: Any, location: str, definitions: dict[str, Any], depth: int = 0
 ) -> dict[str, Any]:
     if depth > _MAX_TYPE_DEPTH:
         raise _UnsupportedTypeError(
-            f"{where} has a type nested more than {_MAX_TYPE_DEPTH} levels deep"
+            f"{location} has a type nested more than {_MAX_TYPE_DEPTH} levels deep"
         )
 
-    def schema_of(inner: Any) -> dict[str, Any]:
-        return _schema_of_type(inner, where, definitions, depth + 1)
+    def schema_of(inner_type: Any) -> dict[str, Any]:
+        return _schema_of_type(inner_type, location, definitions, depth + 1)
 
     if type_hint is Any:
         return {}
@@ -152,16 +152,16 @@ def _schema_of_type(
         texts = [extra for extra in arguments[1:] if isinstance(extra, str)]
         return schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
     if origin is typing.Literal:
-        return _enum_schema(arguments, where)
+        return _enum_schema(arguments, location)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [schema_of(argument) for argument in arguments]}
     container = origin or type_hint
     if not isinstance(container, type):
-        raise _UnsupportedTypeError(f"{where} is of {type_hint!r}, which has no JSON schema")
+        raise _UnsupportedTypeError(f"{location} is of {type_hint!r}, which has no JSON schema")
     if issubclass(container, enum.Enum):
-        return _enum_schema([member.value for member in container], where)
+        return _enum_schema([member.value for member in container], location)
     if is_pydantic_model(container):
-        return _nested_pydantic_schema(container, where, definitions)
+        return _nested_pydantic_schema(container, location, definitions)
     if typing.is_typeddict(container) or dataclasses.is_dataclass(container):
         return _fields_schema(container, schema_of)
     if issubclass(container, tuple) and arguments and arguments[-1] is not Ellipsis:
@@ -175,19 +175,19 @@ def _schema_of_type(
         if arguments:
             array["items"] = schema_of(arguments[0])
         return array | ({"uniqueItems": True} if issubclass(container, Set) else {})
-    raise _UnsupportedTypeError(f"{where} is of {type_hint!r}, which has no JSON schema")
+    raise _UnsupportedTypeError(f"{location} is of {type_hint!r}, which has no JSON schema")
 
 
-def _enum_schema(values: Sequence[Any], where: str) -> dict[str, Any]:
+def _enum_schema(values: Sequence[Any], location: str) -> dict[str, Any]:
     kinds = {type(value) for value in values}
     if not kinds <= _SCALAR_TYPES.keys():
-        raise _UnsupportedTypeError(f"{where} has {list(values)!r:.80}, expected values of JSON")
+        raise _UnsupportedTypeError(f"{location} has {list(values)!r:.80}, expected values of JSON")
     schema: dict[str, Any] = {"enum": list(values)}
     return {"type": _SCALAR_TYPES[kinds.pop()], **schema} if len(kinds) == 1 else schema
 
 
 def _nested_pydantic_schema(
-    model_class: Any, where: str, definitions: dict[str, Any]
+    model_class: Any, location: str, definitions: dict[str, Any]
 ) -> dict[str, Any]:
     """Schema of a Pydantic model within a tool's schema.
 
@@ -196,7 +196,9 @@ def _nested_pydantic_schema(
     schema = model_class.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         if definitions.setdefault(name, definition) != definition:
-            raise _UnsupportedTypeError(f"{where} has a type {name!r} beside another of that name")
+            raise _UnsupportedTypeError(
+                f"{location} has a type {name!r} beside another of that name"
+            )
     return schema
 
 

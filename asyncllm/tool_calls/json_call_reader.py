@@ -11,7 +11,7 @@ from asyncllm.tool_calls.call_reader import CallEvent
 from asyncllm.tool_calls.delimiters import Delimiters
 
 _MAX_JSON_TOKEN_CHARACTERS = 1024
-"""Maximum number of characters of a key, of a tool's name, or of a value beside the arguments."""
+"""Maximum number of characters of a key, a tool's name, or any other value but the arguments."""
 
 _SPACE_PATTERN = re.compile(r"[ \t\r\n]*")
 _JSON_TOKEN_PATTERN = re.compile(
@@ -23,7 +23,7 @@ _INSIDE_STRING_PATTERN = re.compile(r'["\\]')
 _State = Literal[
     "array", "object", "key", "colon", "name", "arguments", "other", "inside", "after", "next"
 ]
-_TRANSITIONS: Mapping[_State, Mapping[str, _State]] = {
+_STATE_TRANSITIONS: Mapping[_State, Mapping[str, _State]] = {
     "array": {"[": "object"},
     "object": {"{": "key"},
     "key": {'"': "colon"},
@@ -43,7 +43,7 @@ arguments, where only brackets are counted.
 class _NotACallError(Exception):
     """Error for text that is no call.
 
-    Its argument is the number of characters after which no call is possible.
+    Its argument is the position in the text at which the invalid call ends.
     """
 
 
@@ -114,7 +114,7 @@ class JsonCallReader:
         except _NotACallError as error:
             position = error.args[0]
             self._raw_texts.append(text[self._raw_end : position])
-            return self._report_as_text(text[position:])
+            return self._emit_as_text(text[position:])
         self._raw_texts.append(text[self._raw_end : position])
         self._unparsed_text = text[position:]
         if not self._has_region_ended:
@@ -137,7 +137,7 @@ class JsonCallReader:
                 break
             first = text[position]
             in_value = self._state == "other"
-            if first in "{[,}]:" if in_value else first not in _TRANSITIONS[self._state]:
+            if first in "{[,}]:" if in_value else first not in _STATE_TRANSITIONS[self._state]:
                 raise _NotACallError(position)
             match = _JSON_TOKEN_PATTERN.match(text, position)
             end = len(text) if match is None else match.end()
@@ -160,7 +160,7 @@ class JsonCallReader:
         if pending or not rest:
             return None
         self._raw_texts.append(self._text_after_json[: len(self._text_after_json) - len(rest)])
-        return self._report_as_text(rest)
+        return self._emit_as_text(rest)
 
     def finish(self) -> str:
         if self._text_after_json is not None:
@@ -170,12 +170,12 @@ class JsonCallReader:
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""
         self._raw_texts.append(self._unparsed_text)
-        return "" if self._state == "next" else self._report_as_text("")
+        return "" if self._state == "next" else self._emit_as_text("")
 
-    def _report_as_text(self, rest: str) -> str:
-        """Report the text of an invalid call as plain text; returns ``rest``, the text after it."""
+    def _emit_as_text(self, text_after: str) -> str:
+        """Report an invalid call's text as plain text; returns ``text_after``, what follows it."""
         self.events.append(CallEvent("text", "".join(self._raw_texts)))
-        return rest
+        return text_after
 
     def _process_token(self, token: str, start: int, end: int) -> int:
         """Process a JSON token (bracket, string or delimiter); returns the position in the text at
@@ -197,7 +197,7 @@ class JsonCallReader:
             self._arguments, end = [], start
         elif state == "other" and token[0] == '"':
             _parse_string(token, end)
-        self._state = "after" if state == "other" else _TRANSITIONS[state][token[0]]
+        self._state = "after" if state == "other" else _STATE_TRANSITIONS[state][token[0]]
         if state == "colon" and self._current_key == self._syntax.arguments_key:
             self._state = "arguments"
         elif state == "colon" and self._current_key == self._syntax.name_key:
@@ -261,20 +261,20 @@ class JsonCallReader:
                 if self._bracket_depth == 0:
                     return position
 
-    def _end_call(self, end: int) -> None:
+    def _end_call(self, end_position: int) -> None:
         if self._tool_name is None:
-            raise _NotACallError(end)
+            raise _NotACallError(end_position)
         if self._arguments is None:
             self.events.append(CallEvent("arguments", "{}"))
         is_array = self._syntax.kind == "array"
         self._has_region_ended = not is_array
         if is_array or self._closing_delimiters is None:
-            self._complete_call(end)
+            self._complete_call(end_position)
 
-    def _complete_call(self, end: int) -> None:
+    def _complete_call(self, end_position: int) -> None:
         self.events.append(CallEvent("done"))
         self._raw_texts = []
-        self._raw_end = end
+        self._raw_end = end_position
         self._tool_name = None
         self._reset_call()
 

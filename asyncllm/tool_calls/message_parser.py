@@ -167,7 +167,7 @@ class OutputParser:
                     # An empty match would be found again at the same place: skip one character.
                     rest = rest if delimiter.text else rest[1:]
                 else:
-                    self._open_region(delimiter)
+                    self._begin_reasoning_or_calls(delimiter)
             text = rest
 
     def _is_text(self, delimiter: DelimiterMatch) -> bool:
@@ -175,7 +175,7 @@ class OutputParser:
             return True
         return delimiter.name == TOOL_CALLS_FIELD and self._one_call and bool(self.calls)
 
-    def _open_region(self, delimiter: DelimiterMatch) -> None:
+    def _begin_reasoning_or_calls(self, delimiter: DelimiterMatch) -> None:
         self._prompt_characters_left = 0
         if delimiter.name == TOOL_CALLS_FIELD:
             self._call_reader = self._syntax.make_call_reader(self._tools, delimiter)
@@ -226,7 +226,7 @@ class MessageParser:
 
     Attributes:
         syntax: chat syntax of the outputs.
-        answer_begin: beginning of the answer that is already part of the prompt. The caller sets it
+        answer_begin: text at the prompt's end with which the answer begins. The caller sets it
             before it reads the first delta.
     """
 
@@ -270,11 +270,11 @@ class MessageParser:
             delta, text=text, finish_reason=reason, reasoning=reasoning, tool_calls=calls
         )
 
-    def interrupt(self) -> bool:
-        """End the outputs, because an exception ends the stream.
+    def mark_interrupted(self) -> bool:
+        """Mark all outputs as ended by an exception in the stream.
 
         Returns:
-            Whether text may be held back. Pushing an empty delta then releases the text.
+            Whether an output may hold back text. If so, push an empty delta to get the text.
         """
         self._is_interrupted = True
         return bool(self._unfinished_outputs)

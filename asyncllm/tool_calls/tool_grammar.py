@@ -12,30 +12,30 @@ from asyncllm.sampling_params import SamplingParams
 from asyncllm.structured.json_schema import ANNOTATION_KEYWORDS
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
-from asyncllm.tool_calls.families import CallForm
+from asyncllm.tool_calls.families import CallSyntax
 from asyncllm.tool_calls.tool_use import ToolUse
 
-_CLOSED_SCHEMA_KEYWORDS = ANNOTATION_KEYWORDS | {"type", "properties", "required"}
+_PLAIN_OBJECT_SCHEMA_KEYWORDS = ANNOTATION_KEYWORDS | {"type", "properties", "required"}
 """Keywords that do not concern additional properties. If the schema of a tool's parameters has only
 these keywords, additional properties are refused."""
 
 
 def with_tool_grammar(
-    sampling: dict[str, Any], params: Any, tool_use: ToolUse, syntax: ChatSyntax
+    sampling_fields: dict[str, Any], sampling_params: Any, tool_use: ToolUse, syntax: ChatSyntax
 ) -> tuple[dict[str, Any], bool]:
-    """Add the grammar that a call's tools need to the fields of its ``SamplingParams``.
+    """Add the grammar that a ``chat()`` call's tools need to its ``SamplingParams`` fields.
 
-    With ``structured_outputs``, the grammar allows tool calls, or an answer that conforms to them.
+    With ``structured_outputs``, the grammar allows tool calls or an answer that matches it.
 
     Args:
-        sampling: fields of ``SamplingParams`` that the caller passed by name.
-        params: the caller's ``SamplingParams``, or None.
+        sampling_fields: fields of ``SamplingParams`` that the caller passed by name.
+        sampling_params: the caller's ``SamplingParams``, or None.
         tool_use: the tools and the tool choice.
         syntax: syntax of the model's calls.
 
     Returns:
-        ``sampling`` with the grammar, if one is needed; and whether calls may follow text in the
-        answer.
+        ``sampling_fields`` with the grammar, if one is needed; and whether calls may follow text in
+        the answer.
 
     Raises:
         InvalidRequestError: in one of these cases.
@@ -45,12 +45,12 @@ def with_tool_grammar(
             - A grammar is needed, and the model's format of calls is unknown or does not allow it.
             - The grammar exceeds the limits of ``structured_outputs``.
     """
-    structured_outputs = sampling.get("structured_outputs")
-    if structured_outputs is None and isinstance(params, SamplingParams):
-        structured_outputs = params.structured_outputs
-    answer_spec, call_form = parse_structured_outputs(structured_outputs), syntax.call_form
+    structured_outputs = sampling_fields.get("structured_outputs")
+    if structured_outputs is None and isinstance(sampling_params, SamplingParams):
+        structured_outputs = sampling_params.structured_outputs
+    answer_spec, call_syntax = parse_structured_outputs(structured_outputs), syntax.call_syntax
     if answer_spec is None and (
-        not tool_use.is_constrained or _ends_with_first_call(tool_use, call_form)
+        not tool_use.is_constrained or _ends_with_first_call(tool_use, call_syntax)
     ):
         if tool_use.is_strict:
             raise InvalidRequestError(
@@ -59,8 +59,8 @@ def with_tool_grammar(
                 "strict=false",
                 param="tools",
             )
-        return sampling, True
-    if answer_spec is not None and call_form is not None and call_form.restart_text:
+        return sampling_fields, True
+    if answer_spec is not None and call_syntax is not None and call_syntax.restart_text:
         raise InvalidRequestError(
             f"{answer_spec.param}: with tools of a model that writes a header before its answer, "
             "expected None",
@@ -84,14 +84,17 @@ def with_tool_grammar(
         raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
     assert spec is not None
     calls_may_follow_text = tool_use.choice == "auto" and answer_spec is None
-    return {**sampling, "structured_outputs": replace(spec, param="tools")}, calls_may_follow_text
+    return {
+        **sampling_fields,
+        "structured_outputs": replace(spec, param="tools"),
+    }, calls_may_follow_text
 
 
 def tool_grammar(
     syntax: ChatSyntax,
     tools: Sequence[dict[str, Any]],
-    choice: str | dict[str, str],
-    parallel: bool,
+    tool_choice: str | dict[str, str],
+    allow_parallel: bool,
     answer_spec: StructuredOutputs | None = None,
 ) -> dict[str, Any]:
     """Make a structural tag (as in xgrammar) that allows only valid tool calls.
@@ -102,52 +105,52 @@ def tool_grammar(
     Args:
         syntax: syntax of the model's calls.
         tools: OpenAI's tools.
-        choice: "required" if some tool must be called; ``{"name": …}`` if this tool must be called;
-            "auto" for text that may contain calls.
-        parallel: allow several calls. A named tool is called only once.
+        tool_choice: "required" if some tool must be called; ``{"name": …}`` if this tool must be
+            called; "auto" for text that may contain calls.
+        allow_parallel: allow several calls. A named tool is called only once.
         answer_spec: JSON schema of an answer that is allowed instead of calls.
 
     Raises:
         InvalidRequestError: for a model whose format of calls is unknown.
     """
-    call_form = syntax.call_form
-    if call_form is None:
+    call_syntax = syntax.call_syntax
+    if call_syntax is None:
         raise InvalidRequestError(
             "tool_choice: how the model's chat template writes calls is not known, expected "
             "EngineConfig.tool_call_parser to name it",
             param="tool_choice",
         )
-    name = choice["name"] if isinstance(choice, dict) else None
+    name = tool_choice["name"] if isinstance(tool_choice, dict) else None
     functions = [tool["function"] for tool in tools]
     # If free text and parallel calls are allowed, only the arguments of strict tools need a schema.
-    only_strict_schemas = choice == "auto" and parallel and answer_spec is None
+    only_strict_schemas = tool_choice == "auto" and allow_parallel and answer_spec is None
     tags = [
-        _tool_tag(call_form, function, prefix, only_strict_schemas and not function.get("strict"))
+        _tool_tag(call_syntax, function, prefix, only_strict_schemas and not function.get("strict"))
         for function in functions
         if name in (None, function["name"])
-        for prefix in dict.fromkeys(("", call_form.restart_text))
+        for prefix in dict.fromkeys(("", call_syntax.restart_text))
     ]
-    parallel = parallel and call_form.parallel and name is None
-    if choice == "auto" and answer_spec is None:
-        root_format = _text_and_calls_format(call_form, tags, parallel)
+    allow_parallel = allow_parallel and call_syntax.parallel and name is None
+    if tool_choice == "auto" and answer_spec is None:
+        root_format = _text_and_calls_format(call_syntax, tags, allow_parallel)
     else:
-        root_format = _calls_format(call_form, tags, parallel)
+        root_format = _calls_format(call_syntax, tags, allow_parallel)
         if answer_spec is not None:
             schema = {"type": "json_schema", "json_schema": json.loads(answer_spec.text)}
             root_format = {"type": "or", "elements": [root_format, schema]}
     return {"type": "structural_tag", "format": root_format}
 
 
-def _ends_with_first_call(tool_use: ToolUse, call_form: CallForm | None) -> bool:
+def _ends_with_first_call(tool_use: ToolUse, call_syntax: CallSyntax | None) -> bool:
     """Whether the call format ends an answer with its first call.
 
     Such a format needs no grammar to prevent a second call.
     """
-    return tool_use.choice == "auto" and call_form is not None and not call_form.parallel
+    return tool_use.choice == "auto" and call_syntax is not None and not call_syntax.parallel
 
 
 def _tool_tag(
-    call_form: CallForm, function: dict[str, Any], prefix: str, allow_any_arguments: bool
+    call_syntax: CallSyntax, function: dict[str, Any], prefix: str, allow_any_arguments: bool
 ) -> dict[str, Any]:
     """Make the structural tag of one tool: the text that opens a call, the schema of the
     arguments, and the text that closes the call.
@@ -158,10 +161,10 @@ def _tool_tag(
     """
     schema = {"type": "object"} if allow_any_arguments else _arguments_schema(function)
     content: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
-    if call_form.style != "json":
-        content["style"] = call_form.style
-    begin = prefix + call_form.begin.replace("NAME", function["name"])
-    return {"type": "tag", "begin": begin, "content": content, "end": call_form.end}
+    if call_syntax.style != "json":
+        content["style"] = call_syntax.style
+    begin = prefix + call_syntax.begin.replace("NAME", function["name"])
+    return {"type": "tag", "begin": begin, "content": content, "end": call_syntax.end}
 
 
 def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
@@ -171,38 +174,38 @@ def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     further arguments.
     """
     schema = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-    if schema.keys() <= _CLOSED_SCHEMA_KEYWORDS:
+    if schema.keys() <= _PLAIN_OBJECT_SCHEMA_KEYWORDS:
         schema["additionalProperties"] = False
     return schema
 
 
 def _calls_format(
-    call_form: CallForm, tags: list[dict[str, Any]], parallel: bool
+    call_syntax: CallSyntax, tags: list[dict[str, Any]], allow_parallel: bool
 ) -> dict[str, Any]:
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": call_form.separator,
+        "separator": call_syntax.separator,
         "at_least_one": True,
-        "stop_after_first": not parallel,
+        "stop_after_first": not allow_parallel,
     }
-    if not call_form.prefix:
+    if not call_syntax.prefix:
         return calls
     before, after = (
-        {"type": "const_string", "value": text} for text in (call_form.prefix, call_form.suffix)
+        {"type": "const_string", "value": text} for text in (call_syntax.prefix, call_syntax.suffix)
     )
     return {"type": "sequence", "elements": [before, calls, after]}
 
 
 def _text_and_calls_format(
-    call_form: CallForm, tags: list[dict[str, Any]], parallel: bool
+    call_syntax: CallSyntax, tags: list[dict[str, Any]], allow_parallel: bool
 ) -> dict[str, Any]:
-    prefix, suffix = call_form.prefix, call_form.suffix
+    prefix, suffix = call_syntax.prefix, call_syntax.suffix
     tags = [{**tag, "begin": prefix + tag["begin"], "end": tag["end"] + suffix} for tag in tags]
     return {
         "type": "triggered_tags",
-        "triggers": [call_form.trigger or (prefix + call_form.begin).partition("NAME")[0]],
+        "triggers": [call_syntax.trigger or (prefix + call_syntax.begin).partition("NAME")[0]],
         "tags": tags,
         "at_least_one": False,
-        "stop_after_first": not parallel,
+        "stop_after_first": not allow_parallel,
     }

@@ -49,7 +49,7 @@ class ToolUse:
         seen: set[str] = set()
         for i, name in enumerate(names):
             if name in seen:
-                raise _invalid_tool(
+                raise _tool_error(
                     f"tools[{i}]", f"the name {name!r} a second time", "different names"
                 )
             seen.add(name)
@@ -96,77 +96,79 @@ def _parse_tool_choice(value: Any) -> str | dict[str, str]:
     raise check.value_error("tool_choice", value, accepted)
 
 
-def _parse_tool(tool: Any, where: str, copier: TemplateInputCopier) -> dict[str, Any]:
+def _parse_tool(tool: Any, location: str, copier: TemplateInputCopier) -> dict[str, Any]:
     if inspect.isroutine(tool) or is_pydantic_model(tool):
-        tool = function_schema(tool, where)
-    plain = copier.copy_value(tool, where, "tools")
+        tool = function_schema(tool, location)
+    plain = copier.copy_value(tool, location, "tools")
     is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
-    _require(is_tool, where, tool, f"one of {_ACCEPTED_TOOLS_TEXT}")
+    _check_valid(is_tool, location, tool, f"one of {_ACCEPTED_TOOLS_TEXT}")
     function: Any = plain.get("function")
     # OpenAI's Responses protocol puts the function's fields into the tool itself.
     if "function" not in plain:
         function = {key: value for key, value in plain.items() if key != "type"}
-    where = f"{where}.function"
-    _require(isinstance(function, dict), where, function, "a dict with a name")
+    location = f"{location}.function"
+    _check_valid(isinstance(function, dict), location, function, "a dict with a name")
     name = function.get("name")
     is_name = isinstance(name, str) and _TOOL_NAME_PATTERN.fullmatch(name) is not None
     accepted = "1 to 64 letters, digits, underscores, dashes and dots"
-    _require(is_name, f"{where}.name", name, accepted)
+    _check_valid(is_name, f"{location}.name", name, accepted)
     function = {key: value for key, value in function.items() if value is not None}
     description, strict = function.get("description", ""), function.get("strict", False)
-    _require(isinstance(description, str), f"{where}.description", description, "a string")
-    _require(isinstance(strict, bool), f"{where}.strict", strict, "true, false or null")
+    _check_valid(isinstance(description, str), f"{location}.description", description, "a string")
+    _check_valid(isinstance(strict, bool), f"{location}.strict", strict, "true, false or null")
     if "parameters" in function:
-        _check_parameters(function["parameters"], f"{where}.parameters")
+        _check_parameters(function["parameters"], f"{location}.parameters")
     return {"type": "function", "function": function}
 
 
-def _check_parameters(schema: Any, where: str) -> None:
-    _require(isinstance(schema, dict), where, schema, "a JSON schema of an object")
+def _check_parameters(schema: Any, location: str) -> None:
+    _check_valid(isinstance(schema, dict), location, schema, "a JSON schema of an object")
     kind, required = schema.get("type", "object"), schema.get("required", [])
-    _require(kind == "object", f"{where}.type", kind, '"object"')
+    _check_valid(kind == "object", f"{location}.type", kind, '"object"')
     properties = schema.get("properties", {})
     is_map = isinstance(properties, dict) and all(
         isinstance(key, str) and isinstance(value, (dict, bool))
         for key, value in properties.items()
     )
-    _require(is_map, f"{where}.properties", properties, "names to JSON schemas")
+    _check_valid(is_map, f"{location}.properties", properties, "names to JSON schemas")
     is_list = isinstance(required, (list, tuple)) and all(isinstance(r, str) for r in required)
-    _require(is_list, f"{where}.required", required, "a list of names")
+    _check_valid(is_list, f"{location}.required", required, "a list of names")
     for value, _ in walk_json(schema):
         if isinstance(value, dict) and "$ref" in value:
-            _check_reference(value, schema, where)
+            _check_reference(value, schema, location)
 
 
-def _check_reference(schema: dict[str, Any], root: dict[str, Any], where: str) -> None:
+def _check_reference(schema: dict[str, Any], root: dict[str, Any], location: str) -> None:
     """Check that the ``$ref`` of a schema leads to a schema within ``root``.
 
-    A circle of ``$ref`` alone is refused. A recursive schema, such as a tree's, is accepted.
+    Refuses a cycle of ``$ref`` without a schema; accepts a recursive schema, such as a tree's.
     """
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
         if not is_local_ref(pointer):
-            raise _invalid_tool(
-                where, f"$ref {check.describe(pointer)}", "one into this schema, #/…"
+            raise _tool_error(
+                location, f"$ref {check.describe(pointer)}", "one into this schema, #/…"
             )
         if pointer in seen:
-            raise _invalid_tool(
-                where, f"a circle of $ref at {pointer!r}", "one that leads to a schema"
+            raise _tool_error(
+                location, f"a circle of $ref at {pointer!r}", "one that leads to a schema"
             )
         seen.add(pointer)
         try:
             schema = resolve_pointer(pointer, root)
         except LookupError:
-            raise _invalid_tool(
-                where, f"$ref {pointer!r}, which leads nowhere", "one to a schema"
+            raise _tool_error(
+                location, f"$ref {pointer!r}, which leads nowhere", "one to a schema"
             ) from None
 
 
-def _require(is_valid: bool, where: str, value: object, accepted: str) -> None:
+def _check_valid(is_valid: bool, location: str, value: object, accepted_values: str) -> None:
     if not is_valid:
-        raise _invalid_tool(where, check.describe(value), accepted)
+        raise _tool_error(location, check.describe(value), accepted_values)
 
 
-def _invalid_tool(where: str, value: str, accepted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where}: has {value:.200}, expected {accepted}", param="tools")
+def _tool_error(location: str, value: str, accepted_values: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{location}: has {value:.200}, expected {accepted_values}", param="tools"
+    )

@@ -41,8 +41,8 @@ class WeightFormat(Protocol):
 
     Attributes:
         label: phrase for the log: the method's name, bits and group sizes.
-        ignored_quantisation: phrase for the log: quantisation of activations or the KV cache, which
-            is not applied because both stay in the model's dtype; "" if there is none.
+        ignored_quantisation: phrase for the log: which quantisation of activations or the KV cache
+            is ignored, as both stay in the model's dtype; "" if there is none.
         ignored_tensor_suffixes: ends of names of tensors that concern only activations or the KV
             cache.
     """
@@ -71,7 +71,7 @@ class WeightFormat(Protocol):
         ...
 
 
-class TensorParts:
+class PackedTensorParts:
     """Looks up the parts of one packed tensor by suffix, and checks them.
 
     Args:
@@ -85,8 +85,8 @@ class TensorParts:
     @classmethod
     def find_all_with(
         cls, reader: CheckpointReader, suffix: str, dtypes: Collection[str] = ()
-    ) -> Iterator[TensorParts]:
-        """Yield the TensorParts of each packed tensor that has a part ``suffix``.
+    ) -> Iterator[PackedTensorParts]:
+        """Yield the PackedTensorParts of each packed tensor that has a part ``suffix``.
 
         Args:
             dtypes: accepted dtypes of that part; () accepts all.
@@ -100,7 +100,7 @@ class TensorParts:
         suffix: str,
         dtypes: Iterable[str],
         shape: tuple[int, ...] | None = None,
-        dims: int | None = None,
+        num_dims: int | None = None,
     ) -> TensorInfo:
         """Return the part ``suffix``, checked for dtype and for shape or number of dimensions.
 
@@ -119,8 +119,11 @@ class TensorParts:
         accepted, fits = " or ".join(dtypes), info.dtype in dtypes
         if shape is not None:
             accepted, fits = f"{accepted} of shape {shape}", fits and info.shape == shape
-        elif dims is not None:
-            accepted, fits = f"{accepted} of {dims} dimensions", fits and len(info.shape) == dims
+        elif num_dims is not None:
+            accepted, fits = (
+                f"{accepted} of {num_dims} dimensions",
+                fits and len(info.shape) == num_dims,
+            )
         if not fits:
             raise self.part_error(suffix, accepted)
         return info
@@ -152,12 +155,12 @@ def check_fields(config: ConfigFile, known_fields: Iterable[str], *module_list_f
     """
     for name in config.values:
         if name in config and name not in known_fields:
-            raise config.invalid_field(
-                name, "no such field, which may change what the weights mean"
-            )
+            raise config.field_error(name, "no such field, which may change what the weights mean")
     for name in module_list_fields:
         if name in config:
-            config.entries(name, "a list of module names", lambda entry: isinstance(entry, str))
+            config.checked_list(
+                name, "a list of module names", lambda entry: isinstance(entry, str)
+            )
 
 
 def read_group_size(config: ConfigFile) -> int | None:
@@ -178,22 +181,22 @@ def read_block_size(config: ConfigFile, name: str) -> tuple[int, int]:
         ModelLoadError: the value is no list of two integers from 1 to 65536.
     """
     accepted = "two integers from 1 to 65536, rows and columns"
-    rows, columns = config.entries(
+    rows, columns = config.checked_list(
         name, accepted, lambda n: type(n) is int and 1 <= n <= 2**16, count=2
     )
     return rows, columns
 
 
-def check_group_indices(name: str, groups: Tensor, count: int) -> None:
+def check_group_indices(name: str, groups: Tensor, num_groups: int) -> None:
     """Check the group index of each input, stored in tensor ``name``.
 
     Raises:
-        ModelLoadError: an index is negative, or not below ``count``.
+        ModelLoadError: an index is negative, or not below ``num_groups``.
     """
     low, high = int(groups.min()), int(groups.max())
-    if low < 0 or high >= count:
+    if low < 0 or high >= num_groups:
         raise ModelLoadError(
-            f"tensor {name!r} has values from {low} to {high}, expected 0 to {count - 1}, the "
+            f"tensor {name!r} has values from {low} to {high}, expected 0 to {num_groups - 1}, the "
             "groups of the scales"
         )
 

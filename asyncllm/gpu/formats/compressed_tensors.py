@@ -16,8 +16,8 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
+    PackedTensorParts,
     RowReader,
-    TensorParts,
     WeightFormat,
     check_fields,
     check_group_indices,
@@ -83,27 +83,29 @@ class CompressedTensors(WeightFormat):
         default = config.choice("format", formats, "pack-quantized")
         for name in ("transform_config", "moe_sparsity_config"):
             if config.values.get(name):
-                raise config.invalid_field(name, "no such transformation of the weights")
+                raise config.field_error(name, "no such transformation of the weights")
         config.section("sparsity_config").choice("format", ("dense",), "dense")
         groups = config.section("config_groups")
         sections = [groups.section(name) for name in groups.values]
         schemes = [_read_scheme(section, default) for section in sections]
         self.schemes = [scheme for scheme in schemes if scheme is not None]
         if not self.schemes:
-            raise config.invalid_field("config_groups", "an object with a group that has 'weights'")
-        sizes = sorted({f"{s.bits} bits {_describe_block(s.block)}" for s in self.schemes})
+            raise config.field_error("config_groups", "an object with a group that has 'weights'")
+        sizes = sorted({f"{s.bits} bits {_describe_block_shape(s.block)}" for s in self.schemes})
         self.label = f"compressed-tensors {default}, " + ", ".join(sizes)
         ignored = {_describe_activations(section) for section in sections} - {""}
         ignored |= {"KV cache scales"} if config.values.get("kv_cache_scheme") else set()
         self.ignored_quantisation = ", ".join(sorted(ignored))
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for parts in TensorParts.find_all_with(reader, "weight_packed"):
+        for parts in PackedTensorParts.find_all_with(reader, "weight_packed"):
             yield self._make_packed_layout(reader, parts)
-        for parts in TensorParts.find_all_with(reader, "weight", ("I8", "F8_E4M3")):
+        for parts in PackedTensorParts.find_all_with(reader, "weight", ("I8", "F8_E4M3")):
             yield self._make_unpacked_layout(parts)
 
-    def _make_packed_layout(self, reader: CheckpointReader, parts: TensorParts) -> PackedTensor:
+    def _make_packed_layout(
+        self, reader: CheckpointReader, parts: PackedTensorParts
+    ) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight_packed")
         rows, words = parts.require("weight_packed", ["I32"], dims=2).shape
         info = parts.require("weight_shape", ["I64"], (2,))
@@ -118,7 +120,7 @@ class CompressedTensors(WeightFormat):
             )
         return self._make_packed_tensor(parts, scheme, (rows, columns))
 
-    def _make_unpacked_layout(self, parts: TensorParts) -> PackedTensor:
+    def _make_unpacked_layout(self, parts: PackedTensorParts) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight")
         dtype = "F8_E4M3" if scheme.is_float else "I8"
         rows, columns = parts.require("weight", [dtype], dims=2).shape
@@ -127,7 +129,7 @@ class CompressedTensors(WeightFormat):
         return self._make_packed_tensor(parts, scheme, (rows, columns))
 
     def _make_packed_tensor(
-        self, parts: TensorParts, scheme: WeightScheme, shape: tuple[int, int]
+        self, parts: PackedTensorParts, scheme: WeightScheme, shape: tuple[int, int]
     ) -> PackedTensor:
         """Check the parts that packed and unpacked layouts share and make the PackedTensor."""
         (rows, columns), block = shape, scheme.block
@@ -176,7 +178,7 @@ class CompressedTensors(WeightFormat):
         )
         return partial(dequantise_rows, codes) if scheme.is_float else codes
 
-    def _scheme_of(self, parts: TensorParts, suffix: str) -> WeightScheme:
+    def _scheme_of(self, parts: PackedTensorParts, suffix: str) -> WeightScheme:
         name = parts.stem + suffix
         scheme = self._match_scheme(parts.stem.removesuffix("."))
         if scheme is None:
@@ -215,17 +217,19 @@ def _zero_points(scheme: WeightScheme, parts: Mapping[str, Tensor], scale: Tenso
     return zero.reshape(scale.shape).float() + (half if packed else 0)
 
 
-def _column_groups(tensor: PackedTensor, parts: Mapping[str, Tensor], count: int) -> Tensor | None:
+def _column_groups(
+    tensor: PackedTensor, parts: Mapping[str, Tensor], num_groups: int
+) -> Tensor | None:
     """Find the group of each column; None if groups are in order."""
     groups = parts.get("weight_g_idx")
     # A ``weight_g_idx`` whose elements are all -1 means that groups are in order.
     if groups is None or bool((groups == -1).all()):
         return None
-    check_group_indices(tensor.parts["weight_g_idx"], groups, count)
+    check_group_indices(tensor.parts["weight_g_idx"], groups, num_groups)
     return groups.long()
 
 
-def _read_scheme(group: ConfigFile, default: str) -> WeightScheme | None:
+def _read_scheme(group: ConfigFile, default_format: str) -> WeightScheme | None:
     """Read an entry of ``config_groups``; None if it is for activations only."""
     check_fields(group, _KNOWN_GROUP_FIELDS, "targets")
     targets = tuple(group.values.get("targets") or ())
@@ -233,34 +237,34 @@ def _read_scheme(group: ConfigFile, default: str) -> WeightScheme | None:
         try:
             re.compile(target.removeprefix("re:"))
         except re.error as error:
-            raise group.invalid_field(
+            raise group.field_error(
                 "targets", f"valid expressions ({target!r}: {error})"
             ) from error
-    form = group.choice("format", FORMAT_NAMES, None) or default
+    form = group.choice("format", FORMAT_NAMES, None) or default_format
     weights = group.section("weights")
     if not weights.values:
         return None
     check_fields(weights, _KNOWN_WEIGHTS_FIELDS)
     if form == "mixed-precision":
-        raise group.invalid_field("format", " or ".join(FORMAT_NAMES))
+        raise group.field_error("format", " or ".join(FORMAT_NAMES))
     if weights.boolean("dynamic", False):
-        raise weights.invalid_field("dynamic", "false")
+        raise weights.field_error("dynamic", "false")
     kind = weights.choice("type", ("int", "float"), "int")
     bits = weights.integer("num_bits", 8)
     is_float, symmetric = kind == "float", weights.boolean("symmetric", True)
     accepted = (4, 8) if form == "pack-quantized" else (8,)
     if bits not in accepted:
-        raise weights.invalid_field(
+        raise weights.field_error(
             "num_bits", f"{' or '.join(map(str, accepted))} with format {form!r}"
         )
     if is_float != (form == "float-quantized") and form != "naive-quantized":
-        raise weights.invalid_field("type", f"that of format {form!r}")
+        raise weights.field_error("type", f"that of format {form!r}")
     if is_float and not symmetric:
-        raise weights.invalid_field("symmetric", "true for floating point numbers")
-    return WeightScheme(targets, bits, is_float, symmetric, _read_block(weights))
+        raise weights.field_error("symmetric", "true for floating point numbers")
+    return WeightScheme(targets, bits, is_float, symmetric, _read_block_shape(weights))
 
 
-def _read_block(weights: ConfigFile) -> tuple[int, int] | None:
+def _read_block_shape(weights: ConfigFile) -> tuple[int, int] | None:
     group = read_group_size(weights) if "group_size" in weights else None
     # If the field ``strategy`` is missing, infer it as compressed-tensors does.
     implied = "tensor" if "group_size" not in weights else "group" if group else "channel"
@@ -274,7 +278,7 @@ def _read_block(weights: ConfigFile) -> tuple[int, int] | None:
     return read_block_size(weights, "block_structure")
 
 
-def _describe_block(block: tuple[int, int] | None) -> str:
+def _describe_block_shape(block: tuple[int, int] | None) -> str:
     if block is None:
         return "per tensor"
     if block == (1, 0):

@@ -13,8 +13,8 @@ from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
+    PackedTensorParts,
     RowReader,
-    TensorParts,
     WeightFormat,
     check_fields,
     dequantise_rows,
@@ -35,7 +35,7 @@ _KNOWN_FBGEMM_FIELDS = "quant_method activation_scale_ub modules_to_not_convert"
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
 
-_EXPONENT_BIAS = 127
+_E8M0_EXPONENT_BIAS = 127
 """Bias of the e8m0 exponents."""
 
 
@@ -70,10 +70,10 @@ class Fp8(WeightFormat):
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         yield from map(
-            self._make_packed_tensor, TensorParts.find_all_with(reader, "weight", ["F8_E4M3"])
+            self._make_packed_tensor, PackedTensorParts.find_all_with(reader, "weight", ["F8_E4M3"])
         )
 
-    def _make_packed_tensor(self, parts: TensorParts) -> PackedTensor:
+    def _make_packed_tensor(self, parts: PackedTensorParts) -> PackedTensor:
         shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
         suffix = next(
             (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]
@@ -114,7 +114,7 @@ class Mxfp4(WeightFormat):
         check_fields(config, known, "modules_to_not_convert")
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        for parts in TensorParts.find_all_with(reader, "_blocks"):
+        for parts in PackedTensorParts.find_all_with(reader, "_blocks"):
             experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
             parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))
             parts.require("_scales", ["U8"], (experts, outputs, blocks))
@@ -127,7 +127,7 @@ class Mxfp4(WeightFormat):
         def read_rows(start: int, stop: int) -> Tensor:
             bytes_ = blocks[start:stop]
             nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
-            exponents = scales[start:stop].to(torch.int32) - _EXPONENT_BIAS
+            exponents = scales[start:stop].to(torch.int32) - _E8M0_EXPONENT_BIAS
             values = torch.ldexp(table[nibbles.int()], exponents.unsqueeze(-1))
             return values.flatten(-2).transpose(1, 2)
 

@@ -106,12 +106,12 @@ class GGUFReader:
         bits = 4 if is_q4 else 8
         return QuantisedTensor(bits, shape, read_codes, scales, (1, 32), zeros, is_signed=not is_q4)
 
-    def _make_row_reader(self, stored: StoredTensor) -> Callable[[int, int], np.ndarray]:
+    def _make_row_reader(self, stored_tensor: StoredTensor) -> Callable[[int, int], np.ndarray]:
         """Make a function of ``(start, stop)`` that returns the bytes of these rows.
 
         Rows are in transformers' order.
         """
-        entry, order = stored.entry, stored.row_order
+        entry, order = stored_tensor.entry, stored_tensor.row_order
         data = self._mapped_files[entry.path]
         self._file.check_unchanged()
         raw = data[entry.start_offset : entry.start_offset + entry.num_bytes]
@@ -138,8 +138,10 @@ def _is_read_by_rows(entry: GGUFTensor) -> bool:
     return entry.is_unquantised or len(entry.shape) > 1
 
 
-def _make_dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarray, int], Tensor]:
-    """Make a function that dequantises blocks of the types ``kinds`` to float32.
+def _make_dequantiser(
+    path: Path, ggml_types: Collection[int]
+) -> Callable[[np.ndarray, int], Tensor]:
+    """Make a function that dequantises blocks of these types to float32.
 
     transformers is several times as fast as gguf-py, but supports only the usual types; gguf-py
     supports all.
@@ -149,7 +151,7 @@ def _make_dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarra
         from transformers.integrations.gguf.dequant import dequantize as dequantize_torch
     except ImportError:  # An older version of transformers reads GGUF with gguf-py only.
         GGML_BLOCK, dequantize_torch = {}, None
-    missing = [GGML_TYPES[kind][0] for kind in kinds if kind not in GGML_BLOCK]
+    missing = [GGML_TYPES[ggml_type][0] for ggml_type in ggml_types if ggml_type not in GGML_BLOCK]
     by_package: Any = None
     types: dict[int, Any] = {}
     if missing:
@@ -160,12 +162,12 @@ def _make_dequantiser(path: Path, kinds: Collection[int]) -> Callable[[np.ndarra
                 f"{path}: it has tensors of type {', '.join(missing)}, and gguf is not installed, "
                 "which reads them: pip install 'asyncllm[gguf]'"
             ) from error
-        types = {kind: GGMLQuantizationType(kind) for kind in kinds}
+        types = {ggml_type: GGMLQuantizationType(ggml_type) for ggml_type in ggml_types}
         by_package = quants.dequantize
 
-    def dequantise(blocks: np.ndarray, kind: int) -> Tensor:
-        if dequantize_torch is not None and kind in GGML_BLOCK:
-            return dequantize_torch(torch.from_numpy(blocks), kind)
-        return torch.from_numpy(by_package(blocks, types[kind]))
+    def dequantise(blocks: np.ndarray, ggml_type: int) -> Tensor:
+        if dequantize_torch is not None and ggml_type in GGML_BLOCK:
+            return dequantize_torch(torch.from_numpy(blocks), ggml_type)
+        return torch.from_numpy(by_package(blocks, types[ggml_type]))
 
     return dequantise

@@ -20,7 +20,11 @@ _LAYER_NAME_PATTERN = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _EXPERT_INDEX_PLACEHOLDER = "{}"
 """Placeholder for the expert's index in transformers' names of tensors that GGUF stacks."""
 
-_CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_CONFIG_TENSOR_NAMES = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 """Names of tensors that only ``gguf_config`` reads."""
 
 
@@ -62,7 +66,7 @@ def model_tensors(file: GGUFFile, model: ModelConfig) -> dict[str, StoredTensor]
     tensors: dict[str, StoredTensor] = {}
     for stored_name, entry in file.tensors.items():
         layer = _LAYER_NAME_PATTERN.fullmatch(stored_name)
-        if stored_name in _CONFIG_TENSORS or (layer and int(layer[1]) >= model.num_layers):
+        if stored_name in _CONFIG_TENSOR_NAMES or (layer and int(layer[1]) >= model.num_layers):
             continue
         for name, stored in mapper.map_tensor(stored_name, layer, entry):
             if name in tensors:
@@ -130,10 +134,10 @@ class _TensorMapper:
     def _split_gates(
         self, linear: LinearAttentionConfig, prefix: str, entry: GGUFTensor
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """Split the tensor of both gates, grouped by key head, into those of beta and decay."""
+        """Split a tensor of both gates, grouped by key head, into a beta and a decay tensor."""
         heads = linear.num_key_heads
         group = linear.num_value_heads // heads
-        order = self._swapped_order(f"{prefix}ba", entry.shape[0], heads, 2, group)
+        order = self._swapped_axes_order(f"{prefix}ba", entry.shape[0], heads, 2, group)
         for name, part in zip("ba", np.split(order, 2), strict=True):
             yield f"{prefix}{name}.weight", StoredTensor(entry, part)
 
@@ -147,7 +151,7 @@ class _TensorMapper:
         if self.model.linear_attention is not None and name.startswith("linear_attn."):
             return self._stored_linear_attention_tensor(self.model.linear_attention, name, entry)
         if (offset := self.model.norm_offset) and name.endswith("norm.weight"):
-            # The converter has added the offset to the weights.
+            # llama.cpp's converter has added the offset to the norm weights.
             return StoredTensor(entry, transform=lambda weights: weights.float() - offset)
         if module == "mlp.shared_expert_gate" and len(entry.shape) == 1:
             return StoredTensor(replace(entry, shape=(1, *entry.shape)))
@@ -166,55 +170,57 @@ class _TensorMapper:
                 f"{self.path}: tensor {name!r} has {rows} rows, expected a multiple of "
                 f"{2 * heads}, twice the number of heads"
             )
-        return self._swapped_order(name, rows, heads, rows // heads // 2, 2, inner=True)
+        return self._swapped_axes_order(name, rows, heads, rows // heads // 2, 2, swaps_inner=True)
 
     def _stored_linear_attention_tensor(
         self, linear: LinearAttentionConfig, name: str, entry: GGUFTensor
     ) -> StoredTensor:
         """Describe how a tensor of a gated delta rule is stored."""
         leaf = name.removeprefix("linear_attn.").removesuffix(".weight")
-        change = self._log_of_negative if leaf == "A_log" else None
+        change = self._log_of_negated if leaf == "A_log" else None
         if leaf == "conv1d" and len(entry.shape) == 2:
             entry = replace(entry, shape=(entry.shape[0], 1, entry.shape[1]))
         heads, value_heads = linear.num_key_heads, linear.num_value_heads
         if self.family.grouped_gates_tensor or leaf == "norm" or heads == value_heads:
             return StoredTensor(entry, transform=change)
-        first = 2 * linear.key_size if leaf in ("in_proj_qkv", "conv1d") else 0
-        width = 1 if leaf in _PER_HEAD_TENSORS else linear.value_dim
+        first = 2 * linear.total_key_dim if leaf in ("in_proj_qkv", "conv1d") else 0
+        width = 1 if leaf in _PER_HEAD_TENSOR_NAMES else linear.value_dim
         if leaf != "out_proj":
-            order = self._swapped_order(
-                name, entry.shape[0], value_heads // heads, heads, width, first=first
+            order = self._swapped_axes_order(
+                name, entry.shape[0], value_heads // heads, heads, width, first_row=first
             )
             return StoredTensor(entry, order, change)
-        columns = self._swapped_order(name, entry.shape[-1], value_heads // heads, heads, width)
+        columns = self._swapped_axes_order(
+            name, entry.shape[-1], value_heads // heads, heads, width
+        )
         chosen = torch.from_numpy(columns)
         return StoredTensor(entry, transform=lambda values: values[:, chosen])
 
-    def _swapped_order(
+    def _swapped_axes_order(
         self,
         name: str,
-        count: int,
+        num_rows: int,
         outer: int,
         middle: int,
-        width: int,
+        inner: int,
         *,
-        first: int = 0,
-        inner: bool = False,
+        first_row: int = 0,
+        swaps_inner: bool = False,
     ) -> np.ndarray:
-        """Row indices that swap two dimensions. Rows from ``first`` on are stored as ``[outer,
-        middle, width]``; the indices order them as ``[middle, outer, width]``, or as ``[outer,
-        width, middle]`` if ``inner``. Earlier rows keep their places."""
-        expected = first + outer * middle * width
-        if count != expected:
+        """Row indices that swap two dimensions. Rows from ``first_row`` on are stored as ``[outer,
+        middle, inner]``; the indices order them as ``[middle, outer, inner]``, or as ``[outer,
+        inner, middle]`` if ``swaps_inner``. Earlier rows keep their places."""
+        expected = first_row + outer * middle * inner
+        if num_rows != expected:
             raise ModelLoadError(
-                f"{self.path}: tensor {name!r} has {count} rows or columns of heads, expected "
+                f"{self.path}: tensor {name!r} has {num_rows} rows or columns of heads, expected "
                 f"{expected}"
             )
-        stored = np.arange(first, count).reshape(outer, middle, width)
-        ordered = stored.transpose((0, 2, 1) if inner else (1, 0, 2)).reshape(-1)
-        return np.concatenate((np.arange(first), ordered))
+        stored = np.arange(first_row, num_rows).reshape(outer, middle, inner)
+        ordered = stored.transpose((0, 2, 1) if swaps_inner else (1, 0, 2)).reshape(-1)
+        return np.concatenate((np.arange(first_row), ordered))
 
-    def _log_of_negative(self, rates: Tensor) -> Tensor:
+    def _log_of_negated(self, rates: Tensor) -> Tensor:
         if not bool((rates < 0).all()):
             raise ModelLoadError(
                 f"{self.path}: tensor 'ssm_a' has rates of 0 or more, expected < 0"
@@ -222,8 +228,8 @@ class _TensorMapper:
         return torch.log(-rates.float())
 
 
-_PER_HEAD_TENSORS = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
-"""Tensors of a gated delta rule with one row per value head."""
+_PER_HEAD_TENSOR_NAMES = ("in_proj_b", "in_proj_a", "A_log", "dt_bias")
+"""Names of those tensors of a gated delta rule that have one row per value head."""
 
 
 def _module_names(model: ModelConfig) -> dict[str, str]:

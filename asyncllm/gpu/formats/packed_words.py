@@ -12,7 +12,7 @@ from asyncllm.checkpoint.reader import CheckpointReader, QuantisedTensor
 from asyncllm.gpu.formats.base import (
     SCALE_DTYPES,
     PackedTensor,
-    TensorParts,
+    PackedTensorParts,
     WeightFormat,
     check_fields,
     check_group_indices,
@@ -41,7 +41,7 @@ _KNOWN_GPTQ_FIELDS = (
 ).split()
 
 
-class _PackedWords(WeightFormat):
+class _PackedWordsFormat(WeightFormat):
     """WeightFormat of integers in words of 32 bits, along the inputs or the outputs of ``qweight``.
 
     Beside it are ``qzeros [groups, out * bits / 32]`` and ``scales [groups, out]``. An element is
@@ -64,7 +64,7 @@ class _PackedWords(WeightFormat):
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         per_word = 32 // self.bits
-        for parts in TensorParts.find_all_with(reader, "qweight"):
+        for parts in PackedTensorParts.find_all_with(reader, "qweight"):
             inputs, outputs = parts.require("qweight", ["I32"], dims=2).shape
             if self.along_outputs:
                 outputs *= per_word
@@ -104,7 +104,7 @@ class _PackedWords(WeightFormat):
         return QuantisedTensor(self.bits, tensor.shape, read_rows, scales.T, (1, group), **fields)
 
 
-class Awq(_PackedWords):
+class Awq(_PackedWordsFormat):
     """WeightFormat of ``quant_method`` "awq", version "gemm", as AutoAWQ packs it.
 
     ``qweight`` is ``[in, out / 8]``.
@@ -121,20 +121,20 @@ class Awq(_PackedWords):
         for name in ("version", "format"):
             value = config.values.get(name, "gemm")
             if not isinstance(value, str) or value.lower() != "gemm":
-                raise config.invalid_field(name, "'gemm', whose order of the columns is known")
+                raise config.field_error(name, "'gemm', whose order of the columns is known")
         if config.values.get("backend") == "llm-awq":
-            raise config.invalid_field("backend", "one that packs as AutoAWQ's version 'gemm' does")
+            raise config.field_error("backend", "one that packs as AutoAWQ's version 'gemm' does")
         if not config.boolean("zero_point", True):
-            raise config.invalid_field("zero_point", "true")
+            raise config.field_error("zero_point", "true")
         self.group_size, self.value_order = read_group_size(config), torch.tensor(_NIBBLE_ORDER)
         self.label = f"awq, 4 bits, groups of {self.group_size or 'a row'}"
 
 
-class Gptq(_PackedWords):
+class Gptq(_PackedWordsFormat):
     """WeightFormat of ``quant_method`` "gptq".
 
-    ``qweight`` is ``[in * bits / 32, out]``. ``checkpoint_format`` "gptq" stores zero - 1,
-    "gptq_v2" the zero point itself. Groups of inputs may be in any order, in ``g_idx``.
+    ``qweight`` is ``[in * bits / 32, out]``. ``checkpoint_format`` "gptq" stores each zero
+    point minus 1, "gptq_v2" the zero point. ``g_idx`` maps inputs to groups, in any order.
 
     Raises:
         ModelLoadError: an unknown field, or an unsupported value.
@@ -144,15 +144,15 @@ class Gptq(_PackedWords):
         check_fields(config, _KNOWN_GPTQ_FIELDS, "modules_to_not_convert")
         self.bits = config.integer("bits")
         if self.bits not in (2, 4, 8):
-            raise config.invalid_field("bits", "2, 4 or 8")
+            raise config.field_error("bits", "2, 4 or 8")
         self.group_size = read_group_size(config)
         self.desc_act = config.boolean("desc_act", False)
         if config.boolean("is_marlin_format", False):
-            raise config.invalid_field("is_marlin_format", "false")
+            raise config.field_error("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # The quantiser subtracted ``fields``, a word with a 1 in every field, from whole words. So
-        # adding ``fields`` to whole words restores the zero points, borrows included.
+        # The quantiser subtracted ``fields``, which has a 1 in every field, from whole words, so a
+        # 0 borrowed from the next field. Adding ``fields`` to whole words undoes this.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         offset = fields if version == "gptq" else 0
         self.zero_offset = torch.tensor(offset, dtype=torch.int64).to(torch.int32)
@@ -160,6 +160,6 @@ class Gptq(_PackedWords):
         config.choice("method", ("gptq",), "gptq")
         for name in ("rotation", "adapter", "activation", "dynamic"):
             if config.values.get(name):
-                raise config.invalid_field(name, "null")
+                raise config.field_error(name, "null")
         order = ", act-order" if self.desc_act else ""
         self.label = f"{version}, {self.bits} bits, groups of {self.group_size or 'a row'}{order}"

@@ -64,7 +64,7 @@ class DequantisingReader:
         if packed is None:
             yield from self.source.slices(name)
             return
-        weight = self._read_packed(packed)
+        weight = self._read_packed_tensor(packed)
         read_rows = (
             partial(dequantise_rows, weight) if isinstance(weight, QuantisedTensor) else weight
         )
@@ -73,15 +73,15 @@ class DequantisingReader:
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | None:
         packed = self._packed_tensors.get(name)
-        weight = None if packed is None else self._read_packed(packed)
+        weight = None if packed is None else self._read_packed_tensor(packed)
         return weight if isinstance(weight, QuantisedTensor) else None
 
-    def _read_packed(self, packed: PackedTensor) -> QuantisedTensor | RowReader:
-        parts = {suffix: self.source.tensor(part) for suffix, part in packed.parts.items()}
+    def _read_packed_tensor(self, tensor: PackedTensor) -> QuantisedTensor | RowReader:
+        parts = {suffix: self.source.tensor(part) for suffix, part in tensor.parts.items()}
         try:
-            return self.format.read(packed, parts)
+            return self.format.read(tensor, parts)
         except ModelLoadError as error:
-            name, file = packed.name, self.tensors[packed.name].file
+            name, file = tensor.name, self.tensors[tensor.name].file
             raise ModelLoadError(f"{file}: tensor {name!r}: {error}") from error
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ def build_linear_attention(
 ) -> GatedDeltaMixer:
     """Build a layer's mixer, whose recurrent states begin at index ``first_state_index``."""
     ops, hidden, eps = scope.ops, scope.model.hidden_size, scope.model.rms_norm_eps
-    heads, values, channels = config.num_value_heads, config.value_size, config.conv_channels
+    heads, values, channels = config.num_value_heads, config.total_value_dim, config.conv_channels
     if config.grouped_by_key_head:
         qkvz, gates = {"in_proj_qkvz": channels + values}, {"in_proj_ba": 2 * heads}
     else:

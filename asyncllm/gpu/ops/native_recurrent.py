@@ -83,7 +83,7 @@ class NativeGatedDelta:
         op.check_shape("gates", gates, (len(qkv), 2 * shape.num_value_heads))
         matrix = (shape.num_value_heads, shape.key_dim, shape.value_dim)
         _check_state(op, state, matrix, torch.float32)
-        args, out = op.args, op.empty_output(qkv, shape.value_size)
+        args, out = op.args, op.empty_output(qkv, shape.total_value_dim)
         rows.set_args(args.rows, state)
         args.qkv_stride, args.gates_stride = qkv.stride(0), gates.stride(0)
         args.state, args.dtype = state.data_ptr(), DTYPE_CODES[qkv.dtype]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.checkpoint.model_config import ModelConfig
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.checkpoint.weights_identity import WeightsIdentity
 from asyncllm.config import EngineConfig
@@ -76,7 +76,7 @@ class PackedStore:
         model: ModelConfig,
         context: Context,
         dtype: torch.dtype,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         *,
         next_to_model: bool = False,
     ) -> None:
@@ -349,7 +349,7 @@ def open_store(
     model: ModelConfig | TransformersConfig,
     context: Context | None,
     dtype: torch.dtype,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     *,
     next_to_model: bool = False,
 ) -> PackedStore | str:

@@ -20,7 +20,7 @@ from asyncllm.gpu.transformers_model.attention import CurrentStep, PagedAttentio
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
 from asyncllm.gpu.transformers_model.interface import (
-    ENGINE_NAME,
+    ENGINE_IMPLEMENTATION_NAME,
     experts_implementation,
     set_call_handler,
 )
@@ -36,7 +36,7 @@ from asyncllm.gpu.transformers_model.weights import TensorOwner, has_tied_head
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPlan:
+class ProbedModelPlan:
     """Plan of a model's attention and states, made before its weights are loaded.
 
     Attributes:
@@ -49,19 +49,19 @@ class ModelPlan:
     states: list[StateSpec]
 
     @classmethod
-    def of(cls, model: TransformersConfig) -> ModelPlan:
+    def of(cls, model: TransformersConfig) -> ProbedModelPlan:
         """Probe a model; raise ModelLoadError if the engine would not compute it correctly."""
         check_modules(model)
-        probed = probe_model(model)
-        kinds = attention_kinds(probed, check_calls(model, probed))
-        sources = [call.kv_call for call in probed.attention_calls]
-        states = [state for call in probed.recurrent_calls for state in call.states.values()]
-        return cls(probed, KVPlan.of(kinds, sources, model.max_position_embeddings), states)
+        probe = probe_model(model)
+        kinds = attention_kinds(probe, check_calls(model, probe))
+        sources = [call.kv_call for call in probe.attention_calls]
+        states = [state for call in probe.recurrent_calls for state in call.states.values()]
+        return cls(probe, KVPlan.of(kinds, sources, model.max_position_embeddings), states)
 
 
 def build_transformers_decoder(
     model: TransformersConfig,
-    plan: ModelPlan,
+    plan: ProbedModelPlan,
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     modules: Any,
@@ -76,15 +76,15 @@ def build_transformers_decoder(
             the weight of only one of them is held twice at a time.
         quantisers: quantisation of the weights of every linear layer; None for no quantisation.
     """
-    step, probed = CurrentStep(), plan.probe
+    step, probe = CurrentStep(), plan.probe
     for call, kind, index in zip(
-        probed.attention_calls, plan.kv.kinds, plan.kv.indices, strict=True
+        probe.attention_calls, plan.kv.kinds, plan.kv.indices, strict=True
     ):
         handler = PagedAttention(step, kind, attention[kind], call, index)
         set_call_handler(modules.get_submodule(call.module), handler)
 
     place = 0
-    for call in probed.recurrent_calls:
+    for call in probe.recurrent_calls:
         module = modules.get_submodule(call.module)
         module.__dict__["forward"] = RecurrentModule(step, module.forward, call, place)
         place += len(call.states)
@@ -96,21 +96,21 @@ def build_transformers_decoder(
     def make_head(weights: LinearWeights) -> Linear:
         return ops.linear(quantisers.output_head(weights) if quantisers else weights)
 
-    _replace_tied_head(modules, probed, ops, owner, quantisers)
-    for name in probed.linears:
+    _replace_tied_head(modules, probe, ops, owner, quantisers)
+    for name in probe.linears:
         linear = modules.get_submodule(name)
         if type(linear) in linear_classes():
             make_layer = make_head if linear is head else make_linear
             _replace_module(modules, name, _convert_linear(linear, make_layer, owner))
-    if experts_implementation(owner.device) == ENGINE_NAME:
-        for name in probed.experts:
+    if experts_implementation(owner.device) == ENGINE_IMPLEMENTATION_NAME:
+        for name in probe.experts:
             module = modules.get_submodule(name)
             set_call_handler(module, OpSetExperts(module, make_linear, owner.take_tensor))
     owner.take_all_tensors(modules)
     owner.finish()
     embedding = torch.empty(0, dtype=dtype, device=owner.device)
     return TransformersDecoder(
-        model, ops, attention, modules, probed.base_name, step, embedding, plan.states
+        model, ops, attention, modules, probe.base_name, step, embedding, plan.states
     )
 
 
@@ -128,7 +128,7 @@ def _convert_linear(
 
 def _replace_tied_head(
     modules: Any,
-    probed: ProbeResult,
+    probe: ProbeResult,
     ops: TorchOps,
     owner: TensorOwner,
     quantisers: WeightQuantisers | None,
@@ -138,7 +138,7 @@ def _replace_tied_head(
     names = {module: name for name, module in modules.named_modules()}
     if (
         type(head) is not nn.Linear
-        or names[head] not in probed.linears
+        or names[head] not in probe.linears
         or not has_tied_head(modules)
     ):
         return
@@ -147,11 +147,11 @@ def _replace_tied_head(
     weights = LinearWeights(head.weight.detach(), bias, is_tied=True)
     dtype = weights.values.dtype
     weights = quantisers.output_head(weights) if quantisers else weights
-    if bias is None and (type(embedding) is nn.Embedding or probed.embedding_processes_rows):
+    if bias is None and (type(embedding) is nn.Embedding or probe.embedding_processes_rows):
         table, linear = ops.tied_embedding(weights, dtype)
         replace_embedding_table(embedding, table)
     else:
-        # An embedding class that computes more than a look-up keeps its own table.
+        # An embedding class that does more than a look-up keeps its own weight.
         linear = ops.linear(weights)
     _replace_module(modules, names[head], OpSetLinear(linear, head.in_features, head.out_features))
 

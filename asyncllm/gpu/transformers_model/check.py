@@ -35,13 +35,13 @@ decodes."""
 TOLERANCE_NOISE_MULTIPLE = 4.0
 """Maximum accepted difference, as a multiple of ``ReferenceLogprobs.noise``."""
 
-MIN_NOISE_EPSILONS = 16
+MIN_LOGPROB_NOISE_EPSILONS = 16
 """Minimum of ``ReferenceLogprobs.noise``, as a multiple of the largest logit's float32 epsilon."""
 
-MAX_NOISE = 1.0
+MAX_LOGPROB_NOISE = 1.0
 """Maximum of ``ReferenceLogprobs.noise``; beyond it, wrong results would pass the check."""
 
-SEQUENCES_SEED = 0
+RANDOM_TOKENS_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ReferenceLogprobs:
             transformers' eager attention.
         noise: tolerated change of a log-probability from rounding alone: the largest difference
             from ``expected`` if only half a sequence is computed, or transformers' SDPA is used; at
-            least MIN_NOISE_EPSILONS float32 rounding errors of the largest logit.
+            least MIN_LOGPROB_NOISE_EPSILONS float32 rounding errors of the largest logit.
     """
 
     sequences: list[Tensor]
@@ -74,7 +74,7 @@ class ReferenceLogprobs:
             )
         config = modules.config
         ours = config._attn_implementation, config._experts_implementation
-        generator = torch.Generator(device="cpu").manual_seed(SEQUENCES_SEED)
+        generator = torch.Generator(device="cpu").manual_seed(RANDOM_TOKENS_SEED)
         sequences = [
             torch.randint(model.vocab_size, (length,), generator=generator, device="cpu")
             for length in SEQUENCE_LENGTHS
@@ -84,7 +84,7 @@ class ReferenceLogprobs:
             logits = [_logits(modules, tokens, device) for tokens in sequences]
             expected = [each.log_softmax(-1) for each in logits]
             largest = max(float(each.abs().max()) for each in logits)
-            noise = MIN_NOISE_EPSILONS * torch.finfo(torch.float32).eps * largest
+            noise = MIN_LOGPROB_NOISE_EPSILONS * torch.finfo(torch.float32).eps * largest
             halves = [tokens[: len(tokens) // 2] for tokens in sequences]
             noise = max(noise, _max_logprob_difference(modules, halves, expected, device))
             if getattr(modules, "_supports_sdpa", False):
@@ -95,11 +95,11 @@ class ReferenceLogprobs:
                     )
         finally:
             config._attn_implementation, config._experts_implementation = ours
-        if noise > MAX_NOISE:
+        if noise > MAX_LOGPROB_NOISE:
             raise ModelLoadError(
                 f"{model.path}: {model.architecture} is not among the tested architectures, and "
                 f"its own results in {dtype} vary by {noise:.3g}, so that others cannot be told "
-                f'from them; expected at most {MAX_NOISE:g}, as dtype="float32" may give'
+                f'from them; expected at most {MAX_LOGPROB_NOISE:g}, as dtype="float32" may give'
             )
         return cls(sequences, expected, noise)
 

@@ -32,13 +32,14 @@ UNLIMITED_CONTEXT_TOKENS = 131_072
 """Context in tokens assumed for a model without attention or positions, which has no limit of its
 own: buffers need one."""
 
-_COUNT_FIELDS = (
+_MODULE_COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "
     "n_routed_experts"
 ).split()
-"""Fields of config.json that count modules or list entries, which transformers makes in a loop."""
+"""Fields of config.json that are numbers of modules or list entries. transformers makes these in a
+loop, so a huge number would hang it."""
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +191,10 @@ def read_config(
 
 
 @contextmanager
-def converting_transformers_errors(path: Path, what: str) -> Iterator[None]:
+def converting_transformers_errors(path: Path, failure: str) -> Iterator[None]:
     """Convert errors of transformers or of a checkpoint's code to ModelLoadError.
 
-    The message begins with ``path`` and ``what``. SystemExit is converted too: no signal is
+    The message begins with ``path`` and ``failure``. SystemExit is converted too: no signal is
     delivered on the thread that loads a model, so only called code can have raised it.
     """
     try:
@@ -201,7 +202,7 @@ def converting_transformers_errors(path: Path, what: str) -> Iterator[None]:
     except AsyncLLMError:
         raise
     except (Exception, SystemExit) as error:
-        raise ModelLoadError(f"{path}: {what}: {describe_error(error)}") from error
+        raise ModelLoadError(f"{path}: {failure}: {describe_error(error)}") from error
 
 
 def build_skeleton(path: Path, model_class: Any, config: Any) -> nn.Module:
@@ -228,12 +229,12 @@ def _check_fields(file: ConfigFile) -> None:
     """
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):
-        for name in _COUNT_FIELDS:
+        for name in _MODULE_COUNT_FIELDS:
             if isinstance(part.values.get(name), int):
                 part.integer(name, low=0, high=MAX_LAYERS)
     for part in (file, file.section("text_config")):
         for name in ("dtype", "torch_dtype"):
-            part.choice(name, _DTYPES, _DTYPES[0])
+            part.choice(name, _SUPPORTED_DTYPES, _SUPPORTED_DTYPES[0])
 
 
 def _read_config(
@@ -251,7 +252,7 @@ def _read_config(
         if not isinstance(name, str) or name not in CONFIG_MAPPING:
             if "auto_map" not in file or trust_remote_code:
                 accepted = f"one that transformers {transformers.__version__} knows"
-                raise file.invalid_field("model_type", accepted)
+                raise file.field_error("model_type", accepted)
             raise ModelLoadError(
                 f"{file.path}: model_type is {describe(name)}, which transformers "
                 f"{transformers.__version__} knows only by the checkpoint's own code; "
@@ -285,7 +286,7 @@ def _remote_code_class(
 
 
 def _model_class(
-    directory: Path, file: ConfigFile, whole_config: Any, config: Any, trust_remote_code: bool
+    directory: Path, file: ConfigFile, whole_config: Any, text_config: Any, trust_remote_code: bool
 ) -> Any:
     """Find the model class that generates text.
 
@@ -299,23 +300,25 @@ def _model_class(
     if own_class is not None:
         return own_class
     names = file.values.get("architectures")
-    for name in names if isinstance(names, list) and type(config) is type(whole_config) else ():
+    for name in (
+        names if isinstance(names, list) and type(text_config) is type(whole_config) else ()
+    ):
         named_class = getattr(transformers, str(name), None)
         if str(name).endswith(("ForCausalLM", "LMHeadModel")) and named_class is not None:
             return named_class
     try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(text_config)]
     except KeyError as error:
         raise ModelLoadError(
             f"{file.path}: architectures is {describe(names)}, and transformers "
             f"{transformers.__version__} has no model that generates text for the "
-            f"configuration {type(config).__name__}; expected one with a class …ForCausalLM"
+            f"configuration {type(text_config).__name__}; expected one with a class …ForCausalLM"
         ) from error
 
 
-def _checkpoint_dtype(file: ConfigFile, config: Any, whole_config: Any) -> str:
-    dtype = getattr(config, "dtype", None) or getattr(whole_config, "dtype", None)
+def _checkpoint_dtype(file: ConfigFile, text_config: Any, whole_config: Any) -> str:
+    dtype = getattr(text_config, "dtype", None) or getattr(whole_config, "dtype", None)
     if dtype is None:
         return "float32"
     name = str(dtype).removeprefix("torch.")
-    return ConfigFile(file.path, {"dtype": name}).choice("dtype", _DTYPES)
+    return ConfigFile(file.path, {"dtype": name}).choice("dtype", _SUPPORTED_DTYPES)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ENGINE_NAME = "asyncllm"
+ENGINE_IMPLEMENTATION_NAME = "asyncllm"
 """Name of the engine's attention and experts in transformers' tables. No mask function has this
 name, so the attention gets no masks."""
 
-PROBE_NAME = "asyncllm_probe"
+PROBE_IMPLEMENTATION_NAME = "asyncllm_probe"
 """Name, in transformers' tables, of the attention and mask functions that probe a model."""
 
 CALL_HANDLER_ATTRIBUTE = "asyncllm_handler"
@@ -28,7 +28,7 @@ def experts_implementation(device: torch.device) -> str:
     On a CPU it is the engine's own implementation; elsewhere it is transformers' grouped matrix
     product, which reads no values on the host.
     """
-    return ENGINE_NAME if device.type == "cpu" else "grouped_mm"
+    return ENGINE_IMPLEMENTATION_NAME if device.type == "cpu" else "grouped_mm"
 
 
 def attend(module: nn.Module, *tensors: Any, **options: Any) -> tuple[Tensor, None]:
@@ -41,8 +41,8 @@ def run_experts(module: nn.Module, *tensors: Tensor) -> Tensor:
     return module.__dict__[CALL_HANDLER_ATTRIBUTE].experts(module, *tensors)
 
 
-class ProbedMask:
-    """Mask of a layer that is probed: keeps transformers' mask function.
+class ProbeAttentionMask:
+    """Attention mask during a probe: keeps only transformers' mask function.
 
     A slice of the mask is the mask itself: the probe checks the numbers of queries and keys on the
     attention call instead.
@@ -55,21 +55,21 @@ class ProbedMask:
     def __init__(self, *, mask_function: Any, **unused: Any) -> None:
         self.function = mask_function
 
-    def __getitem__(self, part: Any) -> ProbedMask:
+    def __getitem__(self, part: Any) -> ProbeAttentionMask:
         return self
 
 
-def register_implementations() -> None:
+def register_transformers_functions() -> None:
     """Register the engine's and the probe's functions in transformers' global tables; may be
     called repeatedly."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(ENGINE_NAME, attend)
-    ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, ProbedMask)
-    ALL_EXPERTS_FUNCTIONS.register(ENGINE_NAME, run_experts)
+    ALL_ATTENTION_FUNCTIONS.register(ENGINE_IMPLEMENTATION_NAME, attend)
+    ALL_ATTENTION_FUNCTIONS.register(PROBE_IMPLEMENTATION_NAME, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_IMPLEMENTATION_NAME, ProbeAttentionMask)
+    ALL_EXPERTS_FUNCTIONS.register(ENGINE_IMPLEMENTATION_NAME, run_experts)
 
 
 def set_call_handler(module: nn.Module, handler: Any) -> None:

@@ -27,7 +27,7 @@ class OpSetLinear(nn.Module):
         return out.view(*shape[:-1], self.out_features)
 
 
-class _TableLookup(nn.Embedding):
+class _TableEmbedding(nn.Embedding):
     """Base class that replaces ``nn.Embedding.forward`` by a look-up in another table."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def replace_embedding_table(embedding: nn.Embedding, table: Embedding) -> None:
     and keeps only its dtype.
     """
     kind: Any = type(embedding)
-    bases = (_TableLookup,) if kind is nn.Embedding else (kind, _TableLookup)
+    bases = (_TableEmbedding,) if kind is nn.Embedding else (kind, _TableEmbedding)
     embedding.__class__ = type(kind.__name__, bases, {})
     embedding.__dict__["table"] = table
     embedding.weight = nn.Parameter(embedding.weight.new_empty(0), requires_grad=False)

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.config import EngineConfig
 from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention
 from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.torch_ops import TorchOps
-from asyncllm.gpu.transformers_model.build import ModelPlan, build_transformers_decoder
+from asyncllm.gpu.transformers_model.build import ProbedModelPlan, build_transformers_decoder
 from asyncllm.gpu.transformers_model.check import ReferenceLogprobs
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
@@ -25,14 +25,14 @@ from asyncllm.validation import value_error
 def load_transformers_decoder(
     config: EngineConfig,
     model: TransformersConfig,
-    plan: ModelPlan,
+    plan: ProbedModelPlan,
     ops: TorchOps,
     attention: Mapping[AttentionKind, Attention],
     groups: Sequence[KVGroup],
     dtype: torch.dtype,
     device: torch.device,
     quantisers: WeightQuantisers | None,
-    progress: Progress | None,
+    progress: ProgressCallback | None,
 ) -> TransformersDecoder:
     """Load the modules and build the decoder.
 

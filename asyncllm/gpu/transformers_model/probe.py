@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig, build_skeleton
 from asyncllm.gpu.transformers_model.interface import (
-    ENGINE_NAME,
-    PROBE_NAME,
-    register_implementations,
+    ENGINE_IMPLEMENTATION_NAME,
+    PROBE_IMPLEMENTATION_NAME,
+    register_transformers_functions,
     set_call_handler,
 )
 from asyncllm.gpu.transformers_model.recurrent_probe import (
@@ -190,12 +190,12 @@ def probe_model(model: TransformersConfig) -> ProbeResult:
     Raises:
         ModelLoadError: the forward pass reads tensors on the host, or fails.
     """
-    register_implementations()
-    model.config._attn_implementation = PROBE_NAME
-    model.config._experts_implementation = ENGINE_NAME
+    register_transformers_functions()
+    model.config._attn_implementation = PROBE_IMPLEMENTATION_NAME
+    model.config._experts_implementation = ENGINE_IMPLEMENTATION_NAME
     try:
         skeleton: Any = build_skeleton(model.path, model.model_class, model.config)
-    # A class that accepts only its own attention implementations refuses PROBE_NAME.
+    # A class that accepts only its own attention implementations refuses PROBE_IMPLEMENTATION_NAME.
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{model.path}: {model.architecture}: its code takes none but its own attention "
@@ -311,9 +311,9 @@ class _BaseModelOutput:
 
 
 def make_output_head(modules: Any, base_name: str) -> Any:
-    """Copy a model, shallowly, with a base model that passes hidden states through.
+    """Make a shallow copy of a model whose base model passes hidden states through.
 
-    The model's own code for soft caps and scales of logits thus applies.
+    Calling the copy runs only the model's own code for logits, such as soft caps and scales.
 
     Args:
         base_name: name of the submodule that ends with the last norm.

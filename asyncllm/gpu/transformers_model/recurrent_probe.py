@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.validation import describe_error
 
-CACHE_PARAMETERS = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
+CACHE_PARAMETER_NAMES = ("cache_params", "past_key_values", "past_key_value", "layer_past", "state")
 """Names that modules use for the parameter of ``forward`` that takes a cache."""
 
 _PROBE_BATCH_SIZE = 2
-_CACHE_INTERFACE_PHRASE = (
+_ACCEPTED_CACHE_PHRASE = (
     "transformers' interface of linear attention: get_conv_state, update_conv_state, "
     "get_recurrent_state, update_recurrent_state"
 )
@@ -55,7 +55,7 @@ class RecurrentCacheAdapter:
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """Return the stored inputs followed by the new ones and store the last of these.
+        """Return the stored inputs followed by the new ones; store the last ``kernel`` of them.
 
         Args:
             conv_states: ``[B, C, n]``, the new inputs.
@@ -85,7 +85,9 @@ def cache_parameter_by_module(model: nn.Module) -> dict[str, str]:
         kind = type(module)
         if kind not in by_class:
             parameters = inspect.signature(kind.forward).parameters
-            by_class[kind] = next((each for each in CACHE_PARAMETERS if each in parameters), None)
+            by_class[kind] = next(
+                (each for each in CACHE_PARAMETER_NAMES if each in parameters), None
+            )
         parameter = by_class[kind]
         if name and parameter is not None:
             by_module[name] = parameter
@@ -176,7 +178,7 @@ class _StateRecorder(RecurrentCacheAdapter):
         self.was_used = False
         self.states: dict[StateKey, StateSpec] = {}
 
-    def get_conv_state(self, *place: Any, **named: Any) -> Any:
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
         self.was_used = True
 
     get_recurrent_state = get_conv_state
@@ -263,7 +265,7 @@ def _probe_module(
             )
             call.unsupported_feature = _unsupported_arguments(
                 hidden, observed_call, call, names
-            ) or _unsupported_call(
+            ) or _unsupported_chunk_call(
                 module.to(torch.bfloat16), call, hidden.detach().to(torch.bfloat16), options
             )
     except Exception as error:
@@ -271,7 +273,7 @@ def _probe_module(
             raise
         call.unsupported_feature = (
             f"asks its cache for more ({describe_error(error)})",
-            _CACHE_INTERFACE_PHRASE,
+            _ACCEPTED_CACHE_PHRASE,
         )
     return call
 
@@ -288,22 +290,22 @@ def _unsupported_arguments(
     return None
 
 
-def _unsupported_call(
-    module: nn.Module, call: RecurrentCall, chunk: Tensor, options: dict[str, Any]
+def _unsupported_chunk_call(
+    module: nn.Module, call: RecurrentCall, hidden: Tensor, options: dict[str, Any]
 ) -> UnsupportedFeature | None:
     """Describe why a module cannot compute a second chunk or a batch of tokens; None if it can.
 
-    Both results have to depend on the states with which the calls start.
+    The results of both calls have to depend on the states at the beginning of the call.
     """
     recorder = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
-    module(chunk, **options | {call.cache_parameter: recorder})
+    module(hidden, **options | {call.cache_parameter: recorder})
     call.states = recorder.states
     if not call.states:
-        return "updates no state of its cache", _CACHE_INTERFACE_PHRASE
-    token = chunk[:, :1].expand(_PROBE_BATCH_SIZE, -1, -1)
+        return "updates no state of its cache", _ACCEPTED_CACHE_PHRASE
+    token = hidden[:, :1].expand(_PROBE_BATCH_SIZE, -1, -1)
     for description, tokens in (
-        (f"a chunk of {chunk.shape[1]} tokens", chunk),
+        (f"a chunk of {hidden.shape[1]} tokens", hidden),
         ("single tokens", token),
     ):
         leaves = {
@@ -319,17 +321,17 @@ def _unsupported_call(
         out = module(tokens, **options | {call.cache_parameter: RecurrentCacheAdapter(row_states)})
         if not isinstance(out, Tensor) or out.shape[:-1] != tokens.shape[:-1]:
             return f"returns {type(out).__name__} for {description}", "hidden states [B, n, H]"
-        reached = set(_leaf_ids(out))
+        reached = set(_leaf_tensor_ids(out))
         for key, leaf in leaves.items():
             if id(leaf) not in reached:
                 return f"computes {description} without its {key[0]} state", "states that go on"
     return None
 
 
-def _leaf_ids(out: Tensor) -> Iterator[int]:
-    """Yield ``id`` of each leaf tensor from which autograd computed ``out``."""
+def _leaf_tensor_ids(output: Tensor) -> Iterator[int]:
+    """Yield ``id`` of each leaf tensor from which autograd computed ``output``."""
     visited: set[Any] = set()
-    pending = [out.grad_fn]
+    pending = [output.grad_fn]
     while pending:
         node = pending.pop()
         if node is None or node in visited:

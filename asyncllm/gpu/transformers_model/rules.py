@@ -18,7 +18,7 @@ from torch import nn
 
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.interface import ProbedMask
+from asyncllm.gpu.transformers_model.interface import ProbeAttentionMask
 from asyncllm.gpu.transformers_model.probe import NUM_PROBE_TOKENS, AttentionCall, ProbeResult
 from asyncllm.gpu.transformers_model.recurrent_probe import (
     UnsupportedFeature,
@@ -35,7 +35,7 @@ _MAX_CHECKED_POSITION = 2**22
 
 
 def check_modules(model: TransformersConfig) -> None:
-    """Refuse a model by the modules and the configuration of its skeleton.
+    """Refuse a model whose skeleton has an unsupported module or configuration field.
 
     Raises:
         ModelLoadError: a module or field is not supported; the message names it.
@@ -77,14 +77,14 @@ def check_calls(model: TransformersConfig, probe: ProbeResult) -> list[int | Non
     )
     for feature, accepted in chain(*unsupported):
         raise _unsupported_model_error(model, feature, accepted)
-    return [_call_window(model, call) for call in probe.attention_calls]
+    return [_attention_window(model, call) for call in probe.attention_calls]
 
 
 def _unsupported_layers(probe: ProbeResult, config: Any) -> Iterator[UnsupportedFeature]:
-    """Yield unsupported layers: each has to call attention once or to keep a state.
+    """Yield the unsupported layers.
 
-    A layer needs neither if the configuration says that it has an MLP or experts only. Calls
-    outside of layers are not supported.
+    A layer has to call attention once or to keep a state, unless the configuration says that it
+    has an MLP or experts only. Calls outside of layers are not supported.
     """
     count = config.num_hidden_layers
     lists = [
@@ -133,7 +133,7 @@ def _layers_without_attention(config: Any) -> set[int]:
 
 
 def _unsupported_recurrence(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
-    """Yield unsupported recurrent modules, and other modules that mix tokens or take a cache."""
+    """Yield unsupported recurrent modules, and all others that mix tokens or take a cache."""
     recurrent = tuple(f"{call.module}." for call in probe.recurrent_calls)
     for call in probe.recurrent_calls:
         if call.unsupported_feature is not None:
@@ -159,7 +159,7 @@ def _unsupported_recurrence(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
 
 
 def _unsupported_calls(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
-    """Yield the arguments of attention calls that the engine's attention does not support."""
+    """Yield the arguments in attention calls that the engine's attention cannot handle."""
     for call in probe.attention_calls:
         queries, keys, heads = call.num_queries, call.num_keys, call.num_key_heads
         if (queries, keys) != (NUM_PROBE_TOKENS, NUM_PROBE_TOKENS):
@@ -181,17 +181,17 @@ def _describe_option(value: Any) -> str:
     return repr(value)[:60]
 
 
-def _call_window(model: TransformersConfig, call: AttentionCall) -> int | None:
+def _attention_window(model: TransformersConfig, call: AttentionCall) -> int | None:
     """The window of an attention call, in keys, the query's own included; None for all keys.
 
     Raises:
         ModelLoadError: the window that the module passes is not the one in its mask.
     """
-    if not isinstance(call.mask, ProbedMask):
+    if not isinstance(call.mask, ProbeAttentionMask):
         feature = f"{call.module} passes the mask {_describe_option(call.mask)}"
         raise _unsupported_model_error(model, feature, "one that transformers' mask functions make")
     context = min(model.max_position_embeddings, _MAX_CHECKED_POSITION)
-    window = _mask_window(model, call, context)
+    window = _window_in_mask(model, call, context)
     if window is None and call.window is not None and call.window >= context:
         return call.window
     if window != call.window:
@@ -201,23 +201,27 @@ def _call_window(model: TransformersConfig, call: AttentionCall) -> int | None:
     return window
 
 
-def _mask_window(model: TransformersConfig, call: AttentionCall, length: int) -> int | None:
-    """The window in the call's mask for ``length`` tokens; None if queries see all keys."""
-    keys = torch.arange(length, device="cpu")
+def _window_in_mask(
+    model: TransformersConfig, call: AttentionCall, num_positions: int
+) -> int | None:
+    """The window in the call's mask for ``num_positions`` tokens; None if queries see all keys."""
+    keys = torch.arange(num_positions, device="cpu")
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     window = None
-    last = length - 1
+    last = num_positions - 1
     # Check the last queries first: the first queries see all keys in any window.
     for query in sorted({last, last - 1, last * 2 // 3, last // 2, last // 3, 1, 0}, reverse=True):
         query = max(query, 0)
         at = torch.tensor(query, device="cpu")
         try:
-            visible = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(length)
+            visible = torch.as_tensor(call.mask.function(zero, zero, at, keys)).expand(
+                num_positions
+            )
         except Exception as error:
             feature = f"the mask of {call.module} depends on more than positions"
             raise _unsupported_model_error(model, feature, _ACCEPTED_ATTENTION_PHRASE) from error
         count = int(visible.sum())
-        if query == last and count < length:
+        if query == last and count < num_positions:
             window = count
         first = 0 if window is None else max(query + 1 - window, 0)
         if count != query + 1 - first or not bool(visible[first : query + 1].all()):

@@ -10,27 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.checkpoint.reader import CheckpointReader
 from asyncllm.checkpoint.text_part import TextModelReader
 from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.formats.open_checkpoint import log_weight_sizes, open_checkpoint
 from asyncllm.gpu.models.architectures import COMPUTED_BUFFER_PATTERN
 from asyncllm.gpu.transformers_model.config import TransformersConfig
-from asyncllm.gpu.transformers_model.interface import ENGINE_NAME, experts_implementation
+from asyncllm.gpu.transformers_model.interface import (
+    ENGINE_IMPLEMENTATION_NAME,
+    experts_implementation,
+)
 from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
 from asyncllm.validation import describe_error
 
 _LOAD_LOCK = threading.Lock()
 """Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
-second load at the same time would take the replacements for the originals, and restore those."""
+second load at the same time would save the replacements as originals, and restore them for good."""
 
 
 def load_modules(
     model: TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[nn.Module, TensorOwner]:
     """Load the model, with transformers' own conversion of names and layouts.
 
@@ -78,7 +81,7 @@ def dummy_modules(
     model: TransformersConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[nn.Module, TensorOwner]:
     """Make the model with random weights, the same in every run, like ``dummy_weights``."""
     generator = torch.Generator(device="cpu").manual_seed(DUMMY_SEED)
@@ -109,7 +112,7 @@ def _load_tensors(
                 config=model.config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=ENGINE_NAME,
+                attn_implementation=ENGINE_IMPLEMENTATION_NAME,
                 experts_implementation=experts_implementation(device),
                 output_loading_info=True,
             )
@@ -170,7 +173,9 @@ class TensorOwner:
         total_bytes: bytes of the files.
     """
 
-    def __init__(self, device: torch.device, total_bytes: int, progress: Progress | None) -> None:
+    def __init__(
+        self, device: torch.device, total_bytes: int, progress: ProgressCallback | None
+    ) -> None:
         self.device, self._total_bytes, self._progress = device, total_bytes, progress
         self._num_bytes_read = self._num_bytes_taken = self._num_bytes = 0
         self._mapped_addresses: set[int] = set()

@@ -14,7 +14,7 @@ from ray import serve
 
 from asyncllm import AsyncLLMEngine, EngineConfig, EngineStats, TokenStream
 from asyncllm import validation as check
-from asyncllm.checkpoint.progress import Progress
+from asyncllm.checkpoint.progress import ProgressCallback
 from asyncllm.config import make_config
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.runtime.loading import LoadedModel
@@ -117,7 +117,9 @@ class _NoExecutor:
     def close(self) -> None: ...
 
 
-def _load_tokenizer(info: ExecutorInfo, config: EngineConfig, progress: Progress) -> LoadedModel:
+def _load_tokenizer(
+    info: ExecutorInfo, config: EngineConfig, progress: ProgressCallback
+) -> LoadedModel:
     """Load a model's tokenizer and configuration without its weights."""
     from asyncllm.checkpoint.model_files import resolve_model, resolve_tokenizer
     from asyncllm.gpu.transformers_model.config import read_config

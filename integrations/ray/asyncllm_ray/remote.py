@@ -400,11 +400,11 @@ class DeltaCollector:
             call[3] = call[3] or one.done
         return delta
 
-    def interrupt(self) -> bool:
+    def mark_interrupted(self) -> bool:
         """Whether text is held back: never, because replicas send all of it."""
         return False
 
-    def complete(self, output: CompletionOutput) -> CompletionOutput:
+    def add_reasoning_and_calls(self, output: CompletionOutput) -> CompletionOutput:
         calls = self._calls.get(output.index, {}).values()
         return replace(
             output,

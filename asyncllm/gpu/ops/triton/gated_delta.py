@@ -204,7 +204,7 @@ class TritonGatedDelta:
 
     def __call__(self, qkv: Tensor, gates: Tensor, state: Tensor, rows: TritonStateRows) -> Tensor:
         shape, decay = self.shape, self.decay_parameters
-        out = qkv.new_empty((qkv.shape[0], shape.value_size))
+        out = qkv.new_empty((qkv.shape[0], shape.total_value_dim))
         arguments = (
             out, qkv, gates, state, decay.dt_bias, decay.log_rate, rows.slots, rows.positions,
             rows.query_start, qkv.stride(0), gates.stride(0), NORM_EPS,
