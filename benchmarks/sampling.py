@@ -122,7 +122,7 @@ def sampling_time(
         rules = TokenRules.create(params.allowed_token_ids, (), VOCAB)
         assignment = RequestAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
         runner.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
-        update = runner.sampler.assign(assignment)
+        update = runner.sampler.assign_request(assignment)
         if update is not None:
             update.write(runner.memory.tables)
     batch = StepBatch(0, rows, [99] * ROWS, [1] * ROWS, [True] * ROWS, ROWS, ROWS)
@@ -133,7 +133,7 @@ def sampling_time(
         launched = LaunchedStep(batch)
         if masked:
             launched.masks = GrammarMask(0, rows, [b"\x7f" * (VOCAB // 8)] * ROWS)
-        runner.begin(launched, runs_ahead=False)
+        runner.begin(launched, is_early=False)
         runner.finish(launched)
 
     with torch.inference_mode():

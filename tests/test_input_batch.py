@@ -117,7 +117,7 @@ def test_prepare_matches_a_plain_loop(data):
         blocks = held[req_index]
         assert blocks_of(step, row)[: len(blocks)].tolist() == blocks
         used = -(-int(step.seq_lens[row]) // block_size)
-        assert step.tables(0)[row, :used].tolist() == blocks[:used]
+        assert step.row_block_tables(0)[row, :used].tolist() == blocks[:used]
 
 
 def test_released_slots_start_anew_and_blocks_are_appended():

@@ -40,10 +40,10 @@ from asyncllm.gpu.ops.native_weights import (
 )
 from asyncllm.gpu.packed import packed_folder, packed_store
 from asyncllm.gpu.packed.packed_file import (
-    ALIGNMENT,
+    TENSOR_ALIGNMENT_BYTES,
     PackedFile,
     PackedFileError,
-    RecordingPanelSource,
+    PackedWeightRecorder,
     write_packed_file,
 )
 from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
@@ -151,7 +151,7 @@ def forms(own: Context) -> dict[str, LinearWeights]:
 def write(
     path: Path,
     own: Context,
-    tensors: list[tuple[str, Tensor | RecordingPanelSource]],
+    tensors: list[tuple[str, Tensor | PackedWeightRecorder]],
     key: Any = "key",
 ) -> Path:
     with path.open("w+b") as file:
@@ -166,7 +166,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     own = context(2, isa)
     found, recorded = {}, []
     for name, weights in forms(own).items():
-        recorder = RecordingPanelSource()
+        recorder = PackedWeightRecorder()
         found[name] = recorder.pack(own, weights)
         recorded.append((name, recorder))
     norm = torch.arange(11, dtype=torch.bfloat16)
@@ -189,7 +189,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
         linear = NativeLinear(own, replace(stored, bias=weights.bias))
         one, two = fresh.weights, linear.weights
         assert one.num_bytes == two.num_bytes
-        assert two.address % ALIGNMENT == 0
+        assert two.address % TENSOR_ALIGNMENT_BYTES == 0
         assert file.address <= two.address < file.address + file.size
         # Again, by weights that no recorder has seen.
         assert bytes_at(one.address, one.num_bytes) == bytes_at(two.address, two.num_bytes)
@@ -218,7 +218,7 @@ def test_layout_version_matches_packed_bytes(isa):
 
 def test_weights_outlive_the_name_of_their_file(tmp_path):
     """The mapping belongs to what reads it: neither unlinking nor the file object's end matter."""
-    own, recorder = context(), RecordingPanelSource()
+    own, recorder = context(), PackedWeightRecorder()
     weights = LinearWeights(torch.randn(64, 64))
     fresh = recorder.pack(own, weights)
     path = write(tmp_path / "file", own, [("w", recorder), ("norm", torch.ones(3))])
@@ -650,7 +650,7 @@ def test_file_appears_after_it_is_on_disk(tmp_path, monkeypatch):
     folder, own = PackedFolder(tmp_path / "folder", 10**9), context()
     folder.make()
     path, seen = folder.path / f"x{PACKED_FILE_SUFFIX}", []
-    recorder = RecordingPanelSource()
+    recorder = PackedWeightRecorder()
     recorder.pack(own, LinearWeights(torch.randn(64, 64)))
 
     def look(name: str) -> Any:
@@ -803,7 +803,7 @@ def test_a_calibration_is_kept_for_its_settings(plain, folder, monkeypatch):
         return 0.001 * count
 
     monkeypatch.setattr(calibration, "time_prefill", time_prefill)
-    monkeypatch.setattr(calibration, "seconds_without_core", lambda: 0.0)
+    monkeypatch.setattr(calibration, "cpu_wait_seconds", lambda: 0.0)
     model = ModelConfig.from_directory(plain)
 
     def budget(**others: Any) -> int:
@@ -826,16 +826,16 @@ def test_a_calibration_is_kept_for_its_settings(plain, folder, monkeypatch):
     assert budget(max_num_seqs=3) == 192
     assert timed
     (kept, _) = sorted(folder.glob("*.calibration-*.json"), key=lambda path: path.stat().st_mtime)
-    kept.write_text('{"token_budget": 96, "tokens_ahead": null}')
+    kept.write_text('{"token_budget": 96, "min_async_tokens": null}')
     assert budget() == 96
-    for broken in ("", "[]", '{"token_budget": 96}', '{"token_budget": -1, "tokens_ahead": 1}',
-                   '{"token_budget": true, "tokens_ahead": 1}'):  # fmt: skip
+    for broken in ("", "[]", '{"token_budget": 96}', '{"token_budget": -1, "min_async_tokens": 1}',
+                   '{"token_budget": true, "min_async_tokens": 1}'):  # fmt: skip
         kept.write_text(broken)
         assert budget() == 192, broken
     kept.unlink()
     # The calibration of a machine that was busy.
     waits = iter(range(1000))
-    monkeypatch.setattr(calibration, "seconds_without_core", lambda: next(waits))
+    monkeypatch.setattr(calibration, "cpu_wait_seconds", lambda: next(waits))
     assert budget() == 192
     assert not kept.exists()
 
@@ -967,5 +967,10 @@ def test_non_files_do_not_stop_the_others(folder):
 
 @pytest.mark.parametrize("budget", [10**12, int("9" * 30), 2049])
 def test_a_calibration_beyond_its_range_is_a_miss(budget):
-    assert calibration.Calibration.from_json({"token_budget": budget, "tokens_ahead": 1}) is None
-    assert calibration.Calibration.from_json({"token_budget": 64, "tokens_ahead": None}) is not None
+    assert (
+        calibration.Calibration.from_json({"token_budget": budget, "min_async_tokens": 1}) is None
+    )
+    assert (
+        calibration.Calibration.from_json({"token_budget": 64, "min_async_tokens": None})
+        is not None
+    )

@@ -98,7 +98,7 @@ def graph_token_counts(
     return default_token_counts(max_tokens)
 
 
-def graph_reserve(
+def graph_reserve_bytes(
     sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
 ) -> int:
     """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.

@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.block_table import NO_BLOCKS, BlockTable
+from asyncllm.gpu.batch.block_table import EMPTY_INT64, BlockTable
 
 PLACEHOLDER_TOKEN = -1
 
@@ -75,7 +75,7 @@ class InputBatch:
         Attention that reads whole blocks would read the stale contents of such blocks.
         """
         row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
-        unfilled = [NO_BLOCKS]
+        unfilled = [EMPTY_INT64]
         for assignment in batch.assignments:
             start, end = _token_span(batch, row_of.get(assignment.req_index))
             for table in self.tables:

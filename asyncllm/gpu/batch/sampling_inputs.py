@@ -150,7 +150,7 @@ class TopLogprobs:
         self.values = torch.zeros(shape, dtype=torch.float32, device=device, pin_memory=pinned)
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned)
 
-    def copy_from(self, device: TopLogprobs, num_rows: int) -> None:
+    def copy_from(self, device_logprobs: TopLogprobs, num_rows: int) -> None:
         """Queues the copy of a step's log-probabilities from the device."""
-        self.values[:num_rows].copy_(device.values[:num_rows], non_blocking=True)
-        self.ids[:num_rows].copy_(device.ids[:num_rows], non_blocking=True)
+        self.values[:num_rows].copy_(device_logprobs.values[:num_rows], non_blocking=True)
+        self.ids[:num_rows].copy_(device_logprobs.ids[:num_rows], non_blocking=True)

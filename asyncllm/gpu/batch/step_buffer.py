@@ -17,7 +17,7 @@ from asyncllm.gpu.batch.sampling_table import scalar_param_sections
 from asyncllm.gpu.batch.sections import BufferSections, SectionTable
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, RowArrays, StepInputs
 
-LAST_DECODE_SECTION = "sampled_positions"
+LAST_DECODE_SECTION_NAME = "sampled_positions"
 """Name of the last section that a decode step on a device needs."""
 
 
@@ -56,7 +56,9 @@ class StepLimits:
     padded_tokens: int = 0
 
     @classmethod
-    def of(cls, info: ExecutorInfo, *, on_device: bool, padded_tokens: int) -> StepLimits:
+    def from_executor_info(
+        cls, info: ExecutorInfo, *, on_device: bool, padded_tokens: int
+    ) -> StepLimits:
         rows, tokens = info.max_num_seqs, info.max_num_batched_tokens
         table_rows = rows + 1 if on_device else 0
         return cls(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
@@ -79,7 +81,7 @@ class StepLimits:
             "counts",
             "sampled_req_indices",
             "previous_tokens",
-            LAST_DECODE_SECTION,
+            LAST_DECODE_SECTION_NAME,
         )
         table |= dict.fromkeys(names, (torch.int64, rows))
         table["wanted"] = torch.int64, tokens
@@ -123,17 +125,17 @@ class StepBuffer(BufferSections):
         arrays["req_indices"][:count], arrays["starts"][:count] = req_indices, starts
         counts[:] = 1 if batch.num_decodes == count else batch.counts
         arrays["sampled_req_indices"][:sampled] = req_indices[rows]
-        arrays[LAST_DECODE_SECTION][:sampled] = (starts + counts)[rows] - 1
+        arrays[LAST_DECODE_SECTION_NAME][:sampled] = (starts + counts)[rows] - 1
         if self.limits.table_rows:
             arrays["req_indices"][count:] = arrays["sampled_req_indices"][sampled:] = -1
-            arrays["starts"][count:] = arrays[LAST_DECODE_SECTION][sampled:] = 0
+            arrays["starts"][count:] = arrays[LAST_DECODE_SECTION_NAME][sampled:] = 0
         if batch.num_decodes == count:
             arrays["wanted"][:sampled] = rows
         else:
             ends = counts.cumsum()
             arrays["wanted"][:sampled] = ends[rows] - 1
             if batch.prompt_logprobs:
-                spans = np.concatenate(_span_indices(batch, ends - counts))
+                spans = np.concatenate(_prompt_logprob_indices(batch, ends - counts))
                 wanted += len(spans)
                 arrays["wanted"][sampled:wanted] = spans
         return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
@@ -255,7 +257,7 @@ def step_inputs(batch: StepBatch, input_batch: InputBatch, device: torch.device)
     return buffer.step_inputs(input_batch, sizes, batch.num_decodes, tables, host)
 
 
-def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:
+def _prompt_logprob_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:
     """Indices, within the step's tokens, of each span of prompt log-probabilities."""
     return [
         np.arange(span.first, span.end) + (first_tokens[row] - batch.starts[row])

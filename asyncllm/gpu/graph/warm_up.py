@@ -21,7 +21,7 @@ from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.step_runner import StepRunner
 
-PROMPT_TOKENS = 2
+NUM_PROMPT_TOKENS = 2
 """Number of tokens of a small prefill."""
 
 
@@ -50,8 +50,8 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     rows = sorted({sizes[0], sizes[-1]})
     steps = [*(partial(replay.run_padded_rows, GraphKey(count)) for count in rows)]
     if replay.has_balanced_attention:
-        steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], balanced=True)))
-    prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
+        steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], has_balanced_splits=True)))
+    prefixes = sorted({0, max(0, info.max_model_len - NUM_PROMPT_TOKENS)})
     steps += [partial(_run_sampling_stages, runner)]
     steps += [partial(_run_mixed_step, runner, prefix) for prefix in prefixes]
     steps += [partial(_run_mixed_step, runner, 0, count) for count in _expert_prefill_sizes(runner)]
@@ -94,11 +94,11 @@ def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
     sizes = experts.routing.num_experts, experts.routing.top_k
     thresholds = runner.model.ops.expert_kernel_token_counts(*sizes)
     # One token of each step is that of its decode row.
-    return [count - 1 for count in thresholds if PROMPT_TOKENS < count - 1 < most]
+    return [count - 1 for count in thresholds if NUM_PROMPT_TOKENS < count - 1 < most]
 
 
 def _run_mixed_step(
-    runner: StepRunner, prefix_tokens: int, num_tokens: int = PROMPT_TOKENS
+    runner: StepRunner, prefix_tokens: int, num_tokens: int = NUM_PROMPT_TOKENS
 ) -> None:
     """Runs a mixed step of a decode row and of prefill rows with ``num_tokens`` tokens in all. The
     first prefill row follows a cached prefix of ``prefix_tokens``.

@@ -28,7 +28,7 @@ from asyncllm.gpu.packed.packed_file import (
     FORMAT_VERSION,
     PackedFile,
     PackedFileError,
-    RecordingPanelSource,
+    PackedWeightRecorder,
     write_packed_file,
 )
 from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
@@ -49,7 +49,7 @@ _MAX_SIDECAR_BYTES = 2**16
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _StoppedError(Exception):
+class _WriteStoppedError(Exception):
     """Stops the writing of a packed file, because the engine has ended."""
 
 
@@ -62,7 +62,7 @@ class PackedStore:
     version.
 
     Args:
-        next_to_model: write beside the model and not into the cache folder.
+        in_model_folder: write beside the model and not into the cache folder.
 
     Attributes:
         state: phrase for the log: where the weights come from, and why no file was used.
@@ -78,13 +78,13 @@ class PackedStore:
         dtype: torch.dtype,
         progress: Progress | None = None,
         *,
-        next_to_model: bool = False,
+        in_model_folder: bool = False,
     ) -> None:
         self._model, self._config, self._context = model, config, context
         self.num_threads = context.num_threads
-        self._next_to_model, self._stopped = next_to_model, threading.Event()
+        self._in_model_folder, self._stopped = in_model_folder, threading.Event()
         self._progress = progress or (lambda *_: None)
-        self._recorded_tensors: list[tuple[str, Tensor | RecordingPanelSource]] = []
+        self._recorded_tensors: list[tuple[str, Tensor | PackedWeightRecorder]] = []
         self._writer: threading.Thread | None = None
         self._logged_lines: set[str] = set()
         self._write_failed = False
@@ -101,7 +101,7 @@ class PackedStore:
             "config": self._identity.config_digest,
         }
         self._cache_key = form | {"files": [*self._identity.files]}
-        self._next_to_model_key = form | {
+        self._model_folder_key = form | {
             "files": [[*each] for each in self._identity.names_and_sizes]
         }
         is_file = model.path.is_file()
@@ -113,8 +113,8 @@ class PackedStore:
         )
         assert isinstance(config.packed_cache_size, int)  # EngineConfig has parsed the size.
         self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
-        self._folder = self._model_folder if next_to_model else self._cache
-        self._key = self._next_to_model_key if next_to_model else self._cache_key
+        self._folder = self._model_folder if in_model_folder else self._cache
+        self._key = self._model_folder_key if in_model_folder else self._cache_key
         self.path = self._folder.path / _file_name(self._key)
 
     # --- reading -----------------------------------------------------------------------
@@ -130,7 +130,7 @@ class PackedStore:
             build: builds the model. Its second argument says whether the weights have their final
                 form already, and are not to be quantised.
         """
-        if self._next_to_model:
+        if self._in_model_folder:
             return build(self._record_weights(read()), False)
         file = self._open_verified_file()
         if file is None and self._config.packed_cache == "shared":
@@ -157,7 +157,7 @@ class PackedStore:
         model_owners = own_users | {0, self._identity.paths[0].stat().st_uid}
         for folder, key, owners in (
             (self._cache, self._cache_key, own_users),
-            (self._model_folder, self._next_to_model_key, model_owners),
+            (self._model_folder, self._model_folder_key, model_owners),
         ):
             path = folder.path / _file_name(key)
             try:
@@ -191,7 +191,7 @@ class PackedStore:
         if self._config.packed_cache != "shared":
             file.verify(self._context)
             return
-        name = f"{_key_stem(self._cache_key)}.verified.json"
+        name = f"{_file_stem(self._cache_key)}.verified.json"
         stamp = {"boot": _boot_id(), "file": [*file.identity]}
         if stamp["boot"] and self.read_sidecar(name) == stamp:
             return
@@ -209,7 +209,7 @@ class PackedStore:
                 self._recorded_tensors.append((name, value))
                 yield name, value
                 continue
-            recorder = RecordingPanelSource()
+            recorder = PackedWeightRecorder()
             self._recorded_tensors.append((name, recorder))
             whole = LinearWeights(value) if isinstance(value, Tensor) else value
             yield name, replace(whole, panels=recorder)
@@ -223,7 +223,7 @@ class PackedStore:
             ModelLoadError: the checkpoint was changed meanwhile.
         """
         if self._recorded_tensors:
-            if not self._next_to_model:
+            if not self._in_model_folder:
                 self._cache.make()
             with self._folder.lock(self._check_stopped):
                 self._write_locked()
@@ -235,20 +235,20 @@ class PackedStore:
         if not self._recorded_tensors and not sidecars:
             return
         self._writer = threading.Thread(
-            target=self._try_write, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
+            target=self._run_writer, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
         )
         # If no thread can be started, the next start of the engine writes the file.
         with suppress(RuntimeError, MemoryError):
             self._writer.start()
 
-    def _try_write(self, sidecars: Mapping[str, Any]) -> None:
+    def _run_writer(self, sidecars: Mapping[str, Any]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self.write()
             for name, sidecar in sidecars.items():
                 self._write_sidecar(name, sidecar)
-        except _StoppedError:
+        except _WriteStoppedError:
             self.state += "; the engine ended before the file was written"
         except (OSError, ModelLoadError, MemoryError) as error:
             self._report_failed_write(error)
@@ -267,7 +267,7 @@ class PackedStore:
         # Another process may have written the file while this process waited for the lock.
         with suppress(PackedFileError):
             written = PackedFile(path, {os.geteuid()})
-            if written.key == self._key and not self._next_to_model:
+            if written.key == self._key and not self._in_model_folder:
                 written.verify(context)
                 self._recorded_tensors = []
                 self.state = f"packed at this start, and written to {path} by another engine"
@@ -309,7 +309,7 @@ class PackedStore:
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise _StoppedError
+            raise _WriteStoppedError
 
     def _check_start_cancelled(self) -> None:
         """Raise an exception if the caller has given up starting the engine."""
@@ -324,7 +324,7 @@ class PackedStore:
 
     def sidecar_name(self, kind: str, subject: Mapping[str, Any]) -> str:
         """Name of the sidecar file of ``kind`` for ``subject``, with a digest of ``subject``."""
-        return f"{_key_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
+        return f"{_file_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
 
     def read_sidecar(self, name: str) -> Any:
         """Read a sidecar, a small JSON file; None if there is no such file."""
@@ -338,7 +338,7 @@ class PackedStore:
         it."""
         content = json.dumps(sidecar).encode()
         with suppress(OSError):
-            if not self._next_to_model:
+            if not self._in_model_folder:
                 self._cache.make()
             with self._folder.lock(None):
                 self._folder.write(name, lambda fd: os.write(fd, content))
@@ -351,12 +351,12 @@ def open_store(
     dtype: torch.dtype,
     progress: Progress | None = None,
     *,
-    next_to_model: bool = False,
+    in_model_folder: bool = False,
 ) -> PackedStore | str:
     """Make an engine's PackedStore, or return the reason why its weights are not stored.
 
     Args:
-        next_to_model: see PackedStore.
+        in_model_folder: see PackedStore.
 
     Raises:
         InvalidRequestError: ``packed_cache`` is "shared", and the weights cannot be stored.
@@ -373,7 +373,9 @@ def open_store(
         reason = "only native ops on a CPU pack weights"
     else:
         try:
-            return PackedStore(config, model, context, dtype, progress, next_to_model=next_to_model)
+            return PackedStore(
+                config, model, context, dtype, progress, in_model_folder=in_model_folder
+            )
         except (OSError, RuntimeError) as error:
             reason = f"the checkpoint or the cache folder cannot be found ({error})"
     if config.packed_cache == "shared":
@@ -400,12 +402,12 @@ def _weights_config(model: ModelConfig) -> ModelConfig:
     return replace(model, path=Path(), generation_defaults=None, eos_token_ids=())
 
 
-def _key_stem(key: Any) -> str:
+def _file_stem(key: Any) -> str:
     return _digest(json.dumps(key, sort_keys=True))
 
 
 def _file_name(key: Any) -> str:
-    return _key_stem(key) + PACKED_FILE_SUFFIX
+    return _file_stem(key) + PACKED_FILE_SUFFIX
 
 
 def _digest(text: str) -> str:

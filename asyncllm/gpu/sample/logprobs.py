@@ -14,7 +14,7 @@ MAX_BUFFERED_LOGPROBS = 64
 the host."""
 
 
-DEFAULT_BUFFERED_LOGPROBS = 20
+DEFAULT_NUM_BUFFERED_LOGPROBS = 20
 """Number of log-probabilities per token in a step's buffers if ``max_logprobs`` sets no limit."""
 
 
