@@ -29,7 +29,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.step_runner import StepRunner
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.shared_library import Library
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, options
@@ -144,7 +144,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--ops", choices=("onednn", "native"), default="native")
     arguments = parser.parse_args()
-    ops = NativeOps(Context(Library(), 1)) if arguments.ops == "native" else OneDNNOps()
+    ops = NativeOps(NativeContext(Library(), 1)) if arguments.ops == "native" else OneDNNOps()
     rounds = 1 if arguments.quick else 5
     torch.set_num_threads(1)
     report = Report(f"sampling, 64 rows of 152k tokens, one thread, ops {arguments.ops}")

@@ -48,7 +48,7 @@ from asyncllm.gpu.packed.packed_file import (
 )
 from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
 from asyncllm.gpu.packed.packed_store import PackedStore, cache_folder
-from asyncllm.native.context import Context, PackedWeights
+from asyncllm.native.context import NativeContext, PackedWeights
 from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.driver import Driver
 from tests.families import make
@@ -122,7 +122,7 @@ def bytes_at(address: int, count: int) -> bytes:
 # --- what is in a file -----------------------------------------------------------------
 
 
-def forms(own: Context) -> dict[str, LinearWeights]:
+def forms(own: NativeContext) -> dict[str, LinearWeights]:
     """Weights of every form, with sizes that fill no panel."""
     random = torch.Generator().manual_seed(0)
     values = torch.randn(150, 200, generator=random)
@@ -150,7 +150,7 @@ def forms(own: Context) -> dict[str, LinearWeights]:
 
 def write(
     path: Path,
-    own: Context,
+    own: NativeContext,
     tensors: list[tuple[str, Tensor | PackedWeightRecorder]],
     key: Any = "key",
 ) -> Path:
@@ -424,7 +424,7 @@ def test_settings_have_bounds(given, message):
 # --- whose weights a file has ----------------------------------------------------------
 
 
-def store_of(path: Path, folder: Path, own: Context, **others: Any) -> PackedStore:
+def store_of(path: Path, folder: Path, own: NativeContext, **others: Any) -> PackedStore:
     config = settings(folder, **others)
     dtype = getattr(torch, config.dtype)
     return PackedStore(config, ModelConfig.from_directory(path), own, dtype)
@@ -444,7 +444,7 @@ def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatc
     add(quantization="int8")
     add(quantization="int4")
     with monkeypatch.context() as patch:
-        patch.setattr(Context, "weights_layout", property(lambda self: f"{self.isa}-2"))
+        patch.setattr(NativeContext, "weights_layout", property(lambda self: f"{self.isa}-2"))
         add()
     for name in ("VERSION", "FORMAT_VERSION"):
         with monkeypatch.context() as patch:
@@ -742,7 +742,7 @@ def test_shared_verifies_a_file_once_for_each_boot(plain, folder, monkeypatch):
     verified: list[Path] = []
     original = PackedFile.verify
 
-    def verify(self: PackedFile, own: Context) -> None:
+    def verify(self: PackedFile, own: NativeContext) -> None:
         verified.append(self.path)
         original(self, own)
 
@@ -765,10 +765,10 @@ def test_shared_verifies_a_file_once_for_each_boot(plain, folder, monkeypatch):
 PRIVATE = """
 import sys, pathlib, re
 from asyncllm.gpu.packed.packed_file import PackedFile
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.shared_library import Library
 file = PackedFile(pathlib.Path(sys.argv[1]), {int(sys.argv[2])})
-file.verify(Context(Library(), 1))
+file.verify(NativeContext(Library(), 1))
 kept = list(file.weights())
 maps = pathlib.Path("/proc/self/smaps").read_text()
 head = r"^[0-9a-f-]+ \\S+ \\S+ \\S+ \\S+ +" + re.escape(sys.argv[1])

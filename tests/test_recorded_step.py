@@ -28,7 +28,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import QUANTISERS
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_activation_bytes
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver, outputs_of, state_of
 from tests.dummy_runner import MODEL as LLAMA
@@ -54,7 +54,7 @@ MODELS = {
 }
 
 
-def context_of(decoder: Decoder) -> Context:
+def context_of(decoder: Decoder) -> NativeContext:
     assert isinstance(decoder.ops, NativeOps)
     return decoder.ops.context
 

@@ -1,4 +1,4 @@
-"""Context, PackedWeights: an engine's objects in the native library."""
+"""NativeContext, PackedWeights: an engine's objects in the native library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATUS_MESSAGES = {
 }
 
 
-class Context:
+class NativeContext:
     """Threads and scratch memory of one engine, and the kernels of one instruction set.
 
     Only one thread at a time may call ops with a context. Its threads end when the last reference
@@ -108,7 +108,7 @@ class PackedWeights:
         MemoryError: the packed weights cannot be allocated.
     """
 
-    def __init__(self, context: Context, handle: int | None, n: int, k: int) -> None:
+    def __init__(self, context: NativeContext, handle: int | None, n: int, k: int) -> None:
         if not handle:
             raise MemoryError(f"weights of {n} x {k} cannot be packed")
         library, self.handle = context.functions, handle
@@ -120,7 +120,7 @@ class PackedWeights:
 
     @classmethod
     def view(
-        cls, context: Context, form: Any, address: int, num_bytes: int, bias: int | None,
+        cls, context: NativeContext, form: Any, address: int, num_bytes: int, bias: int | None,
         owner: object,
     ) -> PackedWeights:  # fmt: skip
         """Makes PackedWeights from packed weights in memory, without a copy.

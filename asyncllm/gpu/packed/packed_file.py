@@ -45,7 +45,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.linear_weights import LinearWeights, join_weights
 from asyncllm.gpu.ops.native_weights import pack_new_weights
-from asyncllm.native.context import Context, PackedWeights
+from asyncllm.native.context import NativeContext, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
 MAGIC = b"asyncLLM"
@@ -121,7 +121,7 @@ class TensorEntry:
     Attributes:
         dtype, shape: torch's dtype name, and shape, of a plain tensor; empty for a linear layer.
         offset, num_bytes: place in the file.
-        checksum: checksum of these bytes, see ``Context.checksums``.
+        checksum: checksum of these bytes, see ``NativeContext.checksums``.
         parts: panels of a linear layer's weight, in the order in which they are packed; empty for a
             plain tensor.
         forms: format of each weight of a linear layer, in the order of their output rows; empty for
@@ -151,7 +151,7 @@ class PackedWeightRecorder:
         self.weights: list[PackedWeights] = []
         self.forms: list[StoredWeightFormat] = []
 
-    def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
+    def pack(self, context: NativeContext, weights: LinearWeights) -> PackedWeights:
         """Pack weights, and record them with their format."""
         packed = pack_new_weights(context, weights)
         self.weights.append(packed)
@@ -191,7 +191,7 @@ class MappedPanelSource:
     file: PackedFile
     parts: Iterator[PackedWeightEntry]
 
-    def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
+    def pack(self, context: NativeContext, weights: LinearWeights) -> PackedWeights:
         part = next(self.parts)
         form = STRUCTS["PanelArgs"](*part.form)
         if (form.n, form.k) != weights.shape:
@@ -297,7 +297,7 @@ class PackedFile:
                 if offset + num_bytes > self._end:
                     raise PackedFileError(f"ends within {entry.name}")
 
-    def verify(self, context: Context) -> None:
+    def verify(self, context: NativeContext) -> None:
         """Compute the checksum of every tensor.
 
         Raises:
@@ -334,7 +334,7 @@ class PackedFile:
 
 def write_packed_file(
     fd: int,
-    context: Context,
+    context: NativeContext,
     key: Any,
     checkpoint_checksums: Mapping[str, int],
     tensors: Iterable[tuple[str, Tensor | PackedWeightRecorder]],

@@ -34,7 +34,7 @@ from asyncllm.gpu.packed.packed_file import (
 from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.validation import value_error
 from asyncllm.version import VERSION
 
@@ -74,7 +74,7 @@ class PackedStore:
         self,
         config: EngineConfig,
         model: ModelConfig,
-        context: Context,
+        context: NativeContext,
         dtype: torch.dtype,
         progress: Progress | None = None,
         *,
@@ -263,7 +263,7 @@ class PackedStore:
         """Write the file. Needs the folder's lock."""
         path, recorded = self.path, self._recorded_tensors
         # Make a second context: only one thread at a time may use the engine's.
-        context = Context(self._context.functions, 1, self._context.isa)
+        context = NativeContext(self._context.functions, 1, self._context.isa)
         # Another process may have written the file while this process waited for the lock.
         with suppress(PackedFileError):
             written = PackedFile(path, {os.geteuid()})
@@ -293,7 +293,7 @@ class PackedStore:
         self.state = f"packed at this start, and written to {path}"
         logger.info("packed weights are written to %s: %.1f MiB", path, num_bytes / 2**20)
 
-    def _checkpoint_checksums(self, context: Context) -> dict[str, int]:
+    def _checkpoint_checksums(self, context: NativeContext) -> dict[str, int]:
         """Checksum of each file of the checkpoint, by name."""
         buffer = (ctypes.c_char * _CHUNK_BYTES)()
         checksums: dict[str, int] = {}
@@ -347,7 +347,7 @@ class PackedStore:
 def open_store(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
-    context: Context | None,
+    context: NativeContext | None,
     dtype: torch.dtype,
     progress: Progress | None = None,
     *,
