@@ -34,7 +34,7 @@ def build_emulated(output: Path, flags: Sequence[str] = ()) -> None:
         ISA_FLAGS["x86_64"][name] = [*units["avx2"], "-include", str(EMULATION)]
     try:
         # The library asks the processor.
-        build(output, flags=["-DASYNCLLM_EMULATED", *flags])
+        build(output, extra_flags=["-DASYNCLLM_EMULATED", *flags])
     finally:
         ISA_FLAGS["x86_64"] = units
 

@@ -28,7 +28,7 @@ stream are that far apart."""
 
 MIN_TOKEN_BUDGET = 64
 MAX_CPU_TOKEN_BUDGET = 2048
-"""Largest token budget on a CPU; on a GPU the device's default is the largest."""
+"""Largest token budget that is tried on a CPU; on a GPU it is the device's default."""
 
 TOKEN_BUDGET_MULTIPLE = 32
 
@@ -37,12 +37,12 @@ MAX_ASYNC_STEP_SECONDS = 0.01
 waits for two steps."""
 
 MIN_ASYNC_STEP_SECONDS = 0.0005
-"""Minimum duration of a step that is worth starting ahead, that is, right after the previous step
-and without waiting for the host."""
+"""Minimum duration of a step that is worth starting right after the previous step, without waiting
+for the host."""
 
 MAX_CPU_WAIT_FRACTION = 0.2
-"""Maximum fraction of a calibration's time that its thread may wait for a core; beyond it the
-calibration is not stored for later starts."""
+"""Maximum fraction of its time that a calibration may wait for a CPU; beyond it the calibration is
+not stored for later starts."""
 
 _INITIAL_STEP_TOKENS = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
@@ -81,7 +81,7 @@ class Calibration:
 def calibrate_scheduler(
     runner: ModelRunner, config: EngineConfig, mode: ExecutionMode
 ) -> Calibration:
-    """Times steps to choose the token budget and, on a CPU, which steps run ahead.
+    """Times steps to choose the token budget and, on a CPU, from how many tokens steps are async.
 
     It chooses only settings that the configuration leaves open, and applies them. Call it once the
     kernels are compiled.
@@ -220,11 +220,13 @@ def find_min_async_tokens(
     max_num_seqs: int,
     seconds_by_tokens: Mapping[int, float],
 ) -> int | None:
-    """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
-    thread.
+    """Finds the smallest step, in tokens, that is worth starting before the host asks for it.
 
-    Such a step takes half a millisecond. A shorter step takes less time than the Python code of the
-    engine thread and the event loop, and the library's thread would only wait for the GIL.
+    It starts on the native library's thread, right after the previous step.
+
+    The smallest such step takes half a millisecond. A shorter step takes less time than the Python
+    code of the engine thread and the event loop, and the library's thread would only wait for the
+    GIL.
 
     A step of one token warms up. Then a step of eight tokens is timed, so that the start of a
     large, slow model is delayed little.

@@ -132,8 +132,8 @@ def _make_attention(
     alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
-        # Kinds that differ only in their KV group share one Attention; each gets its own plan in a
-        # step.
+        # Kinds of layers that differ only in their KV group share one Attention; in a step each
+        # kind gets its own plan.
         key = kind.shape, kind.window
         if key not in alike:
             request = AttentionRequest(
@@ -156,7 +156,7 @@ def resolve_quantisers(
     device: torch.device,
     ops: TorchOps,
 ) -> WeightQuantisers | None:
-    """Quantisers of linear weights that ``config.quantization`` names; None without quantisation.
+    """Quantisers named by ``config.quantization``, for linear weights; None if it is unset.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

@@ -47,8 +47,11 @@ class LayerGroup:
     scale: int = 1
 
     def spec(self, block_size: int) -> KVCacheSpec:
-        """Makes the KVCacheSpec; ``block_size`` is the smallest number of tokens per block of any
-        group."""
+        """Makes the KVCacheSpec.
+
+        Args:
+            block_size: tokens per block of the group that has the fewest.
+        """
         return KVCacheSpec(self.layers, block_size * self.scale, self.window)
 
 

@@ -41,7 +41,7 @@ class ModelRunner:
     """Executor of one model. Steps run in the order in which they were launched.
 
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
-    With a pipeline depth of 2, recorded steps run ahead on a thread of the native library. Such a
+    With a pipeline depth of 2, recorded steps begin early on a thread of the native library. Such a
     step runs to its end, or only up to its logits if rows await masks or their logits are processed
     before sampling. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
     the masks are made.
@@ -278,8 +278,7 @@ class ModelRunner:
         return self._runner
 
     def _prepare_current_thread(self) -> None:
-        """Sets the calling thread's op thread count and time slice before the thread's first
-        step."""
+        """Sets the calling thread's op thread count and OS time slice, before its first step."""
         thread = get_ident()
         if thread == self._thread:
             return
@@ -309,7 +308,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _defer_errors(self, step: LaunchedStep) -> Iterator[None]:
-        """Context that keeps an error of a step's work, which ``collect`` raises later."""
+        """Context that stores an error of a step's work in the step, for ``collect`` to raise."""
         try:
             with torch.inference_mode(), self._stream.context():
                 yield

@@ -76,7 +76,7 @@ def recorded_activation_bytes(
 def largest_steps(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> list[tuple[int, np.ndarray]]:
-    """Number of decode rows and tokens per row ``[R]`` of the largest steps.
+    """For each of the largest steps: its number of decode rows, and tokens per row ``[R]``.
 
     Decode rows come first. The steps are:
 

@@ -27,13 +27,13 @@ from asyncllm.gpu.sample.sampling_state import SamplingState
 
 
 class StepMemory:
-    """Input sections of the running step, and the batch state that the step reads.
+    """Input buffer of the running step, and the batch state that the step reads.
 
     If ``on_device``, the batch's state lies on the device and is changed there, in the order of
     the steps. Otherwise steps read the host's own arrays in place, and nothing is copied.
 
     Attributes:
-        buffer: sections of the running step; unless ``on_device``, the host writes them in place.
+        buffer: input buffer of the running step; unless ``on_device``, the host writes it in place.
         block_tables: ``[N, W]`` int32 per KV group, by request index; ``[N + 1, W]`` with a dummy
             last row if ``on_device``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
@@ -87,7 +87,7 @@ class StepMemory:
     # --- copies of a step to the device and back ---------------------------------------
 
     def write_host_buffer(self, step: LaunchedStep) -> None:
-        """Writes a step to its host buffer, once its changes have been applied to the batch."""
+        """Writes a step to its host buffer. Apply the step's changes to the batch first."""
         host = step.buffer
         step.sizes = host.write(
             step.batch, step.row_indices, step.starts, step.rows, step.num_logits
@@ -125,7 +125,7 @@ class StepMemory:
                 self.derive_decode_inputs(no_rows)
 
     def prepare_sampling(self, stages: SamplingStages, host_buffer: HostBuffer) -> None:
-        """Queues the copy of the step's grammar masks, and allocates its log-probabilities."""
+        """Queues the copy of grammar masks, and allocates log-probabilities, as ``stages`` need."""
         if stages & SamplingStages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
             own = self.buffer

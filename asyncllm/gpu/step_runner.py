@@ -84,7 +84,8 @@ class StepRunner:
         If the step awaits masks, its work stops at the logits; ``sample`` then queues the rest.
 
         Args:
-            is_early: whether the step begins before ``collect`` waits for it.
+            is_early: whether the step begins now, on another thread or a device, and not within
+                ``collect``.
         """
         self._apply_batch_changes(step)
         if not len(step.batch):
@@ -137,10 +138,10 @@ class StepRunner:
         return output
 
     def store_tokens(self, step: LaunchedStep, tokens: np.ndarray) -> None:
-        """Writes tokens to the batch, for rows whose request index still has the step's epoch.
+        """Writes tokens to the batch.
 
-        A failed row's token becomes 0, so that the embedding's index is valid; results computed
-        from it are void.
+        Rows whose request index has been reassigned since the step are skipped. A failed row gets
+        token 0, a valid index of the embedding; what is computed from it is discarded.
         """
         same = self.input_batch.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]
@@ -211,8 +212,10 @@ class StepRunner:
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
     def _sample_rows(self, step: LaunchedStep) -> None:
-        """Samples the step's tokens into its buffer; for rows sampled on the host it only copies
-        their inputs."""
+        """Samples the step's tokens into the step's buffer.
+
+        For rows that the host samples, only their sampling inputs are copied.
+        """
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
         if step.stages:
@@ -242,7 +245,7 @@ class StepRunner:
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _sample_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Samples rows with and without sampling stages separately, which is faster on a CPU."""
+        """Samples rows that need sampling stages separately from the others: faster on a CPU."""
         memory, count = self.memory, step.num_logits
         staged = step.row_stages[:count] != 0
         if step.masks is not None:

@@ -68,7 +68,7 @@ def load_weights(
         open_reader: opens the files in ``model.path`` as plain tensors.
         accepts_weights: whether linear layers compute with quantised weights of a spec. Such
             weights are yielded as stored, on the CPU; None dequantises all weights.
-        is_transient: yield weights of linear layers that are valid only until the next one is
+        is_transient: whether a yielded weight of a linear layer is valid only until the next one is
             requested, for an op set that packs them on a CPU. Such a weight is a view of the mapped
             file, if the file holds it whole and in the model's dtype, else a view of one reused
             buffer. This saves a copy and an allocation per weight.
@@ -133,8 +133,10 @@ class _TransientWeights:
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
     def can_be_transient(self, parameter: Parameter) -> bool:
-        """Whether a weight may be valid only until the next one is requested. Expert weights
-        cannot, because they are kept until all experts of a layer are read."""
+        """Whether a weight's memory may be reused once the next weight is requested.
+
+        Not that of expert weights, which are kept until all experts of a layer are read.
+        """
         held = ".experts." in parameter.name
         return parameter.linear and parameter.dtype is None and not held
 
@@ -179,7 +181,7 @@ def packed_weights(
     parts: Sequence[QuantisedTensor | GGUFQuantisedTensor | None],
     accepts_weights: Callable[[WeightSpec], bool],
 ) -> LinearWeights | None:
-    """Stacks quantised parts along the outputs, with their integers and scales unchanged.
+    """Concatenates quantised parts along the outputs; integers and scales stay unchanged.
 
     Adjacent parts of one format become one LinearWeights; those of the next format follow in its
     ``next_parts``. Returns None if a part is not quantised, or has a form that
@@ -202,7 +204,7 @@ def packed_weights(
 
 
 def _concatenation_key(part: QuantisedTensor | GGUFQuantisedTensor | None) -> object:
-    """Grouping key, equal for parts that can be stacked in one tensor."""
+    """Grouping key, equal for parts that can be concatenated in one tensor."""
     if isinstance(part, QuantisedTensor):
         return part.bits, min(part.block[1], part.shape[-1])
     return None if part is None else part.scheme
@@ -250,7 +252,7 @@ def _concatenate_codes(
 def _concatenate_integers(
     codes: Sequence[QuantisedTensor], shape: tuple[int, int], scheme: QuantScheme
 ) -> Tensor:
-    """Stacks the parts' quantised integers as LinearWeights stores them, a few rows at a time."""
+    """Concatenates quantised integers as LinearWeights stores them, a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
         values = torch.empty(rows, columns // 2, dtype=torch.uint8)

@@ -31,7 +31,7 @@ BASELINE_SOURCE_NAMES = (
     "library weights sequences memory routing experts recurrent sampler logits program pool queue "
     "kernels_baseline"
 ).split()
-"""Translation units whose code every processor of the architecture can run."""
+"""Source files, without suffix, whose code every processor of the architecture can run."""
 
 COMPILER_FLAGS = (
     "-std=c++17 -O2 -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
@@ -57,7 +57,7 @@ ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     },
     "aarch64": {"neon": []},
 }
-"""Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
+"""Compiler flags by architecture, and by instruction set beyond the baseline."""
 _ARCHITECTURE_BY_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}
 """Architecture by ``platform.machine()``, where Windows or macOS has another name for it."""
 
@@ -85,14 +85,14 @@ def find_compiler() -> list[str]:
 
 
 def build(
-    output: Path = LIBRARY_PATH,
+    output_path: Path = LIBRARY_PATH,
     *,
     compiler: Sequence[str] | None = None,
     linker: Sequence[str] | None = None,
     system: str = sys.platform,
     machine: str | None = None,
     only_isas: Sequence[str] | None = None,
-    flags: Sequence[str] = (),
+    extra_flags: Sequence[str] = (),
 ) -> list[str]:
     """Compiles and links the library, and moves it into place atomically.
 
@@ -102,7 +102,7 @@ def build(
         system: target system, as ``sys.platform`` names it.
         machine: target architecture, as ``platform.machine()`` names it; None is this machine's.
         only_isas: instruction sets to compile beside the baseline; None compiles all.
-        flags: additional flags for compiling every unit and for linking.
+        extra_flags: additional flags for compiling every unit and for linking.
 
     Returns:
         The compiled instruction sets. An instruction set is left out if the compiler does not know
@@ -130,16 +130,16 @@ def build(
             name, unit_flags = item
             target = f"{folder}/{name}.o"
             source = str(SOURCE_DIRECTORY / f"{name}.cpp")
-            every_flag = [*COMPILER_FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *flags]
+            every_flag = [*COMPILER_FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *extra_flags]
             _run_compiler([*command, *every_flag, "-c", source, "-o", target])
             return target
 
         objects = list(threads.map(compile_unit, sorted(sources.items())))
-        linked = output.with_name(f".{output.name}.{os.getpid()}")
+        linked = output_path.with_name(f".{output_path.name}.{os.getpid()}")
         try:
             link = [*(linker or command), *objects, *SYSTEM_FLAGS[system], *LINK_FLAGS[system]]
-            _run_compiler([*link, *flags, "-o", str(linked)])
-            os.replace(linked, output)
+            _run_compiler([*link, *extra_flags, "-o", str(linked)])
+            os.replace(linked, output_path)
         finally:
             linked.unlink(missing_ok=True)
     return [*sets, "baseline"]

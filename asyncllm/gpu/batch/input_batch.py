@@ -29,7 +29,7 @@ class InputBatch:
             them or not; a token that an asynchronous device has not returned yet is
             PLACEHOLDER_TOKEN.
         epochs: ``[max_num_seqs]``, incremented whenever an index gets or loses a request: a token
-            that was sampled in an earlier epoch is void.
+            that was sampled in an earlier epoch is discarded.
         tables: a block table per KV group.
         num_prompt_tokens: ``[max_num_seqs]``.
     """
@@ -51,7 +51,8 @@ class InputBatch:
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply_step_changes(self, batch: StepBatch) -> None:
-        """Applies a step's changes: releases, freed blocks, assignments, then new blocks."""
+        """Applies a step's changes: first releases and freed blocks, then requests and blocks that are
+        new."""
         for req_index in batch.released_indices:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.freed_entries:

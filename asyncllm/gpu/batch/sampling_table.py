@@ -11,8 +11,7 @@ import torch
 from asyncllm.gpu.batch.sections import SectionTable
 
 NO_UNCOUNTED_POSITION = 2**63 - 1
-"""Value of ``counted_from`` for a request index without penalties, whose tokens need not be
-counted."""
+"""Value of ``counted_from`` for a request index without penalties: its tokens are not counted."""
 
 
 class ScalarParam(NamedTuple):
@@ -39,7 +38,7 @@ SAMPLE_OP_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
 )
 """Parameters of the op ``sample``, in the order of ``SampleArgs`` in ``native/src/interface.h``.
 
-``states`` are the bits of the seeds' 64-bit states; ``top_k`` is 0 for all tokens."""
+``states`` are 64-bit RNG states made from the seeds, as int64; ``top_k`` is 0 for all tokens."""
 
 LOGITS_PROCESSING_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
     {
@@ -66,5 +65,5 @@ SCALAR_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
 
 
 def scalar_param_sections(num_rows: int) -> SectionTable:
-    """Makes the section table of SCALAR_PARAMS, with ``num_rows`` elements per parameter."""
+    """Sections of a buffer that has ``num_rows`` elements for each of SCALAR_PARAMS."""
     return {name: (param.dtype, num_rows) for name, param in SCALAR_PARAMS.items()}

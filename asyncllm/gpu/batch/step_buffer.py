@@ -114,11 +114,13 @@ class StepBuffer(BufferSections):
         self, batch: StepBatch, req_indices: np.ndarray, starts: np.ndarray, rows: np.ndarray,
         num_logits: int,
     ) -> StepSizes:  # fmt: skip
-        """Writes the sections that the host provides; for a device, padded rows get index -1.
+        """Writes the sections that the host provides.
+
+        Padded rows get request index -1 in a buffer that is copied to a device.
 
         Args:
-            req_indices, starts: ``[R]`` int64, those of ``batch`` as arrays.
-            rows: ``[S]``, the sampled rows, those that need logits first.
+            req_indices, starts: ``[R]`` int64, the lists of ``batch`` as arrays.
+            rows: ``[S]``, the sampled rows; rows that need logits come first.
         """
         arrays, count, sampled = self.arrays, len(batch), len(rows)
         counts, wanted = arrays["counts"][:count], sampled
@@ -178,29 +180,34 @@ class StepBuffer(BufferSections):
         )
 
     def kv_group_inputs(
-        self, input_batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
+        self, input_batch: InputBatch, block_tables: Sequence[Tensor], num_tokens: int
     ) -> list[KVGroupInputs]:
-        """Inputs of each KV group for the first ``num_tokens`` tokens, with its block table on the
-        device."""
+        """Inputs of each KV group for the first ``num_tokens`` tokens.
+
+        Args:
+            block_tables: per KV group, the block tables on the device.
+        """
         return [
             KVGroupInputs(
                 self.tensors[f"slots_{group}"][:num_tokens], on_device, own.table, own.block_size
             )
-            for group, (own, on_device) in enumerate(zip(input_batch.tables, tables, strict=True))
+            for group, (own, on_device) in enumerate(
+                zip(input_batch.tables, block_tables, strict=True)
+            )
         ]
 
     def step_inputs(
         self, input_batch: InputBatch, sizes: StepSizes, num_decodes: int,
-        tables: Sequence[Tensor], host: StepBuffer,
+        block_tables: Sequence[Tensor], host_buffer: StepBuffer,
     ) -> StepInputs:  # fmt: skip
         """The inputs of the step in this buffer.
 
         Args:
-            tables: per KV group, the block tables on the device.
-            host: buffer with the same step's sections on the host.
+            block_tables: per KV group, the block tables on the device.
+            host_buffer: buffer with the same step's sections on the host.
         """
         rows, tokens, wanted, num_logits, num_greedy = sizes
-        tensors, host_rows = self.tensors, host.row_arrays(rows)
+        tensors, host_rows = self.tensors, host_buffer.row_arrays(rows)
         # If all rows are decodes, and not reordered, the hidden states of every token are returned,
         # so no indices are needed.
         returns_all = num_decodes == rows and 0 in (num_logits, num_greedy)
@@ -212,7 +219,7 @@ class StepBuffer(BufferSections):
             seq_lens=tensors["seq_lens"][:rows],
             query_start_loc=tensors["query_start_loc"][: rows + 1],
             prefill_start_loc=tensors["prefill_start_loc"][: rows - num_decodes + 1],
-            groups=self.kv_group_inputs(input_batch, tables, tokens),
+            groups=self.kv_group_inputs(input_batch, block_tables, tokens),
             max_num_seqs=self.limits.rows,
             max_len=int(host_rows.seq_lens.max()),
             num_logits=num_logits,
@@ -238,28 +245,31 @@ def make_dummy_batch(
     )
 
 
-def step_inputs(batch: StepBatch, input_batch: InputBatch, device: torch.device) -> StepInputs:
+def step_inputs(step_batch: StepBatch, input_batch: InputBatch, device: torch.device) -> StepInputs:
     """Makes a step's inputs on ``device`` without a runner.
 
-    They lie in a new buffer, with copies of the persistent batch's block tables. Logits are
+    The inputs are in a new buffer, with copies of the persistent batch's block tables. Logits are
     computed for every sampled row.
     """
-    rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
-    req_indices = np.array(batch.req_indices, dtype=np.int64)
-    limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(input_batch.tables))
+    rows = np.flatnonzero(step_batch.samples)
+    starts = np.array(step_batch.starts, dtype=np.int64)
+    req_indices = np.array(step_batch.req_indices, dtype=np.int64)
+    num_rows, num_decodes = len(step_batch), step_batch.num_decodes
+    max_tokens = max(num_rows, step_batch.num_tokens)
+    limits = StepLimits(num_rows, max_tokens, len(input_batch.tables))
     host = StepBuffer(limits, torch.device("cpu"))
-    sizes = host.write(batch, req_indices, starts, rows, len(rows))
-    host.compute_derived_inputs(input_batch, sizes, batch.num_decodes)
+    sizes = host.write(step_batch, req_indices, starts, rows, len(rows))
+    host.compute_derived_inputs(input_batch, sizes, num_decodes)
     buffer = host if device.type == "cpu" else StepBuffer(limits, device)
     if buffer is not host:
         buffer.copy_from(host, next(reversed(buffer.tensors)))
     tables = [torch.from_numpy(table.table).to(device) for table in input_batch.tables]
-    return buffer.step_inputs(input_batch, sizes, batch.num_decodes, tables, host)
+    return buffer.step_inputs(input_batch, sizes, num_decodes, tables, host)
 
 
-def _prompt_logprob_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:
+def _prompt_logprob_indices(batch: StepBatch, first_token_indices: np.ndarray) -> list[np.ndarray]:
     """Indices, within the step's tokens, of each span of prompt log-probabilities."""
     return [
-        np.arange(span.first, span.end) + (first_tokens[row] - batch.starts[row])
+        np.arange(span.first, span.end) + (first_token_indices[row] - batch.starts[row])
         for row, span in batch.prompt_logprobs.items()
     ]

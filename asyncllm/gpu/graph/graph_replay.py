@@ -92,7 +92,7 @@ class GraphReplay(ForwardPass):
 
     @property
     def has_balanced_attention(self) -> bool:
-        """Whether some batches may run with balanced attention."""
+        """Whether decode steps may have balanced splits, see StepInputs."""
         return bool(self._skew_tests)
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
@@ -161,7 +161,7 @@ class GraphReplay(ForwardPass):
         del self._sample_logits
 
     def run_padded_rows(self, key: GraphKey) -> None:
-        """Eagerly runs a key's StepPart on padded rows, to compile its kernels."""
+        """Runs the StepPart in a graph key eagerly on padded rows, to compile its kernels."""
         if key.part is not StepPart.STEP:
             self._static_logits()
         self._run_step_part(key)

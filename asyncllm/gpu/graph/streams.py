@@ -29,9 +29,10 @@ class SyncStream:
         return nullcontext()
 
     def use_side_stream(self) -> AbstractContextManager[object]:
-        """Context for work on results of finished steps, which does not wait for this stream.
+        """Context that queues work on a side stream, which does not wait for this stream.
 
-        The exit waits for that work, so that the caller may release the tensors.
+        Use it for work on results of finished steps. The exit waits for that work, so that the
+        caller may release the tensors.
         """
         return nullcontext()
 

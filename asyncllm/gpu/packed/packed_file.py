@@ -139,10 +139,10 @@ class TensorEntry:
 
 
 class PackedWeightRecorder:
-    """PanelSource that packs one linear parameter and keeps the packed weights for the file.
+    """PanelSource that packs one linear parameter, and keeps the packed weights for the file.
 
     Attributes:
-        weights: the packed weights, in the order in which they were made.
+        weights: the packed weights, in the order of packing.
         forms: formats of the weights; consecutive weights of equal format, such as a layer's
             experts, have one entry with all their rows.
     """

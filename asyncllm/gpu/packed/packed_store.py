@@ -111,7 +111,7 @@ class PackedStore:
             # Users who can read the model can also read the packed file beside the model.
             0o600 | (self._identity.paths[0].stat().st_mode & 0o044),
         )
-        assert isinstance(config.packed_cache_size, int)  # EngineConfig has parsed the size.
+        assert isinstance(config.packed_cache_size, int)  # EngineConfig makes it an int.
         self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
         self._folder = self._model_folder if in_model_folder else self._cache
         self._key = self._model_folder_key if in_model_folder else self._cache_key
@@ -119,19 +119,23 @@ class PackedStore:
 
     # --- reading -----------------------------------------------------------------------
 
-    def build(self, read: Callable[[], Weights], build: Callable[[Weights, bool], T]) -> T:
+    def build(
+        self,
+        read_checkpoint: Callable[[], Weights],
+        build_model: Callable[[Weights, bool], T],
+    ) -> T:
         """Build a model from its file, or from the checkpoint.
 
         With ``packed_cache="shared"`` a missing file is written first, and the model is then built
         from the file. Other processes wait until the file is written.
 
         Args:
-            read: reads the checkpoint.
-            build: builds the model. Its second argument says whether the weights have their final
-                form already, and are not to be quantised.
+            read_checkpoint: reads the checkpoint.
+            build_model: builds the model. Its second argument is whether the weights are packed
+                already, and so must not be quantised.
         """
         if self._in_model_folder:
-            return build(self._record_weights(read()), False)
+            return build_model(self._record_weights(read_checkpoint()), False)
         file = self._open_verified_file()
         if file is None and self._config.packed_cache == "shared":
             try:
@@ -139,15 +143,15 @@ class PackedStore:
                 with self._cache.lock(self._check_start_cancelled):
                     file = self._open_verified_file()
                     if file is None:
-                        build(self._record_weights(read()), False)
+                        build_model(self._record_weights(read_checkpoint()), False)
                         self._write_locked()
                         file = self._open_verified_file()
             except OSError as error:
                 self._report_failed_write(error)
                 self._write_failed = True
         if file is None:
-            return build(self._record_weights(read()), False)
-        model = build(file.weights(), True)
+            return build_model(self._record_weights(read_checkpoint()), False)
+        model = build_model(file.weights(), True)
         self._progress(file.size, file.size)
         return model
 
@@ -176,7 +180,7 @@ class PackedStore:
                 self._verify(file)
             except (PackedFileError, OSError) as error:
                 line = f"packed weights {path}: {error}; they are packed anew"
-                # Log once: a shared cache is searched again under the folder's lock.
+                # Log once: for a shared cache this method runs again, under the folder's lock.
                 if line not in self._logged_lines:
                     logger.warning("%s", line)
                 self._logged_lines.add(line)
@@ -187,7 +191,7 @@ class PackedStore:
         return None
 
     def _verify(self, file: PackedFile) -> None:
-        """Verify all checksums; with ``packed_cache="shared"`` once for each file and boot."""
+        """Verify all checksums; with ``packed_cache="shared"`` only once per file and boot."""
         if self._config.packed_cache != "shared":
             file.verify(self._context)
             return
@@ -320,11 +324,17 @@ class PackedStore:
         """Stop the writing of the file; an incomplete file is removed."""
         self._stopped.set()
 
-    # --- sidecars: small JSON files that belong to a packed file ------------------------------
+    # --- sidecars: small JSON files beside a packed file ---------------------------------------
 
-    def sidecar_name(self, kind: str, subject: Mapping[str, Any]) -> str:
-        """Name of the sidecar file of ``kind`` for ``subject``, with a digest of ``subject``."""
-        return f"{_file_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
+    def sidecar_name(self, kind: str, conditions: Mapping[str, Any]) -> str:
+        """Name of a sidecar file.
+
+        Args:
+            kind: what the file stores, such as "calibration".
+            conditions: JSON values for which alone the content is valid; the name has their digest.
+        """
+        digest = _digest(json.dumps(conditions, sort_keys=True))
+        return f"{_file_stem(self._key)}.{kind}-{digest}.json"
 
     def read_sidecar(self, name: str) -> Any:
         """Read a sidecar, a small JSON file; None if there is no such file."""

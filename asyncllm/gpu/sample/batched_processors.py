@@ -61,7 +61,7 @@ class BatchedProcessors:
         num_batch_updates: int,
         errors: dict[int, Exception],
     ) -> None:
-        """Applies each processor, in place, to the rows of the requests that it has claimed.
+        """Applies each processor, in place, to the rows of the requests that use it.
 
         Args:
             logits: ``[S, vocab_size]``.

@@ -28,7 +28,7 @@ class HostRows:
     """K rows of a step that are sampled on the host, in two calls.
 
     ``copy_inputs`` queues copies of the inputs of sampling behind the forward pass, because the
-    next step may run before ``sample``, with other requests at these indices. ``sample`` applies
+    next step may run before ``sample`` and give these request indices to others. ``sample`` applies
     ``bad_words`` and the logits processors, and samples; call it after the step's end.
 
     Args:
@@ -96,7 +96,7 @@ class HostRows:
         return index
 
     def sample(self) -> SampleOutput:
-        """Samples a token for each row, in the order of ``sampled_indices``."""
+        """Samples a token for each of the K rows, in their order."""
         errors: dict[int, Exception] = {}
         self._apply_processors(errors)
         table_rows = torch.arange(len(self.sampled_indices), device=self._positions.device)

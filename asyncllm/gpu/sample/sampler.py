@@ -85,8 +85,8 @@ class Sampler:
         rows: SamplingRows,
         scalar_params: Mapping[str, Tensor],
         stages: SamplingStages,
-        tokens: Tensor,
-        top: TopLogprobs | None = None,
+        out_tokens: Tensor,
+        out_logprobs: TopLogprobs | None = None,
     ) -> None:
         """Samples a token for each row, by its request index and position.
 
@@ -97,13 +97,14 @@ class Sampler:
             logits: ``[S, vocab_size]``, not changed.
             scalar_params: those of SAMPLE_OP_PARAMS, by request index.
             stages: union of the stages that the rows need.
-            tokens: ``[S]`` int64, written: see ``TorchOps.sample``.
-            top: log-probabilities of the model's unprocessed logits; written with LOGPROBS.
+            out_tokens: ``[S]`` int64, output: see ``TorchOps.sample``.
+            out_logprobs: output, log-probabilities of the unprocessed logits; filled only if
+                ``stages`` has LOGPROBS.
         """
         processed = logits
         if stages & LOGITS_PROCESSING_STAGES:
             processed = self.ops.process_logits(logits, rows, stages)
-        self.ops.sample(processed, scalar_params, rows.rows_to_sample(), tokens)
+        self.ops.sample(processed, scalar_params, rows.rows_to_sample(), out_tokens)
         if stages & SamplingStages.LOGPROBS:
-            assert top is not None
-            self.ops.top_logprobs(logits, tokens, top)
+            assert out_logprobs is not None
+            self.ops.top_logprobs(logits, out_tokens, out_logprobs)

@@ -67,7 +67,8 @@ class SamplingState:
         needs_logits: ``[N + 1]`` bool, False for an index that needs only the token of its largest
             logit.
         host_rules: HostSamplingRules by request index, for requests that have any.
-        host_logprobs: by request index, a number of log-probabilities above ``num_logprobs``.
+        host_logprobs: number of log-probabilities per token by request index, for requests that
+            want more than ``num_logprobs``.
         version: number of assignments so far; copies of ``sections`` are refreshed if it changed.
     """
 
