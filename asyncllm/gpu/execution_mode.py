@@ -21,8 +21,8 @@ from asyncllm.gpu.ops.logits import processing_bytes
 from asyncllm.validation import value_error
 
 ESTIMATED_GRAPH_BYTES = 8 * 2**20
-"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Other graphs, of
-half a step or with balanced splits, use the activations of the same pool; the driver's memory for
+"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of
+half a step or with balanced splits use the activations of the same pool; the driver's memory for
 their nodes is not reserved."""
 
 GPU_STEP_TIMEOUT_SECONDS = 60.0
