@@ -406,7 +406,7 @@ class RecordingAttention(TorchAttention):
                 np.diff(rows.query_start_loc).tolist(),
                 rows.seq_lens.tolist(),
                 table.shape,
-                None if step.wanted is None else len(step.wanted),
+                None if step.output_indices is None else len(step.output_indices),
             )
         )
         assert step.num_tokens == rows.query_start_loc[-1] == len(step.positions)

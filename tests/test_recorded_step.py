@@ -205,7 +205,7 @@ def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
             RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6, 6\]: shapes"
         ):
             recorded.program.run(1, 3, *sizes)
-    given["counts"][:1], given["wanted"][:1] = 3, 3
+    given["counts"][:1], given["output_indices"][:1] = 3, 3
     with pytest.raises(RuntimeError, match=r"op \d+, select: a slot, block or position"):
         recorded.program.run(1, 3, 1, 1, 0)
 

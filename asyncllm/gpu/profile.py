@@ -47,8 +47,10 @@ def profile_run(
             step = step_inputs(batch, rows, weight.device)
             if num_decodes < len(counts):
                 # Compute logits for as many tokens as a step may sample.
-                wanted = torch.arange(min(max_num_seqs, step.num_tokens), device=weight.device)
-                step = replace(step, wanted=wanted, num_logits=len(wanted))
+                output_indices = torch.arange(
+                    min(max_num_seqs, step.num_tokens), device=weight.device
+                )
+                step = replace(step, output_indices=output_indices, num_logits=len(output_indices))
             _sample_all_rows(decoder, few.forward(step, cache).logits)
 
 

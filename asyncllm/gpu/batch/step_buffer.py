@@ -25,7 +25,7 @@ class StepSizes(NamedTuple):
     """Sizes of a step, in the order of ``Size`` in ``native/src/interface.h``.
 
     Attributes:
-        wanted: number of tokens whose hidden states are returned: first the last token of each
+        outputs: number of tokens whose hidden states are returned: first the last token of each
             sampled row, then the tokens of prompt log-probabilities.
         logits: number of sampled rows whose logits are computed; they come first.
         greedy: number of the other sampled rows, which need only the token of the largest
@@ -34,7 +34,7 @@ class StepSizes(NamedTuple):
 
     rows: int
     tokens: int
-    wanted: int
+    outputs: int
     logits: int
     greedy: int
 
@@ -84,7 +84,7 @@ class StepLimits:
             LAST_DECODE_SECTION_NAME,
         )
         table |= dict.fromkeys(names, (torch.int64, rows))
-        table["wanted"] = torch.int64, tokens
+        table["output_indices"] = torch.int64, tokens
         table["query_start_loc"] = torch.int64, rows + 1
         table["prefill_start_loc"] = torch.int32, rows + 1
         table["seq_lens"] = torch.int32, rows
@@ -97,8 +97,8 @@ class StepBuffer(BufferSections):
 
     ``write`` writes the *host* sections: for each row ``req_indices``, ``starts`` and ``counts``;
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
-    token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
-    before the sampled one, -1 if only the device has it. The other sections of StepInputs are
+    token before the sampled one; and ``output_indices``, see StepInputs. ``previous_tokens`` has
+    the token before the sampled one, -1 if only the device has it. The other sections of StepInputs are
     *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has the
     tokens of the previous step. CUDA graphs and native programs hold the addresses of the device's
     buffer; on a CPU without run-ahead the host writes directly into that buffer.
@@ -123,7 +123,7 @@ class StepBuffer(BufferSections):
             rows: ``[S]``, the sampled rows; rows that need logits come first.
         """
         arrays, count, sampled = self.arrays, len(batch), len(rows)
-        counts, wanted = arrays["counts"][:count], sampled
+        counts, num_outputs = arrays["counts"][:count], sampled
         arrays["req_indices"][:count], arrays["starts"][:count] = req_indices, starts
         counts[:] = 1 if batch.num_decodes == count else batch.counts
         arrays["sampled_req_indices"][:sampled] = req_indices[rows]
@@ -132,15 +132,15 @@ class StepBuffer(BufferSections):
             arrays["req_indices"][count:] = arrays["sampled_req_indices"][sampled:] = -1
             arrays["starts"][count:] = arrays[LAST_DECODE_SECTION_NAME][sampled:] = 0
         if batch.num_decodes == count:
-            arrays["wanted"][:sampled] = rows
+            arrays["output_indices"][:sampled] = rows
         else:
             ends = counts.cumsum()
-            arrays["wanted"][:sampled] = ends[rows] - 1
+            arrays["output_indices"][:sampled] = ends[rows] - 1
             if batch.prompt_logprobs:
                 spans = np.concatenate(_prompt_logprob_indices(batch, ends - counts))
-                wanted += len(spans)
-                arrays["wanted"][sampled:wanted] = spans
-        return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
+                num_outputs += len(spans)
+                arrays["output_indices"][sampled:num_outputs] = spans
+        return StepSizes(count, batch.num_tokens, num_outputs, num_logits, sampled - num_logits)
 
     def compute_derived_inputs(
         self, input_batch: InputBatch, sizes: StepSizes, num_decodes: int
@@ -206,7 +206,7 @@ class StepBuffer(BufferSections):
             block_tables: per KV group, the block tables on the device.
             host_buffer: buffer with the same step's sections on the host.
         """
-        rows, tokens, wanted, num_logits, num_greedy = sizes
+        rows, tokens, num_outputs, num_logits, num_greedy = sizes
         tensors, host_rows = self.tensors, host_buffer.row_arrays(rows)
         # If all rows are decodes, and not reordered, the hidden states of every token are returned,
         # so no indices are needed.
@@ -224,7 +224,7 @@ class StepBuffer(BufferSections):
             max_len=int(host_rows.seq_lens.max()),
             num_logits=num_logits,
             num_greedy=num_greedy,
-            wanted=None if returns_all else tensors["wanted"][:wanted],
+            output_indices=None if returns_all else tensors["output_indices"][:num_outputs],
             host=host_rows,
         )
 

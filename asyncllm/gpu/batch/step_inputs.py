@@ -70,11 +70,11 @@ class StepInputs:
         groups: one per KV group.
         max_num_seqs: N.
         max_len: the largest of ``seq_lens``; in a captured step an upper bound.
-        num_logits: number of leading entries of ``wanted`` whose logits are computed.
-        num_greedy: number of the next entries of ``wanted``, which need only the token of the
-            largest logit.
-        wanted: ``[E]`` int64, indices of the tokens whose hidden states are returned (vLLM's
-            ``logits_indices``, and tokens of prompt log-probabilities); None for all.
+        num_logits: number of leading entries of ``output_indices`` whose logits are computed.
+        num_greedy: number of the next entries of ``output_indices``, which need only the token of
+            the largest logit.
+        output_indices: ``[E]`` int64, indices of the tokens whose hidden states are returned
+            (vLLM's ``logits_indices``, and tokens of prompt log-probabilities); None for all.
         host: the rows on the host; None in a captured step.
         has_balanced_splits: whether decode attention splits the keys among programs in proportion
             to the rows' lengths, because these differ much.
@@ -95,7 +95,7 @@ class StepInputs:
     max_len: int
     num_logits: int
     num_greedy: int = 0
-    wanted: Tensor | None = None
+    output_indices: Tensor | None = None
     host: RowArrays | None = None
     has_balanced_splits: bool = False
     previous_tokens: Tensor | None = None

@@ -27,7 +27,7 @@ class PiecewiseGraphs:
     replay calls the cores with the step's own plan and number of tokens. The segment before a core
     copies the core's inputs to tensors that all layers and buckets share. The core writes its
     output to another shared tensor, in which padded tokens are zeros. The last layer is not
-    captured: after its core only the tokens in ``StepInputs.wanted`` are computed.
+    captured: after its core only the tokens in ``StepInputs.output_indices`` are computed.
 
     Args:
         capturer: captures graphs and breaks them.

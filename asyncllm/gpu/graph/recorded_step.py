@@ -91,9 +91,9 @@ class RecordedStep(ForwardPass):
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
         """Returns views of the last run's outputs; ``sizes`` are the sizes of that run."""
-        *_, wanted, num_logits, num_greedy = sizes
+        *_, num_outputs, num_logits, num_greedy = sizes
         tokens = NO_TOKENS if self.greedy is None else self.greedy[:num_greedy]
-        return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)
+        return StepOutput(self.logits[:num_logits], self.hidden[:num_outputs], tokens)
 
 
 def record_step(
@@ -159,6 +159,6 @@ def _record_inputs(
         max_len=input_batch.token_ids.shape[1],
         num_logits=FAKE_ROWS[DynamicSize.SAMPLED_TOKENS],
         num_greedy=FAKE_ROWS[DynamicSize.GREEDY_TOKENS] if model.argmax_function is not None else 0,
-        wanted=recorder.add_input(arrays["wanted"], DynamicSize.OUTPUT_TOKENS),
+        output_indices=recorder.add_input(arrays["output_indices"], DynamicSize.OUTPUT_TOKENS),
         host=host,
     )

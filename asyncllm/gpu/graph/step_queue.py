@@ -63,8 +63,8 @@ class _Job(HostBuffer):
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes
-        begin = self.tensors["wanted"].data_ptr() - self.memory.data_ptr()
-        args.bytes = begin + self.tensors["wanted"].itemsize * sizes.wanted
+        begin = self.tensors["output_indices"].data_ptr() - self.memory.data_ptr()
+        args.bytes = begin + self.tensors["output_indices"].itemsize * sizes.outputs
         args.num_tokens = sizes.logits + sizes.greedy if step.is_sampling_queued else 0
         args.draw.rows = sizes.logits if step.is_sampling_queued else 0
         asked = np.flatnonzero(step.row_logprobs >= 0)
