@@ -361,7 +361,7 @@ def chosen(decoder: Decoder, states: StateCache | None = None, **fields) -> KVCa
         kv_groups(MODEL, 16),
         states,
         free_at_start=10,
-        graphs=(1, 2),
+        graph_batch_sizes=(1, 2),
         token_budget=64,
         max_num_seqs=4,
     )

@@ -121,7 +121,7 @@ def _load_runner(
         groups,
         states,
         free_at_start=free_at_start,
-        graphs=graphs,
+        graph_batch_sizes=graphs,
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
     )

@@ -68,7 +68,7 @@ def choose_cache_size(
     states: StateCache | None,
     *,
     free_at_start: int,
-    graphs: tuple[int, ...],
+    graph_batch_sizes: tuple[int, ...],
     token_budget: int,
     max_num_seqs: int,
 ) -> KVCacheSize:
@@ -78,7 +78,7 @@ def choose_cache_size(
 
     Args:
         free_at_start: bytes that were free on a GPU before the weights were loaded.
-        graphs: batch sizes of decode steps that get a CUDA graph.
+        graph_batch_sizes: batch sizes for which decode steps have a CUDA graph.
         token_budget: tokens of the largest step.
 
     Raises:
@@ -110,7 +110,7 @@ def choose_cache_size(
             weights_bytes=model_bytes(model, dtype) + state_bytes,
             profile_run=partial(profile, **largest),
             graph_reserve_bytes=graph_reserve_bytes(
-                graphs, max_num_seqs, model.vocab_size, dtype.itemsize
+                graph_batch_sizes, max_num_seqs, model.vocab_size, dtype.itemsize
             ),
             captured_step_fraction=captured / token_budget,
             min_bytes=min_cache_bytes(config, groups, dtype, token_budget),

@@ -99,7 +99,7 @@ def graph_token_counts(
 
 
 def graph_reserve_bytes(
-    sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
+    batch_sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
 ) -> int:
     """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.
 
@@ -113,4 +113,4 @@ def graph_reserve_bytes(
     received = max_num_seqs * (logit_bytes * vocab_size + 4 * num_mask_words(vocab_size))
     processed = 2 * processing_bytes(max_num_seqs, vocab_size)
     tables = LogitsTables.num_bytes(max_num_seqs, vocab_size)
-    return len(sizes) * ESTIMATED_GRAPH_BYTES + received + processed + tables
+    return len(batch_sizes) * ESTIMATED_GRAPH_BYTES + received + processed + tables

@@ -98,10 +98,10 @@ class StepBuffer(BufferSections):
     ``write`` writes the *host* sections: for each row ``req_indices``, ``starts`` and ``counts``;
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
     token before the sampled one; and ``output_indices``, see StepInputs. ``previous_tokens`` has
-    the token before the sampled one, -1 if only the device has it. The other sections of StepInputs are
-    *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has the
-    tokens of the previous step. CUDA graphs and native programs hold the addresses of the device's
-    buffer; on a CPU without run-ahead the host writes directly into that buffer.
+    the token before the sampled one, -1 if only the device has it. The other sections of StepInputs
+    are *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has
+    the tokens of the previous step. CUDA graphs and native programs hold the addresses of the
+    device's buffer; for steps that do not begin early on a CPU, the host writes directly into it.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:

@@ -115,7 +115,7 @@ class StepQueue(SyncStream):
         changes rows that steps in flight read only by appending to them.
         """
         batch, least = step.batch, self.min_step_tokens
-        # A step that loads or saves recurrent states does not run ahead: the host copies the states
+        # A step that loads or saves recurrent states cannot begin early: the host copies the states
         # before and after it.
         if not len(batch) or batch.state_loads or batch.state_saves:
             return False

@@ -100,6 +100,6 @@ class Program:
         if status != STATUS_INVALID:
             return "step"
         return (
-            f"step, {list(sizes)} rows, tokens, outputs, sampled and greedy where there is room for "
-            f"{list(self.args.capacity)}"
+            f"step, {list(sizes)} rows, tokens, outputs, sampled and greedy where there is room "
+            f"for {list(self.args.capacity)}"
         )
