@@ -113,7 +113,7 @@ def load(parts: Parts, backed: int) -> Callable[..., Any]:
                 from asyncllm.text.tokenizer import Tokenizer
 
                 measure_weights(parts, backed)
-                for function in ("calibrate_token_budget", "min_run_ahead_tokens"):
+                for function in ("calibrate_token_budget", "find_min_async_tokens"):
                     parts.measure(calibration, function, "calibration")
                 import asyncllm.gpu.build  # noqa: F401 - for its time
             parts.measure(Tokenizer, "from_directory", "tokenizer, beside the weights")

@@ -24,7 +24,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.execution_report import memory_bandwidth
+from asyncllm.gpu.execution_report import measure_memory_bandwidth
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.native.interface import OP_KINDS
@@ -180,7 +180,7 @@ def main() -> None:
     report = Report("a step on a CPU, op by op", conditions)
     clock = Clock(ops.context.functions)
     for kind in kinds:
-        bandwidth, rate = memory_bandwidth(ops), products_per_second(ops, runner.dtype)
+        bandwidth, rate = measure_memory_bandwidth(ops), products_per_second(ops, runner.dtype)
         report.section(f"{kind.name}; {bandwidth / 1e9:.3g} GB/s, {rate / 1e9:.3g} G products/s")
         found, least = (
             step_times(runner, clock, kind, 2 if arguments.quick else 5),

@@ -18,7 +18,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.core.batch import SlotAssignment, StepBatch
 from asyncllm.gpu.build import build_model_runner
-from asyncllm.gpu.calibration import prefill_step
+from asyncllm.gpu.calibration import make_prefill_batch
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ def prompts(rows: int, block_size: int, steps: int) -> StepBatch:
     """The step that prefills ``rows`` prompts, with the blocks of all steps behind it."""
     sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
     each = -(-(PROMPT + steps + 1) // block_size)
-    return prefill_step(
+    return make_prefill_batch(
         [
             SlotAssignment(
                 row, f"row-{row}", list(range(1 + row, 1 + row + PROMPT)), PROMPT,

@@ -107,7 +107,7 @@ def teacher_forced_logits(
                 table.num_blocks[0] = 0
                 table.append(0, list(range(1, 2 + count // table.block_size)))
             inputs = step_inputs(make_dummy_batch([0], [count]), batch, torch.device("cpu"))
-            inputs = replace(inputs, wanted=torch.arange(count), num_logits=count)
+            inputs = replace(inputs, output_indices=torch.arange(count), num_logits=count)
             logits.append(state.model.forward(inputs, state.cache).logits.float())
     runner.close()
     return logits

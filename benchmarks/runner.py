@@ -51,7 +51,7 @@ class NullStream(CudaStream):
     def run(self, work: Callable[[], None]) -> None:
         pass
 
-    def record(self) -> None:
+    def record_event(self) -> None:
         return None
 
 

@@ -29,7 +29,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.onednn_ops import OneDNNOps
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.step_runner import StepRunner
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.shared_library import Library
 from asyncllm.sampling_params import SamplingParams
 from benchmarks.common import Report, options
@@ -122,7 +122,7 @@ def sampling_time(
         rules = TokenRules.create(params.allowed_token_ids, (), VOCAB)
         assignment = SlotAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
         runner.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
-        update = runner.sampler.assign(assignment)
+        update = runner.sampler.assign_request(assignment)
         if update is not None:
             update.write(runner.memory.tables)
     batch = StepBatch(0, rows, [99] * ROWS, [1] * ROWS, [True] * ROWS, ROWS, ROWS)
@@ -133,7 +133,7 @@ def sampling_time(
         launched = LaunchedStep(batch)
         if masked:
             launched.masks = GrammarMask(0, rows, [b"\x7f" * (VOCAB // 8)] * ROWS)
-        runner.begin(launched, runs_ahead=False)
+        runner.begin(launched, is_early=False)
         runner.finish(launched)
 
     with torch.inference_mode():
@@ -144,7 +144,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--ops", choices=("onednn", "native"), default="native")
     arguments = parser.parse_args()
-    ops = NativeOps(Context(Library(), 1)) if arguments.ops == "native" else OneDNNOps()
+    ops = NativeOps(NativeContext(Library(), 1)) if arguments.ops == "native" else OneDNNOps()
     rounds = 1 if arguments.quick else 5
     torch.set_num_threads(1)
     report = Report(f"sampling, 64 rows of 152k tokens, one thread, ops {arguments.ops}")

@@ -15,7 +15,7 @@ import pytest
 from asyncllm.gpu.ops.cpu_ops import CpuOps
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.native.build import ISA_FLAGS, SOURCE_DIRECTORY, BuildError, build, find_compiler
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 from tests.slow import slow_but
 
@@ -34,7 +34,7 @@ def build_emulated(output: Path, flags: Sequence[str] = ()) -> None:
         ISA_FLAGS["x86_64"][name] = [*units["avx2"], "-include", str(EMULATION)]
     try:
         # The library asks the processor.
-        build(output, flags=["-DASYNCLLM_EMULATED", *flags])
+        build(output, extra_flags=["-DASYNCLLM_EMULATED", *flags])
     finally:
         ISA_FLAGS["x86_64"] = units
 
@@ -62,7 +62,7 @@ def isas() -> list[str]:
     found = []
     for name in ("avx512bf16", "avx512", "avx2", "neon", "baseline"):
         try:
-            if library is not None and Context(library, 1, name):
+            if library is not None and NativeContext(library, 1, name):
                 found.append(name)
         except NativeUnavailableError:
             pass
@@ -75,11 +75,11 @@ def cpu_ops(name: str) -> CpuOps:
     return CpuOps() if name == "cpu" else NativeOps(context(2, name.removeprefix("native-")))
 
 
-def context(num_threads: int = 1, isa: str | None = None) -> Context:
+def context(num_threads: int = 1, isa: str | None = None) -> NativeContext:
     library = native_library()
     if library is None:
         pytest.skip("no C++ compiler to build the native ops with")
-    return Context(library, num_threads, isa)
+    return NativeContext(library, num_threads, isa)
 
 
 ISAS = isas()

@@ -18,7 +18,7 @@ import torch
 
 from asyncllm.gpu.packed.packed_file import PackedFile, write_packed_file
 from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.shared_library import Library
 
 SIZE = 1 << 21
@@ -28,7 +28,7 @@ LONGEST = 0.1
 
 def write(folder: PackedFolder) -> None:
     """Writes files without end. The content of each is its name, so that a reader knows it."""
-    context = Context(Library(), 1)
+    context = NativeContext(Library(), 1)
     for index in itertools.count(os.getpid()):
         number = index % 8
         tensors = [("only", torch.full((SIZE,), number, dtype=torch.uint8))]
@@ -43,7 +43,7 @@ def write(folder: PackedFolder) -> None:
             )
 
 
-def check(path: Path, context: Context) -> tuple[int, int]:
+def check(path: Path, context: NativeContext) -> tuple[int, int]:
     """Every packed file has to be whole. Returns the numbers of files and of dead writers' ones."""
     files = sorted(path.glob(f"*{PACKED_FILE_SUFFIX}"))
     for each in files:
@@ -74,12 +74,12 @@ def main() -> None:
         time.sleep(chance.uniform(0.0, LONGEST))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        context = context or Context(Library(), 1)
+        context = context or NativeContext(Library(), 1)
         held, left = check(path, context)
         interrupted += left > 0
     assert held > 1, held
     with folder.lock(None):
-        assert check(path, Context(Library(), 1)) == (held, 0)
+        assert check(path, NativeContext(Library(), 1)) == (held, 0)
     print(interrupted)
 
 

@@ -126,7 +126,7 @@ class Bench:
 
     def assign(self, assignment: SlotAssignment) -> None:
         self.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
-        update = self.sampler.assign(assignment)
+        update = self.sampler.assign_request(assignment)
         if update is not None:
             update.write(self.runner.memory.tables)
 
@@ -153,7 +153,7 @@ class Bench:
         needing = self.sampler.state.rows_needing_host(step.req_indices)
         self.ops.host_rows = step.req_indices[needing].tolist()
         with torch.no_grad():
-            self.runner.begin(step, runs_ahead=False)
+            self.runner.begin(step, is_early=False)
             return self.runner.finish(step)
 
     def process(

@@ -67,13 +67,13 @@ class LateStream(CudaStream):
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def side_context(self) -> AbstractContextManager[object]:
+    def use_side_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def run(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
 
-    def record(self) -> LateEvent:
+    def record_event(self) -> LateEvent:
         event = LateEvent(self)
         self._queue.append(event)
         self.most = max(self.most, sum(isinstance(item, LateEvent) for item in self._queue))

@@ -15,7 +15,8 @@ from asyncllm.gpu.batch.step_inputs import KVGroupInputs, RowArrays, StepInputs
 def planned(
     table: np.ndarray, lines: np.ndarray, starts: np.ndarray, counts: np.ndarray, block_size: int,
     device: str | torch.device = "cpu", *, tokens: Tensor | None = None,
-    positions: Tensor | None = None, slots: Tensor | None = None, wanted: Tensor | None = None,
+    positions: Tensor | None = None, slots: Tensor | None = None,
+    output_indices: Tensor | None = None,
 ) -> StepInputs:  # fmt: skip
     """A step whose lengths the host knows, in one KV group; decodes first.
 
@@ -23,7 +24,7 @@ def planned(
         table: by request index.
         lines: the rows' request indices.
         tokens, positions, slots: ``[T]``; zeros unless given.
-        wanted: None for all.
+        output_indices: None for all.
     """
     ends = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     decodes = int(np.argmax(counts > 1)) if (counts > 1).any() else len(counts)
@@ -49,8 +50,8 @@ def planned(
         ],
         max_num_seqs=len(table),
         max_len=int(lengths.max()),
-        num_logits=len(tokens) if wanted is None else len(wanted),
-        wanted=wanted,
+        num_logits=len(tokens) if output_indices is None else len(output_indices),
+        output_indices=output_indices,
         host=RowArrays(lines, starts, ends, lengths),
     )
 

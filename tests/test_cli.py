@@ -126,7 +126,7 @@ def test_dead_engine_is_one_line(monkeypatch, capsys, small_bandwidth_probe):
         raise ValueError("the device is on fire")
 
     monkeypatch.setattr(calibration, "calibrate_token_budget", lambda time_step: 64)
-    monkeypatch.setattr(calibration, "min_run_ahead_tokens", lambda time_step, most, known: None)
+    monkeypatch.setattr(calibration, "find_min_async_tokens", lambda time_step, most, known: None)
     monkeypatch.setattr(ModelRunner, "launch", launch)
     assert main(["bench", *QUICK]) == 1
     died = "asyncllm: the engine died: ValueError: the device is on fire\n"

@@ -116,7 +116,7 @@ class CappedAttention:
         ends = range(step.num_rows + 1)
         if step.host is not None:
             ends = step.host.query_start_loc.tolist()
-        tables, lengths = step.tables(group).long(), step.seq_lens.tolist()
+        tables, lengths = step.row_block_tables(group).long(), step.seq_lens.tolist()
         return list(zip(map(slice, ends, ends[1:]), tables, lengths, strict=True)), window
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Any) -> Tensor:

@@ -18,7 +18,7 @@ from asyncllm.gpu.execution_mode import (
     execution_mode_for,
     graph_batch_sizes,
 )
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, StepPart
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
@@ -136,7 +136,7 @@ def test_captures_before_first_step(graphs, buckets, tokens):
     made = runner.graphs.capture_stats + (segments.graphs.capture_stats if segments else [])
     assert [record.key for record in made] == [
         *(GraphKey(bucket) for bucket in buckets),
-        *(GraphKey(count, GraphPart.BODY) for count in tokens),
+        *(GraphKey(count, StepPart.ALL_BUT_LAST_LAYER) for count in tokens),
     ]
 
 

@@ -238,7 +238,7 @@ def test_slices_go_through_the_buffers_of_a_gpu(plain, tmp_path, monkeypatch, na
     model = ModelConfig.from_directory(repack(plain, tmp_path, CASES[name]))
     expected = dict(load_weights(model, torch.bfloat16, CPU))
     staging = CountingUploader(CPU, chunk_bytes=1000, pin=False)
-    found = dict(load_weights(model, torch.bfloat16, CPU, staging=staging))
+    found = dict(load_weights(model, torch.bfloat16, CPU, uploader=staging))
     assert list(found) == list(expected)
     assert all(torch.equal(found[n], tensor) for n, tensor in expected.items())
     assert staging.count > 100

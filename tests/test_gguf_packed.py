@@ -30,7 +30,7 @@ from asyncllm.gpu.ops.experts import ExpertsWeights
 from asyncllm.gpu.ops.linear_weights import GGUF_BLOCK_SIZES, LinearWeights, join_weights
 from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.native_weights import native_type_code, pack_new_weights
-from asyncllm.gpu.packed.packed_file import PackedFile, RecordingPanelSource, write_packed_file
+from asyncllm.gpu.packed.packed_file import PackedFile, PackedWeightRecorder, write_packed_file
 from asyncllm.gpu.weights import load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, Sequence
@@ -301,7 +301,7 @@ def test_the_file_of_packed_weights_has_the_same_bits(load_case, tmp_path, name)
     config, recorded, fresh = ModelConfig.from_directory(case.path), [], {}
     for key, each in load_weights(config, torch.float32, CPU, accepts_weights=accepts):
         if isinstance(each, LinearWeights):
-            recorder = RecordingPanelSource()
+            recorder = PackedWeightRecorder()
             layer = NativeOps(own).make_linear(dataclasses.replace(each, panels=recorder))
             recorded.append((key, recorder))
             fresh[key] = layer, each.spec

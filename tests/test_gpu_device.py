@@ -54,7 +54,7 @@ def test_measuring_leaves_the_hosts_peak_statistics():
         free_at_start=free,
         weights_bytes=0,
         profile_run=lambda: torch.ones(32 * MIB, dtype=torch.uint8, device=GPU)[0].item(),
-        graph_reserve=0,
+        graph_reserve_bytes=0,
         min_bytes=1,
     )
     assert torch.cuda.max_memory_allocated(GPU) == held

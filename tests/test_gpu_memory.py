@@ -24,7 +24,7 @@ from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu import build, cache_sizing, decoder_loading, memory, model_runner
 from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.cache_sizing import KVCacheSize, min_cache_bytes, size_cache
-from asyncllm.gpu.execution_mode import graph_reserve
+from asyncllm.gpu.execution_mode import graph_reserve_bytes
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
 from asyncllm.gpu.kv_cache import block_bytes
 from asyncllm.gpu.memory import (
@@ -132,7 +132,7 @@ def on_gpu(gpu: SimulatedGPU, call: Callable[..., Any], *args: Any) -> Any:
 def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | None = None, **kw):
     """As a start does: look, load, measure."""
     config = config or EngineConfig()
-    settings = {"graph_reserve": 0, "captured_step_fraction": 0.0, "min_bytes": 1} | kw
+    settings = {"graph_reserve_bytes": 0, "captured_step_fraction": 0.0, "min_bytes": 1} | kw
     with mock.patch.object(memory, "GPU_MEMORY_PROBE", gpu):
         free_at_start = check_weights_fit(config, GPU, weights)
         gpu.engine += weights
@@ -148,7 +148,7 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
 
 
 @pytest.mark.parametrize(
-    ("gpu", "step", "graph_reserve", "left"),
+    ("gpu", "step", "graph_reserve_bytes", "left"),
     [
         # 0.9 of 80 GiB is 72, and 72 - 16 - 3 - 1 = 52.
         ({}, 3 * GIB, GIB, 52 * GIB),
@@ -164,9 +164,12 @@ def size(gpu: SimulatedGPU, *, weights: int, step: Any, config: EngineConfig | N
         ({"taken": 50 * GIB}, 3 * GIB, 0, 11 * GIB),
     ],
 )
-def test_cache_gets_the_remaining_memory(gpu, step, graph_reserve, left):
+def test_cache_gets_the_remaining_memory(gpu, step, graph_reserve_bytes, left):
     simulated = SimulatedGPU(**gpu)
-    assert size(simulated, weights=16 * GIB, step=step, graph_reserve=graph_reserve) == left
+    assert (
+        size(simulated, weights=16 * GIB, step=step, graph_reserve_bytes=graph_reserve_bytes)
+        == left
+    )
     assert simulated.pooled == 0
     asked = ["empty_cache", "info"]
     assert simulated.log == [*asked, "empty_cache", "pool", "closed", *asked]
@@ -207,7 +210,7 @@ def test_the_default_cache_leaves_the_application_its_half(
     limits = {
         "max_num_seqs": max_num_seqs,
         "step_tokens": 8,
-        "available": available * block_bytes(groups, torch.bfloat16),
+        "available_bytes": available * block_bytes(groups, torch.bfloat16),
     }
     whole = size_cache(
         EngineConfig(max_model_len=max_model_len), MODEL, groups, torch.bfloat16, **limits
@@ -227,7 +230,12 @@ def test_cache_too_small_for_a_sequence_names_numbers_and_share():
     config = EngineConfig(gpu_memory_utilization=0.25)
     with pytest.raises(KVCacheTooSmallError) as caught:
         size(
-            gpu, weights=16 * GIB, step=3 * GIB, config=config, min_bytes=2 * GIB, graph_reserve=MIB
+            gpu,
+            weights=16 * GIB,
+            step=3 * GIB,
+            config=config,
+            min_bytes=2 * GIB,
+            graph_reserve_bytes=MIB,
         )
     message = str(caught.value)
     numbers = (80 * GIB, 20 * GIB, 16 * GIB, 3 * GIB, MIB, 2 * GIB, GIB - 2 * MIB, 64 * GIB)
@@ -326,10 +334,10 @@ def test_the_least_cache_has_the_null_block_and_one_sequence(asked, blocks, laye
     least = min_cache_bytes(config, groups, torch.bfloat16, 8)
     assert least == (blocks * len(layers) + 1) * block_bytes(groups, torch.bfloat16)
     sized, limits = (groups, torch.bfloat16), {"max_num_seqs": 4, "step_tokens": 8}
-    found = size_cache(config, MODEL, *sized, **limits, available=least)
+    found = size_cache(config, MODEL, *sized, **limits, available_bytes=least)
     assert found.max_model_len == (asked or 16)
     with pytest.raises(KVCacheTooSmallError):
-        size_cache(config, MODEL, *sized, **limits, available=least - 1)
+        size_cache(config, MODEL, *sized, **limits, available_bytes=least - 1)
 
 
 def test_configured_values_are_not_measured(monkeypatch):
@@ -353,7 +361,7 @@ def chosen(decoder: Decoder, states: StateCache | None = None, **fields) -> KVCa
         kv_groups(MODEL, 16),
         states,
         free_at_start=10,
-        graphs=(1, 2),
+        graph_batch_sizes=(1, 2),
         token_budget=64,
         max_num_seqs=4,
     )
@@ -391,14 +399,14 @@ class RecordingAttention(TorchAttention):
         self.calls = 0
 
     def plan(self, step, window, group):
-        rows, own, table = step.host, step.groups[group], step.tables(group)
+        rows, own, table = step.host, step.groups[group], step.row_block_tables(group)
         self.steps.append(
             (
                 step.num_decodes,
                 np.diff(rows.query_start_loc).tolist(),
                 rows.seq_lens.tolist(),
                 table.shape,
-                None if step.wanted is None else len(step.wanted),
+                None if step.output_indices is None else len(step.output_indices),
             )
         )
         assert step.num_tokens == rows.query_start_loc[-1] == len(step.positions)
@@ -514,7 +522,7 @@ def test_sizing_measures_the_schedulers_step(monkeypatch, has_states, graphs):
     assert passed == {
         "free_at_start": 10,
         "weights_bytes": decoder_loading.weights_bytes(MODEL, torch.bfloat16) + 80 * has_states,
-        "graph_reserve": graph_reserve((1, 2), 4, MODEL.vocab_size, 2),
+        "graph_reserve_bytes": graph_reserve_bytes((1, 2), 4, MODEL.vocab_size, 2),
         # Of 64 tokens, the largest captured mixed step has all.
         "captured_step_fraction": float(graphs == "auto"),
         "min_bytes": 8 * block_bytes(kv_groups(MODEL, 16), torch.bfloat16),

@@ -13,7 +13,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.gpu.batch.grammar_masks import mask_logits, num_mask_words
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, StepPart
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.sampling_params import SamplingParams
@@ -89,8 +89,8 @@ def test_masks_on_the_static_step(decoder, kinds):
     graphs = runner.graphs
     assert graphs is not None
     captured = {record.key for record in graphs.capture_stats}
-    assert GraphKey(8, GraphPart.FORWARD) in captured
-    assert GraphKey(8, GraphPart.SAMPLE, SamplingStages.MASKS) in captured
+    assert GraphKey(8, StepPart.FORWARD) in captured
+    assert GraphKey(8, StepPart.SAMPLE, SamplingStages.MASKS) in captured
     for trace in capturer.traces:
         assert not {op for op in trace.ops if op.startswith(("aten._local_scalar", "aten.nonzero"))}
 

@@ -19,7 +19,7 @@ from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.graph import streams as graph_streams
 from asyncllm.gpu.graph.capturer import CudaGraphCapturer
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, StepGraphs, StepPart
 from asyncllm.gpu.graph.streams import CudaStream, CudaStreamPool
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -141,21 +141,21 @@ def test_the_largest_graph_of_a_kind_is_captured_first(captures):
 
     graphs = StepGraphs(run, CudaGraphCapturer(DEVICE), (1, 4))
     graphs.run(GraphKey(1))
-    graphs.run(GraphKey(1, GraphPart.FORWARD))
-    graphs.run(GraphKey(1, GraphPart.SAMPLE, SamplingStages.PENALTIES))
-    graphs.run(GraphKey(1, GraphPart.SAMPLE, SamplingStages.PENALTIES))
+    graphs.run(GraphKey(1, StepPart.FORWARD))
+    graphs.run(GraphKey(1, StepPart.SAMPLE, SamplingStages.PENALTIES))
+    graphs.run(GraphKey(1, StepPart.SAMPLE, SamplingStages.PENALTIES))
     assert [record.key for record in graphs.capture_stats] == [
         GraphKey(4),
-        GraphKey(4, GraphPart.FORWARD),
-        GraphKey(4, GraphPart.SAMPLE, SamplingStages.PENALTIES),
-        GraphKey(1, GraphPart.SAMPLE, SamplingStages.PENALTIES),
+        GraphKey(4, StepPart.FORWARD),
+        GraphKey(4, StepPart.SAMPLE, SamplingStages.PENALTIES),
+        GraphKey(1, StepPart.SAMPLE, SamplingStages.PENALTIES),
     ]
     captures.fails = EMBEDDING
     runs.clear()
     for _ in range(2):
-        graphs.run(GraphKey(1, GraphPart.SAMPLE, SamplingStages.TOKEN_CONSTRAINTS))
+        graphs.run(GraphKey(1, StepPart.SAMPLE, SamplingStages.TOKEN_CONSTRAINTS))
     assert runs == [
-        GraphKey(rows, GraphPart.SAMPLE, SamplingStages.TOKEN_CONSTRAINTS) for rows in (4, 1)
+        GraphKey(rows, StepPart.SAMPLE, SamplingStages.TOKEN_CONSTRAINTS) for rows in (4, 1)
     ]
 
 
@@ -268,7 +268,7 @@ def streams(monkeypatch) -> list[Any]:
 
 
 def test_streams_have_high_priority(streams):
-    with CudaStream(DEVICE).side_context():
+    with CudaStream(DEVICE).use_side_stream():
         pass
     assert [stream.priority for stream in streams] == [-1, -1]
 
@@ -278,7 +278,7 @@ def test_an_engine_takes_the_streams_of_one_that_closed(streams):
     other = torch.device("cuda", 1)
     for device in (DEVICE, DEVICE, other, DEVICE):
         stream = CudaStream(device)
-        with stream.side_context():
+        with stream.use_side_stream():
             pass
         stream.give_back()
     assert [stream.device for stream in streams] == [DEVICE, DEVICE, other, other]

@@ -107,10 +107,10 @@ def test_prepare_matches_a_plain_loop(data):
     assert step.positions.tolist() == positions
     assert step.groups[0].slot_mapping.tolist() == mapping
     assert step.num_logits == len(last)
-    if step.wanted is None:
+    if step.output_indices is None:
         assert last == list(range(len(ids)))
     else:
-        assert step.wanted.tolist() == last
+        assert step.output_indices.tolist() == last
     assert rows_of(step).query_start_loc.tolist() == [0, *np.cumsum(batch.counts).tolist()]
     assert rows_of(step).seq_lens.tolist() == [
         s + c for s, c in zip(batch.starts, batch.counts, strict=True)
@@ -119,7 +119,7 @@ def test_prepare_matches_a_plain_loop(data):
         blocks = held[req_index]
         assert blocks_of(step, row)[: len(blocks)].tolist() == blocks
         used = -(-int(step.seq_lens[row]) // block_size)
-        assert step.tables(0)[row, :used].tolist() == blocks[:used]
+        assert step.row_block_tables(0)[row, :used].tolist() == blocks[:used]
 
 
 def test_released_slots_start_anew_and_blocks_are_appended():

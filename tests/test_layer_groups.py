@@ -189,7 +189,7 @@ def sized(config, step_tokens=6, available=0):
         torch.float32,
         max_num_seqs=2,
         step_tokens=step_tokens,
-        available=available,
+        available_bytes=available,
     )
 
 

@@ -19,7 +19,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     TopLogprobs,
 )
 from asyncllm.gpu.batch.sampling_table import LOGITS_PROCESSING_PARAMS
-from asyncllm.gpu.execution_mode import ESTIMATED_GRAPH_BYTES, graph_reserve
+from asyncllm.gpu.execution_mode import ESTIMATED_GRAPH_BYTES, graph_reserve_bytes
 from asyncllm.gpu.ops import logits as logits_ops
 from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
@@ -129,8 +129,8 @@ def test_memory_beside_the_largest_step():
     assert LogitsTables.num_bytes(ROWS, VOCAB) == num_bytes
     masks = 4 * ROWS * num_mask_words(VOCAB)
     sampling = 2 * logits_ops.logits_processing_bytes(ROWS, VOCAB) + num_bytes + masks
-    assert graph_reserve((), ROWS, VOCAB, 2) == sampling + 2 * ROWS * VOCAB
+    assert graph_reserve_bytes((), ROWS, VOCAB, 2) == sampling + 2 * ROWS * VOCAB
     assert (
-        graph_reserve((1, 2), ROWS, VOCAB, 4)
+        graph_reserve_bytes((1, 2), ROWS, VOCAB, 4)
         == sampling + 4 * ROWS * VOCAB + 2 * ESTIMATED_GRAPH_BYTES
     )

@@ -19,7 +19,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.calibration import (
     GPU_STEP_TARGET_SECONDS,
     calibrate_token_budget,
-    min_run_ahead_tokens,
+    find_min_async_tokens,
 )
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.ops.registry import NativeOpsChoice
@@ -325,10 +325,10 @@ def test_slow_model_is_timed_with_few_tokens(fixed, per_token, sizes):
 
 def test_step_timed_for_budget_is_reused_for_depth():
     times = iter([0.004, 0.004, 0.004])
-    assert min_run_ahead_tokens(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
+    assert find_min_async_tokens(lambda _: next(times), 64, {1: 0.5, 8: 0.001}) == 8
     assert next(times, None) is None
-    assert min_run_ahead_tokens(lambda _: pytest.fail("not to be run"), 64, {8: 0.011}) is None
-    assert min_run_ahead_tokens(lambda count: 0.02 * count, 4, {8: 0.001}) is None
+    assert find_min_async_tokens(lambda _: pytest.fail("not to be run"), 64, {8: 0.011}) is None
+    assert find_min_async_tokens(lambda count: 0.02 * count, 4, {8: 0.001}) is None
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_depth_is_two_where_full_step_takes_ten_milliseconds(seconds, found, cal
         sizes.append(count)
         return next(times)
 
-    assert min_run_ahead_tokens(time_step, 64, {}) == found
+    assert find_min_async_tokens(time_step, 64, {}) == found
     assert sizes == calls
 
 

@@ -397,7 +397,9 @@ def test_units_leave_nothing_for_the_linker_to_mix(tmp_path):
 
 def build_fuzz(folder: Path, command: list[str], machine: str, flags: list[str]) -> Path:
     library, program = folder / "libops.so", folder / "fuzz"
-    build(library, compiler=command, machine=machine, only=[ISAS[0], "neon"], flags=flags)
+    build(
+        library, compiler=command, machine=machine, only_isas=[ISAS[0], "neon"], extra_flags=flags
+    )
     link(program, library, command, flags)
     return program
 

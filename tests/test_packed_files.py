@@ -40,15 +40,15 @@ from asyncllm.gpu.ops.native_weights import (
 )
 from asyncllm.gpu.packed import packed_folder, packed_store
 from asyncllm.gpu.packed.packed_file import (
-    ALIGNMENT,
+    TENSOR_ALIGNMENT_BYTES,
     PackedFile,
     PackedFileError,
-    RecordingPanelSource,
+    PackedWeightRecorder,
     write_packed_file,
 )
 from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
 from asyncllm.gpu.packed.packed_store import PackedStore, cache_folder
-from asyncllm.native.context import Context, PackedWeights
+from asyncllm.native.context import NativeContext, PackedWeights
 from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.driver import Driver
 from tests.families import make
@@ -122,7 +122,7 @@ def bytes_at(address: int, count: int) -> bytes:
 # --- what is in a file -----------------------------------------------------------------
 
 
-def forms(own: Context) -> dict[str, LinearWeights]:
+def forms(own: NativeContext) -> dict[str, LinearWeights]:
     """Weights of every form, with sizes that fill no panel."""
     random = torch.Generator().manual_seed(0)
     values = torch.randn(150, 200, generator=random)
@@ -150,8 +150,8 @@ def forms(own: Context) -> dict[str, LinearWeights]:
 
 def write(
     path: Path,
-    own: Context,
-    tensors: list[tuple[str, Tensor | RecordingPanelSource]],
+    own: NativeContext,
+    tensors: list[tuple[str, Tensor | PackedWeightRecorder]],
     key: Any = "key",
 ) -> Path:
     with path.open("w+b") as file:
@@ -166,7 +166,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
     own = context(2, isa)
     found, recorded = {}, []
     for name, weights in forms(own).items():
-        recorder = RecordingPanelSource()
+        recorder = PackedWeightRecorder()
         found[name] = recorder.pack(own, weights)
         recorded.append((name, recorder))
     norm = torch.arange(11, dtype=torch.bfloat16)
@@ -189,7 +189,7 @@ def test_a_file_has_the_bytes_of_fresh_packing(tmp_path, isa):
         linear = NativeLinear(own, replace(stored, bias=weights.bias))
         one, two = fresh.weights, linear.weights
         assert one.num_bytes == two.num_bytes
-        assert two.address % ALIGNMENT == 0
+        assert two.address % TENSOR_ALIGNMENT_BYTES == 0
         assert file.address <= two.address < file.address + file.size
         # Again, by weights that no recorder has seen.
         assert bytes_at(one.address, one.num_bytes) == bytes_at(two.address, two.num_bytes)
@@ -218,7 +218,7 @@ def test_layout_version_matches_packed_bytes(isa):
 
 def test_weights_outlive_the_name_of_their_file(tmp_path):
     """The mapping belongs to what reads it: neither unlinking nor the file object's end matter."""
-    own, recorder = context(), RecordingPanelSource()
+    own, recorder = context(), PackedWeightRecorder()
     weights = LinearWeights(torch.randn(64, 64))
     fresh = recorder.pack(own, weights)
     path = write(tmp_path / "file", own, [("w", recorder), ("norm", torch.ones(3))])
@@ -424,7 +424,7 @@ def test_settings_have_bounds(given, message):
 # --- whose weights a file has ----------------------------------------------------------
 
 
-def store_of(path: Path, folder: Path, own: Context, **others: Any) -> PackedStore:
+def store_of(path: Path, folder: Path, own: NativeContext, **others: Any) -> PackedStore:
     config = settings(folder, **others)
     dtype = getattr(torch, config.dtype)
     return PackedStore(config, ModelConfig.from_directory(path), own, dtype)
@@ -444,7 +444,7 @@ def test_a_name_tells_forms_layouts_and_versions_apart(plain, folder, monkeypatc
     add(quantization="int8")
     add(quantization="int4")
     with monkeypatch.context() as patch:
-        patch.setattr(Context, "weights_layout", property(lambda self: f"{self.isa}-2"))
+        patch.setattr(NativeContext, "weights_layout", property(lambda self: f"{self.isa}-2"))
         add()
     for name in ("VERSION", "FORMAT_VERSION"):
         with monkeypatch.context() as patch:
@@ -650,7 +650,7 @@ def test_file_appears_after_it_is_on_disk(tmp_path, monkeypatch):
     folder, own = PackedFolder(tmp_path / "folder", 10**9), context()
     folder.make()
     path, seen = folder.path / f"x{PACKED_FILE_SUFFIX}", []
-    recorder = RecordingPanelSource()
+    recorder = PackedWeightRecorder()
     recorder.pack(own, LinearWeights(torch.randn(64, 64)))
 
     def look(name: str) -> Any:
@@ -742,7 +742,7 @@ def test_shared_verifies_a_file_once_for_each_boot(plain, folder, monkeypatch):
     verified: list[Path] = []
     original = PackedFile.verify
 
-    def verify(self: PackedFile, own: Context) -> None:
+    def verify(self: PackedFile, own: NativeContext) -> None:
         verified.append(self.path)
         original(self, own)
 
@@ -765,10 +765,10 @@ def test_shared_verifies_a_file_once_for_each_boot(plain, folder, monkeypatch):
 PRIVATE = """
 import sys, pathlib, re
 from asyncllm.gpu.packed.packed_file import PackedFile
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.shared_library import Library
 file = PackedFile(pathlib.Path(sys.argv[1]), {int(sys.argv[2])})
-file.verify(Context(Library(), 1))
+file.verify(NativeContext(Library(), 1))
 kept = list(file.weights())
 maps = pathlib.Path("/proc/self/smaps").read_text()
 head = r"^[0-9a-f-]+ \\S+ \\S+ \\S+ \\S+ +" + re.escape(sys.argv[1])
@@ -803,7 +803,7 @@ def test_a_calibration_is_kept_for_its_settings(plain, folder, monkeypatch):
         return 0.001 * count
 
     monkeypatch.setattr(calibration, "time_prefill", time_prefill)
-    monkeypatch.setattr(calibration, "seconds_without_core", lambda: 0.0)
+    monkeypatch.setattr(calibration, "cpu_wait_seconds", lambda: 0.0)
     model = ModelConfig.from_directory(plain)
 
     def budget(**others: Any) -> int:
@@ -826,16 +826,16 @@ def test_a_calibration_is_kept_for_its_settings(plain, folder, monkeypatch):
     assert budget(max_num_seqs=3) == 192
     assert timed
     (kept, _) = sorted(folder.glob("*.calibration-*.json"), key=lambda path: path.stat().st_mtime)
-    kept.write_text('{"token_budget": 96, "tokens_ahead": null}')
+    kept.write_text('{"token_budget": 96, "min_async_tokens": null}')
     assert budget() == 96
-    for broken in ("", "[]", '{"token_budget": 96}', '{"token_budget": -1, "tokens_ahead": 1}',
-                   '{"token_budget": true, "tokens_ahead": 1}'):  # fmt: skip
+    for broken in ("", "[]", '{"token_budget": 96}', '{"token_budget": -1, "min_async_tokens": 1}',
+                   '{"token_budget": true, "min_async_tokens": 1}'):  # fmt: skip
         kept.write_text(broken)
         assert budget() == 192, broken
     kept.unlink()
     # The calibration of a machine that was busy.
     waits = iter(range(1000))
-    monkeypatch.setattr(calibration, "seconds_without_core", lambda: next(waits))
+    monkeypatch.setattr(calibration, "cpu_wait_seconds", lambda: next(waits))
     assert budget() == 192
     assert not kept.exists()
 
@@ -967,5 +967,10 @@ def test_non_files_do_not_stop_the_others(folder):
 
 @pytest.mark.parametrize("budget", [10**12, int("9" * 30), 2049])
 def test_a_calibration_beyond_its_range_is_a_miss(budget):
-    assert calibration.Calibration.from_json({"token_budget": budget, "tokens_ahead": 1}) is None
-    assert calibration.Calibration.from_json({"token_budget": 64, "tokens_ahead": None}) is not None
+    assert (
+        calibration.Calibration.from_json({"token_budget": budget, "min_async_tokens": 1}) is None
+    )
+    assert (
+        calibration.Calibration.from_json({"token_budget": 64, "min_async_tokens": None})
+        is not None
+    )

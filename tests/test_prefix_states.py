@@ -17,7 +17,7 @@ from asyncllm.core.scheduler import Scheduler
 from asyncllm.core.state_snapshots import StateSnapshots
 from asyncllm.errors import EngineError
 from asyncllm.gpu import memory
-from asyncllm.gpu.cache_sizing import choose_num_snapshots
+from asyncllm.gpu.cache_sizing import choose_num_state_snapshots
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
 from asyncllm.gpu.graph.graph_replay import GraphPlan
 from asyncllm.gpu.graph.step_queue import StepQueue
@@ -246,7 +246,7 @@ def test_states_are_copied_between_slots_and_snapshots():
 def test_step_with_state_copies_does_not_run_ahead():
     """The native library's thread would run the next step before the host has saved them."""
     queue = StepQueue.__new__(StepQueue)
-    queue.min_tokens = 1
+    queue.min_step_tokens = 1
     for copies in (dict(), dict(masked_rows=[0])):
         batch = StepBatch(0, [0], [0], [5], [True], num_tokens=5, **copies)
         assert queue.can_begin_early(LaunchedStep(batch), ()) is True
@@ -283,7 +283,7 @@ class Probe(MemoryProbe):
 def chosen(device: str, free: int, total: int = 10**9, **settings: Any) -> int:
     config = EngineConfig(**settings)
     with mock.patch.object(memory, "GPU_MEMORY_PROBE", Probe(free, total)):
-        return choose_num_snapshots(config, torch.device(device), 4, 1000)
+        return choose_num_state_snapshots(config, torch.device(device), 4, 1000)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -316,7 +316,7 @@ def test_gpu_memory_share_bounds_snapshots():
 
 def test_a_large_memory_of_a_cpu_is_not_taken(monkeypatch):
     monkeypatch.setattr("asyncllm.gpu.memory.available_memory", lambda: 2**40)
-    found = choose_num_snapshots(EngineConfig(), CPU, 64, 50 * 2**20)
+    found = choose_num_state_snapshots(EngineConfig(), CPU, 64, 50 * 2**20)
     assert found == 20  # in 1 GiB
 
 

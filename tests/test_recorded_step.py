@@ -28,7 +28,7 @@ from asyncllm.gpu.ops.native_ops import NativeOps
 from asyncllm.gpu.ops.quantise import QUANTISERS
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_activation_bytes
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.sampling_params import SamplingParams
 from tests.driver import GREEDY, Driver, outputs_of, state_of
 from tests.dummy_runner import MODEL as LLAMA
@@ -54,7 +54,7 @@ MODELS = {
 }
 
 
-def context_of(decoder: Decoder) -> Context:
+def context_of(decoder: Decoder) -> NativeContext:
     assert isinstance(decoder.ops, NativeOps)
     return decoder.ops.context
 
@@ -205,7 +205,7 @@ def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
             RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6, 6\]: shapes"
         ):
             recorded.program.run(1, 3, *sizes)
-    given["counts"][:1], given["wanted"][:1] = 3, 3
+    given["counts"][:1], given["output_indices"][:1] = 3, 3
     with pytest.raises(RuntimeError, match=r"op \d+, select: a slot, block or position"):
         recorded.program.run(1, 3, 1, 1, 0)
 

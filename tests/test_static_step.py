@@ -28,8 +28,8 @@ from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits, StepSizes
 from asyncllm.gpu.graph.cuda_graphs import (
     GraphCapturer,
     GraphKey,
-    GraphPart,
     StepGraphs,
+    StepPart,
     default_batch_sizes,
 )
 from asyncllm.gpu.model_runner import ModelRunner
@@ -211,7 +211,7 @@ def test_host_steps_give_the_same_tokens(llama: Decoder) -> None:
     segments = replay_of(runner).piecewise
     assert segments is not None
     captured = replay_of(runner).graphs.capture_stats + segments.graphs.capture_stats
-    assert {record.key.part for record in captured} == {*GraphPart}
+    assert {record.key.part for record in captured} == {*StepPart}
 
 
 def test_stages_of_sampling_run_ahead(llama: Decoder) -> None:
@@ -420,7 +420,7 @@ def test_traced_tensors_are_persistent(decoder: Decoder) -> None:
         ]
     )
     parts = {record.key.part for record in replay_of(runner).graphs.capture_stats}
-    assert parts >= {GraphPart.FORWARD, GraphPart.SAMPLE}
+    assert parts >= {StepPart.FORWARD, StepPart.SAMPLE}
     for trace in capturer.traces:
         assert len(trace.constants) > 8
         assert storages(trace.constants) <= allowed
@@ -443,7 +443,7 @@ def test_a_bucket_is_the_smallest_that_fits() -> None:
 def test_a_graph_is_recorded_once_per_key() -> None:
     runs: list[GraphKey] = []
     graphs = StepGraphs(runs.append, GraphCapturer(), (2, 4))
-    half, masked = GraphPart.FORWARD, (GraphPart.SAMPLE, SamplingStages.MASKS)
+    half, masked = StepPart.FORWARD, (StepPart.SAMPLE, SamplingStages.MASKS)
     for rows, key in ((1, ()), (2, ()), (2, (half,)), (3, ()), (5, ()), (2, masked), (1, ())):
         graphs.run(GraphKey(rows, *key))
     whole, small = GraphKey(4), GraphKey(2)
@@ -531,7 +531,7 @@ def test_host_buffers_see_every_sampling_parameter_change() -> None:
         params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number).resolve(
             {"presence_penalty": number / 9}, {}, lambda: 0
         )
-        state.assign(SlotAssignment(number % 2, "r", [1], 1, ([1],), params))
+        state.assign_request(SlotAssignment(number % 2, "r", [1], 1, ([1],), params))
         for _ in range(uses):
             buffer = next(buffers)
             buffer.set_scalar_params(state)

@@ -50,7 +50,7 @@ HOST = {
 
 def ahead(decoder: Decoder, num_tokens: int = 1) -> ModelRunner:
     runner = make_runner(decoder)
-    runner.enable_run_ahead(num_tokens)
+    runner.enable_async_scheduling(num_tokens)
     return runner
 
 

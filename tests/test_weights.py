@@ -443,7 +443,7 @@ def staged(
     config: ModelConfig, dtype: torch.dtype, chunk_bytes: int, *report: Any
 ) -> tuple[dict, LateUploader]:
     staging = LateUploader(chunk_bytes=chunk_bytes)
-    return dict(load_weights(config, dtype, CPU, *report or [None], staging=staging)), staging
+    return dict(load_weights(config, dtype, CPU, *report or [None], uploader=staging)), staging
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096, 2**20])
@@ -482,7 +482,7 @@ def test_staging_takes_its_buffers_and_no_more(source, dtype, buffers):
     with LiveBytes() as live:
         staging = LateUploader(chunk_bytes=chunk)
         loaded = []
-        for _, tensor in load_weights(source, dtype, CPU, staging=staging):
+        for _, tensor in load_weights(source, dtype, CPU, uploader=staging):
             loaded.append(tensor)
         staging.started.clear()
         parameters = sum(tensor.nbytes for tensor in loaded)
@@ -504,7 +504,9 @@ def test_lent_weights_share_a_buffer_or_are_the_file(source, dtype):
     kept: list[torch.Tensor] = []
     most = 0
     with LiveBytes() as live:
-        loaded = load_weights(source, dtype, CPU, lambda *now: calls[1].append(now), transient=True)
+        loaded = load_weights(
+            source, dtype, CPU, lambda *now: calls[1].append(now), is_transient=True
+        )
         for name, tensor in loaded:
             assert torch.equal(tensor, expected[name]), name
             if tensor.dim() == 1 or name == "embed.weight":
@@ -529,7 +531,7 @@ def test_two_files_of_a_checkpoint_are_mapped_at_once(copy):
     shard(load_file(path), copy.path, 7)
     path.unlink()
     most = 0
-    for name, tensor in load_weights(copy, torch.float32, CPU, transient=True):
+    for name, tensor in load_weights(copy, torch.float32, CPU, is_transient=True):
         assert torch.equal(tensor, expected[name])
         maps = Path("/proc/self/maps").read_text()
         most = max(most, sum(f"{copy.path}/part{n}.safetensors" in maps for n in range(7)))

@@ -107,7 +107,7 @@ def test_arm_has_the_bits_of_gccs(tmp_path: Path) -> None:
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not installed")
     gcc, library, program = ["aarch64-linux-gnu-g++"], tmp_path / "libops.so", tmp_path / "fuzz"
-    build(library, compiler=gcc, machine="aarch64", flags=["-O1"])
+    build(library, compiler=gcc, machine="aarch64", extra_flags=["-O1"])
     link(program, library, gcc, ["-O1"])
     emulator = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
     expected = {isa: run_fuzz(program, 1, 2, isa, *emulator) for isa in ("neon", "baseline")}
@@ -137,7 +137,7 @@ def test_two_builds_have_the_same_bytes(made: Path, tmp_path: Path, monkeypatch)
 def test_threads_of_other_systems(tmp_path: Path) -> None:
     """macOS' part of ``system.h``, which is POSIX's alone, compiled here and run by the fuzz."""
     library, program = tmp_path / "libops.so", tmp_path / "fuzz"
-    build(library, compiler=compiler(), only=(), flags=["-O1", "-U__linux__"])
+    build(library, compiler=compiler(), only_isas=(), extra_flags=["-O1", "-U__linux__"])
     names = subprocess.run(["nm", "-D", library], capture_output=True, text=True, check=True).stdout
     assert "pthread_cond_wait" in names
     assert "syscall" not in names

@@ -14,7 +14,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import EngineError
 from asyncllm.gpu.cache_sizing import choose_cache_size, largest_token_budget, make_state_cache
-from asyncllm.gpu.calibration import calibrate, calibrate_once
+from asyncllm.gpu.calibration import calibrate_scheduler, load_or_calibrate
 from asyncllm.gpu.decoder_loading import load_decoder
 from asyncllm.gpu.devices import resolve_device, set_current_device
 from asyncllm.gpu.execution_mode import (
@@ -29,7 +29,7 @@ from asyncllm.gpu.memory import release_cached_memory
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import is_small_model
 from asyncllm.gpu.sample.batched_processors import make_processors
-from asyncllm.gpu.sample.logprobs import DEFAULT_BUFFERED_LOGPROBS
+from asyncllm.gpu.sample.logprobs import DEFAULT_NUM_BUFFERED_LOGPROBS
 from asyncllm.gpu.state_cache import slot_bytes
 from asyncllm.gpu.threads import set_thread_count
 from asyncllm.gpu.transformers_model.config import TransformersConfig
@@ -92,7 +92,7 @@ def pack_model(
     """
     device = resolve_device(config.device)
     threads = resolve_threads(config.num_threads, model, device)
-    *_, store = load_decoder(config, model, device, threads, progress, next_to_model=True)
+    *_, store = load_decoder(config, model, device, threads, progress, in_model_folder=True)
     if isinstance(store, str):
         raise EngineError(f"{model.path}: {store}")
     try:
@@ -123,7 +123,7 @@ def _load_runner(
         groups,
         states,
         free_at_start=free_at_start,
-        graphs=graphs,
+        graph_batch_sizes=graphs,
         token_budget=token_budget,
         max_num_seqs=max_num_seqs,
     )
@@ -158,7 +158,7 @@ def _load_runner(
         num_threads=1 if decoder.ops.name == "native" else num_threads,
         stream=mode.stream,
         graphs=step_graphs,
-        num_logprobs=most if most >= 0 else DEFAULT_BUFFERED_LOGPROBS,
+        num_logprobs=most if most >= 0 else DEFAULT_NUM_BUFFERED_LOGPROBS,
         logits_processors=processors,
         packed=store,
     )
@@ -169,9 +169,9 @@ def _load_runner(
     # Calibrate after the CUDA graphs are captured: a capture needs buffers full of padding, and
     # calibration steps leave rows in the buffers.
     if isinstance(store, str):
-        calibrate(runner, config, mode)
+        calibrate_scheduler(runner, config, mode)
     else:
-        store.write_in_background(calibrate_once(runner, config, mode, store))
+        store.write_in_background(load_or_calibrate(runner, config, mode, store))
     logger.info("steps run as %s", runner.execution)
     return runner
 

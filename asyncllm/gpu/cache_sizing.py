@@ -13,7 +13,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.config import EngineConfig
 from asyncllm.errors import EngineError, KVCacheTooSmallError
 from asyncllm.gpu.decoder_loading import model_bytes
-from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve, graph_token_counts
+from asyncllm.gpu.execution_mode import ExecutionMode, graph_reserve_bytes, graph_token_counts
 from asyncllm.gpu.kv_cache import KVGroup, block_bytes
 from asyncllm.gpu.memory import (
     available_memory,
@@ -35,16 +35,16 @@ SNAPSHOTS_PER_SEQ = 4
 """Snapshots of recurrent states per running request: one each for its shared prefix, its prompt and
 its output, and one for an ended request whose conversation may continue."""
 
-SNAPSHOT_MEMORY_DIVISOR = 8
+SNAPSHOT_FREE_MEMORY_DIVISOR = 8
 """Snapshots take at most the memory that the weights leave, divided by this number."""
 
-MAX_CPU_CACHE_BYTES = 4 * 2**30
+MAX_CPU_KV_CACHE_BYTES = 4 * 2**30
 """Largest KV cache on a CPU if no setting fixes its size."""
 
-CPU_CACHE_DIVISOR = 4
+CPU_KV_CACHE_MEMORY_DIVISOR = 4
 """A KV cache on a CPU takes at most the available memory divided by this number."""
 
-MAX_CPU_SNAPSHOT_BYTES = MAX_CPU_CACHE_BYTES // 4
+MAX_CPU_SNAPSHOT_BYTES = MAX_CPU_KV_CACHE_BYTES // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def choose_cache_size(
     states: StateCache | None,
     *,
     free_at_start: int,
-    graphs: tuple[int, ...],
+    graph_batch_sizes: tuple[int, ...],
     token_budget: int,
     max_num_seqs: int,
 ) -> KVCacheSize:
@@ -78,7 +78,7 @@ def choose_cache_size(
 
     Args:
         free_at_start: bytes that were free on a GPU before the weights were loaded.
-        graphs: batch sizes of decode steps that get a CUDA graph.
+        graph_batch_sizes: batch sizes for which decode steps have a CUDA graph.
         token_budget: tokens of the largest step.
 
     Raises:
@@ -109,7 +109,9 @@ def choose_cache_size(
             free_at_start=free_at_start,
             weights_bytes=model_bytes(model, dtype) + state_bytes,
             profile_run=partial(profile, **largest),
-            graph_reserve=graph_reserve(graphs, max_num_seqs, model.vocab_size, dtype.itemsize),
+            graph_reserve_bytes=graph_reserve_bytes(
+                graph_batch_sizes, max_num_seqs, model.vocab_size, dtype.itemsize
+            ),
             captured_step_fraction=captured / token_budget,
             min_bytes=min_cache_bytes(config, groups, dtype, token_budget),
         )
@@ -120,7 +122,7 @@ def choose_cache_size(
         dtype,
         max_num_seqs=max_num_seqs,
         step_tokens=token_budget,
-        available=available,
+        available_bytes=available,
         shares_memory=mode.shares_memory,
     )
     if mode.device.type == "cuda":
@@ -157,20 +159,20 @@ def size_cache(
     *,
     max_num_seqs: int,
     step_tokens: int,
-    available: int,
+    available_bytes: int,
     shares_memory: bool = False,
 ) -> KVCacheSize:
     """Chooses the number of blocks and the longest sequence.
 
     The configuration's ``num_blocks`` decides, else its ``kv_cache_memory``. If neither is set, the
-    cache takes ``available`` bytes, but at most twice the bytes that ``max_num_seqs`` sequences of
-    full length need. With ``shares_memory`` it takes half of ``available``, but at most the bytes
-    of ``max_num_seqs`` sequences of full length, and at least the bytes of one.
+    cache takes ``available_bytes``, but at most twice the bytes that ``max_num_seqs`` sequences of
+    full length need. With ``shares_memory`` it takes half of ``available_bytes``, but at most the
+    bytes of ``max_num_seqs`` sequences of full length, and at least the bytes of one.
 
     Args:
         step_tokens: maximum number of tokens of a sequence in one step.
-        available: number of bytes for the cache if the configuration sets no size.
-        shares_memory: whether ``available`` is all free memory, which the application uses too.
+        available_bytes: number of bytes for the cache if the configuration sets no size.
+        shares_memory: whether ``available_bytes`` is all free memory, shared with the application.
 
     Raises:
         InvalidRequestError: ``max_model_len`` exceeds the model's context.
@@ -180,25 +182,30 @@ def size_cache(
     context = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > context:
         raise value_error("max_model_len", config.max_model_len, f"at most the model's {context}")
-    per_block, longest = block_bytes(groups, dtype), config.max_model_len or context
+    bytes_per_block, longest = block_bytes(groups, dtype), config.max_model_len or context
 
     def blocks_for(num_tokens: int) -> int:
         return blocks_per_seq(groups, num_tokens, step_tokens)
 
     if config.num_blocks is not None:
-        num_usable, setting = config.num_blocks, "num_blocks"
+        num_usable, setting_name = config.num_blocks, "num_blocks"
     elif config.kv_cache_memory is not None:
-        num_usable, setting = int(config.kv_cache_memory) // per_block - 1, "kv_cache_memory"
+        num_usable, setting_name = (
+            int(config.kv_cache_memory) // bytes_per_block - 1,
+            "kv_cache_memory",
+        )
     else:
-        full, most = blocks_for(longest), available // per_block - 1
+        full, most = blocks_for(longest), available_bytes // bytes_per_block - 1
         if shares_memory:
-            useful = max(full, min(max_num_seqs * full, available // 2 // per_block - 1))
+            useful = max(
+                full, min(max_num_seqs * full, available_bytes // 2 // bytes_per_block - 1)
+            )
         else:
             useful = 2 * max_num_seqs * full
-        num_usable, setting = min(most, useful), "kv_cache_memory"
+        num_usable, setting_name = min(most, useful), "kv_cache_memory"
     if num_usable < blocks_for(config.max_model_len or 1):
         raise _too_small_error(
-            config.max_model_len, num_usable, groups, step_tokens, per_block, setting
+            config.max_model_len, num_usable, groups, step_tokens, bytes_per_block, setting_name
         )
     max_model_len = bisect_right(range(1, longest + 1), num_usable, key=blocks_for)
     if max_model_len < longest:
@@ -210,7 +217,7 @@ def size_cache(
             num_usable,
             _block_sizes(groups),
             _describe_blocks(groups, longest, step_tokens),
-            setting,
+            setting_name,
         )
     return KVCacheSize(num_usable + 1, max_model_len)
 
@@ -236,8 +243,8 @@ def _too_small_error(
     num_usable: int,
     groups: Sequence[KVGroup],
     step_tokens: int,
-    per_block: int,
-    setting: str,
+    bytes_per_block: int,
+    setting_name: str,
 ) -> KVCacheTooSmallError:
     """Makes the error for a cache with too few usable blocks.
 
@@ -254,21 +261,24 @@ def _too_small_error(
         if any(group.spec.window is not None for group in groups):
             purpose += f", {_describe_blocks(groups, max_model_len, step_tokens)}"
             remedy += " or max_num_batched_tokens"
-    least = needed if setting == "num_blocks" else (needed + 1) * per_block
+    least = needed if setting_name == "num_blocks" else (needed + 1) * bytes_per_block
     return KVCacheTooSmallError(
         f"the KV cache holds {max(num_usable, 0)} blocks of {_block_sizes(groups)} tokens "
-        f"({per_block} bytes each), but {purpose}, {needed * per_block} bytes: raise {setting} "
-        f"to at least {least}{remedy}"
+        f"({bytes_per_block} bytes each), but {purpose}, {needed * bytes_per_block} bytes: raise "
+        f"{setting_name} to at least {least}{remedy}"
     )
 
 
-def cpu_cache_bytes(reserve: int = 0) -> int:
+def cpu_cache_bytes(reserved_bytes: int = 0) -> int:
     """Bytes for a KV cache on a CPU: a quarter of the available memory, at most 4 GiB.
 
     Args:
-        reserve: bytes to leave free for later allocations.
+        reserved_bytes: bytes to leave free for later allocations.
     """
-    return min(max(0, available_memory() - reserve) // CPU_CACHE_DIVISOR, MAX_CPU_CACHE_BYTES)
+    return min(
+        max(0, available_memory() - reserved_bytes) // CPU_KV_CACHE_MEMORY_DIVISOR,
+        MAX_CPU_KV_CACHE_BYTES,
+    )
 
 
 def make_state_cache(
@@ -291,7 +301,7 @@ def make_state_cache(
         return None
     sizes = max_num_seqs, slot_bytes(specs, embedding.dtype)
     check_states_fit(embedding.device, *sizes)
-    count = choose_num_snapshots(config, embedding.device, *sizes)
+    count = choose_num_state_snapshots(config, embedding.device, *sizes)
     states = StateCache(specs, max_num_seqs, embedding.dtype, embedding.device, count)
     logger.info(
         "recurrent states take %d bytes, in a slot for each of max_num_seqs=%d; %s",
@@ -307,7 +317,7 @@ def largest_token_budget(
     mode: ExecutionMode,
     max_num_seqs: int,
 ) -> int:
-    """Number of tokens of the largest step, for which memory is reserved."""
+    """Number of tokens of the largest step that may run; cache sizing leaves memory for it."""
     budget = config.max_num_batched_tokens
     if budget == "auto":
         return mode.token_budget
@@ -316,7 +326,7 @@ def largest_token_budget(
     return min(budget, max_num_seqs * min(config.max_model_len or context, context))
 
 
-def choose_num_snapshots(
+def choose_num_state_snapshots(
     config: EngineConfig, device: torch.device, max_num_seqs: int, slot_bytes: int
 ) -> int:
     """Chooses the number of snapshots of recurrent states; 0 if prefixes are not cached.
@@ -347,7 +357,7 @@ def choose_num_snapshots(
                 f"max_num_seqs={max_num_seqs}: lower it to {left // slot_bytes} at most"
             )
         return asked
-    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_MEMORY_DIVISOR
+    share = max(0, left - spared - int(config.kv_cache_memory or 0)) // SNAPSHOT_FREE_MEMORY_DIVISOR
     if device.type != "cuda":
         share = min(share, MAX_CPU_SNAPSHOT_BYTES)
     found = min(SNAPSHOTS_PER_SEQ * max_num_seqs, share // slot_bytes)

@@ -1,4 +1,4 @@
-"""calibrate: chooses the token budget and the pipeline depth by timing steps."""
+"""calibrate_scheduler: chooses the token budget and the pipeline depth by timing steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.step_buffer import make_dummy_batch
 from asyncllm.gpu.execution_mode import ExecutionMode
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.packed.packed_store import PackedStore
-from asyncllm.gpu.threads import available_cpus, cpu_model, seconds_without_core
+from asyncllm.gpu.threads import available_cpus, cpu_model, cpu_wait_seconds
 from asyncllm.logger import get_logger
 from asyncllm.sampling_params import SamplingParams
 
@@ -28,23 +28,23 @@ stream are that far apart."""
 
 MIN_TOKEN_BUDGET = 64
 MAX_CPU_TOKEN_BUDGET = 2048
-"""Largest token budget on a CPU; on a GPU the device's default is the largest."""
+"""Largest token budget that is tried on a CPU; on a GPU it is the device's default."""
 
 TOKEN_BUDGET_MULTIPLE = 32
 
-MAX_RUN_AHEAD_STEP_SECONDS = 0.01
+MAX_ASYNC_STEP_SECONDS = 0.01
 """Maximum duration of a full decode step for a pipeline depth of 2: an abort or a first token then
 waits for two steps."""
 
-MIN_RUN_AHEAD_STEP_SECONDS = 0.0005
-"""Minimum duration of a step that is worth starting ahead, that is, right after the previous step
-and without waiting for the host."""
+MIN_ASYNC_STEP_SECONDS = 0.0005
+"""Minimum duration of a step that is worth starting right after the previous step, without waiting
+for the host."""
 
-MAX_CORE_WAIT_FRACTION = 0.2
-"""Maximum fraction of a calibration's time that its thread may wait for a core; beyond it the
-calibration is not stored for later starts."""
+MAX_CPU_WAIT_FRACTION = 0.2
+"""Maximum fraction of its time that a calibration may wait for a CPU; beyond it the calibration is
+not stored for later starts."""
 
-_INITIAL_STEP_SIZES = 8, 32
+_INITIAL_STEP_TOKENS = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,
 the budget is MIN_TOKEN_BUDGET and the second is not timed."""
 
@@ -55,11 +55,11 @@ class Calibration:
 
     Attributes:
         token_budget: maximum number of tokens of a step.
-        tokens_ahead: see ``ModelRunner.enable_run_ahead``.
+        min_async_tokens: see ``ModelRunner.enable_async_scheduling``.
     """
 
     token_budget: int | None = None
-    tokens_ahead: int | None = None
+    min_async_tokens: int | None = None
 
     @classmethod
     def from_json(cls, fields: Any) -> Calibration | None:
@@ -74,12 +74,14 @@ class Calibration:
         if self.token_budget is not None:
             runner.set_token_budget(self.token_budget)
             logger.info("a step has at most %d tokens", self.token_budget)
-        if self.tokens_ahead is not None:
-            runner.enable_run_ahead(self.tokens_ahead)
+        if self.min_async_tokens is not None:
+            runner.enable_async_scheduling(self.min_async_tokens)
 
 
-def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) -> Calibration:
-    """Times steps to choose the token budget and, on a CPU, which steps run ahead.
+def calibrate_scheduler(
+    runner: ModelRunner, config: EngineConfig, mode: ExecutionMode
+) -> Calibration:
+    """Times steps to choose the token budget and, on a CPU, from how many tokens steps are async.
 
     It chooses only settings that the configuration leaves open, and applies them. Call it once the
     kernels are compiled.
@@ -90,22 +92,22 @@ def calibrate(runner: ModelRunner, config: EngineConfig, mode: ExecutionMode) ->
         seconds_by_tokens[num_tokens] = seconds = time_prefill(runner, num_tokens)
         return seconds
 
-    info, budget, tokens_ahead = runner.info, None, None
+    info, budget, min_async_tokens = runner.info, None, None
     if config.max_num_batched_tokens == "auto":
         options: dict[str, Any] = {}
         if mode.stream.is_async:
             most = info.max_num_batched_tokens
             options = {"target_seconds": GPU_STEP_TARGET_SECONDS, "max_budget": most, "repeats": 2}
         budget = calibrate_token_budget(time_step, **options)
-    if config.async_scheduling is None and runner.can_run_ahead:
+    if config.async_scheduling is None and runner.can_schedule_async:
         most = min(info.max_num_seqs, budget or info.max_num_batched_tokens)
-        tokens_ahead = min_run_ahead_tokens(time_step, most, seconds_by_tokens)
-    found = Calibration(budget, tokens_ahead)
+        min_async_tokens = find_min_async_tokens(time_step, most, seconds_by_tokens)
+    found = Calibration(budget, min_async_tokens)
     found.apply(runner)
     return found
 
 
-def calibrate_once(
+def load_or_calibrate(
     runner: ModelRunner, config: EngineConfig, mode: ExecutionMode, store: PackedStore
 ) -> dict[str, Any]:
     """Applies the calibration of an earlier start, or calibrates.
@@ -132,10 +134,10 @@ def calibrate_once(
     if kept is not None:
         kept.apply(runner)
         return {}
-    began, before = time.perf_counter(), seconds_without_core()
-    found = calibrate(runner, config, mode)
-    seconds, waited = time.perf_counter() - began, seconds_without_core() - before
-    may_keep = found != Calibration() and waited <= MAX_CORE_WAIT_FRACTION * seconds
+    began, before = time.perf_counter(), cpu_wait_seconds()
+    found = calibrate_scheduler(runner, config, mode)
+    seconds, waited = time.perf_counter() - began, cpu_wait_seconds() - before
+    may_keep = found != Calibration() and waited <= MAX_CPU_WAIT_FRACTION * seconds
     return {name: asdict(found)} if may_keep else {}
 
 
@@ -150,7 +152,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     count = num_tokens // rows
     blocks = tuple(list(range(1, -(-count // g.block_size) + 1)) for g in info.kv_groups)
     sampling = SamplingParams(temperature=0.0, seed=0).resolve({}, {}, lambda: 0)
-    batch = prefill_step(
+    batch = make_prefill_batch(
         [
             SlotAssignment(req_index, "warm-up", [0] * count, count, blocks, sampling)
             for req_index in range(min(rows, info.max_num_seqs))
@@ -162,7 +164,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def prefill_step(assignments: list[SlotAssignment]) -> StepBatch:
+def make_prefill_batch(assignments: list[SlotAssignment]) -> StepBatch:
     """Makes a batch that prefills whole prompts and samples a token after each."""
     counts = [assignment.num_prompt_tokens for assignment in assignments]
     batch = make_dummy_batch([0] * len(counts), counts)
@@ -201,7 +203,7 @@ def calibrate_token_budget(
     def shortest_step_seconds(num_tokens: int) -> float:
         return min(time_step(num_tokens) for _ in range(repeats))
 
-    size, second = _INITIAL_STEP_SIZES
+    size, second = _INITIAL_STEP_TOKENS
     time_step(1)
     seconds = shortest_step_seconds(size)
     while seconds < target_seconds / 2 and size * 2 <= max_budget:
@@ -213,16 +215,18 @@ def calibrate_token_budget(
     )
 
 
-def min_run_ahead_tokens(
+def find_min_async_tokens(
     time_step: Callable[[int], float],
     max_num_seqs: int,
     seconds_by_tokens: Mapping[int, float],
 ) -> int | None:
-    """Finds the smallest step, in tokens, that is worth starting ahead on the native library's
-    thread.
+    """Finds the smallest step, in tokens, that is worth starting before the host asks for it.
 
-    Such a step takes half a millisecond. A shorter step takes less time than the Python code of the
-    engine thread and the event loop, and the library's thread would only wait for the GIL.
+    It starts on the native library's thread, right after the previous step.
+
+    The smallest such step takes half a millisecond. A shorter step takes less time than the Python
+    code of the engine thread and the event loop, and the library's thread would only wait for the
+    GIL.
 
     A step of one token warms up. Then a step of eight tokens is timed, so that the start of a
     large, slow model is delayed little.
@@ -237,16 +241,16 @@ def min_run_ahead_tokens(
         or a step of one token per sequence takes more than 20 ms the first time or more than 10 ms
         in the best of three runs.
     """
-    few = min(_INITIAL_STEP_SIZES[0], max_num_seqs)
+    few = min(_INITIAL_STEP_TOKENS[0], max_num_seqs)
     seconds = seconds_by_tokens.get(few)
     if seconds is None:
         time_step(1)
         seconds = time_step(few)
-    if seconds > MAX_RUN_AHEAD_STEP_SECONDS:
+    if seconds > MAX_ASYNC_STEP_SECONDS:
         return None
     seconds = time_step(max_num_seqs)
-    if seconds < 2 * MAX_RUN_AHEAD_STEP_SECONDS:
+    if seconds < 2 * MAX_ASYNC_STEP_SECONDS:
         seconds = min(seconds, time_step(max_num_seqs), time_step(max_num_seqs))
-    if seconds > MAX_RUN_AHEAD_STEP_SECONDS:
+    if seconds > MAX_ASYNC_STEP_SECONDS:
         return None
-    return max(1, round(max_num_seqs * MIN_RUN_AHEAD_STEP_SECONDS / max(seconds, 1e-9)))
+    return max(1, round(max_num_seqs * MIN_ASYNC_STEP_SECONDS / max(seconds, 1e-9)))

@@ -42,14 +42,14 @@ def load_decoder(
     num_threads: int | None,
     progress: ProgressCallback | None,
     *,
-    next_to_model: bool = False,
+    in_model_folder: bool = False,
 ) -> tuple[LanguageModel, list[KVGroup], int, PackedStore | str]:
     """Loads a model, with its weights, op set, attention and KV groups.
 
     Args:
         num_threads: number of threads of the ops on a CPU; None is one per available core.
         progress: called with the bytes of weights read.
-        next_to_model: write the packed weights into the model's folder, see PackedStore.
+        in_model_folder: write the packed weights into the model's folder, see PackedStore.
 
     Returns:
         The model; its KV groups; the GPU's free bytes before loading (0 on a CPU); and the store of
@@ -78,7 +78,7 @@ def load_decoder(
         free_at_start = check_weights_fit(config, device, model_bytes(model, dtype))
     quantisers = resolve_quantisers(config, model, device, ops)
     context = getattr(ops, "context", None)
-    store = open_store(config, model, context, dtype, progress, next_to_model=next_to_model)
+    store = open_store(config, model, context, dtype, progress, in_model_folder=in_model_folder)
     if isinstance(model, ModelConfig):
         if ops.packs_linear:
             warn_without_huge_pages()
@@ -90,13 +90,13 @@ def load_decoder(
         if config.load_format != "dummy":
             accepts_weights = ops.accepts_weights if ops.schemes != {"plain"} else None
             load = partial(
-                load_weights, accepts_weights=accepts_weights, transient=ops.packs_linear
+                load_weights, accepts_weights=accepts_weights, is_transient=ops.packs_linear
             )
         read = partial(load, model, dtype, device, progress)
 
-        def build(weights: Weights, are_converted: bool) -> LanguageModel:
+        def build(weights: Weights, are_packed: bool) -> LanguageModel:
             ops.linear_bytes = 0
-            own = None if are_converted else quantisers
+            own = None if are_packed else quantisers
             return build_decoder(model, ops, attention, weights, own, dtype)
 
         decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
@@ -132,8 +132,8 @@ def _make_attention(
     alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size
     for kind in dict.fromkeys(kinds):
-        # Kinds that differ only in their KV group share one Attention; each gets its own plan in a
-        # step.
+        # Kinds of layers that differ only in their KV group share one Attention; in a step each
+        # kind gets its own plan.
         key = kind.shape, kind.window
         if key not in alike:
             request = AttentionRequest(
@@ -156,7 +156,7 @@ def resolve_quantisers(
     device: torch.device,
     ops: TorchOps,
 ) -> WeightQuantisers | None:
-    """Quantisers of linear weights that ``config.quantization`` names; None without quantisation.
+    """Quantisers named by ``config.quantization``, for linear weights; None if it is unset.
 
     Raises:
         InvalidRequestError: the checkpoint is quantised already, or the device or its op set does

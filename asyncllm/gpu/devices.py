@@ -31,7 +31,7 @@ class _CudaProblemError(Exception):
         self.has_gpu = has_gpu
 
 
-def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
+def resolve_device(name: str, cuda_module: Any = torch.cuda) -> torch.device:
     """Resolves ``EngineConfig.device``; a CUDA device always has its index.
 
     "cuda" is the thread's current CUDA device, which on an engine's own thread is the first.
@@ -39,7 +39,7 @@ def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
     that cannot be used.
 
     Args:
-        cuda: torch's access to CUDA; tests pass a simulated machine.
+        cuda_module: torch's access to CUDA; tests pass a simulated machine.
 
     Raises:
         EngineError: "cuda" or "cuda:N" cannot be used: torch was built without CUDA, there is
@@ -50,7 +50,7 @@ def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     try:
-        return torch.device("cuda", _cuda_device_index(name, cuda))
+        return torch.device("cuda", _cuda_device_index(name, cuda_module))
     except _CudaProblemError as problem:
         if name != "auto":
             message = f'device={name!r}: {problem}; device="cpu" runs everywhere'
@@ -60,7 +60,7 @@ def resolve_device(name: str, cuda: Any = torch.cuda) -> torch.device:
     return torch.device("cpu")
 
 
-def _cuda_device_index(name: str, cuda: Any) -> int:
+def _cuda_device_index(name: str, cuda_module: Any) -> int:
     """Initialises CUDA, and returns the index of the device that ``name`` selects."""
     if not torch.backends.cuda.is_built():
         reason = f"torch {torch.__version__} was built without CUDA"
@@ -68,19 +68,22 @@ def _cuda_device_index(name: str, cuda: Any) -> int:
     try:
         # ``torch.cuda.is_available()`` would only return False, with a Python warning if the driver
         # is too old.
-        cuda.init()
+        cuda_module.init()
     except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         has_gpu = not str(error).startswith(_NO_GPU_MESSAGES)
         raise _CudaProblemError(f"CUDA cannot be used: {error}", has_gpu=has_gpu) from error
     wanted = None if name == "auto" else torch.device(name).index
-    index, count = cuda.current_device() if wanted is None else wanted, cuda.device_count()
+    index, count = (
+        cuda_module.current_device() if wanted is None else wanted,
+        cuda_module.device_count(),
+    )
     if index >= count:
         raise _CudaProblemError(f"there are {count} CUDA devices, numbered from 0")
-    found = cuda.get_device_capability(index)
+    found = cuda_module.get_device_capability(index)
     if found < MIN_CAPABILITY:
         raise _CudaProblemError(
-            f"{cuda.get_device_name(index)} has compute capability {capability_text(found)}, "
-            f"expected {capability_text(MIN_CAPABILITY)} or higher"
+            f"{cuda_module.get_device_name(index)} has compute capability "
+            f"{capability_text(found)}, expected {capability_text(MIN_CAPABILITY)} or higher"
         )
     return index
 

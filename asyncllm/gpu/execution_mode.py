@@ -21,9 +21,9 @@ from asyncllm.gpu.ops.logits import logits_processing_bytes
 from asyncllm.validation import value_error
 
 ESTIMATED_GRAPH_BYTES = 8 * 2**20
-"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of a
-step's halves and of balanced attention share the activations of the same pool; the driver's memory
-for their nodes is not reserved."""
+"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of
+half a step or with balanced splits use the activations of the same pool; the driver's memory for
+their nodes is not reserved."""
 
 GPU_STEP_TIMEOUT_SECONDS = 60.0
 """Default timeout of a step on a GPU, in seconds: no step compiles a kernel, and the largest takes
@@ -67,7 +67,7 @@ def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionM
 def graph_batch_sizes(
     config: EngineConfig, mode: ExecutionMode, max_num_seqs: int
 ) -> tuple[int, ...]:
-    """Batch sizes of decode steps that get a CUDA graph.
+    """Batch sizes for which decode steps are captured as CUDA graphs.
 
     Raises:
         InvalidRequestError: a graph setting has no effect on this device, or a size exceeds
@@ -92,14 +92,14 @@ def graph_batch_sizes(
 def graph_token_counts(
     config: EngineConfig, mode: ExecutionMode, max_tokens: int
 ) -> tuple[int, ...]:
-    """Token counts, at most ``max_tokens``, of mixed steps that get CUDA graphs."""
+    """Token counts, up to ``max_tokens``, for which mixed steps are captured as CUDA graphs."""
     if mode.make_capturer is None or config.cuda_graphs != "auto":
         return ()
     return default_token_counts(max_tokens)
 
 
-def graph_reserve(
-    sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
+def graph_reserve_bytes(
+    batch_sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
 ) -> int:
     """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.
 
@@ -113,4 +113,4 @@ def graph_reserve(
     received = max_num_seqs * (logit_bytes * vocab_size + 4 * num_mask_words(vocab_size))
     processed = 2 * logits_processing_bytes(max_num_seqs, vocab_size)
     tables = LogitsTables.num_bytes(max_num_seqs, vocab_size)
-    return len(sizes) * ESTIMATED_GRAPH_BYTES + received + processed + tables
+    return len(batch_sizes) * ESTIMATED_GRAPH_BYTES + received + processed + tables

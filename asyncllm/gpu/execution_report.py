@@ -17,7 +17,7 @@ BANDWIDTH_PROBE_BYTES = 256 * 2**20
 """Bytes to read for a measurement: more than a processor's caches hold."""
 
 
-def memory_bandwidth(ops: TorchOps) -> float:
+def measure_memory_bandwidth(ops: TorchOps) -> float:
     """Measures memory bandwidth in bytes per second: the median of five reads.
 
     Call it on the thread that runs the steps, while none runs. It takes some tenths of a second
@@ -61,5 +61,5 @@ def execution_report(
         weight_bytes=ops.linear_bytes,
         kv_bytes_per_token=sum(per_block / group.block_size for group in info.kv_groups),
         packed_weights=packed_weights,
-        memory_bandwidth=None if embedding.device.type == "cuda" else memory_bandwidth(ops),
+        memory_bandwidth=None if embedding.device.type == "cuda" else measure_memory_bandwidth(ops),
     )

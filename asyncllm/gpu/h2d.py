@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -34,6 +34,6 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
-    first = -raw.ctypes.data % _ALIGNMENT
+    raw = np.zeros(size + _ALIGNMENT_BYTES, dtype=np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT_BYTES
     return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)

@@ -47,8 +47,11 @@ class LayerGroup:
     scale: int = 1
 
     def spec(self, block_size: int) -> KVCacheSpec:
-        """Makes the KVCacheSpec; ``block_size`` is the smallest number of tokens per block of any
-        group."""
+        """Makes the KVCacheSpec.
+
+        Args:
+            block_size: tokens per block of the group that has the fewest.
+        """
         return KVCacheSpec(self.layers, block_size * self.scale, self.window)
 
 
@@ -84,7 +87,7 @@ def group_layers(caches: Sequence[LayerCache], max_model_len: int) -> list[Layer
         slides = False
     if not slides:
         return [LayerGroup(tuple(range(len(caches))))]
-    size = _group_size([len(layers) for layers in alike.values()])
+    size = _layers_per_group([len(layers) for layers in alike.values()])
     groups = []
     for cache in sorted(alike, key=lambda cache: cache.window is not None):
         layers = alike[cache]
@@ -100,11 +103,12 @@ def group_layers(caches: Sequence[LayerCache], max_model_len: int) -> list[Layer
     return groups
 
 
-def _group_size(counts: Sequence[int]) -> int:
+def _layers_per_group(num_layers_by_kind: Sequence[int]) -> int:
     """Number of layers per group, given the number of layers of each kind."""
-    fewest, most = min(counts), max(counts)
+    fewest, most = min(num_layers_by_kind), max(num_layers_by_kind)
     size = most if most < 1.25 * fewest else fewest
-    while sum(-(-count // size) for count in counts) > max(MAX_KV_GROUPS, len(counts)):
+    max_groups = max(MAX_KV_GROUPS, len(num_layers_by_kind))
+    while sum(-(-count // size) for count in num_layers_by_kind) > max_groups:
         size += 1
     return size
 

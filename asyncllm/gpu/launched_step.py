@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncllm.core.batch import GrammarMask, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
-from asyncllm.gpu.batch.block_table import NO_BLOCKS
+from asyncllm.gpu.batch.block_table import EMPTY_INT64
 from asyncllm.gpu.batch.host_buffer import BlockTableChange, HostBuffer
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages
 from asyncllm.gpu.batch.step_buffer import StepSizes
@@ -49,8 +49,8 @@ class LaunchedStep:
         stages: union of the sampling stages of all rows that are sampled on the device.
         bucket: size of the CUDA graph, padding included: rows of a decode step, tokens of a mixed
             step; None without a graph.
-        balanced: whether attention splits the keys in proportion to the rows' lengths, because
-            these differ much.
+        has_balanced_splits: whether attention splits the keys in proportion to the rows' lengths,
+            because these differ much.
         blocks_to_zero: KV blocks to clear before the step runs.
         logits_table_updates: updates of LogitsTables rows, to write before the step runs.
         overflow_block_table_changes: block table changes that do not fit into the buffer.
@@ -85,10 +85,10 @@ class LaunchedStep:
             self.req_indices = self.row_indices[self.rows]
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
         self.num_logits = len(self.rows)
-        self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = NO_BLOCKS
+        self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = EMPTY_INT64
         self.stages = SamplingStages.NONE
         self.bucket: int | None = None
-        self.balanced = False
+        self.has_balanced_splits = False
         self.logits_table_updates: list[LogitsTableUpdate] = []
         self.overflow_block_table_changes: list[BlockTableChange] = []
         self.masks: GrammarMask | None = None
@@ -153,7 +153,7 @@ class LaunchedStep:
         output = SampleOutput(tokens)
         failed = tokens < 0
         if self.host_rows is not None:
-            failed[self.host_rows.places] = False
+            failed[self.host_rows.sampled_indices] = False
         if failed.any():
             masked = self.masks_by_sampled_index()
             for place in np.flatnonzero(failed).tolist():
@@ -167,7 +167,7 @@ class LaunchedStep:
         if self.stages & SamplingStages.LOGPROBS:
             asked = self.row_logprobs >= 0
             if self.host_rows is not None:
-                asked[self.host_rows.places] = False
+                asked[self.host_rows.sampled_indices] = False
             asked = np.flatnonzero(asked & (tokens >= 0))
             top = self.buffer.logprobs
             values, ids = top.values.numpy()[asked], top.ids.numpy()[asked]

@@ -124,7 +124,7 @@ class CacheBudget:
         gpu_memory_utilization: fraction of ``total_bytes`` that the engine may use.
         weights_bytes: memory of the model's weights.
         peak_bytes: memory of the largest step, beside weights and cache.
-        graph_reserve: memory to keep for CUDA graphs.
+        graph_reserve_bytes: memory to keep for CUDA graphs.
         free_bytes: free memory at present, with the weights on the device and no step running.
     """
 
@@ -133,7 +133,7 @@ class CacheBudget:
     gpu_memory_utilization: float
     weights_bytes: int
     peak_bytes: int
-    graph_reserve: int
+    graph_reserve_bytes: int
     free_bytes: int
 
     @property
@@ -149,8 +149,8 @@ class CacheBudget:
         if that was less. Memory that other processes or the driver have taken since the start is
         subtracted.
         """
-        share = min(self.allowed_bytes, self.free_at_start) - self.graph_reserve
-        left = min(share - self.weights_bytes, self.free_bytes - self.graph_reserve)
+        share = min(self.allowed_bytes, self.free_at_start) - self.graph_reserve_bytes
+        left = min(share - self.weights_bytes, self.free_bytes - self.graph_reserve_bytes)
         left -= self.peak_bytes
         return left // SEGMENT_BYTES * SEGMENT_BYTES
 
@@ -159,7 +159,7 @@ class CacheBudget:
             f"of {self.total_bytes} bytes on the GPU, {self.free_at_start} were free at start and "
             f"gpu_memory_utilization={self.gpu_memory_utilization:g} allows {self.allowed_bytes}; "
             f"weights take {self.weights_bytes}, the largest step {self.peak_bytes}, CUDA graphs "
-            f"{self.graph_reserve}, and {self.free_bytes} are free now"
+            f"{self.graph_reserve_bytes}, and {self.free_bytes} are free now"
         )
 
 
@@ -170,7 +170,7 @@ def cuda_cache_bytes(
     free_at_start: int,
     weights_bytes: int,
     profile_run: Callable[[], None],
-    graph_reserve: int,
+    graph_reserve_bytes: int,
     captured_step_fraction: float = 0.0,
     min_bytes: int,
 ) -> int:
@@ -178,16 +178,16 @@ def cuda_cache_bytes(
 
     Runs the largest step once in a memory pool of its own, and takes the pool's size as the step's
     peak: torch's peak statistics belong to the application, and are neither read nor reset. torch's
-    cache, including the application's cached blocks, is emptied before the step, because an
-    allocation in a pool does not empty it when the device is full. It is emptied again after the
+    cache, including the application's cached blocks, is emptied before the step, because torch does
+    not empty it for an allocation in a pool when the device is full. It is emptied again after the
     step, so that the pool's memory can go to the KV cache.
 
     Args:
         free_at_start: bytes that were free before the engine took any.
         weights_bytes: bytes of the weights, which are on the device now.
         profile_run: runs the largest step; weights and RoPE tables are on the device.
-        graph_reserve: bytes to keep for CUDA graphs, without the activations of captured mixed
-            steps.
+        graph_reserve_bytes: memory to keep for CUDA graphs, without the activations of captured
+            mixed steps.
         captured_step_fraction: number of tokens of the largest captured mixed step, whose
             activations the graphs keep, divided by that of the largest step.
         min_bytes: bytes of the smallest usable cache.
@@ -212,7 +212,7 @@ def cuda_cache_bytes(
         gpu_memory_utilization=config.gpu_memory_utilization,
         weights_bytes=weights_bytes,
         peak_bytes=peak,
-        graph_reserve=graph_reserve + math.ceil(captured_step_fraction * peak),
+        graph_reserve_bytes=graph_reserve_bytes + math.ceil(captured_step_fraction * peak),
         free_bytes=free,
     )
     smaller_step = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
@@ -276,14 +276,17 @@ def check_weights_fit(config: EngineConfig, device: torch.device, weights_bytes:
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Free bytes of a device, and its total bytes (0 for a CPU)."""
+    """Free bytes and total bytes of a device. A CPU's total is given as 0."""
     if device.type != "cuda":
         return available_memory(), 0
     return GPU_MEMORY_PROBE.free_and_total_bytes(device)
 
 
 def available_memory() -> int:
-    """Bytes that the process may still allocate, by the kernel's estimate and its cgroup."""
+    """Bytes that the process may still allocate.
+
+    It is the smaller of the kernel's MemAvailable and the room in the process's cgroup.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":", 1) for line in lines)

@@ -41,7 +41,7 @@ class ModelRunner:
     """Executor of one model. Steps run in the order in which they were launched.
 
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
-    With a pipeline depth of 2, recorded steps run ahead on a thread of the native library. Such a
+    With a pipeline depth of 2, recorded steps begin early on a thread of the native library. Such a
     step runs to its end, or only up to its logits if rows await masks or their logits are processed
     before sampling. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
     the masks are made.
@@ -170,7 +170,7 @@ class ModelRunner:
 
     def report(self) -> ExecutionReport:
         """Makes the ExecutionReport; no step may be in flight."""
-        self._enter_thread()
+        self._prepare_current_thread()
         runner = self._require_runner()
         packed = (
             self._packed_store if isinstance(self._packed_store, str) else self._packed_store.state
@@ -183,22 +183,22 @@ class ModelRunner:
         runner = self._require_runner()
         if isinstance(self._stream, StepQueue):
             with self._explain_memory_error():
-                runner.resize(self.info)
+                runner.allocate_step_memory(self.info)
                 self._record_forward()
 
     @property
-    def can_run_ahead(self) -> bool:
+    def can_schedule_async(self) -> bool:
         """Whether recorded steps can run on the native library's thread."""
         return isinstance(self._stream, StepQueue)
 
-    def enable_run_ahead(self, min_tokens: int) -> None:
+    def enable_async_scheduling(self, min_step_tokens: int) -> None:
         """Sets the pipeline depth to 2, before the first step.
 
-        Steps of at least ``min_tokens`` then begin on the native library's thread.
+        Steps of at least ``min_step_tokens`` then begin on the native library's thread.
         """
         assert isinstance(self._stream, StepQueue)
         self.info = replace(self.info, pipeline_depth=2)
-        self._stream.min_tokens = min_tokens
+        self._stream.min_step_tokens = min_step_tokens
 
     # --- the executor ------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class ModelRunner:
             )
         step.masks = masks
         if step.has_begun and self._stream.is_async:
-            with self._keep_errors(step):
+            with self._defer_errors(step):
                 runner.sample(step)
             self._begin_steps()
 
@@ -229,7 +229,7 @@ class ModelRunner:
             raise RuntimeError("no step is in flight")
         if self._launched_steps[0].awaits_masks and self._launched_steps[0].error is None:
             raise RuntimeError(f"step {self._launched_steps[0].batch.step} awaits its masks")
-        self._enter_thread()
+        self._prepare_current_thread()
         step = self._launched_steps.popleft()
         if step.error is not None:
             clear_frames(step.error)
@@ -277,9 +277,8 @@ class ModelRunner:
             raise RuntimeError("the model runner is closed")
         return self._runner
 
-    def _enter_thread(self) -> None:
-        """Sets the calling thread's op thread count and time slice before the thread's first
-        step."""
+    def _prepare_current_thread(self) -> None:
+        """Sets the calling thread's op thread count and OS time slice, before its first step."""
         thread = get_ident()
         if thread == self._thread:
             return
@@ -302,14 +301,14 @@ class ModelRunner:
                 if not self._stream.can_begin_early(step, islice(self._launched_steps, number)):
                     return
                 step.has_begun = True
-                with self._keep_errors(step):
-                    runner.begin(step, runs_ahead=True)
+                with self._defer_errors(step):
+                    runner.begin(step, is_early=True)
             if not step.is_sampling_queued:
                 return
 
     @contextlib.contextmanager
-    def _keep_errors(self, step: LaunchedStep) -> Iterator[None]:
-        """Context that keeps an error of a step's work, which ``collect`` raises later."""
+    def _defer_errors(self, step: LaunchedStep) -> Iterator[None]:
+        """Context that stores an error of a step's work in the step, for ``collect`` to raise."""
         try:
             with torch.inference_mode(), self._stream.context():
                 yield
@@ -323,7 +322,7 @@ class ModelRunner:
         """
         runner = self._require_runner()
         if not step.has_begun:
-            runner.begin(step, runs_ahead=False)
+            runner.begin(step, is_early=False)
         result = StepResult(step.batch.step, [], [int(one) for one in step.batch.samples])
         if not len(step.batch):
             return result

@@ -47,8 +47,10 @@ def profile_run(
             step = step_inputs(batch, rows, weight.device)
             if num_decodes < len(counts):
                 # Compute logits for as many tokens as a step may sample.
-                wanted = torch.arange(min(max_num_seqs, step.num_tokens), device=weight.device)
-                step = replace(step, wanted=wanted, num_logits=len(wanted))
+                output_indices = torch.arange(
+                    min(max_num_seqs, step.num_tokens), device=weight.device
+                )
+                step = replace(step, output_indices=output_indices, num_logits=len(output_indices))
             _sample_all_rows(decoder, few.forward(step, cache).logits)
 
 
@@ -76,7 +78,7 @@ def recorded_activation_bytes(
 def largest_steps(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> list[tuple[int, np.ndarray]]:
-    """Number of decode rows and tokens per row ``[R]`` of the largest steps.
+    """For each of the largest steps: its number of decode rows, and tokens per row ``[R]``.
 
     Decode rows come first. The steps are:
 

@@ -86,19 +86,19 @@ class StateCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def load_snapshots(self, load_pairs: Sequence[tuple[int, int]]) -> None:
+    def load_snapshots(self, slot_snapshot_pairs: Sequence[tuple[int, int]]) -> None:
         """Copies snapshots to requests' slots, for pairs ``(request index, snapshot)``.
 
         Call it before the step in which the requests continue from the snapshots.
         """
-        self._copy_slots([(slot, self.num_slots + snapshot) for slot, snapshot in load_pairs])
+        self._copy_slots([(slot, self.num_slots + i) for slot, i in slot_snapshot_pairs])
 
-    def save_snapshots(self, save_pairs: Sequence[tuple[int, int]]) -> None:
+    def save_snapshots(self, slot_snapshot_pairs: Sequence[tuple[int, int]]) -> None:
         """Copies requests' slots to snapshots, for pairs ``(request index, snapshot)``.
 
         Call it after the step that computed the states and before the next one.
         """
-        self._copy_slots([(self.num_slots + snapshot, slot) for slot, snapshot in save_pairs])
+        self._copy_slots([(self.num_slots + i, slot) for slot, i in slot_snapshot_pairs])
 
     def _copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots by pairs ``(target, source)``; no slot is both target and source.

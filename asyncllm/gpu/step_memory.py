@@ -18,7 +18,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
     SamplingStages,
     TopLogprobs,
 )
-from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION, StepBuffer, StepLimits
+from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION_NAME, StepBuffer, StepLimits
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -27,13 +27,13 @@ from asyncllm.gpu.sample.sampling_state import SamplingState
 
 
 class StepMemory:
-    """Input sections of the running step, and the batch state that the step reads.
+    """Input buffer of the running step, and the batch state that the step reads.
 
     If ``on_device``, the batch's state lies on the device and is changed there, in the order of
     the steps. Otherwise steps read the host's own arrays in place, and nothing is copied.
 
     Attributes:
-        buffer: sections of the running step; unless ``on_device``, the host writes them in place.
+        buffer: input buffer of the running step; unless ``on_device``, the host writes it in place.
         block_tables: ``[N, W]`` int32 per KV group, by request index; ``[N + 1, W]`` with a dummy
             last row if ``on_device``.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
@@ -50,7 +50,9 @@ class StepMemory:
     ) -> None:  # fmt: skip
         self.info, self.device, self.on_device = info, device, on_device
         self._input_batch, self._ops, self._state = input_batch, ops, state
-        limits = StepLimits.of(info, on_device=on_device, padded_tokens=padded_tokens)
+        limits = StepLimits.from_executor_info(
+            info, on_device=on_device, padded_tokens=padded_tokens
+        )
         rows = info.max_num_seqs
         self.last_sampled_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.tables = LogitsTables(rows, info.vocab_size, device)
@@ -85,7 +87,7 @@ class StepMemory:
     # --- copies of a step to the device and back ---------------------------------------
 
     def write_host_buffer(self, step: LaunchedStep) -> None:
-        """Writes a step to its host buffer, once its changes have been applied to the batch."""
+        """Writes a step to its host buffer. Apply the step's changes to the batch first."""
         host = step.buffer
         step.sizes = host.write(
             step.batch, step.row_indices, step.starts, step.rows, step.num_logits
@@ -110,9 +112,11 @@ class StepMemory:
         if not self.on_device:
             return
         tokens_end = next(reversed(self.buffer.tensors))
-        self.buffer.copy_from(step.buffer, LAST_DECODE_SECTION if step.is_decode else tokens_end)
+        self.buffer.copy_from(
+            step.buffer, LAST_DECODE_SECTION_NAME if step.is_decode else tokens_end
+        )
         if step.overflow_block_table_changes or not step.is_decode:
-            no_rows = self.decode_inputs(0)
+            no_rows = self.decode_step_inputs(0)
             for group, *arrays in step.overflow_block_table_changes:
                 indices, values = (copy_to_device(array, self.device) for array in arrays)
                 changed = replace(no_rows.groups[group], table_changes=(indices, values))
@@ -120,8 +124,8 @@ class StepMemory:
             if not step.is_decode:
                 self.derive_decode_inputs(no_rows)
 
-    def prepare_sampling(self, stages: SamplingStages, host: HostBuffer) -> None:
-        """Queues the copy of the step's grammar masks, and allocates its log-probabilities."""
+    def prepare_sampling(self, stages: SamplingStages, host_buffer: HostBuffer) -> None:
+        """Queues the copy of grammar masks, and allocates log-probabilities, as ``stages`` need."""
         if stages & SamplingStages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
             own = self.buffer
@@ -129,12 +133,12 @@ class StepMemory:
             self.logprobs = own.logprobs if on_host else TopLogprobs(*sizes, self.device)
         if stages & SamplingStages.MASKS:
             if not self.on_device:
-                self.masks = host.masks
+                self.masks = host_buffer.grammar_masks
                 return
             if self.masks is None:
                 sizes = self.info.max_num_seqs, self.info.vocab_size
                 self.masks = GrammarMasks(*sizes, self.device)
-            self.masks.copy_from(host.masks)
+            self.masks.copy_from(host_buffer.grammar_masks)
 
     def copy_outputs_to_host(self, step: LaunchedStep) -> None:
         """Queues the copy of the step's tokens and log-probabilities to its host buffer."""
@@ -161,7 +165,7 @@ class StepMemory:
 
     # --- inputs at fixed addresses, for a capture --------------------------------------
 
-    def decode_inputs(self, num_rows: int, *, balanced: bool = False) -> StepInputs:
+    def decode_step_inputs(self, num_rows: int, *, has_balanced_splits: bool = False) -> StepInputs:
         """Inputs of ``num_rows`` decode rows, padding included.
 
         Their values exist on the device alone, where ``derive_decode_inputs`` computes them.
@@ -185,7 +189,7 @@ class StepMemory:
             max_num_seqs=self.info.max_num_seqs,
             max_len=self.info.max_model_len,
             num_logits=num_rows,
-            balanced=balanced,
+            has_balanced_splits=has_balanced_splits,
             previous_tokens=tensors["previous_tokens"][rows],
             last_sampled_tokens=self.last_sampled_tokens,
         )
@@ -195,7 +199,7 @@ class StepMemory:
         an entry per row are empty."""
         tensors, tokens = self.buffer.tensors, slice(num_tokens)
         return replace(
-            self.decode_inputs(0),
+            self.decode_step_inputs(0),
             token_ids=tensors["token_ids"][tokens],
             positions=tensors["positions"][tokens],
             groups=self._kv_group_inputs(num_tokens),
@@ -205,16 +209,16 @@ class StepMemory:
         return self.buffer.kv_group_inputs(self._input_batch, self.block_tables, num_tokens)
 
     def derive_decode_inputs(self, inputs: StepInputs) -> None:
-        """Queues the op that fills the tensors of ``decode_inputs`` for the latest step."""
+        """Queues the op that fills the tensors of ``decode_step_inputs`` for the latest step."""
         for group in inputs.groups:
             self._ops.fill_decode_inputs(inputs, group)
 
-    def sampling_rows(self, count: int) -> SamplingRows:
-        """Sampling inputs of the first ``count`` sampled rows of the latest step."""
-        tensors, masks, rows = self.buffer.tensors, self.masks, slice(count)
+    def sampling_rows(self, num_rows: int) -> SamplingRows:
+        """Sampling inputs of the first ``num_rows`` sampled rows of the latest step."""
+        tensors, masks, rows = self.buffer.tensors, self.masks, slice(num_rows)
         return SamplingRows(
             req_indices=tensors["sampled_req_indices"][rows],
-            positions=tensors[LAST_DECODE_SECTION][rows],
+            positions=tensors[LAST_DECODE_SECTION_NAME][rows],
             host_token_ids=tensors["previous_tokens"][rows],
             last_sampled_tokens=self.last_sampled_tokens,
             params=self.scalars,

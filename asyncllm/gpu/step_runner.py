@@ -64,9 +64,9 @@ class StepRunner:
         self._zeroes_blocks = any(each.needs_zeroed_blocks for each in model.attention.values())
         self.memory: StepMemory
         self.forward_pass: ForwardPass
-        self.resize(info)
+        self.allocate_step_memory(info)
 
-    def resize(self, info: ExecutorInfo) -> None:
+    def allocate_step_memory(self, info: ExecutorInfo) -> None:
         """Reallocates the steps' memory for the limits of ``info``, before the first step."""
         self.info = info
         self.memory = StepMemory(
@@ -78,21 +78,22 @@ class StepRunner:
 
     # --- a step --------------------------------------------------------------------------
 
-    def begin(self, step: LaunchedStep, *, runs_ahead: bool) -> None:
+    def begin(self, step: LaunchedStep, *, is_early: bool) -> None:
         """Applies the step's changes and begins its work.
 
         If the step awaits masks, its work stops at the logits; ``sample`` then queues the rest.
 
         Args:
-            runs_ahead: whether the step begins before ``collect`` waits for it.
+            is_early: whether the step begins now, on another thread or a device, and not within
+                ``collect``.
         """
-        self._apply_changes(step)
+        self._apply_batch_changes(step)
         if not len(step.batch):
             step.is_sampling_queued = True
             return
         if step.batch.prompt_logprobs:
             step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.input_batch)
-        if runs_ahead and self.stream.submit(step):
+        if is_early and self.stream.submit(step):
             return
         step.buffer = next(self._buffers)
         self.memory.write_host_buffer(step)
@@ -109,11 +110,11 @@ class StepRunner:
     def sample(self, step: LaunchedStep) -> None:
         """Queues the sampling of a step that no longer awaits masks."""
         if step.masks is not None:
-            errors = step.buffer.masks.set_masks(step.masks_by_sampled_index())
+            errors = step.buffer.grammar_masks.set_masks(step.masks_by_sampled_index())
             step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
             step.stages |= SamplingStages.MASKS
         self.stream.run(partial(self._sample_rows, step))
-        step.event, step.is_sampling_queued = self.stream.record(), True
+        step.event, step.is_sampling_queued = self.stream.record_event(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
         """Waits for a step, and samples on the host the rows that need it."""
@@ -125,9 +126,9 @@ class StepRunner:
             self.sample(step)
         output = step.read_sample_output()
         if step.host_rows is not None or step.prompt_hidden is not None:
-            with self.stream.side_context():
+            with self.stream.use_side_stream():
                 if step.host_rows is not None:
-                    output.merge(step.host_rows.places, step.host_rows.sample())
+                    output.merge(step.host_rows.sampled_indices, step.host_rows.sample())
                 if step.prompt_hidden is not None:
                     output.prompt_logprobs, errors = gather_prompt_logprobs(
                         step.batch.prompt_logprobs, step.prompt_logprob_tokens, step.prompt_hidden,
@@ -137,10 +138,10 @@ class StepRunner:
         return output
 
     def store_tokens(self, step: LaunchedStep, tokens: np.ndarray) -> None:
-        """Writes tokens to the batch, for rows whose request index still has the step's epoch.
+        """Writes tokens to the batch.
 
-        A failed row's token becomes 0, so that the embedding's index is valid; results computed
-        from it are void.
+        Rows whose request index has been reassigned since the step are skipped. A failed row gets
+        token 0, a valid index of the embedding; what is computed from it is discarded.
         """
         same = self.input_batch.epochs[step.req_indices] == step.epochs
         at = step.req_indices[same], step.positions[same]
@@ -148,7 +149,7 @@ class StepRunner:
 
     # --- parts of a step -----------------------------------------------------------------
 
-    def _apply_changes(self, step: LaunchedStep) -> None:
+    def _apply_batch_changes(self, step: LaunchedStep) -> None:
         """Applies the step's changes to the batch and to the sampling parameters."""
         batch, sampler, state = step.batch, self.sampler, self.sampler.state
         self.input_batch.apply_step_changes(batch)
@@ -157,7 +158,7 @@ class StepRunner:
         for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
-            update = sampler.assign(self._in_process.restore_logits_processors(assignment))
+            update = sampler.assign_request(self._in_process.restore_logits_processors(assignment))
             if update is not None:
                 step.logits_table_updates.append(update)
         if self.forward_pass.finds_greedy_tokens:
@@ -178,10 +179,10 @@ class StepRunner:
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
         """Sets the step's sampling stages, and the rows that are sampled on the host."""
-        places = self.sampler.state.rows_needing_host(step.req_indices)
-        if len(places):
-            at = step.req_indices[places], step.positions[places]
-            step.host_rows = HostRows(self.sampler, places, *at)
+        sampled_indices = self.sampler.state.rows_needing_host(step.req_indices)
+        if len(sampled_indices):
+            at = step.req_indices[sampled_indices], step.positions[sampled_indices]
+            step.host_rows = HostRows(self.sampler, sampled_indices, *at)
         if step.row_stages.any():
             step.stages |= SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
         if step.stages & SamplingStages.LOGPROBS:
@@ -211,8 +212,10 @@ class StepRunner:
         step.prompt_hidden = hidden.clone() if self.memory.on_device else hidden
 
     def _sample_rows(self, step: LaunchedStep) -> None:
-        """Samples the step's tokens into its buffer; for rows sampled on the host it only copies
-        their inputs."""
+        """Samples the step's tokens into the step's buffer.
+
+        For rows that the host samples, only their sampling inputs are copied.
+        """
         assert step.output is not None
         memory, count, (logits, _, largest) = self.memory, step.num_logits, step.output
         if step.stages:
@@ -222,7 +225,7 @@ class StepRunner:
             rows = memory.sampling_rows(count)
             index = step.host_rows.copy_inputs(logits, rows, memory.scalars, step.stages)
             rows.req_indices.index_fill_(0, index, -1)
-            num_apart = len(step.host_rows.places)
+            num_apart = len(step.host_rows.sampled_indices)
         if num_apart < count and not self.forward_pass.sample(step):
             if step.stages and not memory.on_device:
                 self._sample_by_stages(step, logits)
@@ -242,13 +245,13 @@ class StepRunner:
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _sample_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Samples rows with and without sampling stages separately, which is faster on a CPU."""
+        """Samples rows that need sampling stages separately from the others: faster on a CPU."""
         memory, count = self.memory, step.num_logits
         staged = step.row_stages[:count] != 0
         if step.masks is not None:
             staged[step.sampled_indices_of(step.masks.rows)] = True
         if step.host_rows is not None:
-            staged[step.host_rows.places] = False
+            staged[step.host_rows.sampled_indices] = False
         some = np.flatnonzero(staged)
         if len(some) in (0, count):
             self.sample_logits(logits, step.stages)

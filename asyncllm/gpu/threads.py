@@ -1,4 +1,4 @@
-"""set_thread_count, available_cpus, cpu_model: threads and the cores that they have."""
+"""set_thread_count, available_cpus, cpu_model: compute threads, and the cores for them."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def cpu_model(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
     return " ".join([platform.machine(), *named])
 
 
-def seconds_without_core(statistics: Path = Path("/proc/thread-self/schedstat")) -> float:
-    """Seconds that the calling thread waited for a core while runnable; 0 if unknown."""
+def cpu_wait_seconds(schedstat_file: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """Seconds that the calling thread was runnable without a CPU; 0 if unknown."""
     try:
-        return int(statistics.read_text(encoding="ascii").split()[1]) * 1e-9
+        return int(schedstat_file.read_text(encoding="ascii").split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
         return 0.0
 

@@ -78,7 +78,7 @@ class PinnedUploader:
         if source.dtype == target.dtype:
             self.queue_copy(host, target)
         else:
-            # Copy in two steps, because torch would convert the dtype on the host in a single copy.
+            # Copy, then convert on the device: one ``copy_`` would convert on the host.
             if buffer.device is None:
                 buffer.device = torch.empty_like(buffer.host, device=self.device)
             raw = buffer.device[:size].view(source.dtype)

@@ -48,11 +48,11 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: ProgressCallback | None = None,
-    staging: PinnedUploader | None = None,
+    uploader: PinnedUploader | None = None,
     open_reader: Callable[[Path, torch.dtype], CheckpointReader] = open_checkpoint,
     accepts_weights: Callable[[WeightSpec], bool] | None = None,
     *,
-    transient: bool = False,
+    is_transient: bool = False,
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
     """Yields the decoder's parameters from a checkpoint, in the order of ``parameters``.
 
@@ -63,12 +63,12 @@ def load_weights(
 
     Args:
         dtype: dtype of the model; a parameter may have a dtype of its own.
-        staging: copies tensors to the device; None copies directly on a CPU, and through pinned
+        uploader: copies tensors to the device; None copies directly on a CPU, and through pinned
             buffers to a GPU.
         open_reader: opens the files in ``model.path`` as plain tensors.
         accepts_weights: whether linear layers compute with quantised weights of a spec. Such
             weights are yielded as stored, on the CPU; None dequantises all weights.
-        transient: yield weights of linear layers that are valid only until the next one is
+        is_transient: whether a yielded weight of a linear layer is valid only until the next one is
             requested, for an op set that packs them on a CPU. Such a weight is a view of the mapped
             file, if the file holds it whole and in the model's dtype, else a view of one reused
             buffer. This saves a copy and an allocation per weight.
@@ -80,15 +80,18 @@ def load_weights(
     with closing(
         TextModelReader(reader, model.architecture) if model.is_text_part else reader
     ) as reader:
-        wanted = [parameter.choose_layout(reader.tensors) for parameter in parameters(model)]
-        _check_tensors(reader, model, wanted)
-        if staging is None and device.type == "cuda":
-            staging = PinnedUploader(device)
+        model_params = [parameter.choose_layout(reader.tensors) for parameter in parameters(model)]
+        _check_tensors(reader, model, model_params)
+        if uploader is None and device.type == "cuda":
+            uploader = PinnedUploader(device)
         tensors = reader.tensors
-        done, num_bytes = 0, sum(tensors[name].num_bytes for p in wanted for name, _ in p.parts)
+        done, num_bytes = (
+            0,
+            sum(tensors[name].num_bytes for p in model_params for name, _ in p.parts),
+        )
         packed = PackedWeightStats()
-        short_lived = _TransientWeights(wanted, dtype, reader) if transient else None
-        for parameter in wanted:
+        short_lived = _TransientWeights(model_params, dtype, reader) if is_transient else None
+        for parameter in model_params:
             bundle = _quantised_weight(reader, parameter, accepts_weights)
             whole = None
             if bundle is not None:
@@ -103,14 +106,14 @@ def load_weights(
             for name, rows in parameter.parts:
                 if isinstance(target, Tensor) and whole is None:
                     slices = parameter.iter_rows(reader.slices(name))
-                    _copy_slices(slices, target[row : row + rows], staging)
+                    _copy_slices(slices, target[row : row + rows], uploader)
                 row += rows
                 done += tensors[name].num_bytes
                 if progress is not None:
                     progress(done, num_bytes)
             yield parameter.name, target
-        if staging is not None:
-            staging.finish()
+        if uploader is not None:
+            uploader.finish()
         log_weight_sizes(model.path, reader, dtype, packed)
 
 
@@ -118,20 +121,22 @@ class _TransientWeights:
     """Weights of linear layers, each valid until the next is requested."""
 
     def __init__(
-        self, wanted: list[Parameter], dtype: torch.dtype, reader: CheckpointReader
+        self, model_params: list[Parameter], dtype: torch.dtype, reader: CheckpointReader
     ) -> None:
         self._dtype, self._reader = dtype, reader
         copied = [
             each
-            for each in wanted
+            for each in model_params
             if self.can_be_transient(each) and self.mapped_view(each) is None
         ]
         largest = max((math.prod(each.shape) for each in copied), default=0)
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
     def can_be_transient(self, parameter: Parameter) -> bool:
-        """Whether a weight may be valid only until the next one is requested. Expert weights
-        cannot, because they are kept until all experts of a layer are read."""
+        """Whether a weight's memory may be reused once the next weight is requested.
+
+        Not that of expert weights, which are kept until all experts of a layer are read.
+        """
         held = ".experts." in parameter.name
         return parameter.is_linear and parameter.dtype is None and not held
 
@@ -176,21 +181,21 @@ def packed_weights(
     parts: Sequence[QuantisedTensor | GGUFQuantisedTensor | None],
     accepts_weights: Callable[[WeightSpec], bool],
 ) -> LinearWeights | None:
-    """Stacks quantised parts along the outputs, with their integers and scales unchanged.
+    """Concatenates quantised parts along the outputs; integers and scales stay unchanged.
 
     Adjacent parts of one format become one LinearWeights; those of the next format follow in its
     ``next_parts``. Returns None if a part is not quantised, or has a form that
     ``accepts_weights`` refuses.
     """
     stacks: list[LinearWeights] = []
-    for _, group in groupby(parts, _stacking_key):
+    for _, group in groupby(parts, _concatenation_key):
         found = [part for part in group if part is not None]
         blocks = [part for part in found if isinstance(part, GGUFQuantisedTensor)]
         codes = [part for part in found if isinstance(part, QuantisedTensor)]
         stack = (
-            _stack_blocks(blocks, accepts_weights)
+            _concatenate_blocks(blocks, accepts_weights)
             if blocks
-            else _stack_codes(codes, accepts_weights)
+            else _concatenate_codes(codes, accepts_weights)
         )
         if stack is None:
             return None
@@ -198,14 +203,14 @@ def packed_weights(
     return join_weights(stacks)
 
 
-def _stacking_key(part: QuantisedTensor | GGUFQuantisedTensor | None) -> object:
-    """Grouping key, equal for parts that can be stacked in one tensor."""
+def _concatenation_key(part: QuantisedTensor | GGUFQuantisedTensor | None) -> object:
+    """Grouping key, equal for parts that can be concatenated in one tensor."""
     if isinstance(part, QuantisedTensor):
         return part.bits, min(part.block[1], part.shape[-1])
     return None if part is None else part.scheme
 
 
-def _stack_blocks(
+def _concatenate_blocks(
     parts: Sequence[GGUFQuantisedTensor], accepts_weights: Callable[[WeightSpec], bool]
 ) -> LinearWeights | None:
     scheme: Any = parts[0].scheme
@@ -217,7 +222,7 @@ def _stack_blocks(
     return LinearWeights(values[0] if len(values) == 1 else torch.cat(values), scheme=scheme)
 
 
-def _stack_codes(
+def _concatenate_codes(
     codes: Sequence[QuantisedTensor], accepts_weights: Callable[[WeightSpec], bool]
 ) -> LinearWeights | None:
     if not codes:
@@ -234,7 +239,7 @@ def _stack_codes(
     low, high = (0, 255) if scheme == "int4" else (-128, 127)
     if not accepts_weights(spec) or not low <= int(zeros.min()) <= int(zeros.max()) <= high:
         return None
-    values = _stack_integers(codes, spec.shape, scheme)
+    values = _concatenate_integers(codes, spec.shape, scheme)
     return LinearWeights(
         values,
         scheme=scheme,
@@ -244,10 +249,10 @@ def _stack_codes(
     )
 
 
-def _stack_integers(
+def _concatenate_integers(
     codes: Sequence[QuantisedTensor], shape: tuple[int, int], scheme: QuantScheme
 ) -> Tensor:
-    """Stacks the parts' quantised integers as LinearWeights stores them, a few rows at a time."""
+    """Concatenates quantised integers as LinearWeights stores them, a few rows at a time."""
     rows, columns = shape
     if scheme == "int4":
         values = torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -282,15 +287,15 @@ def _expand_to_rows(part: QuantisedTensor, block_values: Tensor) -> Tensor:
     return block_values.repeat_interleave(part.block[0], dim=0)[: part.shape[0]]
 
 
-def _copy_slices(slices: Iterable[Tensor], target: Tensor, staging: PinnedUploader | None) -> None:
+def _copy_slices(slices: Iterable[Tensor], target: Tensor, uploader: PinnedUploader | None) -> None:
     """Copies and converts the slices of a tensor, one after the other."""
     row = 0
     for source in slices:
         part = target[row : row + len(source)]
-        if staging is None:
+        if uploader is None:
             part.copy_(source)
         else:
-            staging.copy(source, part)
+            uploader.copy(source, part)
         row += len(source)
 
 
@@ -355,10 +360,14 @@ def _check_tied_head(reader: CheckpointReader, model: ModelConfig) -> None:
         )
 
 
-def _check_tensors(reader: CheckpointReader, model: ModelConfig, wanted: list[Parameter]) -> None:
+def _check_tensors(
+    reader: CheckpointReader, model: ModelConfig, model_params: list[Parameter]
+) -> None:
     """Raises ModelLoadError for a tensor that is missing, unexpected or of a wrong shape."""
     expected = {
-        name: parameter.stored_shape(rows) for parameter in wanted for name, rows in parameter.parts
+        name: parameter.stored_shape(rows)
+        for parameter in model_params
+        for name, rows in parameter.parts
     }
     for name, shape in expected.items():
         info = reader.tensors.get(name)

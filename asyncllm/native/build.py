@@ -27,11 +27,11 @@ LIBRARY_NAMES = {
 """File names of the library, by system as ``sys.platform`` names it."""
 LIBRARY_PATH = Path(__file__).parent / LIBRARY_NAMES.get(sys.platform, LIBRARY_NAMES["linux"])
 
-BASELINE_UNITS = (
+BASELINE_SOURCE_NAMES = (
     "library weights sequences memory routing experts recurrent sampler logits program pool queue "
     "kernels_baseline"
 ).split()
-"""Translation units whose code every processor of the architecture can run."""
+"""Source files, without suffix, whose code every processor of the architecture can run."""
 
 COMPILER_FLAGS = (
     "-std=c++17 -O2 -ffp-contract=off -fno-math-errno -fno-strict-aliasing "
@@ -45,24 +45,24 @@ LINK_FLAGS = {
     "win32": "-shared -Wl,-s -lapi-ms-win-core-synch-l1-2-0".split(),
 }
 # Warnings about uninitialized values would be about GCC's own _mm512_undefined_ps.
-_AVX512 = (
+_AVX512_FLAGS = (
     "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni "
     "-Wno-uninitialized -Wno-maybe-uninitialized"
 ).split()
 ISA_FLAGS: dict[str, dict[str, Sequence[str]]] = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
-        "avx512": _AVX512,
-        "avx512bf16": [*_AVX512, "-mavx512bf16"],
+        "avx512": _AVX512_FLAGS,
+        "avx512bf16": [*_AVX512_FLAGS, "-mavx512bf16"],
     },
     "aarch64": {"neon": []},
 }
-"""Instruction sets beyond the baseline, by architecture, with the compiler flags of their files."""
+"""Compiler flags by architecture, and by instruction set beyond the baseline."""
 _ARCHITECTURE_BY_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}
 """Architecture by ``platform.machine()``, where Windows or macOS has another name for it."""
 
 
-def fingerprint() -> str:
+def sources_digest() -> str:
     """Digest of the sources. A compiled library contains the digest of the sources from which it
     was built."""
     digest = hashlib.sha256()
@@ -85,14 +85,14 @@ def find_compiler() -> list[str]:
 
 
 def build(
-    output: Path = LIBRARY_PATH,
+    output_path: Path = LIBRARY_PATH,
     *,
     compiler: Sequence[str] | None = None,
     linker: Sequence[str] | None = None,
     system: str = sys.platform,
     machine: str | None = None,
-    only: Sequence[str] | None = None,
-    flags: Sequence[str] = (),
+    only_isas: Sequence[str] | None = None,
+    extra_flags: Sequence[str] = (),
 ) -> list[str]:
     """Compiles and links the library, and moves it into place atomically.
 
@@ -101,8 +101,8 @@ def build(
         linker: command that links the objects; None is the compiler's.
         system: target system, as ``sys.platform`` names it.
         machine: target architecture, as ``platform.machine()`` names it; None is this machine's.
-        only: instruction sets to compile beside the baseline; None compiles all.
-        flags: additional flags for compiling every unit and for linking.
+        only_isas: instruction sets to compile beside the baseline; None compiles all.
+        extra_flags: additional flags for compiling every unit and for linking.
 
     Returns:
         The compiled instruction sets. An instruction set is left out if the compiler does not know
@@ -117,11 +117,11 @@ def build(
     units = ISA_FLAGS.get(
         _ARCHITECTURE_BY_MACHINE.get(name := machine or platform.machine(), name), {}
     )
-    chosen = units if only is None else [name for name in units if name in only]
+    chosen = units if only_isas is None else [name for name in units if name in only_isas]
     sets = [name for name in chosen if _compiler_accepts(command, units[name])]
-    defines = [f'-DASYNCLLM_SOURCES="{fingerprint()}"']
+    defines = [f'-DASYNCLLM_SOURCES="{sources_digest()}"']
     defines += [f"-DASYNCLLM_{name.upper()}" for name in sets]
-    sources: dict[str, Sequence[str]] = dict.fromkeys(BASELINE_UNITS, ())
+    sources: dict[str, Sequence[str]] = dict.fromkeys(BASELINE_SOURCE_NAMES, ())
     sources["library"] = defines
     sources |= {f"kernels_{name}": units[name] for name in sets}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -130,16 +130,16 @@ def build(
             name, unit_flags = item
             target = f"{folder}/{name}.o"
             source = str(SOURCE_DIRECTORY / f"{name}.cpp")
-            every_flag = [*COMPILER_FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *flags]
+            every_flag = [*COMPILER_FLAGS, *SYSTEM_FLAGS[system], *unit_flags, *extra_flags]
             _run_compiler([*command, *every_flag, "-c", source, "-o", target])
             return target
 
         objects = list(threads.map(compile_unit, sorted(sources.items())))
-        linked = output.with_name(f".{output.name}.{os.getpid()}")
+        linked = output_path.with_name(f".{output_path.name}.{os.getpid()}")
         try:
             link = [*(linker or command), *objects, *SYSTEM_FLAGS[system], *LINK_FLAGS[system]]
-            _run_compiler([*link, *flags, "-o", str(linked)])
-            os.replace(linked, output)
+            _run_compiler([*link, *extra_flags, "-o", str(linked)])
+            os.replace(linked, output_path)
         finally:
             linked.unlink(missing_ok=True)
     return [*sets, "baseline"]

@@ -1,4 +1,4 @@
-"""Context, PackedWeights: an engine's objects in the native library."""
+"""NativeContext, PackedWeights: an engine's objects in the native library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATUS_MESSAGES = {
 }
 
 
-class Context:
+class NativeContext:
     """Threads and scratch memory of one engine, and the kernels of one instruction set.
 
     Only one thread at a time may call ops with a context. Its threads end when the last reference
@@ -54,7 +54,7 @@ class Context:
         """Handle of the context in the library, for a direct call of an op.
 
         Raises:
-            UnrecordableError: a step is being recorded, and the program would lack the op.
+            UnrecordableError: a step is being recorded, and the recording would lack the op.
         """
         if self.recorder is not None:
             self.recorder.raise_unrecordable()
@@ -76,15 +76,17 @@ class Context:
         if status:
             raise_for_status(op, status)
 
-    def checksums(self, address: int, pieces: Sequence[tuple[int, int]]) -> list[int]:
-        """Checksums of pieces of memory, unsigned numbers of 64 bits. One call computes them all
+    def checksums(self, address: int, byte_ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """Checksums of ranges of memory, unsigned numbers of 64 bits. One call computes them all
         without the GIL.
 
         Args:
-            pieces: offset from ``address`` and size in bytes of each piece.
+            byte_ranges: offset from ``address`` and size in bytes of each range.
         """
-        count = len(pieces)
-        offsets, sizes = ((ctypes.c_int64 * count)(*each) for each in zip(*pieces, strict=True))
+        count = len(byte_ranges)
+        offsets, sizes = (
+            (ctypes.c_int64 * count)(*each) for each in zip(*byte_ranges, strict=True)
+        )
         results = (ctypes.c_uint64 * count)()
         self.call("checksums", address, offsets, sizes, count, results)
         return list(results)
@@ -106,7 +108,7 @@ class PackedWeights:
         MemoryError: the packed weights cannot be allocated.
     """
 
-    def __init__(self, context: Context, handle: int | None, n: int, k: int) -> None:
+    def __init__(self, context: NativeContext, handle: int | None, n: int, k: int) -> None:
         if not handle:
             raise MemoryError(f"weights of {n} x {k} cannot be packed")
         library, self.handle = context.functions, handle
@@ -118,14 +120,14 @@ class PackedWeights:
 
     @classmethod
     def view(
-        cls, context: Context, form: Any, address: int, num_bytes: int, bias: int | None,
+        cls, context: NativeContext, form: Any, address: int, num_bytes: int, bias: int | None,
         owner: object,
     ) -> PackedWeights:  # fmt: skip
         """Makes PackedWeights from packed weights in memory, without a copy.
 
         Args:
-            form: attribute ``form`` of the PackedWeights whose memory was stored. Their context had
-                an equal ``weights_layout``.
+            form: attribute ``form`` of the PackedWeights whose memory was stored. Their context's
+                ``weights_layout`` must have been equal to that of ``context``.
             address: address of the packed weights, ``num_bytes`` long and aligned to 64 bytes.
             bias: address of the bias, ``[n]`` float32; None for none.
             owner: object that owns this memory; referenced as long as the weights exist.

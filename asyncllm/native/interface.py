@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, Union
 from pathlib import Path
 from typing import Any
 
-_HEADER = re.sub("//.*", "", (Path(__file__).parent / "src" / "interface.h").read_text())
+_HEADER_TEXT = re.sub("//.*", "", (Path(__file__).parent / "src" / "interface.h").read_text())
 
 _SCALAR_TYPES: Mapping[str, Any] = {
     "void": None,
@@ -18,10 +18,10 @@ _SCALAR_TYPES: Mapping[str, Any] = {
     "int64_t": ctypes.c_int64,
 }
 
-OP_KINDS = tuple(name.lower() for name in re.findall(r"\bOP_(\w+) = ", _HEADER))
+OP_KINDS = tuple(name.lower() for name in re.findall(r"\bOP_(\w+) = ", _HEADER_TEXT))
 """Names of ops, in the order of ``enum OpKind`` and of the members of the union ``Op.args``."""
 
-NUM_STEP_SIZES = int(re.findall(r"\bNUM_SIZES = (\d+)", _HEADER)[0])
+NUM_STEP_SIZES = int(re.findall(r"\bNUM_SIZES = (\d+)", _HEADER_TEXT)[0])
 
 
 def _ctypes_type(declaration: str, structs: Mapping[str, type[Structure]]) -> Any:
@@ -54,7 +54,7 @@ def _read_fields(body: str, structs: Mapping[str, type[Structure]]) -> list[tupl
 
 def _read_structs() -> dict[str, type[Structure]]:
     structs: dict[str, type[Structure]] = {}
-    for name, body in re.findall(r"typedef struct (\w+) {(.*?)\n}", _HEADER, re.S):
+    for name, body in re.findall(r"typedef struct (\w+) {(.*?)\n}", _HEADER_TEXT, re.S):
         structs[name] = type(name, (Structure,), {"_fields_": _read_fields(body, structs)})
     return structs
 
@@ -71,7 +71,7 @@ OP_ARG_STRUCTS: Mapping[str, type[Structure]] = dict(dict(Op._fields_)["args"]._
 def _read_signatures() -> dict[str, tuple[Any, list[Any]]]:
     signatures: dict[str, tuple[Any, list[Any]]] = {}
     prototype = r"^(\w[\w* ]+[ *])asyncllm_(\w+)\(([^)]*)\);"
-    for result, name, parameters in re.findall(prototype, _HEADER, re.M):
+    for result, name, parameters in re.findall(prototype, _HEADER_TEXT, re.M):
         types = [_ctypes_type(each.strip(), STRUCTS) for each in parameters.split(",")]
         signatures[name] = (
             _ctypes_type(result, STRUCTS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from asyncllm.native.build import LIBRARY_PATH, fingerprint
+from asyncllm.native.build import LIBRARY_PATH, sources_digest
 from asyncllm.native.interface import SIGNATURES
 
 
@@ -29,7 +29,7 @@ class Library:
             self._declare_function("sources")
         except (OSError, AttributeError) as error:
             raise NativeUnavailableError(f"the native ops cannot be loaded: {error}") from error
-        if self.sources().decode() != fingerprint():
+        if self.sources().decode() != sources_digest():
             raise NativeUnavailableError(f"{path} was compiled from other sources")
         for name in SIGNATURES:
             self._declare_function(name)

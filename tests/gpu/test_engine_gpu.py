@@ -18,7 +18,7 @@ import torch
 
 from asyncllm import AsyncLLMEngine, Completion, EngineError
 from asyncllm.errors import AsyncLLMError
-from asyncllm.gpu.graph.cuda_graphs import GraphPart
+from asyncllm.gpu.graph.cuda_graphs import StepPart
 from tests.checkpoints import copy_tokenizer, make_checkpoint
 from tests.gpu_turns import beside_others  # noqa: F401 - pytest finds a fixture by its name
 from tests.sampling_ways import WAYS
@@ -233,7 +233,7 @@ def test_start_captures_every_batch_size(checkpoint):
 
     buckets, records = asyncio.run(main())
     assert buckets == (1, 3, 8)
-    assert {record.key.bucket for record in records if record.key.part is GraphPart.STEP} == {
+    assert {record.key.bucket for record in records if record.key.part is StepPart.STEP} == {
         1,
         3,
         8,

@@ -168,6 +168,6 @@ def _inputs(
     found = planned(
         groups[0].host_table, np.arange(len(step)), starts, counts, BLOCK_SIZE, device,
         tokens=there(tokens[rows, positions]), positions=there(positions),
-        wanted=there(np.cumsum(counts) - 1),
+        output_indices=there(np.cumsum(counts) - 1),
     )  # fmt: skip
     return replace(found, groups=groups)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, StepPart
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.triton.attention import TritonAttention
@@ -175,7 +175,9 @@ def test_a_window_or_short_rows_are_never_skewed() -> None:
 
 def test_a_graph_has_either_form() -> None:
     nothing = torch.zeros(72, dtype=torch.int64)
-    rows = captured(TABLE, nothing, nothing, nothing.int(), 16, max_len=MAX_LEN, balanced=True)
+    rows = captured(
+        TABLE, nothing, nothing, nothing.int(), 16, max_len=MAX_LEN, has_balanced_splits=True
+    )
     plan = ATTENTION.plan(rows, None, 0)
     assert (plan.splits, plan.extra_splits) == (1, 132)
     plan = ATTENTION.plan(rows, 4096, 0)
@@ -193,13 +195,13 @@ def test_the_host_chooses_the_graph_by_the_lengths_of_a_step() -> None:
         )
         launched.stages = SamplingStages(stages)
         assert replay.prepare(launched)
-        assert (launched.bucket, launched.balanced) == (64, longest == 4096)
+        assert (launched.bucket, launched.has_balanced_splits) == (64, longest == 4096)
         replay.forward(launched)
     assert keys == [
-        GraphKey(64, balanced=True),
+        GraphKey(64, has_balanced_splits=True),
         GraphKey(64),
-        GraphKey(64, balanced=True),
-        GraphKey(64, GraphPart.FORWARD, balanced=True),
+        GraphKey(64, has_balanced_splits=True),
+        GraphKey(64, StepPart.FORWARD, has_balanced_splits=True),
     ]
     assert [record.key for record in replay.graphs.capture_stats] == [keys[0], keys[1], keys[3]]
     short = make_step(1024, (64,), torch.bfloat16)

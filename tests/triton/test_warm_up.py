@@ -21,7 +21,7 @@ from asyncllm.core.batch import StepBatch
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
 from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
 from asyncllm.gpu.graph.captures import exclusive_compilation
-from asyncllm.gpu.graph.cuda_graphs import GraphKey, GraphPart, default_batch_sizes
+from asyncllm.gpu.graph.cuda_graphs import GraphKey, StepPart, default_batch_sizes
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.model_runner import ModelRunner
 from tests.static_runner import queue_mixed_step, replay_of, steps_of
@@ -63,10 +63,10 @@ def run_everything(runner: ModelRunner) -> None:
     for rows in sorted({*replay.graphs.buckets, 1, 2, 3, 7, 16, 33, ROWS}):
         replay.graphs.run(GraphKey(rows))
         if replay.has_balanced_attention:
-            replay.graphs.run(GraphKey(rows, balanced=True))
+            replay.graphs.run(GraphKey(rows, has_balanced_splits=True))
         for each in stages if rows in (1, 3, ROWS) else ():
-            replay.run_padded_rows(GraphKey(rows, GraphPart.FORWARD))
-            replay.run_padded_rows(GraphKey(rows, GraphPart.SAMPLE, each))
+            replay.run_padded_rows(GraphKey(rows, StepPart.FORWARD))
+            replay.run_padded_rows(GraphKey(rows, StepPart.SAMPLE, each))
     most = info.max_model_len
     for decodes, start, counts in (
         (0, 0, [1]),
@@ -85,7 +85,7 @@ def run_everything(runner: ModelRunner) -> None:
         given = StepBatch(0, list(range(rows)), starts, tokens, [True] * rows, decodes)
         for each in stages:
             queue_mixed_step(runner, given, each)
-    changed, none = torch.arange(3 * ROWS), memory.decode_inputs(0)
+    changed, none = torch.arange(3 * ROWS), memory.decode_step_inputs(0)
     for group in none.groups:
         many = replace(group, table_changes=(changed, changed.int()))
         steps_of(runner).model.ops.fill_decode_inputs(none, many)

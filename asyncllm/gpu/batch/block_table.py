@@ -6,7 +6,7 @@ import numpy as np
 
 from asyncllm.core.block_pool import NULL_BLOCK_ID
 
-NO_BLOCKS = np.zeros(0, dtype=np.int64)
+EMPTY_INT64 = np.zeros(0, dtype=np.int64)
 
 
 class BlockTable:
@@ -45,18 +45,18 @@ class BlockTable:
             first = req_index * self.table.shape[1]
             self._changes.append(np.arange(first + start, first + end))
 
-    def set_null_blocks(self, req_index: int, first: int, end: int) -> None:
-        """Sets entries ``first`` to ``end - 1`` to the null block."""
-        self.table[req_index, first:end] = NULL_BLOCK_ID
+    def set_null_blocks(self, req_index: int, first_block: int, end_block: int) -> None:
+        """Sets entries ``first_block`` to ``end_block - 1`` to the null block."""
+        self.table[req_index, first_block:end_block] = NULL_BLOCK_ID
         if self.tracks_changes:
             line = req_index * self.table.shape[1]
-            self._changes.append(np.arange(line + first, line + end))
+            self._changes.append(np.arange(line + first_block, line + end_block))
 
-    def unfilled_blocks(self, req_index: int, first: int, length: int) -> np.ndarray:
-        """Ids of the blocks, from entry ``first`` on, that a sequence of ``length`` tokens does not
-        fill."""
-        first = max(first, length // self.block_size)
-        return self.table[req_index, first : int(self.num_blocks[req_index])]
+    def unfilled_blocks(self, req_index: int, first_block: int, num_tokens: int) -> np.ndarray:
+        """Ids of the blocks, from entry ``first_block`` on, that a sequence of ``num_tokens``
+        tokens does not fill."""
+        first_block = max(first_block, num_tokens // self.block_size)
+        return self.table[req_index, first_block : int(self.num_blocks[req_index])]
 
     def pop_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the changes since the last call.
@@ -66,7 +66,7 @@ class BlockTable:
             has the same value both times.
         """
         if not self._changes:
-            return NO_BLOCKS, NO_BLOCKS.astype(np.int32)
+            return EMPTY_INT64, EMPTY_INT64.astype(np.int32)
         indices = np.concatenate(self._changes)
         self._changes.clear()
         return indices, self.table.reshape(-1)[indices]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_MASK = -1
+NO_MASK_SLOT = -1
 
 _WORD_BITS = 32
 
@@ -22,8 +22,8 @@ class GrammarMasks:
     """Masks of a step's rows, stored without gaps, so that only masks in use are copied.
 
     Attributes:
-        slots: ``[N]`` int64, index in ``words`` of each row's mask; NO_MASK for a row without a
-            mask.
+        slots: ``[N]`` int64, index in ``words`` of each row's mask; NO_MASK_SLOT for a row without
+            one.
         words: ``[N, ceil(vocab_size / 32)]`` int32. Token t is allowed if bit ``t % 32`` of word
             ``t // 32`` is set.
     """
@@ -33,7 +33,7 @@ class GrammarMasks:
     ) -> None:
         shape = (max_num_seqs, num_mask_words(vocab_size))
         self.slots = torch.full(
-            (max_num_seqs,), NO_MASK, dtype=torch.int64, device=device, pin_memory=pinned
+            (max_num_seqs,), NO_MASK_SLOT, dtype=torch.int64, device=device, pin_memory=pinned
         )
         self.words = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
 
@@ -47,7 +47,7 @@ class GrammarMasks:
             Errors by row, for masks of a wrong length; such a row gets no mask.
         """
         slots, words = self.slots.numpy(), self.words.numpy()
-        slots[:] = NO_MASK
+        slots[:] = NO_MASK_SLOT
         errors: dict[int, Exception] = {}
         count = 0
         for row, mask in masks.items():
@@ -60,11 +60,11 @@ class GrammarMasks:
             count += 1
         return errors
 
-    def copy_from(self, host: GrammarMasks) -> None:
+    def copy_from(self, host_masks: GrammarMasks) -> None:
         """Queues the copy of a step's masks from the host."""
-        self.slots.copy_(host.slots, non_blocking=True)
-        count = int(host.slots.max()) + 1
-        self.words[:count].copy_(host.words[:count], non_blocking=True)
+        self.slots.copy_(host_masks.slots, non_blocking=True)
+        count = int(host_masks.slots.max()) + 1
+        self.words[:count].copy_(host_masks.words[:count], non_blocking=True)
 
 
 def view_mask_words(packed_mask: bytes, expected_words: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from asyncllm.gpu.batch.sampling_table import SCALAR_PARAMS
 from asyncllm.gpu.batch.step_buffer import StepBuffer, StepLimits
 from asyncllm.gpu.sample.sampling_state import SamplingState
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 
 BlockTableChange = tuple[int, np.ndarray, np.ndarray]
 """KV group, indices into its flat block table, and their new values."""
@@ -36,23 +36,23 @@ class HostBuffer(StepBuffer):
         self, limits: StepLimits, vocab_size: int, num_logprobs: int,
         padding_indices: Sequence[int] = (), *, pinned: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(limits, CPU, pinned=pinned)
+        super().__init__(limits, CPU_DEVICE, pinned=pinned)
         self.tokens = torch.full(
-            (limits.rows,), -1, dtype=torch.int64, device=CPU, pin_memory=pinned
+            (limits.rows,), -1, dtype=torch.int64, device=CPU_DEVICE, pin_memory=pinned
         )
         self._vocab_size, self._num_logprobs, self._pinned = vocab_size, num_logprobs, pinned
         self._padding_indices = padding_indices
         self._scalars_version = -1
 
     @cached_property
-    def masks(self) -> GrammarMasks:
+    def grammar_masks(self) -> GrammarMasks:
         """The step's grammar masks, allocated on first use."""
-        return GrammarMasks(self.limits.rows, self._vocab_size, CPU, pinned=self._pinned)
+        return GrammarMasks(self.limits.rows, self._vocab_size, CPU_DEVICE, pinned=self._pinned)
 
     @cached_property
     def logprobs(self) -> TopLogprobs:
         """The step's log-probabilities, allocated on first use."""
-        return TopLogprobs(self.limits.rows, self._num_logprobs, CPU, pinned=self._pinned)
+        return TopLogprobs(self.limits.rows, self._num_logprobs, CPU_DEVICE, pinned=self._pinned)
 
     def set_block_table_changes(
         self, changes: Sequence[tuple[np.ndarray, np.ndarray]]

@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.kv_cache_spec import KVCacheSpec
-from asyncllm.gpu.batch.block_table import NO_BLOCKS, BlockTable
+from asyncllm.gpu.batch.block_table import EMPTY_INT64, BlockTable
 
 PLACEHOLDER_TOKEN = -1
 
@@ -29,7 +29,7 @@ class InputBatch:
             them or not; a token that an asynchronous device has not returned yet is
             PLACEHOLDER_TOKEN.
         epochs: ``[max_num_seqs]``, incremented whenever an index gets or loses a request: a token
-            that was sampled in an earlier epoch is void.
+            that was sampled in an earlier epoch is discarded.
         tables: a block table per KV group.
         num_prompt_tokens: ``[max_num_seqs]``.
     """
@@ -51,7 +51,7 @@ class InputBatch:
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply_step_changes(self, batch: StepBatch) -> None:
-        """Applies a step's changes: releases, freed blocks, assignments, then new blocks."""
+        """Applies a step's changes: releases and freed blocks, then new requests and blocks."""
         for req_index in batch.released_indices:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.freed_entries:
@@ -75,7 +75,7 @@ class InputBatch:
         Attention that reads whole blocks would read the stale contents of such blocks.
         """
         row_of = dict(zip(batch.req_indices, range(len(batch)), strict=True))
-        unfilled = [NO_BLOCKS]
+        unfilled = [EMPTY_INT64]
         for assignment in batch.assignments:
             start, end = _token_span(batch, row_of.get(assignment.req_index))
             for table in self.tables:

@@ -15,7 +15,7 @@ from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 
 class SamplingStages(enum.Flag):
-    """Stages that process logits before tokens are sampled, and log-probabilities after that."""
+    """Optional stages of sampling: three process logits before, LOGPROBS runs after sampling."""
 
     NONE = 0
     MASKS = enum.auto()
@@ -32,7 +32,7 @@ LOGITS_PROCESSING_STAGES = (
 
 
 class LogitsTables:
-    """Tables of rules and penalties, with a row per request index.
+    """Tables from which logits are processed, with a row per request index.
 
     Tables are allocated when a request first needs them, and then keep their addresses. A row is
     stale unless LOGITS_PROCESSING_PARAMS refer to it.
@@ -80,8 +80,8 @@ class RowsToSample(NamedTuple):
     Attributes:
         req_indices: ``[S]`` int64, request index of each row; -1 for a padded row.
         positions: ``[S]`` int64, position of the token before the sampled one.
-        last_sampled_tokens: ``[N + 1]`` int64 by request index, written: the sampled token, or 0
-            for a row without one.
+        last_sampled_tokens: output, ``[N + 1]`` int64 by request index: the token sampled for each
+            row, or 0 if none could be sampled.
     """
 
     req_indices: Tensor
@@ -135,7 +135,7 @@ class SamplingRows:
 
 
 class TopLogprobs:
-    """Log-probabilities of the rows of a step, on the device or in host memory.
+    """Top log-probabilities of a step's rows: an output, on the device or in host memory.
 
     Attributes:
         values: ``[N, K + 1]`` float32, log-probabilities of the K likeliest tokens, then that of
@@ -150,7 +150,7 @@ class TopLogprobs:
         self.values = torch.zeros(shape, dtype=torch.float32, device=device, pin_memory=pinned)
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device, pin_memory=pinned)
 
-    def copy_from(self, device: TopLogprobs, num_rows: int) -> None:
+    def copy_from(self, device_logprobs: TopLogprobs, num_rows: int) -> None:
         """Queues the copy of a step's log-probabilities from the device."""
-        self.values[:num_rows].copy_(device.values[:num_rows], non_blocking=True)
-        self.ids[:num_rows].copy_(device.ids[:num_rows], non_blocking=True)
+        self.values[:num_rows].copy_(device_logprobs.values[:num_rows], non_blocking=True)
+        self.ids[:num_rows].copy_(device_logprobs.ids[:num_rows], non_blocking=True)

@@ -10,9 +10,8 @@ import torch
 
 from asyncllm.gpu.batch.sections import SectionTable
 
-COUNTED_FROM_UNUSED = 2**63 - 1
-"""Value of ``counted_from`` for a request index without penalties, whose tokens need not be
-counted."""
+NO_UNCOUNTED_POSITION = 2**63 - 1
+"""Value of ``counted_from`` for a request index without penalties: its tokens are not counted."""
 
 
 class ScalarParam(NamedTuple):
@@ -39,7 +38,7 @@ SAMPLE_OP_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
 )
 """Parameters of the op ``sample``, in the order of ``SampleArgs`` in ``native/src/interface.h``.
 
-``states`` are the bits of the seeds' 64-bit states; ``top_k`` is 0 for all tokens."""
+``states`` are 64-bit RNG states made from the seeds, as int64; ``top_k`` is 0 for all tokens."""
 
 LOGITS_PROCESSING_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
     {
@@ -47,7 +46,7 @@ LOGITS_PROCESSING_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
         "num_bias": ScalarParam(torch.int32, 0),
         "num_stop_ids": ScalarParam(torch.int32, 0),
         "min_end": ScalarParam(torch.int64, 0),
-        "counted_from": ScalarParam(torch.int64, COUNTED_FROM_UNUSED),
+        "counted_from": ScalarParam(torch.int64, NO_UNCOUNTED_POSITION),
         "repetition": ScalarParam(torch.float32, 1.0, "repetition_penalty"),
         "frequency": ScalarParam(torch.float32, 0.0, "frequency_penalty"),
         "presence": ScalarParam(torch.float32, 0.0, "presence_penalty"),
@@ -66,5 +65,5 @@ SCALAR_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
 
 
 def scalar_param_sections(num_rows: int) -> SectionTable:
-    """Makes the section table of SCALAR_PARAMS, with ``num_rows`` elements per parameter."""
+    """Sections of a buffer that has ``num_rows`` elements for each of SCALAR_PARAMS."""
     return {name: (param.dtype, num_rows) for name, param in SCALAR_PARAMS.items()}

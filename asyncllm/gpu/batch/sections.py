@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncllm.gpu.h2d import lazy_zeros
 
-_ALIGNMENT = 16
+_ALIGNMENT_BYTES = 16
 
 SectionTable = Mapping[str, tuple[torch.dtype, int]]
 """Dtype and number of elements of each section, by name, in their order in memory."""
@@ -33,7 +33,7 @@ class BufferSections:
         spans: dict[str, tuple[int, int]] = {}
         end = 0
         for name, (dtype, count) in table.items():
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             end = start + count * dtype.itemsize
             spans[name] = start, end
         if pinned:

@@ -17,7 +17,7 @@ from asyncllm.gpu.batch.sampling_table import scalar_param_sections
 from asyncllm.gpu.batch.sections import BufferSections, SectionTable
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, RowArrays, StepInputs
 
-LAST_DECODE_SECTION = "sampled_positions"
+LAST_DECODE_SECTION_NAME = "sampled_positions"
 """Name of the last section that a decode step on a device needs."""
 
 
@@ -25,7 +25,7 @@ class StepSizes(NamedTuple):
     """Sizes of a step, in the order of ``Size`` in ``native/src/interface.h``.
 
     Attributes:
-        wanted: number of tokens whose hidden states are returned: first the last token of each
+        outputs: number of tokens whose hidden states are returned: first the last token of each
             sampled row, then the tokens of prompt log-probabilities.
         logits: number of sampled rows whose logits are computed; they come first.
         greedy: number of the other sampled rows, which need only the token of the largest
@@ -34,7 +34,7 @@ class StepSizes(NamedTuple):
 
     rows: int
     tokens: int
-    wanted: int
+    outputs: int
     logits: int
     greedy: int
 
@@ -56,7 +56,9 @@ class StepLimits:
     padded_tokens: int = 0
 
     @classmethod
-    def of(cls, info: ExecutorInfo, *, on_device: bool, padded_tokens: int) -> StepLimits:
+    def from_executor_info(
+        cls, info: ExecutorInfo, *, on_device: bool, padded_tokens: int
+    ) -> StepLimits:
         rows, tokens = info.max_num_seqs, info.max_num_batched_tokens
         table_rows = rows + 1 if on_device else 0
         return cls(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
@@ -79,10 +81,10 @@ class StepLimits:
             "counts",
             "sampled_req_indices",
             "previous_tokens",
-            LAST_DECODE_SECTION,
+            LAST_DECODE_SECTION_NAME,
         )
         table |= dict.fromkeys(names, (torch.int64, rows))
-        table["wanted"] = torch.int64, tokens
+        table["output_indices"] = torch.int64, tokens
         table["query_start_loc"] = torch.int64, rows + 1
         table["prefill_start_loc"] = torch.int32, rows + 1
         table["seq_lens"] = torch.int32, rows
@@ -95,11 +97,11 @@ class StepBuffer(BufferSections):
 
     ``write`` writes the *host* sections: for each row ``req_indices``, ``starts`` and ``counts``;
     for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
-    token before the sampled one; and ``wanted``, see StepInputs. ``previous_tokens`` has the token
-    before the sampled one, -1 if only the device has it. The other sections of StepInputs are
-    *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has the
-    tokens of the previous step. CUDA graphs and native programs hold the addresses of the device's
-    buffer; on a CPU without run-ahead the host writes directly into that buffer.
+    token before the sampled one; and ``output_indices``, see StepInputs. ``previous_tokens`` has
+    the token before the sampled one, -1 if only the device has it. The other sections of StepInputs
+    are *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has
+    the tokens of the previous step. CUDA graphs and native programs hold the addresses of the
+    device's buffer; for steps that do not begin early on a CPU, the host writes directly into it.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:
@@ -112,31 +114,33 @@ class StepBuffer(BufferSections):
         self, batch: StepBatch, req_indices: np.ndarray, starts: np.ndarray, rows: np.ndarray,
         num_logits: int,
     ) -> StepSizes:  # fmt: skip
-        """Writes the sections that the host provides; for a device, padded rows get index -1.
+        """Writes the sections that the host provides.
+
+        Padded rows get request index -1 in a buffer that is copied to a device.
 
         Args:
-            req_indices, starts: ``[R]`` int64, those of ``batch`` as arrays.
-            rows: ``[S]``, the sampled rows, those that need logits first.
+            req_indices, starts: ``[R]`` int64, the lists of ``batch`` as arrays.
+            rows: ``[S]``, the sampled rows; rows that need logits come first.
         """
         arrays, count, sampled = self.arrays, len(batch), len(rows)
-        counts, wanted = arrays["counts"][:count], sampled
+        counts, num_outputs = arrays["counts"][:count], sampled
         arrays["req_indices"][:count], arrays["starts"][:count] = req_indices, starts
         counts[:] = 1 if batch.num_decodes == count else batch.counts
         arrays["sampled_req_indices"][:sampled] = req_indices[rows]
-        arrays[LAST_DECODE_SECTION][:sampled] = (starts + counts)[rows] - 1
+        arrays[LAST_DECODE_SECTION_NAME][:sampled] = (starts + counts)[rows] - 1
         if self.limits.table_rows:
             arrays["req_indices"][count:] = arrays["sampled_req_indices"][sampled:] = -1
-            arrays["starts"][count:] = arrays[LAST_DECODE_SECTION][sampled:] = 0
+            arrays["starts"][count:] = arrays[LAST_DECODE_SECTION_NAME][sampled:] = 0
         if batch.num_decodes == count:
-            arrays["wanted"][:sampled] = rows
+            arrays["output_indices"][:sampled] = rows
         else:
             ends = counts.cumsum()
-            arrays["wanted"][:sampled] = ends[rows] - 1
+            arrays["output_indices"][:sampled] = ends[rows] - 1
             if batch.prompt_logprobs:
-                spans = np.concatenate(_span_indices(batch, ends - counts))
-                wanted += len(spans)
-                arrays["wanted"][sampled:wanted] = spans
-        return StepSizes(count, batch.num_tokens, wanted, num_logits, sampled - num_logits)
+                spans = np.concatenate(_prompt_logprob_indices(batch, ends - counts))
+                num_outputs += len(spans)
+                arrays["output_indices"][sampled:num_outputs] = spans
+        return StepSizes(count, batch.num_tokens, num_outputs, num_logits, sampled - num_logits)
 
     def compute_derived_inputs(
         self, input_batch: InputBatch, sizes: StepSizes, num_decodes: int
@@ -176,29 +180,34 @@ class StepBuffer(BufferSections):
         )
 
     def kv_group_inputs(
-        self, input_batch: InputBatch, tables: Sequence[Tensor], num_tokens: int
+        self, input_batch: InputBatch, block_tables: Sequence[Tensor], num_tokens: int
     ) -> list[KVGroupInputs]:
-        """Inputs of each KV group for the first ``num_tokens`` tokens, with its block table on the
-        device."""
+        """Inputs of each KV group for the first ``num_tokens`` tokens.
+
+        Args:
+            block_tables: per KV group, the block tables on the device.
+        """
         return [
             KVGroupInputs(
                 self.tensors[f"slots_{group}"][:num_tokens], on_device, own.table, own.block_size
             )
-            for group, (own, on_device) in enumerate(zip(input_batch.tables, tables, strict=True))
+            for group, (own, on_device) in enumerate(
+                zip(input_batch.tables, block_tables, strict=True)
+            )
         ]
 
     def step_inputs(
         self, input_batch: InputBatch, sizes: StepSizes, num_decodes: int,
-        tables: Sequence[Tensor], host: StepBuffer,
+        block_tables: Sequence[Tensor], host_buffer: StepBuffer,
     ) -> StepInputs:  # fmt: skip
         """The inputs of the step in this buffer.
 
         Args:
-            tables: per KV group, the block tables on the device.
-            host: buffer with the same step's sections on the host.
+            block_tables: per KV group, the block tables on the device.
+            host_buffer: buffer with the same step's sections on the host.
         """
-        rows, tokens, wanted, num_logits, num_greedy = sizes
-        tensors, host_rows = self.tensors, host.row_arrays(rows)
+        rows, tokens, num_outputs, num_logits, num_greedy = sizes
+        tensors, host_rows = self.tensors, host_buffer.row_arrays(rows)
         # If all rows are decodes, and not reordered, the hidden states of every token are returned,
         # so no indices are needed.
         returns_all = num_decodes == rows and 0 in (num_logits, num_greedy)
@@ -210,12 +219,12 @@ class StepBuffer(BufferSections):
             seq_lens=tensors["seq_lens"][:rows],
             query_start_loc=tensors["query_start_loc"][: rows + 1],
             prefill_start_loc=tensors["prefill_start_loc"][: rows - num_decodes + 1],
-            groups=self.kv_group_inputs(input_batch, tables, tokens),
+            groups=self.kv_group_inputs(input_batch, block_tables, tokens),
             max_num_seqs=self.limits.rows,
             max_len=int(host_rows.seq_lens.max()),
             num_logits=num_logits,
             num_greedy=num_greedy,
-            wanted=None if returns_all else tensors["wanted"][:wanted],
+            output_indices=None if returns_all else tensors["output_indices"][:num_outputs],
             host=host_rows,
         )
 
@@ -236,28 +245,31 @@ def make_dummy_batch(
     )
 
 
-def step_inputs(batch: StepBatch, input_batch: InputBatch, device: torch.device) -> StepInputs:
+def step_inputs(step_batch: StepBatch, input_batch: InputBatch, device: torch.device) -> StepInputs:
     """Makes a step's inputs on ``device`` without a runner.
 
-    They lie in a new buffer, with copies of the persistent batch's block tables. Logits are
+    The inputs are in a new buffer, with copies of the persistent batch's block tables. Logits are
     computed for every sampled row.
     """
-    rows, starts = np.flatnonzero(batch.samples), np.array(batch.starts, dtype=np.int64)
-    req_indices = np.array(batch.req_indices, dtype=np.int64)
-    limits = StepLimits(len(batch), max(len(batch), batch.num_tokens), len(input_batch.tables))
+    rows = np.flatnonzero(step_batch.samples)
+    starts = np.array(step_batch.starts, dtype=np.int64)
+    req_indices = np.array(step_batch.req_indices, dtype=np.int64)
+    num_rows, num_decodes = len(step_batch), step_batch.num_decodes
+    max_tokens = max(num_rows, step_batch.num_tokens)
+    limits = StepLimits(num_rows, max_tokens, len(input_batch.tables))
     host = StepBuffer(limits, torch.device("cpu"))
-    sizes = host.write(batch, req_indices, starts, rows, len(rows))
-    host.compute_derived_inputs(input_batch, sizes, batch.num_decodes)
+    sizes = host.write(step_batch, req_indices, starts, rows, len(rows))
+    host.compute_derived_inputs(input_batch, sizes, num_decodes)
     buffer = host if device.type == "cpu" else StepBuffer(limits, device)
     if buffer is not host:
         buffer.copy_from(host, next(reversed(buffer.tensors)))
     tables = [torch.from_numpy(table.table).to(device) for table in input_batch.tables]
-    return buffer.step_inputs(input_batch, sizes, batch.num_decodes, tables, host)
+    return buffer.step_inputs(input_batch, sizes, num_decodes, tables, host)
 
 
-def _span_indices(batch: StepBatch, first_tokens: np.ndarray) -> list[np.ndarray]:
+def _prompt_logprob_indices(batch: StepBatch, first_token_indices: np.ndarray) -> list[np.ndarray]:
     """Indices, within the step's tokens, of each span of prompt log-probabilities."""
     return [
-        np.arange(span.first, span.end) + (first_tokens[row] - batch.starts[row])
+        np.arange(span.first, span.end) + (first_token_indices[row] - batch.starts[row])
         for row, span in batch.prompt_logprobs.items()
     ]

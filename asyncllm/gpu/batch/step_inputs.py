@@ -37,9 +37,10 @@ class KVGroupInputs:
             sequence are undefined, entries before the group's window are the null block.
         host_table: the same block table on the host.
         block_size: tokens per KV block.
-        table_changes: ``[C]`` int64, indices into the flat table, and ``[C]`` int32, their new
-            values, which ``decode_inputs`` writes. An index that occurs twice has the same value
-            both times; padding is an index of the dummy row. None if the host writes the table.
+        table_changes: ``[C]`` int64, indices into the flattened block table, and ``[C]`` int32,
+            their new entries; ``decode_inputs`` writes them to the table. An index that occurs
+            twice has the same entry both times; padding is an index of the dummy row. None if the
+            host writes the table.
     """
 
     slot_mapping: Tensor
@@ -54,8 +55,8 @@ class StepInputs:
     """A step's rows, flattened to T tokens; R rows, decodes first; N request indices.
 
     In a captured step only the device has the values: ``host`` is None, and ``max_len`` is an upper
-    bound of the lengths. Request index N is a dummy for padded rows, which may write the dummy's
-    row of a table; no other row reads it.
+    bound of the lengths. Padded rows use request index N, which no request has: what they write to
+    a table goes to entry N, which no other row reads.
 
     Attributes:
         num_decodes: leading rows of one token each, padded ones included.
@@ -69,14 +70,14 @@ class StepInputs:
         groups: one per KV group.
         max_num_seqs: N.
         max_len: the largest of ``seq_lens``; in a captured step an upper bound.
-        num_logits: number of leading entries of ``wanted`` whose logits are computed.
-        num_greedy: number of the next entries of ``wanted``, which need only the token of the
-            largest logit.
-        wanted: ``[E]`` int64, indices of the tokens whose hidden states are returned (vLLM's
-            ``logits_indices``, and tokens of prompt log-probabilities); None for all.
+        num_logits: number of leading entries of ``output_indices`` whose logits are computed.
+        num_greedy: number of the next entries of ``output_indices``, which need only the token of
+            the largest logit.
+        output_indices: ``[E]`` int64, indices of the tokens whose hidden states are returned
+            (vLLM's ``logits_indices``, and tokens of prompt log-probabilities); None for all.
         host: the rows on the host; None in a captured step.
-        balanced: whether decode attention splits the keys among programs in proportion to the rows'
-            lengths, because these differ much.
+        has_balanced_splits: whether decode attention splits the keys among programs in proportion
+            to the rows' lengths, because these differ much.
         previous_tokens: ``[R]`` int64, the input token of each decode row; -1 if only
             ``last_sampled_tokens`` has it.
         last_sampled_tokens: ``[N + 1]`` int64, by request index.
@@ -94,9 +95,9 @@ class StepInputs:
     max_len: int
     num_logits: int
     num_greedy: int = 0
-    wanted: Tensor | None = None
+    output_indices: Tensor | None = None
     host: RowArrays | None = None
-    balanced: bool = False
+    has_balanced_splits: bool = False
     previous_tokens: Tensor | None = None
     last_sampled_tokens: Tensor | None = None
 
@@ -112,7 +113,7 @@ class StepInputs:
         """``[R]`` int64: each row's request index, N for a padded row."""
         return torch.where(self.req_indices < 0, self.max_num_seqs, self.req_indices)
 
-    def tables(self, group: int) -> Tensor:
+    def row_block_tables(self, group: int) -> Tensor:
         """``[R, W]`` int32: each row's block table in a KV group, wide enough for ``max_len``."""
         own = self.groups[group]
         table = own.block_table[:, : -(-self.max_len // own.block_size)]

@@ -14,22 +14,23 @@ from asyncllm.logger import get_logger
 
 logger = get_logger("asyncllm")
 
-CAPTURE_RETRY_BASE = 3
-"""After n failed captures, a key's CAPTURE_RETRY_BASE**n-th step attempts the next capture."""
+CAPTURE_BACKOFF_BASE = 3
+"""Base of the exponential back-off: the next attempt after a key's n-th failed capture is the key's
+CAPTURE_BACKOFF_BASE**n-th step since then."""
 
 
-class GraphPart(enum.Enum):
+class StepPart(enum.Enum):
     """The part of a step that a graph holds.
 
     STEP is a whole decode step. If logits are processed before sampling, or the step waits for
-    masks, FORWARD and SAMPLE are the two halves of a decode step. BODY is all layers but the last
-    of a mixed step.
+    masks, FORWARD and SAMPLE are the two halves of a decode step. ALL_BUT_LAST_LAYER is a mixed
+    step's layers except the last layer.
     """
 
     STEP = enum.auto()
     FORWARD = enum.auto()
     SAMPLE = enum.auto()
-    BODY = enum.auto()
+    ALL_BUT_LAST_LAYER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,16 @@ class GraphKey:
     chooses for (bucket, longest sequence) are fixed while the engine lives.
 
     Attributes:
-        bucket: padded number of rows of a decode step, or of tokens if ``part`` is BODY.
+        bucket: padded number of rows of a decode step; of tokens for ALL_BUT_LAST_LAYER.
         part: part of the step that the graph holds.
         stages: stages of sampling in the graph.
-        balanced: see StepInputs; False for a part without attention.
+        has_balanced_splits: see StepInputs; False for a part without attention.
     """
 
     bucket: int
-    part: GraphPart = GraphPart.STEP
+    part: StepPart = StepPart.STEP
     stages: SamplingStages = SamplingStages.NONE
-    balanced: bool = False
+    has_balanced_splits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class GraphCapturer:
     def break_graph(self, run_eagerly: Callable[[], None]) -> None:
         """Ends the graph being captured, calls ``run_eagerly``, and begins the next graph.
 
-        The function that ``capture`` captures calls it. ``run_eagerly`` is not captured: each
-        replay calls it between the two graphs.
+        Called by the function under capture. ``run_eagerly`` is not captured: each replay calls it
+        between the two graphs.
         """
         run_eagerly()
 
@@ -135,7 +136,7 @@ class StepGraphs:
         """Runs a part of a step, by graph; eagerly if it exceeds the largest bucket.
 
         Args:
-            key: its ``bucket`` may be any number of rows.
+            key: its ``bucket`` is the number of rows, and is rounded up to the next bucket.
         """
         bucket = self.bucket(key.bucket)
         if bucket is None:
@@ -152,12 +153,12 @@ class StepGraphs:
         failed = self._failed_captures.get(key)
         if failed is not None:
             failed.steps += 1
-        if failed is None or failed.steps >= CAPTURE_RETRY_BASE**failed.captures:
+        if failed is None or failed.steps >= CAPTURE_BACKOFF_BASE**failed.captures:
             self._capture_graph(key)
         else:
             self._run(key)
 
-    def capture_all(self, part: GraphPart = GraphPart.STEP) -> Iterator[None]:
+    def capture_all(self, part: StepPart = StepPart.STEP) -> Iterator[None]:
         """Captures one bucket per iteration, the largest first.
 
         A capture runs ``part`` on the rows in the step's buffers, which all have to be padding.
@@ -198,6 +199,7 @@ def default_token_counts(max_tokens: int) -> tuple[int, ...]:
 
 
 def default_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Default batch sizes: 1, 2, 4, multiples of 8 to 256, of 16 to 512, and ``max_num_seqs``."""
+    """Default batch sizes: 1, 2, 4; multiples of 8 up to 256, of 16 from there to 512; and
+    ``max_num_seqs``."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))

@@ -24,10 +24,11 @@ class ForwardPass:
         self.finds_greedy_tokens = model.argmax_function is not None and not memory.on_device
 
     def prepare(self, step: LaunchedStep) -> bool:
-        """Chooses how the step will run, and sets its ``bucket`` and ``balanced``.
+        """Chooses how the step will run, and sets its ``bucket`` and ``has_balanced_splits``.
 
         Returns:
-            Whether ``forward`` also computes the derived sections of the step's inputs.
+            Whether ``forward`` also computes the inputs that follow from others, such as positions
+            and KV slots, so that the host need not.
         """
         return False
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, StepGraphs, StepPart
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.piecewise_graphs import PiecewiseGraphs
 from asyncllm.gpu.kv_cache import KVCache
@@ -71,7 +71,7 @@ class GraphReplay(ForwardPass):
         sample_logits: SampleFunction,
     ) -> None:
         super().__init__(model, cache, memory)
-        self.graphs = StepGraphs(self._run_part, graphs.capturer, graphs.batch_sizes)
+        self.graphs = StepGraphs(self._run_step_part, graphs.capturer, graphs.batch_sizes)
         self.piecewise: PiecewiseGraphs | None = None
         if graphs.token_counts and isinstance(model, Decoder):
             self.piecewise = PiecewiseGraphs(
@@ -92,7 +92,7 @@ class GraphReplay(ForwardPass):
 
     @property
     def has_balanced_attention(self) -> bool:
-        """Whether some batches may run with balanced attention."""
+        """Whether decode steps may have balanced splits, see StepInputs."""
         return bool(self._skew_tests)
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
@@ -101,9 +101,9 @@ class GraphReplay(ForwardPass):
         Args:
             progress: called with (graphs captured, graphs in all).
         """
-        kinds = [(self.graphs, GraphPart.STEP)]
+        kinds = [(self.graphs, StepPart.STEP)]
         if self.piecewise is not None:
-            kinds.append((self.piecewise.graphs, GraphPart.BODY))
+            kinds.append((self.piecewise.graphs, StepPart.ALL_BUT_LAST_LAYER))
         total = sum(len(graphs.buckets) for graphs, _ in kinds)
         progress(0, total)
         captures = chain.from_iterable(graphs.capture_all(part) for graphs, part in kinds)
@@ -121,7 +121,7 @@ class GraphReplay(ForwardPass):
             step.bucket = self.graphs.bucket(len(step.rows))
             # Choose the balanced plan if the rows' lengths differ too much for equal splits.
             batch = step.bucket or len(step.rows)
-            step.balanced = any(
+            step.has_balanced_splits = any(
                 has_skewed_lengths(batch, step.positions) for has_skewed_lengths in self._skew_tests
             )
         elif self.piecewise is not None:
@@ -136,19 +136,21 @@ class GraphReplay(ForwardPass):
             self.memory.insert_sampled_tokens(inputs)
             return self.piecewise.forward(inputs, step.bucket)
         count = len(step.rows)
-        part = GraphPart.STEP if step.needs_only_plain_sampling else GraphPart.FORWARD
+        part = StepPart.STEP if step.needs_only_plain_sampling else StepPart.FORWARD
         # The static logits are allocated when a step first needs them, and never inside a capture.
         logits = (
-            self._static_logits() if part is GraphPart.FORWARD else self.memory.sampled_tokens[:0]
+            self._static_logits() if part is StepPart.FORWARD else self.memory.sampled_tokens[:0]
         )
-        self.graphs.run(GraphKey(step.bucket or count, part, balanced=step.balanced))
+        self.graphs.run(
+            GraphKey(step.bucket or count, part, has_balanced_splits=step.has_balanced_splits)
+        )
         return StepOutput(logits[:count], logits[:0])
 
     def sample(self, step: LaunchedStep) -> bool:
         if not step.is_decode:
             return False
         if not step.needs_only_plain_sampling:
-            self.graphs.run(GraphKey(step.bucket or len(step.rows), GraphPart.SAMPLE, step.stages))
+            self.graphs.run(GraphKey(step.bucket or len(step.rows), StepPart.SAMPLE, step.stages))
         return True
 
     def close(self) -> None:
@@ -159,20 +161,22 @@ class GraphReplay(ForwardPass):
         del self._sample_logits
 
     def run_padded_rows(self, key: GraphKey) -> None:
-        """Eagerly runs a key's GraphPart on padded rows, to compile its kernels."""
-        if key.part is not GraphPart.STEP:
+        """Runs the StepPart in a graph key eagerly on padded rows, to compile its kernels."""
+        if key.part is not StepPart.STEP:
             self._static_logits()
-        self._run_part(key)
+        self._run_step_part(key)
 
-    def _run_part(self, key: GraphKey) -> None:
+    def _run_step_part(self, key: GraphKey) -> None:
         """Runs the part of a decode step that the key names."""
-        if key.part is GraphPart.SAMPLE:
+        if key.part is StepPart.SAMPLE:
             self._sample_logits(self._static_logits()[: key.bucket], key.stages)
             return
-        inputs = self.memory.decode_inputs(key.bucket, balanced=key.balanced)
+        inputs = self.memory.decode_step_inputs(
+            key.bucket, has_balanced_splits=key.has_balanced_splits
+        )
         self.memory.derive_decode_inputs(inputs)
         logits = self.model.forward(inputs, self.cache).logits
-        if key.part is GraphPart.STEP:
+        if key.part is StepPart.STEP:
             self._sample_logits(logits, key.stages)
         else:
             self._static_logits()[: key.bucket].copy_(logits)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, GraphPart, StepGraphs
+from asyncllm.gpu.graph.cuda_graphs import GraphCapturer, GraphKey, StepGraphs, StepPart
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.language_model import StepOutput
@@ -27,7 +27,7 @@ class PiecewiseGraphs:
     replay calls these ops with the step's own plan and number of tokens. The segment before an op
     copies the op's inputs to tensors that all layers and buckets share. The op writes its
     output to another shared tensor, in which padded tokens are zeros. The last layer is not
-    captured: after its EagerOp only the tokens in ``StepInputs.wanted`` are computed.
+    captured: after its EagerOp only the tokens in ``StepInputs.output_indices`` are computed.
 
     Args:
         capturer: captures graphs and breaks them.
@@ -50,7 +50,7 @@ class PiecewiseGraphs:
         self._break_graph = capturer.break_graph
         self._static_tensors: dict[tuple[object, ...], Tensor] = {}
         self._num_filled_rows: dict[tuple[int, torch.dtype], int] = {}
-        self._body_outputs: dict[object, Tensor] = {}
+        self._captured_outputs: dict[object, Tensor] = {}
         self._shared_kv: tuple[int, ...] = ()
         self._context: StepContext | None = None
         self._num_tokens = 0
@@ -63,10 +63,10 @@ class PiecewiseGraphs:
         count = self._num_tokens = step.num_tokens
         context = self._context = self.model.make_context(step, self.cache)
         try:
-            self.graphs.run(GraphKey(bucket, GraphPart.BODY))
+            self.graphs.run(GraphKey(bucket, StepPart.ALL_BUT_LAST_LAYER))
         finally:
             self._context = None
-        ends = {name: tensor[:count] for name, tensor in self._body_outputs.items()}
+        ends = {name: tensor[:count] for name, tensor in self._captured_outputs.items()}
         context.per_layer_embeddings = ends.get("per_layer_embeddings")
         context.shared_kv = {i: (ends["k", i], ends["v", i]) for i in self._shared_kv}
         return self.model.run_last_layer_and_head(ends["x"], ends.get("residual"), step, context)
@@ -75,7 +75,7 @@ class PiecewiseGraphs:
         """Drops the graphs and all tensors."""
         self.graphs.close()
         self._static_tensors.clear()
-        self._body_outputs.clear()
+        self._captured_outputs.clear()
 
     def _run(self, key: GraphKey) -> None:
         """Runs all layers but the last, on as many tokens as the key's bucket holds."""
@@ -91,15 +91,15 @@ class PiecewiseGraphs:
             ends |= {("k", index): k, ("v", index): v}
         for name, tensor in ends.items():
             if tensor is not None:
-                self._body_outputs[name] = self._copy_to_static_tensor(name, tensor)
+                self._captured_outputs[name] = self._copy_to_static_tensor(name, tensor)
 
     def run_eager_op(self, op: EagerOp, out_width: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Cuts the capture at attention or a recurrence; returns the tensor for its output."""
-        count, example = len(tensors[0]), tensors[0]
+        """Ends the current graph before attention or a recurrence; returns the output tensor."""
+        count, like = len(tensors[0]), tensors[0]
         op_inputs = [
-            self._copy_to_static_tensor(place, tensor) for place, tensor in enumerate(tensors)
+            self._copy_to_static_tensor(index, tensor) for index, tensor in enumerate(tensors)
         ]
-        out = self._static_tensor("out", (out_width,), example)
+        out = self._static_tensor("out", (out_width,), like)
         self._break_graph(partial(self._run_eager_op, op, op_inputs, out))
         return out[:count]
 
@@ -114,24 +114,24 @@ class PiecewiseGraphs:
             out[count:filled].zero_()
         self._num_filled_rows[key] = count
 
-    def _copy_to_static_tensor(self, place: object, tensor: Tensor) -> Tensor:
+    def _copy_to_static_tensor(self, tensor_key: object, tensor: Tensor) -> Tensor:
         """Copies ``tensor`` into a tensor at a fixed address, which it returns."""
-        fixed = self._static_tensor(place, tuple(tensor.shape[1:]), tensor)
+        fixed = self._static_tensor(tensor_key, tuple(tensor.shape[1:]), tensor)
         fixed[: len(tensor)].copy_(tensor)
         return fixed
 
-    def _static_tensor(self, place: object, sizes: tuple[int, ...], example: Tensor) -> Tensor:
-        """A tensor ``[T, *sizes]`` of the largest bucket, allocated as zeros on first use.
+    def _static_tensor(
+        self, tensor_key: object, row_shape: tuple[int, ...], like: Tensor
+    ) -> Tensor:
+        """A tensor ``[T, *row_shape]`` of the largest bucket, allocated as zeros on first use.
 
         The first use is outside a capture: the largest bucket is captured first, and runs eagerly
         before its capture.
         """
-        key = place, sizes, example.dtype
+        key = tensor_key, row_shape, like.dtype
         if key not in self._static_tensors:
-            shape = self.graphs.buckets[-1], *sizes
-            self._static_tensors[key] = torch.zeros(
-                shape, dtype=example.dtype, device=example.device
-            )
+            shape = self.graphs.buckets[-1], *row_shape
+            self._static_tensors[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
         return self._static_tensors[key]
 
 

@@ -91,9 +91,9 @@ class RecordedStep(ForwardPass):
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
         """Returns views of the last run's outputs; ``sizes`` are the sizes of that run."""
-        *_, wanted, num_logits, num_greedy = sizes
+        *_, num_outputs, num_logits, num_greedy = sizes
         tokens = EMPTY_TOKEN_TENSOR if self.greedy is None else self.greedy[:num_greedy]
-        return StepOutput(self.logits[:num_logits], self.hidden[:wanted], tokens)
+        return StepOutput(self.logits[:num_logits], self.hidden[:num_outputs], tokens)
 
 
 def record_step(
@@ -161,6 +161,6 @@ def _record_inputs(
         num_greedy=FAKE_ROW_COUNTS[DynamicSize.GREEDY_TOKENS]
         if model.argmax_function is not None
         else 0,
-        wanted=recorder.add_input(arrays["wanted"], DynamicSize.OUTPUT_TOKENS),
+        output_indices=recorder.add_input(arrays["output_indices"], DynamicSize.OUTPUT_TOKENS),
         host=host,
     )

@@ -11,7 +11,7 @@ import numpy as np
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
-from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION
+from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION_NAME
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.graph.streams import SyncStream
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -43,7 +43,7 @@ class _Job(HostBuffer):
         own = memory.buffer
         super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
         given, tokens = own.tensors, self.tokens
-        indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION]
+        indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION_NAME]
         rows = RowsToSample(indices, positions, memory.last_sampled_tokens)
         # If the output head has no argmax op, the sampler samples all rows, and nothing reads
         # the greedy tokens.
@@ -63,8 +63,8 @@ class _Job(HostBuffer):
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes
-        begin = self.tensors["wanted"].data_ptr() - self.memory.data_ptr()
-        args.bytes = begin + self.tensors["wanted"].itemsize * sizes.wanted
+        begin = self.tensors["output_indices"].data_ptr() - self.memory.data_ptr()
+        args.bytes = begin + self.tensors["output_indices"].itemsize * sizes.outputs
         args.num_tokens = sizes.logits + sizes.greedy if step.is_sampling_queued else 0
         args.draw.rows = sizes.logits if step.is_sampling_queued else 0
         asked = np.flatnonzero(step.row_logprobs >= 0)
@@ -85,7 +85,8 @@ class StepQueue(SyncStream):
     While a step is queued, no other op may run on the native library's context.
 
     Attributes:
-        min_tokens: smallest step, in tokens, that runs ahead; None if only masked steps do.
+        min_step_tokens: smallest step, in tokens, that is queued behind a running step; None if
+            only steps with grammar masks are.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class StepQueue(SyncStream):
         sampler: Sampler,
     ) -> None:
         self.recorded_step = recorded_step
-        self.min_tokens: int | None = None
+        self.min_step_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
         num_logprobs = sampler.state.num_logprobs
         self._jobs = cycle(
@@ -110,11 +111,11 @@ class StepQueue(SyncStream):
     def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
         """Whether to run a step while earlier steps are in flight.
 
-        That pays if the step has ``min_tokens`` or awaits masks. It is possible if the step only
-        appends to those rows of the batch that steps in flight read.
+        That pays if the step has ``min_step_tokens`` or awaits masks. It is possible if the step
+        changes rows that steps in flight read only by appending to them.
         """
-        batch, least = step.batch, self.min_tokens
-        # A step that loads or saves recurrent states does not run ahead: the host copies the states
+        batch, least = step.batch, self.min_step_tokens
+        # A step that loads or saves recurrent states cannot begin early: the host copies the states
         # before and after it.
         if not len(batch) or batch.state_loads or batch.state_saves:
             return False
@@ -129,9 +130,9 @@ class StepQueue(SyncStream):
     def submit(self, step: LaunchedStep) -> bool:
         """Queues a step that has been applied to the batch.
 
-        If the step's tokens can be sampled from unprocessed logits, the step runs to its end, with
-        its tokens' log-probabilities, else up to its logits. No step may be submitted behind a step
-        that ends with its logits until that step has been sampled.
+        If the step's tokens can be sampled from unprocessed logits, the step also samples them and
+        computes their log-probabilities. Otherwise it stops at the logits, and no step may be
+        submitted behind it until the caller has sampled it.
 
         Raises:
             RuntimeError: the process is a forked child.

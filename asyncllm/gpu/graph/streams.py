@@ -28,10 +28,11 @@ class SyncStream:
         """Context in which torch's allocations and queued work belong to this stream."""
         return nullcontext()
 
-    def side_context(self) -> AbstractContextManager[object]:
-        """Context for work on results of finished steps, which does not wait for this stream.
+    def use_side_stream(self) -> AbstractContextManager[object]:
+        """Context that queues work on a side stream, which does not wait for this stream.
 
-        The exit waits for that work, so that the caller may release the tensors.
+        Use it for work on results of finished steps. The exit waits for that work, so that the
+        caller may release the tensors.
         """
         return nullcontext()
 
@@ -49,7 +50,7 @@ class SyncStream:
         """Queues one piece of a step's work."""
         work()
 
-    def record(self) -> Event | None:
+    def record_event(self) -> Event | None:
         """Records an event behind all work queued so far; None if that work is done."""
         return None
 
@@ -110,7 +111,7 @@ class CudaStream(SyncStream):
         return torch.cuda.stream(self._stream)
 
     @contextmanager
-    def side_context(self) -> Iterator[None]:
+    def use_side_stream(self) -> Iterator[None]:
         if self._side_stream is None:
             self._side_stream = CUDA_STREAM_POOL.take(self._stream.device)
         with torch.cuda.stream(self._side_stream):
@@ -122,7 +123,7 @@ class CudaStream(SyncStream):
     def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
         return not any(step.awaits_tokens_of(one) for one in earlier_steps)
 
-    def record(self) -> Event | None:
+    def record_event(self) -> Event | None:
         # Do not use torch.Event, which ignores ``blocking``: waiting for it would spin.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)

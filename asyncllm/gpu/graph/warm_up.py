@@ -1,4 +1,4 @@
-"""warm_up: compiles every kernel of an engine's steps before the first one."""
+"""warm_up: compiles every kernel that an engine's steps use, before the first step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncllm.gpu.graph.cuda_graphs import GraphKey
 from asyncllm.gpu.graph.graph_replay import GraphReplay
 from asyncllm.gpu.step_runner import StepRunner
 
-PROMPT_TOKENS = 2
+NUM_PROMPT_TOKENS = 2
 """Number of tokens of a small prefill."""
 
 
@@ -50,8 +50,8 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     rows = sorted({sizes[0], sizes[-1]})
     steps = [*(partial(replay.run_padded_rows, GraphKey(count)) for count in rows)]
     if replay.has_balanced_attention:
-        steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], balanced=True)))
-    prefixes = sorted({0, max(0, info.max_model_len - PROMPT_TOKENS)})
+        steps.append(partial(replay.run_padded_rows, GraphKey(rows[-1], has_balanced_splits=True)))
+    prefixes = sorted({0, max(0, info.max_model_len - NUM_PROMPT_TOKENS)})
     steps += [partial(_run_sampling_stages, runner)]
     steps += [partial(_run_mixed_step, runner, prefix) for prefix in prefixes]
     steps += [partial(_run_mixed_step, runner, 0, count) for count in _expert_prefill_sizes(runner)]
@@ -64,8 +64,8 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
 def _run_sampling_stages(runner: StepRunner) -> None:
     """Runs all stages of sampling on a padded row, with tables of its own.
 
-    CUDA loads torch's kernels at their first launch. Sampling is run too, because the stages return
-    float32 logits, for which it has another kernel.
+    CUDA loads torch's kernels at their first launch. The op ``sample`` is run too, because the
+    stages return float32 logits, for which the op has another kernel.
     """
     model, vocab, device = runner.model, runner.info.vocab_size, runner.device
     memory = runner.memory
@@ -86,24 +86,24 @@ def _run_sampling_stages(runner: StepRunner) -> None:
 
 
 def _expert_prefill_sizes(runner: StepRunner) -> list[int]:
-    """Numbers of prefill tokens, one for each kernel that experts use only in larger steps."""
+    """Prefill token counts, one for each expert kernel that smaller steps do not use."""
     info, experts = runner.info, getattr(runner.model.model, "experts", None)
     if experts is None:
         return []
     most = min(info.max_num_batched_tokens, info.max_num_seqs * info.max_model_len)
     sizes = experts.routing.num_experts, experts.routing.top_k
     thresholds = runner.model.ops.expert_kernel_switch_points(*sizes)
-    # One token of each step is that of its decode row.
-    return [count - 1 for count in thresholds if PROMPT_TOKENS < count - 1 < most]
+    # Subtract one token for the step's decode row.
+    return [count - 1 for count in thresholds if NUM_PROMPT_TOKENS < count - 1 < most]
 
 
 def _run_mixed_step(
-    runner: StepRunner, prefix_tokens: int, num_tokens: int = PROMPT_TOKENS
+    runner: StepRunner, prefix_tokens: int, num_tokens: int = NUM_PROMPT_TOKENS
 ) -> None:
-    """Runs a mixed step of a decode row and of prefill rows with ``num_tokens`` tokens in all. The
-    first prefill row follows a cached prefix of ``prefix_tokens``.
+    """Runs a mixed step of one decode row and prefill rows.
 
-    All rows write and read the null block.
+    The prefill rows have ``num_tokens`` tokens in total. The first of them follows a cached prefix
+    of ``prefix_tokens``. All rows write and read the null block.
     """
     info = runner.info
     full, rest = divmod(num_tokens, info.max_model_len)

@@ -93,9 +93,9 @@ class Decoder:
     ) -> StepOutput:
         """Run the last layer, the final norm and the output head.
 
-        After the last layer's mixer, only the tokens in ``step.wanted`` are computed.
+        After the last layer's mixer, only the tokens in ``step.output_indices`` are computed.
         """
-        context.output_tokens = step.wanted
+        context.output_tokens = step.output_indices
         x, residual = self.layers[-1](x, residual, context)
         hidden, first = self.norm.add_and_norm(x, residual)[0], step.num_logits
         tokens = EMPTY_TOKEN_TENSOR

@@ -23,7 +23,7 @@ class StepOutput(NamedTuple):
     Attributes:
         logits: ``[num_logits, vocab_size]`` in the model's dtype.
         hidden: ``[E, H]``, hidden states after the final norm of the E tokens in
-            ``StepInputs.wanted``.
+            ``StepInputs.output_indices``.
         tokens: ``[num_greedy]`` int64, tokens of the largest logits; see ``ArgmaxLinear``.
     """
 

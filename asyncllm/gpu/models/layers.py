@@ -38,7 +38,7 @@ class StepContext:
         states: tensors of the StateCache; () for a model without recurrent layers.
         state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
         output_tokens: ``[S]`` int64, indices of the tokens that a layer computes after its mixer:
-            ``StepInputs.wanted`` in the last layer; None for all tokens in the others.
+            ``StepInputs.output_indices`` in the last layer; None for all tokens in the others.
         per_layer_embeddings: ``[T, layers, P]``; None for a model without them.
         shared_kv: by KV index, k and v of this step's tokens, for later layers that reuse them.
     """

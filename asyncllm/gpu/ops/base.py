@@ -202,7 +202,7 @@ class LoadBalancingAttention(Protocol):
     """Attention with a second plan that balances work, for captured decode rows of very different
     lengths.
 
-    ``plan`` makes the balanced plan where ``StepInputs.balanced`` is set.
+    ``plan`` makes the balanced plan where ``StepInputs.has_balanced_splits`` is set.
     """
 
     def may_have_skewed_lengths(self, max_len: int, window: int | None) -> bool:

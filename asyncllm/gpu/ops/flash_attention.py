@@ -119,7 +119,7 @@ class FlashAttention(ABC):
         ``StepInputs.tables`` cuts the tables to the longest row of an eager step: the libraries
         take the width of a table for the length of the longest sequence.
         """
-        decodes, blocks = step.num_decodes, step.tables(group)
+        decodes, blocks = step.num_decodes, step.row_block_tables(group)
         prefill = None
         if decodes < step.num_rows:
             # A captured step has only decode rows, and no lengths on the host.

@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_rope import set_cache_args
 from asyncllm.gpu.ops.program import DTYPE_CODES
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.shared_library import Library, NativeUnavailableError
 
 BUILD_LIBRARY_HINT = "`python -m asyncllm.native.build` compiles them, with a C++ compiler"
@@ -31,14 +31,14 @@ class NativeAttentionPlan:
     num_tokens: int
 
 
-def native_context(num_threads: int) -> Context:
+def native_context(num_threads: int) -> NativeContext:
     """Makes the context of an engine's native ops, and starts its threads.
 
     Raises:
         EngineError: the native library is missing or does not work here.
     """
     try:
-        return Context(Library(), num_threads)
+        return NativeContext(Library(), num_threads)
     except NativeUnavailableError as error:
         raise EngineError(f'attention_backend="native": {error}; {BUILD_LIBRARY_HINT}') from error
 
@@ -73,7 +73,7 @@ class NativeAttention:
             return cls(sibling.context, request.shape, request.dtype)
         return cls(native_context(request.num_threads), request.shape, request.dtype)
 
-    def __init__(self, context: Context, shape: AttentionShape, dtype: torch.dtype) -> None:
+    def __init__(self, context: NativeContext, shape: AttentionShape, dtype: torch.dtype) -> None:
         self.context, self.shape, self.dtype = context, shape, dtype
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> NativeAttentionPlan:

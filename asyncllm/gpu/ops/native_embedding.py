@@ -8,7 +8,7 @@ from torch import Tensor
 from asyncllm.gpu.ops.native_linear import NativeLinear
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 
 class NativeEmbedding:
@@ -42,7 +42,7 @@ class NativeEmbedding:
 class NativePlainEmbedding(NativeEmbedding):
     """Embedding with a table of plain values ``[vocab_size, H]``."""
 
-    def __init__(self, context: Context, values: Tensor, multiplier: float = 1.0) -> None:
+    def __init__(self, context: NativeContext, values: Tensor, multiplier: float = 1.0) -> None:
         self.values = contiguous_rows(values, values.dtype)
         self.dtype, self.device, self.shape = values.dtype, values.device, tuple(values.shape)
         rows, width = self.shape

@@ -16,13 +16,15 @@ from asyncllm.gpu.ops.native_pointwise import GELU_TANH, SILU
 from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
 from asyncllm.gpu.ops.routing import RouterWeights
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 
 class NativeRouting:
     """``Routing`` in C++, on packed weights of the router."""
 
-    def __init__(self, context: Context, config: RoutingConfig, weights: RouterWeights) -> None:
+    def __init__(
+        self, context: NativeContext, config: RoutingConfig, weights: RouterWeights
+    ) -> None:
         self.top_k, self.router = config.top_k, NativeLinear(context, weights.linear)
         self._op = NativeOp(
             context,
@@ -71,7 +73,9 @@ class NativeExperts:
         ModelLoadError: ``native_type_code`` does not cover the weights' quantisation.
     """
 
-    def __init__(self, context: Context, weights: ExpertsWeights, config: ActivationConfig) -> None:
+    def __init__(
+        self, context: NativeContext, weights: ExpertsWeights, config: ActivationConfig
+    ) -> None:
         layers = weights.gate_up, weights.down
         for layer in layers:
             if layer.scheme != "plain" and native_type_code(layer.spec) is None:

@@ -9,7 +9,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.native_weights import pack_weights
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 
 class NativeLinear:
@@ -23,7 +23,7 @@ class NativeLinear:
         ModelLoadError: a zero point is not an integer.
     """
 
-    def __init__(self, context: Context, weights: LinearWeights) -> None:
+    def __init__(self, context: NativeContext, weights: LinearWeights) -> None:
         self.context = context
         self.n, self.k = weights.shape
         self.dtype = weights.values.dtype if weights.scheme == "plain" else None
@@ -84,7 +84,7 @@ class NativeMergedLinear:
     Each part of one scheme is a layer of its own, which writes its columns of the outputs.
     """
 
-    def __init__(self, context: Context, weights: LinearWeights) -> None:
+    def __init__(self, context: NativeContext, weights: LinearWeights) -> None:
         self.layers = [NativeLinear(context, part) for part in weights.single_scheme_parts]
         self.n = weights.shape[0]
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguous_rows
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 
 class NativeResidualAdd:
     """Substitute for the norm in blocks without a norm; ``add_and_norm`` only adds."""
 
-    def __init__(self, context: Context, multiplier: float = 1.0, scale: float = 1.0) -> None:
+    def __init__(self, context: NativeContext, multiplier: float = 1.0, scale: float = 1.0) -> None:
         self._op = NativeOp(context, "add", multiplier=multiplier, scale=scale)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class NativeRMSNorm:
     """
 
     def __init__(
-        self, context: Context, weight: Tensor, eps: float, multiplier: float = 1.0,
+        self, context: NativeContext, weight: Tensor, eps: float, multiplier: float = 1.0,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
         self.weight, self.width = contiguous_parameter(weight), weight.shape[0]

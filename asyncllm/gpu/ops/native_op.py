@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.recorder import DynamicSize
-from asyncllm.native.context import Context, raise_for_status
+from asyncllm.native.context import NativeContext, raise_for_status
 from asyncllm.native.interface import NUM_STEP_SIZES, OP_KINDS, STRUCTS, Op
 
 NO_ROW_LIMIT = 2**63 - 1
@@ -36,7 +36,7 @@ class NativeOp:
     """
 
     def __init__(
-        self, context: Context, name: str, keep_alive: Sequence[object] = (), **constants: Any
+        self, context: NativeContext, name: str, keep_alive: Sequence[object] = (), **constants: Any
     ) -> None:
         self.context, self.name, self._keep_alive = context, name, (*keep_alive, constants)
         ops = (Op * 1)()

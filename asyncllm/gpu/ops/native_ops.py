@@ -33,7 +33,7 @@ from asyncllm.gpu.ops.native_rope import NativeRope, NativeRopeAndCache
 from asyncllm.gpu.ops.native_sampling import process_logits, sample, top_logprobs
 from asyncllm.gpu.ops.native_weights import INPUTS_PER_SCALE, native_quantisers, native_type_code
 from asyncllm.gpu.ops.recorder import Recorder
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 
 class NativeOps(CpuOps):
@@ -50,7 +50,7 @@ class NativeOps(CpuOps):
     packs_linear = True
     state_rows = staticmethod(NativeStateRows)
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NativeContext) -> None:
         self.context = context
         self.quantisers = native_quantisers(context)
         self.silu_mul = NativeGatedMul(context, SILU)

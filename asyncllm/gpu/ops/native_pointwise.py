@@ -6,7 +6,7 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 SILU, GELU_TANH = 0, 1
 """Values of ``enum Activation`` in ``native/src/interface.h``."""
@@ -19,7 +19,7 @@ class NativeGatedMul:
         activation: SILU or GELU_TANH.
     """
 
-    def __init__(self, context: Context, activation: int) -> None:
+    def __init__(self, context: NativeContext, activation: int) -> None:
         self._op = NativeOp(context, "gated_mul", activation=activation)
 
     def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -41,7 +41,7 @@ class NativeGatedMul:
 class NativeSigmoidMul:
     """``TorchOps.sigmoid_mul`` in C++."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NativeContext) -> None:
         self._op = NativeOp(context, "sigmoid_mul")
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class NativeSigmoidMul:
 class NativeSoftcap:
     """``TorchOps.softcap`` in C++: ``cap * tanh(x / cap)``, in place."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NativeContext) -> None:
         self._op = NativeOp(context, "softcap")
 
     def __call__(self, x: Tensor, cap: float) -> Tensor:

@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.step_inputs import StepInputs
 from asyncllm.gpu.ops.gated_delta import DecayParameters
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_rows
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 
 class NativeStateRows:
@@ -44,7 +44,7 @@ def _check_state(op: NativeOp, state: Tensor, shape: tuple[int, ...], dtype: tor
 class NativeCausalConv:
     """``CausalConv`` in C++."""
 
-    def __init__(self, context: Context, weight: Tensor) -> None:
+    def __init__(self, context: NativeContext, weight: Tensor) -> None:
         weight = weight.float().T.contiguous()
         self.width, self.channels = weight.shape
         self._op = NativeOp(
@@ -66,7 +66,10 @@ class NativeGatedDelta:
     """``GatedDelta`` in C++, token by token, so that chunk sizes do not change the result."""
 
     def __init__(
-        self, context: Context, shape: LinearAttentionConfig, decay_parameters: DecayParameters
+        self,
+        context: NativeContext,
+        shape: LinearAttentionConfig,
+        decay_parameters: DecayParameters,
     ) -> None:
         self.shape = shape
         self._op = NativeOp(
@@ -98,7 +101,7 @@ class NativeGatedNorm:
         weight: ``[D]``, applied to each head.
     """
 
-    def __init__(self, context: Context, weight: Tensor, eps: float) -> None:
+    def __init__(self, context: NativeContext, weight: Tensor, eps: float) -> None:
         self.weight = weight.contiguous()
         dtype = DTYPE_CODES[weight.dtype]
         self._op = NativeOp(

@@ -11,7 +11,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguous_rows
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 
 
 class _NativeRopeBase:
@@ -23,7 +23,7 @@ class _NativeRopeBase:
     """
 
     def __init__(
-        self, context: Context, shape: AttentionShape, kv_heads: int, eps: float,
+        self, context: NativeContext, shape: AttentionShape, kv_heads: int, eps: float,
         **norms: Tensor | None,
     ) -> None:  # fmt: skip
         self.shape, self._num_heads = shape, shape.num_heads + 2 * kv_heads
@@ -64,7 +64,7 @@ class NativeRope(_NativeRopeBase):
     """``Rope`` in C++, which normalises and rotates q in place."""
 
     def __init__(
-        self, context: Context, shape: AttentionShape, norm: Tensor | None, eps: float
+        self, context: NativeContext, shape: AttentionShape, norm: Tensor | None, eps: float
     ) -> None:
         if norm is not None:
             check_head_norm(shape, norm)
@@ -80,7 +80,7 @@ class NativeRopeAndCache(_NativeRopeBase):
 
     def __init__(
         self,
-        context: Context,
+        context: NativeContext,
         shape: AttentionShape,
         q_norm: Tensor | None,
         k_norm: Tensor | None,

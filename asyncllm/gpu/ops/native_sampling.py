@@ -18,7 +18,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 )
 from asyncllm.gpu.batch.sampling_table import LOGITS_PROCESSING_PARAMS, SAMPLE_OP_PARAMS
 from asyncllm.gpu.ops.program import DTYPE_CODES
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.interface import STRUCTS
 
 
@@ -92,7 +92,7 @@ def _row_args(
 
 
 def sample(
-    context: Context,
+    context: NativeContext,
     logits: Tensor,
     sampling_tensors: Mapping[str, Tensor],
     rows: RowsToSample,
@@ -108,7 +108,7 @@ def sample(
 
 
 def process_logits(
-    context: Context, logits: Tensor, rows: SamplingRows, stages: SamplingStages
+    context: NativeContext, logits: Tensor, rows: SamplingRows, stages: SamplingStages
 ) -> Tensor:
     """Computes ``logits.process_logits`` in C++, with bit-identical results."""
     logits = contiguous_logits(logits)
@@ -170,7 +170,7 @@ def _set_table_args(
         setattr(args, name, checked_address(name, table, dtype, args.lines, width))
 
 
-def top_logprobs(context: Context, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
+def top_logprobs(context: NativeContext, logits: Tensor, tokens: Tensor, out: TopLogprobs) -> None:
     """Computes ``logits.top_logprobs`` in C++; tokens with equal logits are in the order of their
     ids."""
     logits = contiguous_logits(logits)

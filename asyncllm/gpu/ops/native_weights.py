@@ -12,7 +12,7 @@ from asyncllm.errors import ModelLoadError
 from asyncllm.gpu.ops.linear_weights import GGUF_BLOCK_SIZES, LinearWeights, WeightSpec
 from asyncllm.gpu.ops.program import DTYPE_CODES
 from asyncllm.gpu.ops.quantise import INT4_GROUP_SIZE, WeightQuantisers, check_even_inputs
-from asyncllm.native.context import Context, PackedWeights
+from asyncllm.native.context import NativeContext, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
 INT8_CODE, UINT4_CODE, UINT8_CODE = 3, 4, 5
@@ -44,7 +44,7 @@ def native_type_code(spec: WeightSpec) -> int | None:
     return {"int4": UINT4_CODE, "int8": UINT8_CODE}.get(spec.scheme)
 
 
-def quantise_int8_native(context: Context, weights: LinearWeights) -> LinearWeights:
+def quantise_int8_native(context: NativeContext, weights: LinearWeights) -> LinearWeights:
     """Computes ``quantise.quantise_int8`` in C++, with bit-identical results."""
     rows, columns = weights.shape
     values = torch.empty(rows, columns, dtype=torch.int8, device="cpu")
@@ -53,7 +53,7 @@ def quantise_int8_native(context: Context, weights: LinearWeights) -> LinearWeig
     return weights.with_quantised_values("int8", values, scales, columns)
 
 
-def quantise_int4_native(context: Context, weights: LinearWeights) -> LinearWeights:
+def quantise_int4_native(context: NativeContext, weights: LinearWeights) -> LinearWeights:
     """Computes ``quantise.quantise_int4`` in C++, with bit-identical results.
 
     Raises:
@@ -70,7 +70,12 @@ def quantise_int4_native(context: Context, weights: LinearWeights) -> LinearWeig
 
 
 def _quantise_values(
-    context: Context, values: Tensor, out: Tensor, scales: Tensor, zeros: Tensor | None, bits: int
+    context: NativeContext,
+    values: Tensor,
+    out: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bits: int,
 ) -> None:
     values = values if values.stride(1) == 1 else values.contiguous()
     n, k = values.shape
@@ -81,13 +86,13 @@ def _quantise_values(
     context.call("round", args)
 
 
-def native_quantisers(context: Context) -> Mapping[str, WeightQuantisers]:
+def native_quantisers(context: NativeContext) -> Mapping[str, WeightQuantisers]:
     """Functions that quantise weights in C++, with the keys of ``quantise.QUANTISERS``."""
     int8, int4 = partial(quantise_int8_native, context), partial(quantise_int4_native, context)
     return {"int8": WeightQuantisers(int8, int8), "int4": WeightQuantisers(int4, int8)}
 
 
-def pack_weights(context: Context, weights: LinearWeights) -> PackedWeights:
+def pack_weights(context: NativeContext, weights: LinearWeights) -> PackedWeights:
     """Returns weights in the layout of the kernels, from ``weights.panels`` if that is set; else as
     ``pack_new_weights``."""
     if weights.panels is not None:
@@ -95,7 +100,7 @@ def pack_weights(context: Context, weights: LinearWeights) -> PackedWeights:
     return pack_new_weights(context, weights)
 
 
-def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
+def pack_new_weights(context: NativeContext, weights: LinearWeights) -> PackedWeights:
     """Copies weights into the layout of the kernels.
 
     Args:
@@ -125,7 +130,7 @@ def pack_new_weights(context: Context, weights: LinearWeights) -> PackedWeights:
 
 
 def _pack_groupwise(
-    context: Context, weights: LinearWeights, type_code: int, bias: Tensor | None
+    context: NativeContext, weights: LinearWeights, type_code: int, bias: Tensor | None
 ) -> PackedWeights:
     (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
     assert scales is not None
@@ -146,7 +151,9 @@ def _pack_groupwise(
     return PackedWeights(context, context.functions.pack_grouped(context.handle, args), n, k)
 
 
-def _pack_blocks(context: Context, weights: LinearWeights, bias: Tensor | None) -> PackedWeights:
+def _pack_blocks(
+    context: NativeContext, weights: LinearWeights, bias: Tensor | None
+) -> PackedWeights:
     values = weights.values if weights.values.stride(1) == 1 else weights.values.contiguous()
     n, k = weights.shape
     args = STRUCTS["GroupedArgs"](

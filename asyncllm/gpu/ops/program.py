@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncllm.native.context import Context, raise_for_status
+from asyncllm.native.context import NativeContext, raise_for_status
 from asyncllm.native.interface import STRUCTS, Op
 
 STATUS_INVALID = 1
@@ -62,7 +62,7 @@ class Program:
     """
 
     def __init__(
-        self, context: Context, ops: ctypes.Array[Any], names: Sequence[str],
+        self, context: NativeContext, ops: ctypes.Array[Any], names: Sequence[str],
         capacity: Sequence[int], num_bytes: int, results: Sequence[Tensor],
         keep_alive: Sequence[object],
     ) -> None:  # fmt: skip
@@ -104,6 +104,6 @@ class Program:
         if status != STATUS_INVALID:
             return "step"
         return (
-            f"step, {list(sizes)} rows, tokens, wanted, sampled and greedy where there is room for "
-            f"{list(self.args.capacity)}"
+            f"step, {list(sizes)} rows, tokens, outputs, sampled and greedy where there is room "
+            f"for {list(self.args.capacity)}"
         )

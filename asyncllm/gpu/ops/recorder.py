@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncllm.gpu.ops.buffer_layout import Lifetime, lay_out_buffers
 from asyncllm.gpu.ops.program import DTYPE_CODES, Program
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.native.interface import OP_ARG_STRUCTS, OP_KINDS, Op
 
 ALIGNMENT_BYTES = 64
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
             input nor the result of a recorded op.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NativeContext) -> None:
         super().__init__()
         self.context = context
         self._ops: list[_RecordedOp] = []

@@ -112,7 +112,7 @@ class TorchAttention:
 
         Each row thus costs as much as the longest possible sequence.
         """
-        blocks = step.tables(group).long()
+        blocks = step.row_block_tables(group).long()
         keys = torch.arange(blocks.shape[1] * step.groups[group].block_size, device=blocks.device)
         ends = step.seq_lens.long().unsqueeze(1)
         masked_keys = keys >= ends

@@ -45,20 +45,20 @@ from torch import Tensor
 
 from asyncllm.gpu.ops.linear_weights import LinearWeights, join_weights
 from asyncllm.gpu.ops.native_weights import pack_new_weights
-from asyncllm.native.context import Context, PackedWeights
+from asyncllm.native.context import NativeContext, PackedWeights
 from asyncllm.native.interface import STRUCTS
 
 MAGIC = b"asyncLLM"
 FORMAT_VERSION = 2
 """Version of the file format. A file of another version is a miss."""
 
-ALIGNMENT = 64
+TENSOR_ALIGNMENT_BYTES = 64
 """Alignment of tensors in bytes, as the native ops expect."""
 
-_PREAMBLE = struct.Struct("<8sIxxxxQQQ24s")
+_PREAMBLE_STRUCT = struct.Struct("<8sIxxxxQQQ24s")
 _DIGEST_BYTES = 24
 _MAX_HEADER_BYTES = 2**28
-_WRITE_BYTES = 2**23
+_BYTES_PER_WRITE = 2**23
 _PANEL_FIELDS = tuple(name for name, *_ in STRUCTS["PanelArgs"]._fields_)
 
 
@@ -67,7 +67,7 @@ class PackedFileError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class PanelsEntry:
+class PackedWeightEntry:
     """Entry of the file's header for one packed weight.
 
     Attributes:
@@ -82,7 +82,7 @@ class PanelsEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeightFormat:
-    """Form of a linear layer's weights, see ``LinearWeights``.
+    """Dtypes, shapes and scheme of a linear layer's weights, see ``LinearWeights``.
 
     Attributes:
         dtype, shape: dtype of the values (torch's name), and their shape.
@@ -97,7 +97,7 @@ class StoredWeightFormat:
     has_zeros: bool
 
     def placeholder(self, panels: MappedPanelSource) -> LinearWeights:
-        """Weights on the meta device, whose values are in ``panels``."""
+        """Placeholder weights on the meta device; ``panels`` has the packed values."""
         scales = zeros = None
         if self.scale_shape is not None:
             assert self.scale_dtype is not None
@@ -119,13 +119,13 @@ class TensorEntry:
     """Entry of the file's header for one parameter of the decoder.
 
     Attributes:
-        dtype, shape: of a plain tensor; torch's name of the dtype.
+        dtype, shape: torch's dtype name, and shape, of a plain tensor; empty for a linear layer.
         offset, num_bytes: place in the file.
-        checksum: checksum of these bytes, see ``Context.checksums``.
+        checksum: checksum of these bytes, see ``NativeContext.checksums``.
         parts: panels of a linear layer's weight, in the order in which they are packed; empty for a
             plain tensor.
-        forms: form of each weight of a linear layer, in the order of their output rows; empty for a
-            plain tensor.
+        forms: format of each weight of a linear layer, in the order of their output rows; empty for
+            a plain tensor.
     """
 
     name: str
@@ -134,24 +134,25 @@ class TensorEntry:
     offset: int
     num_bytes: int
     checksum: int
-    parts: list[PanelsEntry]
+    parts: list[PackedWeightEntry]
     forms: list[StoredWeightFormat]
 
 
-class RecordingPanelSource:
-    """PanelSource that packs one linear parameter and keeps the packed weights for the file.
+class PackedWeightRecorder:
+    """PanelSource that packs one linear parameter, and keeps the packed weights for the file.
 
     Attributes:
-        weights: the packed weights, in the order in which they were made.
-        forms: forms of the weights; adjacent weights of one form, such as experts, share one.
+        weights: the packed weights, in the order of packing.
+        forms: formats of the weights; consecutive weights of equal format, such as a layer's
+            experts, have one entry with all their rows.
     """
 
     def __init__(self) -> None:
         self.weights: list[PackedWeights] = []
         self.forms: list[StoredWeightFormat] = []
 
-    def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
-        """Pack weights, and record them with their form."""
+    def pack(self, context: NativeContext, weights: LinearWeights) -> PackedWeights:
+        """Pack weights, and record them with their format."""
         packed = pack_new_weights(context, weights)
         self.weights.append(packed)
         values, scales, block = weights.values, weights.scales, weights.scale_block
@@ -164,33 +165,33 @@ class RecordingPanelSource:
             None if scales is None else [*scales.shape],
             weights.zeros is not None,
         )
-        if self.forms and _can_stack_rows(self.forms[-1], form):
-            form = _stack_forms(self.forms.pop(), form)
+        if self.forms and _can_concatenate_rows(self.forms[-1], form):
+            form = _concatenate_rows(self.forms.pop(), form)
         self.forms.append(form)
         return packed
 
 
-def _stack_forms(upper: StoredWeightFormat, lower: StoredWeightFormat) -> StoredWeightFormat:
-    scale_shape = upper.scale_shape
-    if scale_shape is not None and lower.scale_shape is not None:
-        scale_shape = [scale_shape[0] + lower.scale_shape[0], *scale_shape[1:]]
-    shape = [upper.shape[0] + lower.shape[0], *upper.shape[1:]]
-    return replace(upper, shape=shape, scale_shape=scale_shape)
+def _concatenate_rows(first: StoredWeightFormat, second: StoredWeightFormat) -> StoredWeightFormat:
+    scale_shape = first.scale_shape
+    if scale_shape is not None and second.scale_shape is not None:
+        scale_shape = [scale_shape[0] + second.scale_shape[0], *scale_shape[1:]]
+    shape = [first.shape[0] + second.shape[0], *first.shape[1:]]
+    return replace(first, shape=shape, scale_shape=scale_shape)
 
 
-def _can_stack_rows(upper: StoredWeightFormat, lower: StoredWeightFormat) -> bool:
-    """Whether two forms are equal except for the number of rows."""
-    return replace(upper, shape=lower.shape, scale_shape=lower.scale_shape) == lower
+def _can_concatenate_rows(first: StoredWeightFormat, second: StoredWeightFormat) -> bool:
+    """Whether two weights' formats are equal except for the number of rows."""
+    return replace(first, shape=second.shape, scale_shape=second.scale_shape) == second
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedPanelSource:
-    """PanelSource that returns one linear parameter's packed weights from a file, in its order."""
+    """PanelSource that returns one linear parameter's packed weights in the file's order."""
 
     file: PackedFile
-    parts: Iterator[PanelsEntry]
+    parts: Iterator[PackedWeightEntry]
 
-    def pack(self, context: Context, weights: LinearWeights) -> PackedWeights:
+    def pack(self, context: NativeContext, weights: LinearWeights) -> PackedWeights:
         part = next(self.parts)
         form = STRUCTS["PanelArgs"](*part.form)
         if (form.n, form.k) != weights.shape:
@@ -206,7 +207,7 @@ class PackedFile:
     """An open file of packed weights, mapped into memory.
 
     Args:
-        owners: accepted user ids of the file's owner.
+        allowed_uids: accepted user ids of the file's owner.
 
     Attributes:
         key: the header's ``key``, which identifies checkpoint, form, layout and version.
@@ -220,7 +221,7 @@ class PackedFile:
         PackedFileError: the file is missing, incomplete, of another format or of another user.
     """
 
-    def __init__(self, path: Path, owners: Collection[int]) -> None:
+    def __init__(self, path: Path, allowed_uids: Collection[int]) -> None:
         self.path = path
         try:
             # Do not block on a FIFO, and do not follow a link, perhaps to another user's file.
@@ -230,7 +231,7 @@ class PackedFile:
         except OSError as error:
             raise PackedFileError(f"cannot be opened ({error.strerror})") from error
         try:
-            header = self._read_header(fd, os.fstat(fd), owners)
+            header = self._read_header(fd, os.fstat(fd), allowed_uids)
             self.key: Any = header["key"]
             self.checkpoint_checksums: Mapping[str, int] = header["content"]
             self.entries = [_parse_entry(line) for line in header["tensors"]]
@@ -246,48 +247,64 @@ class PackedFile:
         self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
 
     def _read_header(
-        self, fd: int, status: os.stat_result, owners: Collection[int]
+        self, fd: int, file_stat: os.stat_result, allowed_uids: Collection[int]
     ) -> dict[str, Any]:
         """Check all of the file but its tensors; return the header."""
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(file_stat.st_mode):
             raise PackedFileError("is no regular file")
-        if status.st_uid not in owners or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if file_stat.st_uid not in allowed_uids or file_stat.st_mode & (
+            stat.S_IWGRP | stat.S_IWOTH
+        ):
             raise PackedFileError(
-                f"belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, "
-                f"expected one of {sorted(owners)}, and no other user who can write it"
+                f"belongs to user {file_stat.st_uid} with mode "
+                f"{stat.S_IMODE(file_stat.st_mode):o}, expected one of {sorted(allowed_uids)}, and "
+                "no other user who can write it"
             )
-        magic, version, size, place, length, digest = _PREAMBLE.unpack(
-            os.pread(fd, _PREAMBLE.size, 0)
+        magic, version, size, header_offset, length, digest = _PREAMBLE_STRUCT.unpack(
+            os.pread(fd, _PREAMBLE_STRUCT.size, 0)
         )
         if (magic, version) != (MAGIC, FORMAT_VERSION):
             raise PackedFileError(f"is none of format {FORMAT_VERSION}")
-        if size != status.st_size or place + length != size or length > _MAX_HEADER_BYTES:
-            raise PackedFileError(f"has {status.st_size} bytes, expected {size}")
-        header = os.pread(fd, length, place)
+        if (
+            size != file_stat.st_size
+            or header_offset + length != size
+            or length > _MAX_HEADER_BYTES
+        ):
+            raise PackedFileError(f"has {file_stat.st_size} bytes, expected {size}")
+        header = os.pread(fd, length, header_offset)
         if _digest(header) != digest:
             raise PackedFileError("its header does not have the checksum that it was written with")
-        self.size, self._end = size, place
-        self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        self.size, self._end = size, header_offset
+        self.identity = (
+            file_stat.st_dev,
+            file_stat.st_ino,
+            file_stat.st_size,
+            file_stat.st_mtime_ns,
+        )
         return json.loads(header)
 
     def _check_offsets(self) -> None:
         for entry in self.entries:
-            places = [(entry.offset, entry.num_bytes)]
-            places += [(part.offset, part.num_bytes) for part in entry.parts]
-            for offset, num_bytes in places:
-                if offset % ALIGNMENT or offset < _PREAMBLE.size or num_bytes < 1:
+            byte_ranges = [(entry.offset, entry.num_bytes)]
+            byte_ranges += [(part.offset, part.num_bytes) for part in entry.parts]
+            for offset, num_bytes in byte_ranges:
+                if (
+                    offset % TENSOR_ALIGNMENT_BYTES
+                    or offset < _PREAMBLE_STRUCT.size
+                    or num_bytes < 1
+                ):
                     raise PackedFileError(f"has {entry.name} at an impossible place")
                 if offset + num_bytes > self._end:
                     raise PackedFileError(f"ends within {entry.name}")
 
-    def verify(self, context: Context) -> None:
+    def verify(self, context: NativeContext) -> None:
         """Compute the checksum of every tensor.
 
         Raises:
             PackedFileError: a checksum differs from the one in the header.
         """
-        places = [(entry.offset, entry.num_bytes) for entry in self.entries]
-        checksums = context.checksums(self.address, places)
+        byte_ranges = [(entry.offset, entry.num_bytes) for entry in self.entries]
+        checksums = context.checksums(self.address, byte_ranges)
         for entry, checksum in zip(self.entries, checksums, strict=True):
             if checksum != entry.checksum:
                 raise PackedFileError(f"{entry.name} does not have the checksum of its bytes")
@@ -296,7 +313,7 @@ class PackedFile:
         """Yield the decoder's parameters by name, in the order of the file.
 
         Linear weights refer to packed panels in this file; their own tensors are on the meta
-        device. They are quantised already if ``key`` has a quantisation.
+        device. Linear weights are already quantised if ``key`` has a quantisation.
         """
         for entry in self.entries:
             yield (
@@ -317,10 +334,10 @@ class PackedFile:
 
 def write_packed_file(
     fd: int,
-    context: Context,
+    context: NativeContext,
     key: Any,
     checkpoint_checksums: Mapping[str, int],
-    tensors: Iterable[tuple[str, Tensor | RecordingPanelSource]],
+    tensors: Iterable[tuple[str, Tensor | PackedWeightRecorder]],
     check_stopped: Callable[[], None] = lambda: None,
 ) -> int:
     """Write a file of packed weights and wait until the disk has it.
@@ -338,20 +355,20 @@ def write_packed_file(
     """
     entries: list[TensorEntry] = []
     writer = _Writer(fd, check_stopped)
-    writer.append(memoryview(bytes(_PREAMBLE.size)))
+    writer.append(memoryview(bytes(_PREAMBLE_STRUCT.size)))
     for name, tensor in tensors:
         if isinstance(tensor, Tensor):
             tensor = tensor.contiguous()
             pieces = [(tensor.data_ptr(), tensor.nbytes)]
         else:
             pieces = [(each.address, each.num_bytes) for each in tensor.weights]
-        places: list[tuple[int, int]] = []
+        byte_ranges: list[tuple[int, int]] = []
         for address, num_bytes in pieces:
-            writer.append(memoryview(bytes(-writer.end % ALIGNMENT)))
-            places.append((writer.end, num_bytes))
+            writer.append(memoryview(bytes(-writer.end % TENSOR_ALIGNMENT_BYTES)))
+            byte_ranges.append((writer.end, num_bytes))
             piece = (ctypes.c_char * num_bytes).from_address(address)
             writer.append(memoryview(piece).cast("B"))
-        entries.append(_make_entry(name, tensor, places))
+        entries.append(_make_entry(name, tensor, byte_ranges))
     writer.flush()
     end = writer.end
     with mmap.mmap(fd, end, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
@@ -369,7 +386,9 @@ def write_packed_file(
     writer.flush()
     # The preamble makes the file valid, so write it once all other bytes are on the disk.
     os.fsync(fd)
-    preamble = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, writer.end, end, len(header), _digest(header))
+    preamble = _PREAMBLE_STRUCT.pack(
+        MAGIC, FORMAT_VERSION, writer.end, end, len(header), _digest(header)
+    )
     if os.pwrite(fd, preamble, 0) != len(preamble):
         raise OSError("the preamble was not written as a whole")
     os.fsync(fd)
@@ -390,11 +409,11 @@ class _Writer:
 
     def append(self, data: memoryview) -> None:
         while data:
-            part = data[: _WRITE_BYTES - len(self._buffer)]
+            part = data[: _BYTES_PER_WRITE - len(self._buffer)]
             self._buffer += part
             self.end += len(part)
             data = data[len(part) :]
-            if len(self._buffer) == _WRITE_BYTES:
+            if len(self._buffer) == _BYTES_PER_WRITE:
                 self.flush()
 
     def flush(self) -> None:
@@ -405,24 +424,24 @@ class _Writer:
 
 
 def _make_entry(
-    name: str, tensor: Tensor | RecordingPanelSource, places: list[tuple[int, int]]
+    name: str, tensor: Tensor | PackedWeightRecorder, byte_ranges: list[tuple[int, int]]
 ) -> TensorEntry:
-    offset = places[0][0]
-    num_bytes = sum(places[-1]) - offset
+    offset = byte_ranges[0][0]
+    num_bytes = sum(byte_ranges[-1]) - offset
     if isinstance(tensor, Tensor):
         return TensorEntry(
             name, _dtype_name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [], []
         )
-    parts: list[PanelsEntry] = []
-    for each, (start, size) in zip(tensor.weights, places, strict=True):
+    parts: list[PackedWeightEntry] = []
+    for each, (start, size) in zip(tensor.weights, byte_ranges, strict=True):
         parts.append(
-            PanelsEntry([getattr(each.form, field) for field in _PANEL_FIELDS], start, size)
+            PackedWeightEntry([getattr(each.form, field) for field in _PANEL_FIELDS], start, size)
         )
     return TensorEntry(name, "", [], offset, num_bytes, 0, parts, tensor.forms)
 
 
 def _parse_entry(line: dict[str, Any]) -> TensorEntry:
-    parts: Any = [PanelsEntry(**part) for part in line["parts"]]
+    parts: Any = [PackedWeightEntry(**part) for part in line["parts"]]
     forms: Any = [StoredWeightFormat(**form) for form in line["forms"]]
     return TensorEntry(**line | {"parts": parts, "forms": forms})
 

@@ -53,7 +53,9 @@ class PackedFolder:
 
     @contextmanager
     def lock(self, check_stopped: Callable[[], object] | None) -> Iterator[None]:
-        """Lock of all writers, which one thread of a process uses at a time. It may be nested.
+        """Lock that every writer takes; may be nested.
+
+        Only one thread of a process may use it at a time.
 
         Args:
             check_stopped: called every 50 ms while another process has the lock; raises an

@@ -28,13 +28,13 @@ from asyncllm.gpu.packed.packed_file import (
     FORMAT_VERSION,
     PackedFile,
     PackedFileError,
-    RecordingPanelSource,
+    PackedWeightRecorder,
     write_packed_file,
 )
 from asyncllm.gpu.packed.packed_folder import PACKED_FILE_SUFFIX, PackedFolder
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.logger import get_logger
-from asyncllm.native.context import Context
+from asyncllm.native.context import NativeContext
 from asyncllm.validation import value_error
 from asyncllm.version import VERSION
 
@@ -49,7 +49,7 @@ _MAX_SIDECAR_BYTES = 2**16
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _StoppedError(Exception):
+class _WriteStoppedError(Exception):
     """Stops the writing of a packed file, because the engine has ended."""
 
 
@@ -62,7 +62,7 @@ class PackedStore:
     version.
 
     Args:
-        next_to_model: write beside the model and not into the cache folder.
+        in_model_folder: write beside the model and not into the cache folder.
 
     Attributes:
         state: phrase for the log: where the weights come from, and why no file was used.
@@ -74,17 +74,17 @@ class PackedStore:
         self,
         config: EngineConfig,
         model: ModelConfig,
-        context: Context,
+        context: NativeContext,
         dtype: torch.dtype,
         progress: ProgressCallback | None = None,
         *,
-        next_to_model: bool = False,
+        in_model_folder: bool = False,
     ) -> None:
         self._model, self._config, self._context = model, config, context
         self.num_threads = context.num_threads
-        self._next_to_model, self._stopped = next_to_model, threading.Event()
+        self._in_model_folder, self._stopped = in_model_folder, threading.Event()
         self._progress = progress or (lambda *_: None)
-        self._recorded_tensors: list[tuple[str, Tensor | RecordingPanelSource]] = []
+        self._recorded_tensors: list[tuple[str, Tensor | PackedWeightRecorder]] = []
         self._writer: threading.Thread | None = None
         self._logged_lines: set[str] = set()
         self._write_failed = False
@@ -101,7 +101,7 @@ class PackedStore:
             "config": self._identity.config_digest,
         }
         self._cache_key = form | {"files": [*self._identity.files]}
-        self._next_to_model_key = form | {
+        self._model_folder_key = form | {
             "files": [[*each] for each in self._identity.names_and_sizes]
         }
         is_file = model.path.is_file()
@@ -111,27 +111,31 @@ class PackedStore:
             # Users who can read the model can also read the packed file beside the model.
             0o600 | (self._identity.paths[0].stat().st_mode & 0o044),
         )
-        assert isinstance(config.packed_cache_size, int)  # EngineConfig has parsed the size.
+        assert isinstance(config.packed_cache_size, int)  # EngineConfig makes it an int.
         self._cache = PackedFolder(cache_folder(config), config.packed_cache_size)
-        self._folder = self._model_folder if next_to_model else self._cache
-        self._key = self._next_to_model_key if next_to_model else self._cache_key
+        self._folder = self._model_folder if in_model_folder else self._cache
+        self._key = self._model_folder_key if in_model_folder else self._cache_key
         self.path = self._folder.path / _file_name(self._key)
 
     # --- reading -----------------------------------------------------------------------
 
-    def build(self, read: Callable[[], Weights], build: Callable[[Weights, bool], T]) -> T:
+    def build(
+        self,
+        read_checkpoint: Callable[[], Weights],
+        build_model: Callable[[Weights, bool], T],
+    ) -> T:
         """Build a model from its file, or from the checkpoint.
 
         With ``packed_cache="shared"`` a missing file is written first, and the model is then built
         from the file. Other processes wait until the file is written.
 
         Args:
-            read: reads the checkpoint.
-            build: builds the model. Its second argument says whether the weights have their final
-                form already, and are not to be quantised.
+            read_checkpoint: reads the checkpoint.
+            build_model: builds the model. Its second argument is whether the weights are packed
+                already, and so must not be quantised.
         """
-        if self._next_to_model:
-            return build(self._record_weights(read()), False)
+        if self._in_model_folder:
+            return build_model(self._record_weights(read_checkpoint()), False)
         file = self._open_verified_file()
         if file is None and self._config.packed_cache == "shared":
             try:
@@ -139,15 +143,15 @@ class PackedStore:
                 with self._cache.lock(self._check_start_cancelled):
                     file = self._open_verified_file()
                     if file is None:
-                        build(self._record_weights(read()), False)
+                        build_model(self._record_weights(read_checkpoint()), False)
                         self._write_locked()
                         file = self._open_verified_file()
             except OSError as error:
                 self._report_failed_write(error)
                 self._write_failed = True
         if file is None:
-            return build(self._record_weights(read()), False)
-        model = build(file.weights(), True)
+            return build_model(self._record_weights(read_checkpoint()), False)
+        model = build_model(file.weights(), True)
         self._progress(file.size, file.size)
         return model
 
@@ -157,7 +161,7 @@ class PackedStore:
         model_owners = own_users | {0, self._identity.paths[0].stat().st_uid}
         for folder, key, owners in (
             (self._cache, self._cache_key, own_users),
-            (self._model_folder, self._next_to_model_key, model_owners),
+            (self._model_folder, self._model_folder_key, model_owners),
         ):
             path = folder.path / _file_name(key)
             try:
@@ -176,7 +180,7 @@ class PackedStore:
                 self._verify(file)
             except (PackedFileError, OSError) as error:
                 line = f"packed weights {path}: {error}; they are packed anew"
-                # Log once: a shared cache is searched again under the folder's lock.
+                # Log once: for a shared cache this method runs again, under the folder's lock.
                 if line not in self._logged_lines:
                     logger.warning("%s", line)
                 self._logged_lines.add(line)
@@ -187,11 +191,11 @@ class PackedStore:
         return None
 
     def _verify(self, file: PackedFile) -> None:
-        """Verify all checksums; with ``packed_cache="shared"`` once for each file and boot."""
+        """Verify all checksums; with ``packed_cache="shared"`` only once per file and boot."""
         if self._config.packed_cache != "shared":
             file.verify(self._context)
             return
-        name = f"{_key_stem(self._cache_key)}.verified.json"
+        name = f"{_file_stem(self._cache_key)}.verified.json"
         stamp = {"boot": _boot_id(), "file": [*file.identity]}
         if stamp["boot"] and self.read_sidecar(name) == stamp:
             return
@@ -209,7 +213,7 @@ class PackedStore:
                 self._recorded_tensors.append((name, value))
                 yield name, value
                 continue
-            recorder = RecordingPanelSource()
+            recorder = PackedWeightRecorder()
             self._recorded_tensors.append((name, recorder))
             whole = LinearWeights(value) if isinstance(value, Tensor) else value
             yield name, replace(whole, panels=recorder)
@@ -223,7 +227,7 @@ class PackedStore:
             ModelLoadError: the checkpoint was changed meanwhile.
         """
         if self._recorded_tensors:
-            if not self._next_to_model:
+            if not self._in_model_folder:
                 self._cache.make()
             with self._folder.lock(self._check_stopped):
                 self._write_locked()
@@ -235,20 +239,20 @@ class PackedStore:
         if not self._recorded_tensors and not sidecars:
             return
         self._writer = threading.Thread(
-            target=self._try_write, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
+            target=self._run_writer, args=(sidecars,), name="asyncllm-packed-writer", daemon=True
         )
         # If no thread can be started, the next start of the engine writes the file.
         with suppress(RuntimeError, MemoryError):
             self._writer.start()
 
-    def _try_write(self, sidecars: Mapping[str, Any]) -> None:
+    def _run_writer(self, sidecars: Mapping[str, Any]) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             self.write()
             for name, sidecar in sidecars.items():
                 self._write_sidecar(name, sidecar)
-        except _StoppedError:
+        except _WriteStoppedError:
             self.state += "; the engine ended before the file was written"
         except (OSError, ModelLoadError, MemoryError) as error:
             self._report_failed_write(error)
@@ -263,11 +267,11 @@ class PackedStore:
         """Write the file. Needs the folder's lock."""
         path, recorded = self.path, self._recorded_tensors
         # Make a second context: only one thread at a time may use the engine's.
-        context = Context(self._context.functions, 1, self._context.isa)
+        context = NativeContext(self._context.functions, 1, self._context.isa)
         # Another process may have written the file while this process waited for the lock.
         with suppress(PackedFileError):
             written = PackedFile(path, {os.geteuid()})
-            if written.key == self._key and not self._next_to_model:
+            if written.key == self._key and not self._in_model_folder:
                 written.verify(context)
                 self._recorded_tensors = []
                 self.state = f"packed at this start, and written to {path} by another engine"
@@ -293,7 +297,7 @@ class PackedStore:
         self.state = f"packed at this start, and written to {path}"
         logger.info("packed weights are written to %s: %.1f MiB", path, num_bytes / 2**20)
 
-    def _checkpoint_checksums(self, context: Context) -> dict[str, int]:
+    def _checkpoint_checksums(self, context: NativeContext) -> dict[str, int]:
         """Checksum of each file of the checkpoint, by name."""
         buffer = (ctypes.c_char * _CHUNK_BYTES)()
         checksums: dict[str, int] = {}
@@ -309,7 +313,7 @@ class PackedStore:
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise _StoppedError
+            raise _WriteStoppedError
 
     def _check_start_cancelled(self) -> None:
         """Raise an exception if the caller has given up starting the engine."""
@@ -320,11 +324,17 @@ class PackedStore:
         """Stop the writing of the file; an incomplete file is removed."""
         self._stopped.set()
 
-    # --- sidecars: small JSON files that belong to a packed file ------------------------------
+    # --- sidecars: small JSON files beside a packed file ---------------------------------------
 
-    def sidecar_name(self, kind: str, subject: Mapping[str, Any]) -> str:
-        """Name of the sidecar file of ``kind`` for ``subject``, with a digest of ``subject``."""
-        return f"{_key_stem(self._key)}.{kind}-{_digest(json.dumps(subject, sort_keys=True))}.json"
+    def sidecar_name(self, kind: str, conditions: Mapping[str, Any]) -> str:
+        """Name of a sidecar file.
+
+        Args:
+            kind: what the file stores, such as "calibration".
+            conditions: JSON values for which alone the content is valid; the name has their digest.
+        """
+        digest = _digest(json.dumps(conditions, sort_keys=True))
+        return f"{_file_stem(self._key)}.{kind}-{digest}.json"
 
     def read_sidecar(self, name: str) -> Any:
         """Read a sidecar, a small JSON file; None if there is no such file."""
@@ -338,7 +348,7 @@ class PackedStore:
         it."""
         content = json.dumps(sidecar).encode()
         with suppress(OSError):
-            if not self._next_to_model:
+            if not self._in_model_folder:
                 self._cache.make()
             with self._folder.lock(None):
                 self._folder.write(name, lambda fd: os.write(fd, content))
@@ -347,16 +357,16 @@ class PackedStore:
 def open_store(
     config: EngineConfig,
     model: ModelConfig | TransformersConfig,
-    context: Context | None,
+    context: NativeContext | None,
     dtype: torch.dtype,
     progress: ProgressCallback | None = None,
     *,
-    next_to_model: bool = False,
+    in_model_folder: bool = False,
 ) -> PackedStore | str:
     """Make an engine's PackedStore, or return the reason why its weights are not stored.
 
     Args:
-        next_to_model: see PackedStore.
+        in_model_folder: see PackedStore.
 
     Raises:
         InvalidRequestError: ``packed_cache`` is "shared", and the weights cannot be stored.
@@ -373,7 +383,9 @@ def open_store(
         reason = "only native ops on a CPU pack weights"
     else:
         try:
-            return PackedStore(config, model, context, dtype, progress, next_to_model=next_to_model)
+            return PackedStore(
+                config, model, context, dtype, progress, in_model_folder=in_model_folder
+            )
         except (OSError, RuntimeError) as error:
             reason = f"the checkpoint or the cache folder cannot be found ({error})"
     if config.packed_cache == "shared":
@@ -400,12 +412,12 @@ def _weights_config(model: ModelConfig) -> ModelConfig:
     return replace(model, path=Path(), generation_defaults=None, eos_token_ids=())
 
 
-def _key_stem(key: Any) -> str:
+def _file_stem(key: Any) -> str:
     return _digest(json.dumps(key, sort_keys=True))
 
 
 def _file_name(key: Any) -> str:
-    return _key_stem(key) + PACKED_FILE_SUFFIX
+    return _file_stem(key) + PACKED_FILE_SUFFIX
 
 
 def _digest(text: str) -> str:

@@ -61,7 +61,7 @@ class BatchedProcessors:
         num_batch_updates: int,
         errors: dict[int, Exception],
     ) -> None:
-        """Applies each processor, in place, to the rows of the requests that it has claimed.
+        """Applies each processor, in place, to the rows of the requests that use it.
 
         Args:
             logits: ``[S, vocab_size]``.
@@ -74,7 +74,7 @@ class BatchedProcessors:
             rows = [row for row, request in requests.items() if number in request.processors]
             if not rows:
                 continue
-            batch.notify(num_batch_updates)
+            batch.update_state(num_batch_updates)
             failed = {row: error for row in rows if (error := requests[row].error) is not None}
             errors |= {row: error for row, error in failed.items() if row not in errors}
             rows = [row for row in rows if row not in errors]
@@ -117,7 +117,7 @@ class _ProcessorBatch:
         except BaseException as error:
             raise self._processor_error(error) from error
 
-    def notify(self, num_batch_updates: int) -> None:
+    def update_state(self, num_batch_updates: int) -> None:
         """Notifies the processor of batch updates up to number ``num_batch_updates``.
 
         If the processor raises, its state is unknown and all its requests fail. It is not notified

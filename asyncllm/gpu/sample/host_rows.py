@@ -28,19 +28,23 @@ class HostRows:
     """K rows of a step that are sampled on the host, in two calls.
 
     ``copy_inputs`` queues copies of the inputs of sampling behind the forward pass, because the
-    next step may run before ``sample``, with other requests at these indices. ``sample`` applies
+    next step may run before ``sample`` and give these request indices to others. ``sample`` applies
     ``bad_words`` and the logits processors, and samples; call it after the step's end.
 
     Args:
-        places: ``[K]``, indices of the rows within the step's sampled rows.
+        sampled_indices: ``[K]``, indices of the rows within the step's sampled rows.
         req_indices, positions: ``[K]``, request index and position of each token to sample; all
             tokens before it are known.
     """
 
     def __init__(
-        self, sampler: Sampler, places: np.ndarray, req_indices: np.ndarray, positions: np.ndarray
+        self,
+        sampler: Sampler,
+        sampled_indices: np.ndarray,
+        req_indices: np.ndarray,
+        positions: np.ndarray,
     ) -> None:
-        self.places, self.req_indices = places, req_indices
+        self.sampled_indices, self.req_indices = sampled_indices, req_indices
         self._sampler, state = sampler, sampler.state
         indices, last_positions = req_indices.tolist(), positions.tolist()
         self._stages, self._num_logprobs = state.stages[req_indices], state.logprobs[req_indices]
@@ -62,7 +66,7 @@ class HostRows:
         self,
         logits: Tensor,
         rows: SamplingRows,
-        scalars: Mapping[str, Tensor],
+        scalar_params: Mapping[str, Tensor],
         stages: SamplingStages,
     ) -> Tensor:
         """Queues the copies of the sampling inputs; reads nothing on the host.
@@ -70,17 +74,19 @@ class HostRows:
         Args:
             logits: ``[S, vocab_size]``, of all sampled rows of the step.
             rows: sampling inputs of all sampled rows of the step.
-            scalars: the scalars of SAMPLE_OP_PARAMS, by request index.
+            scalar_params: those of SAMPLE_OP_PARAMS, by request index.
             stages: sampling stages of the whole step.
 
         Returns:
             Indices of the host rows among the sampled rows, on the device.
         """
-        index = copy_to_device(self.places, logits.device)
+        index = copy_to_device(self.sampled_indices, logits.device)
         own = rows.select(index)
         # One table row for each sampled row, and one more for padding.
         table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
-        self._sample_op_params = {name: scalars[name][table_rows] for name in SAMPLE_OP_PARAMS}
+        self._sample_op_params = {
+            name: scalar_params[name][table_rows] for name in SAMPLE_OP_PARAMS
+        }
         self._logits, self._positions = logits[index], own.positions
         needed = SamplingStages(int(np.bitwise_or.reduce(self._stages))) | (
             stages & SamplingStages.MASKS
@@ -90,10 +96,10 @@ class HostRows:
         return index
 
     def sample(self) -> SampleOutput:
-        """Samples a token for each row, in the order of ``places``."""
+        """Samples a token for each of the K rows, in their order."""
         errors: dict[int, Exception] = {}
         self._apply_processors(errors)
-        table_rows = torch.arange(len(self.places), device=self._positions.device)
+        table_rows = torch.arange(len(self.sampled_indices), device=self._positions.device)
         last = table_rows.new_zeros(len(table_rows) + 1)
         tokens = torch.empty_like(table_rows)
         rows_to_sample = RowsToSample(table_rows, self._positions, last)

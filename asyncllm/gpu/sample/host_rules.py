@@ -39,8 +39,8 @@ class HostSamplingRules:
     Attributes:
         bad_word_rules: rules with bad words of several tokens; None if there are none.
         processors: the request's own logits processors, in order.
-        request_with_processors: the request with the engine's processors that apply to it; None if
-            none applies.
+        request_with_processors: the request, with the engine's processors that apply to it; None
+            if no engine's processor applies.
     """
 
     bad_word_rules: TokenRules | None = None
@@ -54,7 +54,7 @@ def mask_bad_words(row: Tensor, rules: HostSamplingRules, output: np.ndarray) ->
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    tokens: Any = output  # An array will do for a list: its tokens are read one at a time.
+    tokens: Any = output  # An array works where a list is declared: it is only indexed.
     if rules.bad_word_rules is not None and (
         excluded := rules.bad_word_rules.excluded_tokens(tokens)
     ):

@@ -14,30 +14,30 @@ MAX_BUFFERED_LOGPROBS = 64
 the host."""
 
 
-DEFAULT_BUFFERED_LOGPROBS = 20
+DEFAULT_NUM_BUFFERED_LOGPROBS = 20
 """Number of log-probabilities per token in a step's buffers if ``max_logprobs`` sets no limit."""
 
 
 def token_logprobs(
-    values: np.ndarray, ids: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+    values: np.ndarray, ids: np.ndarray, sampled_tokens: np.ndarray, top_counts: np.ndarray
 ) -> list[TokenLogprobs]:
     """Makes a TokenLogprobs from each row of a TopLogprobs.
 
     Args:
         values, ids: arrays of the TopLogprobs.
-        tokens: ``[S]``, the sampled tokens.
-        counts: ``[S]``, number of likeliest tokens to return for each row.
+        sampled_tokens: ``[S]``.
+        top_counts: ``[S]``, number of likeliest tokens to return for each row.
     """
     num_top = values.shape[1] - 1
     packed = np.empty((len(values), 2 * num_top + 3), dtype=np.int32)
-    packed[:, 0], packed[:, 1], packed[:, 3::2] = tokens, ids[:, -1], ids[:, :-1]
+    packed[:, 0], packed[:, 1], packed[:, 3::2] = sampled_tokens, ids[:, -1], ids[:, :-1]
     as_floats = packed.view(np.float32)
     as_floats[:, 2], as_floats[:, 4::2] = values[:, -1], values[:, :-1]
     content = packed.tobytes()
     starts = range(0, len(content), 4 * packed.shape[1])
     return [
         TokenLogprobs._from_packed(content[start : start + 8 * count + 12])
-        for start, count in zip(starts, counts.tolist(), strict=True)
+        for start, count in zip(starts, top_counts.tolist(), strict=True)
     ]
 
 

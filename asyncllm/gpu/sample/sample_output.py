@@ -30,8 +30,9 @@ class SampleOutput:
     errors: dict[int, Exception] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
-    def merge(self, places: np.ndarray, other: SampleOutput) -> None:
-        """Copies the rows of ``other`` to the indices ``places``."""
-        self.token_ids[places] = other.token_ids
-        self.logprobs |= {int(places[row]): logprobs for row, logprobs in other.logprobs.items()}
-        self.errors |= {int(places[row]): error for row, error in other.errors.items()}
+    def merge(self, sampled_indices: np.ndarray, other: SampleOutput) -> None:
+        """Copies the rows of ``other`` to the indices ``sampled_indices``."""
+        self.token_ids[sampled_indices] = other.token_ids
+        indices = sampled_indices.tolist()
+        self.logprobs |= {indices[row]: logprobs for row, logprobs in other.logprobs.items()}
+        self.errors |= {indices[row]: error for row, error in other.errors.items()}

@@ -47,7 +47,7 @@ class Sampler:
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
 
-    def assign(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
+    def assign_request(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
         """Stores a request's sampling parameters. Its tokens have to be in the input batch already.
 
         An error fails this request alone and goes to ``failures``. Its index then gets neutral
@@ -60,7 +60,7 @@ class Sampler:
         req_index = assignment.req_index
         self.release(req_index)
         try:
-            update = self.state.assign(assignment)
+            update = self.state.assign_request(assignment)
             if assignment.claiming_processors:
                 host_rules = self.state.get_or_add_host_rules(req_index)
                 host_rules.request_with_processors = self.batched_processors.add_request(assignment)
@@ -83,10 +83,10 @@ class Sampler:
         self,
         logits: Tensor,
         rows: SamplingRows,
-        scalars: Mapping[str, Tensor],
+        scalar_params: Mapping[str, Tensor],
         stages: SamplingStages,
-        tokens: Tensor,
-        top: TopLogprobs | None = None,
+        out_tokens: Tensor,
+        out_logprobs: TopLogprobs | None = None,
     ) -> None:
         """Samples a token for each row, by its request index and position.
 
@@ -95,15 +95,16 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            scalars: the scalars of SAMPLE_OP_PARAMS, by request index.
+            scalar_params: those of SAMPLE_OP_PARAMS, by request index.
             stages: union of the stages that the rows need.
-            tokens: ``[S]`` int64, written: see ``TorchOps.sample``.
-            top: log-probabilities of the model's unprocessed logits; written with LOGPROBS.
+            out_tokens: ``[S]`` int64, output: see ``TorchOps.sample``.
+            out_logprobs: output, log-probabilities of the unprocessed logits; filled only if
+                ``stages`` has LOGPROBS.
         """
         processed = logits
         if stages & LOGITS_PROCESSING_STAGES:
             processed = self.ops.process_logits(logits, rows, stages)
-        self.ops.sample(processed, scalars, rows.rows_to_sample(), tokens)
+        self.ops.sample(processed, scalar_params, rows.rows_to_sample(), out_tokens)
         if stages & SamplingStages.LOGPROBS:
-            assert top is not None
-            self.ops.top_logprobs(logits, tokens, top)
+            assert out_logprobs is not None
+            self.ops.top_logprobs(logits, out_tokens, out_logprobs)

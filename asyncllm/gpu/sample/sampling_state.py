@@ -23,7 +23,7 @@ _MAX_TOP_K = 2**31 - 1
 _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 _UINT64_MAX = 2**64 - 1
 
-NO_ROWS = np.empty(0, dtype=np.int64)
+EMPTY_ROW_INDICES = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -67,7 +67,8 @@ class SamplingState:
         needs_logits: ``[N + 1]`` bool, False for an index that needs only the token of its largest
             logit.
         host_rules: HostSamplingRules by request index, for requests that have any.
-        host_logprobs: by request index, a number of log-probabilities above ``num_logprobs``.
+        host_logprobs: number of log-probabilities per token by request index, for requests that
+            want more than ``num_logprobs``.
         version: number of assignments so far; copies of ``sections`` are refreshed if it changed.
     """
 
@@ -85,7 +86,7 @@ class SamplingState:
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
-    def assign(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
+    def assign_request(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
         """Sets the parameters of a request.
 
         Raises an error for a value that does not fit its array; the caller then has to release the
@@ -107,13 +108,13 @@ class SamplingState:
         scalars["states"][req_index] = np.uint64(mix_seed(params.seed)).view(np.int64)
         update = LogitsTableUpdate(req_index)
         if params.logprobs is not None:
-            self._assign_logprobs(update, params.logprobs)
+            self._set_num_logprobs(update, params.logprobs)
         restricted = params.allowed_token_ids is not None or assignment.token_rules is not None
         if restricted or params.logit_bias or params.min_tokens or params.logits_processors:
-            self._update_logits_tables(update, assignment)
+            self._set_token_constraints(update, assignment)
         added = params.presence_penalty or params.frequency_penalty
         if added or params.repetition_penalty != 1:
-            self._assign_penalties(update, assignment)
+            self._set_penalties(update, assignment)
         self.stages[req_index] = update.stages.value
         has_host = req_index in self.host_rules or req_index in self.host_logprobs
         is_random = scalars["temperature"][req_index] >= MIN_TEMPERATURE
@@ -124,15 +125,15 @@ class SamplingState:
             else None
         )
 
-    def _assign_logprobs(self, update: LogitsTableUpdate, count: int) -> None:
-        if 0 <= count <= self.num_logprobs:
-            self.logprobs[update.req_index] = count
+    def _set_num_logprobs(self, update: LogitsTableUpdate, num_logprobs: int) -> None:
+        if 0 <= num_logprobs <= self.num_logprobs:
+            self.logprobs[update.req_index] = num_logprobs
             update.stages |= SamplingStages.LOGPROBS
         else:
-            max_count = self.vocab_size if count < 0 else int(np.int64(count))
+            max_count = self.vocab_size if num_logprobs < 0 else int(np.int64(num_logprobs))
             self.host_logprobs[update.req_index] = max_count
 
-    def _update_logits_tables(self, update: LogitsTableUpdate, assignment: SlotAssignment) -> None:
+    def _set_token_constraints(self, update: LogitsTableUpdate, assignment: SlotAssignment) -> None:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         if params.logit_bias:
             update.rows["bias_ids"] = ids = self._checked_token_ids(
@@ -163,7 +164,7 @@ class SamplingState:
         if rules is not None or params.logits_processors:
             self.host_rules[req_index] = HostSamplingRules(rules, tuple(params.logits_processors))
 
-    def _assign_penalties(self, update: LogitsTableUpdate, assignment: SlotAssignment) -> None:
+    def _set_penalties(self, update: LogitsTableUpdate, assignment: SlotAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
         prompt = assignment.num_prompt_tokens
         ids, counts = np.unique(tokens[prompt:], return_counts=True)
@@ -211,7 +212,7 @@ class SamplingState:
         """
         host_indices = self.host_rules.keys() | self.host_logprobs.keys()
         if not host_indices:
-            return NO_ROWS
+            return EMPTY_ROW_INDICES
         return np.flatnonzero([req_index in host_indices for req_index in req_indices.tolist()])
 
 

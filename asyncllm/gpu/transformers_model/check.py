@@ -153,7 +153,7 @@ class ReferenceLogprobs:
             num_decodes = len(counts) if set(counts) == {1} else 0
             step = make_dummy_batch(starts, counts, num_decodes=num_decodes)
             inputs = step_inputs(step, batch, device)
-            inputs = replace(inputs, wanted=None, num_logits=inputs.num_tokens)
+            inputs = replace(inputs, output_indices=None, num_logits=inputs.num_tokens)
             logits = decoder.forward(inputs, cache).logits.float().cpu()
             rows = logits.log_softmax(-1).split(step.counts)
             for row, expected, start in zip(rows, self.expected, starts, strict=True):

@@ -121,8 +121,8 @@ class TransformersDecoder:
     def forward(self, step: StepInputs, cache: KVCache) -> StepOutput:
         """See ``LanguageModel.forward``."""
         hidden = self._run_base(step, cache)
-        if step.wanted is not None:
-            hidden = hidden[step.wanted]
+        if step.output_indices is not None:
+            hidden = hidden[step.output_indices]
         return StepOutput(self.logits(hidden[: step.num_logits]), hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class TritonAttention:
         )
         host, num_partials = step.host, 0
         if decodes:
-            max_len, balanced = step.max_len, step.balanced and window is None
+            max_len, balanced = step.max_len, step.has_balanced_splits and window is None
             if host is not None:
                 lengths = host.seq_lens[:decodes]
                 max_len = int(lengths.max())
