@@ -182,7 +182,7 @@ def read_block_size(config: ConfigFile, name: str) -> tuple[int, int]:
     """
     accepted = "two integers from 1 to 65536, rows and columns"
     rows, columns = config.checked_list(
-        name, accepted, lambda n: type(n) is int and 1 <= n <= 2**16, count=2
+        name, accepted, lambda n: type(n) is int and 1 <= n <= 2**16, length=2
     )
     return rows, columns
 

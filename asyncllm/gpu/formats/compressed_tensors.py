@@ -107,7 +107,7 @@ class CompressedTensors(WeightFormat):
         self, reader: CheckpointReader, parts: PackedTensorParts
     ) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight_packed")
-        rows, words = parts.require("weight_packed", ["I32"], dims=2).shape
+        rows, words = parts.require("weight_packed", ["I32"], num_dims=2).shape
         info = parts.require("weight_shape", ["I64"], (2,))
         shape = tuple(map(int, reader.tensor(parts.names["weight_shape"])))
         columns = shape[1]
@@ -123,7 +123,7 @@ class CompressedTensors(WeightFormat):
     def _make_unpacked_layout(self, parts: PackedTensorParts) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight")
         dtype = "F8_E4M3" if scheme.is_float else "I8"
-        rows, columns = parts.require("weight", [dtype], dims=2).shape
+        rows, columns = parts.require("weight", [dtype], num_dims=2).shape
         if scheme.bits != 8:
             raise parts.part_error("weight", f"'weight_packed' of {scheme.bits} bits")
         return self._make_packed_tensor(parts, scheme, (rows, columns))

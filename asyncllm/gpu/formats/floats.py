@@ -74,7 +74,7 @@ class Fp8(WeightFormat):
         )
 
     def _make_packed_tensor(self, parts: PackedTensorParts) -> PackedTensor:
-        shape = parts.require("weight", ["F8_E4M3"], dims=2).shape
+        shape = parts.require("weight", ["F8_E4M3"], num_dims=2).shape
         suffix = next(
             (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]
         )
@@ -115,7 +115,7 @@ class Mxfp4(WeightFormat):
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for parts in PackedTensorParts.find_all_with(reader, "_blocks"):
-            experts, outputs, blocks, width = parts.require("_blocks", ["U8"], dims=4).shape
+            experts, outputs, blocks, width = parts.require("_blocks", ["U8"], num_dims=4).shape
             parts.require("_blocks", ["U8"], (experts, outputs, blocks, 16))
             parts.require("_scales", ["U8"], (experts, outputs, blocks))
             yield PackedTensor(parts.stem, (experts, blocks * width * 2, outputs), parts.names)

@@ -65,7 +65,7 @@ class _PackedWordsFormat(WeightFormat):
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         per_word = 32 // self.bits
         for parts in PackedTensorParts.find_all_with(reader, "qweight"):
-            inputs, outputs = parts.require("qweight", ["I32"], dims=2).shape
+            inputs, outputs = parts.require("qweight", ["I32"], num_dims=2).shape
             if self.along_outputs:
                 outputs *= per_word
             else:
