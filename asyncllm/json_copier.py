@@ -103,7 +103,10 @@ class JsonCopier:
     def copy_items(self, values: Collection[Any]) -> list[Any]:
         """Copy several values; an error's place begins with the value's index."""
         self._add_to_totals(len(values))
-        return self._copy_items_in_place(list(values), -1)
+        # The iterator of a subclass may have no end.
+        copied = list(itertools.islice(values, self.max_values + 1))
+        self._add_to_totals(max(0, len(copied) - len(values)))
+        return self._copy_items_in_place(copied, -1)
 
     def _add_to_totals(self, num_values: int, num_characters: int = 0) -> None:
         self.num_values += num_values

@@ -595,6 +595,20 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
         assert not any(reader.at_eof() for reader in silent[3:])
 
 
+async def test_parts_of_small_bodies_hold_no_other_up():
+    body = json.dumps({**BODY, "user": "u" * 500, "messages": user("a " * 3000)})
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {{}}\r\n\r\n"
+    engine = fake_engine("Hello", max_model_len=9000, num_blocks=2000)
+    async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
+        server._server.config.app._server_context.small_body_budget = ByteBudget(len(body))
+        for _ in range(8):
+            part = head.format(65_535).encode() + b"{"
+            await stack.enter_async_context(connected(server, part))
+        request = head.format(len(body)).encode() + body.encode()
+        async with asyncio.timeout(2), connected(server, request) as (reader, _):
+            assert b" 200 " in await reader.readline()
+
+
 async def test_unread_answers_are_bounded_in_memory():
     """Those that repeat a long request, as events and as stored responses."""
     tool = {"type": "function", "name": "f", "description": "x" * 3_000_000}

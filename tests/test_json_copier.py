@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tracemalloc
 from collections import OrderedDict, UserDict
@@ -17,6 +18,7 @@ from asyncllm import InvalidRequestError, SamplingParams
 from asyncllm import validation as check
 from asyncllm.json_copier import JsonCopier, NotJsonError
 from asyncllm.structured.response_format import parse_response_format
+from asyncllm.testing import fake_engine
 from asyncllm.text import template_input
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.tool_use import ToolUse
@@ -257,3 +259,22 @@ def test_long_strings_are_not_encoded(name: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 500_000
     finally:
         tracemalloc.stop()
+
+
+class EndlessList(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self[0])
+
+
+class EndlessDict(dict[str, Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat("a")
+
+    keys = __iter__  # pyright: ignore[reportAssignmentType]
+
+
+async def test_iterators_without_end_are_not_followed():
+    refused(lambda: TemplateInput(EndlessList([MESSAGE]), {}), "messages")
+    async with fake_engine("x") as engine:
+        kwargs = EndlessDict({"a": 1})
+        assert (await engine.chat([MESSAGE], chat_template_kwargs=kwargs).result()).text == "x"

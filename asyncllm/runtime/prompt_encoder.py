@@ -122,10 +122,11 @@ class PromptEncoder:
     ) -> TemplateInput:
         """Check and copy the messages and variables of a conversation for its template."""
         kwargs: Any = {} if options.chat_template_kwargs is None else options.chat_template_kwargs
-        if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        # The iterator of a subclass may have no end.
+        variables: Any = dict(dict.items(kwargs)) if isinstance(kwargs, dict) else None
+        if variables is None or not all(isinstance(name, str) for name in variables):
             accepted = "a dict of names to values, or None"
             raise check.value_error("chat_template_kwargs", kwargs, accepted)
-        variables = dict(kwargs)
         if not add_generation_prompt:
             variables["add_generation_prompt"] = False
         schemas = None if tool_use is None else tool_use.schemas

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.byte_budget import MIN_BYTES_PER_RATE_CHECK, RATE_CHECK_SECONDS, ByteClaim
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
-from asyncllm.serving.serving import MIN_WORKER_JSON_BYTES, ServingContext
+from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES, ServingContext
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
@@ -102,12 +102,11 @@ class Exchange:
         try:
             with anyio.fail_after(timeout) as scope:
                 while True:
-                    if (
-                        self._claim is None
-                        and max(content_length, len(data)) >= MIN_WORKER_JSON_BYTES
-                    ):
-                        # The timeout stops while the server leaves the body unread. A chunked body
-                        # has no Content-Length: claim the maximum.
+                    is_large = max(content_length, len(data)) >= MIN_LARGE_JSON_BYTES
+                    if self._claim is None and (is_large or self._has_read_body):
+                        # A smaller body claims nothing until it is read: clients that send a part
+                        # of one would hold up others. The timeout stops while the server leaves the
+                        # body unread. A chunked body has no Content-Length: claim the maximum.
                         scope.deadline = math.inf
                         num_claimed_bytes = (
                             len(data) if self._has_read_body else content_length or max_size
