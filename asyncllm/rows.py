@@ -225,6 +225,7 @@ class RowJob:
         """End a row that was not submitted. Raises ``error`` if the engine has ended."""
         if isinstance(error, EngineError) and not self.is_running():
             raise error
+        replace_tracebacks_by_note(error)
         row.error = error
         self._under_way[row] = None
         row.set_result()
@@ -235,7 +236,6 @@ class RowJob:
         try:
             yield
         except Exception as error:
-            replace_tracebacks_by_note(error)
             self.fail_row(row, error)
 
     def add_submitted(

@@ -414,6 +414,7 @@ async def test_invalid_frames_close_the_socket(caplog):
             (opcode, payload), *more = await told(server, data)
             assert (opcode, int.from_bytes(payload[:2], "big")) == (CLOSE, code), (data[:20], more)
             assert more == []
+        assert not caplog.records
         for kind, code in ((BINARY, "invalid_message"), (TEXT, "invalid_json")):
             answer, *_ = await told(server, frame(FIN | kind, b"\x00") * 70, end=b"}}")
             assert json.loads(answer[1])["error"]["code"] == code

@@ -170,6 +170,18 @@ async def test_a_row_without_a_prompt_or_a_key_fails_alone():
         assert found == [("a", "None"), ("b", "KeyError('text')"), (None, "KeyError('id')")]
 
 
+@pytest.mark.parametrize("name", ["prompt", "key", "sampling_params"])
+async def test_an_error_of_a_callers_function_keeps_no_frames(name):
+    def failing(row):
+        raise ValueError(f"row {row}")
+
+    async with fake().engine() as engine, engine.map([1], max_tokens=1, **{name: failing}) as rows:
+        (result,) = await collect(rows)
+    assert type(result.error) is ValueError
+    assert result.error.__traceback__ is None
+    assert "in failing" in result.error.__notes__[0]
+
+
 async def test_a_device_error_of_a_row_is_its_own():
     answers = {"1": "one", "2": RequestError("no"), "3": "three"}
     with fake_llm(answers) as llm:

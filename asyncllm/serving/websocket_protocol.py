@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from uvicorn.protocols.utils import ClientDisconnected
@@ -205,6 +206,12 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         self._stop_timers()
+        if self.curr_msg_data_type == "text" and not _is_utf8(self.frames):
+            # uvicorn would log an error with a traceback.
+            self.frames = []
+            self.conn.fail(CloseCode.INVALID_DATA, "a text message is not UTF-8")
+            self.handle_parser_exception()
+            return
         super().send_receive_event_to_app()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -215,6 +222,15 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _stop_timers(self) -> None:
         self._message_timer.stop()
         self._rate_check_timer.stop()
+
+
+def _is_utf8(frames: Sequence[bytes]) -> bool:
+    """Whether the data of a message's frames is UTF-8."""
+    try:
+        b"".join(frames).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _encode_text_frame(data: bytes) -> bytes:
