@@ -78,7 +78,7 @@ class FakeTokenizer:
         max_tokens: int | None = None,
         *,
         split_special_tokens: bool = True,
-        only_if_fast: bool = False,
+        none_if_slow: bool = False,
     ) -> list[int]:
         return self.encode(" ".join(m["content"] for m in conversation.values["messages"]))
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncllm.serving import byte_budget
 from asyncllm.serving.byte_budget import (
-    CLAIM_BYTES_PER_DELAY_SECOND,
+    LARGE_CLAIM_DELAY_BYTES_PER_SECOND,
     MIN_BYTES_PER_RATE_CHECK,
     RATE_CHECK_SECONDS,
     ByteBudget,
@@ -25,11 +25,11 @@ def clock(monkeypatch):
 
 
 def test_small_claim_passes_slightly_earlier_large_one(clock):
-    budget, granted = ByteBudget(4 * CLAIM_BYTES_PER_DELAY_SECOND), []
+    budget, granted = ByteBudget(4 * LARGE_CLAIM_DELAY_BYTES_PER_SECOND), []
 
     def claim(name: str, seconds: float):
         return budget.claim(
-            int(seconds * CLAIM_BYTES_PER_DELAY_SECOND), lambda: granted.append(name)
+            int(seconds * LARGE_CLAIM_DELAY_BYTES_PER_SECOND), lambda: granted.append(name)
         )
 
     first = claim("first", 4)
@@ -46,7 +46,7 @@ def test_small_claim_passes_slightly_earlier_large_one(clock):
     assert (granted[-1], budget.num_waiting) == ("late", 0)
     late.release()
     late.release()
-    assert claim("whole", 9).num_bytes == 4 * CLAIM_BYTES_PER_DELAY_SECOND
+    assert claim("whole", 9).num_bytes == 4 * LARGE_CLAIM_DELAY_BYTES_PER_SECOND
     assert granted[-1] == "whole"
 
 

@@ -281,14 +281,14 @@ def test_prompts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPat
 def test_long_renderings_are_left_to_the_thread() -> None:
     tokenizer = make(byte_level(), "{{ 'x' * n }}")
     short, long = (TemplateInput(CHAT, {"n": n}) for n in (4096, 4097))
-    assert tokenizer.encode_chat(short, only_if_fast=True) is None, "it is not compiled"
+    assert tokenizer.encode_chat(short, none_if_slow=True) is None, "it is not compiled"
     tokenizer.chat_template.compile()
-    assert tokenizer.encode_chat(short, only_if_fast=True) == tokenizer.encode_chat(short)
-    assert tokenizer.encode_chat(long, only_if_fast=True) is None
+    assert tokenizer.encode_chat(short, none_if_slow=True) == tokenizer.encode_chat(short)
+    assert tokenizer.encode_chat(long, none_if_slow=True) is None
     huge = TemplateInput(CHAT, {"n": 10**9})
-    assert tokenizer.encode_chat(huge, only_if_fast=True) is None
+    assert tokenizer.encode_chat(huge, none_if_slow=True) is None
     own = TemplateInput(CHAT, {"chat_template": "{{ 1 }}"})
-    assert tokenizer.encode_chat(own, only_if_fast=True) is None, "it is to be compiled"
+    assert tokenizer.encode_chat(own, none_if_slow=True) is None, "it is to be compiled"
     assert tokenizer.encode_chat(own) == tokenizer.encode("1", False)
 
 

@@ -97,7 +97,9 @@ def test_parser_reads_what_its_grammar_admits(family: str) -> None:
             if text is None:
                 continue
             begin = "<|start|>assistant" if family == "gpt_oss" else ""
-            parser = OutputParser(form_of(family), use.parameters, begin, one_call=not parallel)
+            parser = OutputParser(
+                form_of(family), use.parameter_schemas, begin, one_call=not parallel
+            )
             parser.push(text.decode())
             parser.finish()
             said, _, _ = parser.take_increments()

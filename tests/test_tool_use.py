@@ -44,7 +44,7 @@ def test_each_form_of_a_tool_is_the_same_tool() -> None:
         found = use([tool])
         assert list(found.schemas) == [expected]
         assert found.schemas[0]["function"] is not ADD
-        assert found.parameters == {"add": {"type": "object"}}
+        assert found.parameter_schemas == {"add": {"type": "object"}}
 
 
 def test_no_tools_and_none_chosen_offer_none() -> None:
@@ -111,7 +111,7 @@ def test_errors_name_the_argument(tools: Any, choice: Any, param: str, says: str
 
 
 def test_a_schema_that_holds_itself_is_a_tree() -> None:
-    assert use([{"name": "a", "parameters": TREE}]).parameters["a"] == TREE
+    assert use([{"name": "a", "parameters": TREE}]).parameter_schemas["a"] == TREE
 
 
 def test_parallel_tool_calls_is_true_or_false() -> None:
@@ -258,7 +258,7 @@ def test_a_pydantic_model_is_a_tool_or_a_parameter() -> None:
         :param person: whom
         """
 
-    parameters = use([greet]).parameters["greet"]
+    parameters = use([greet]).parameter_schemas["greet"]
     assert parameters["properties"]["person"]["$ref"] == "#/$defs/Person"
     assert parameters["properties"]["person"]["description"] == "whom"
     assert parameters["$defs"]["Person"]["properties"]["name"]["type"] == "string"

@@ -152,8 +152,8 @@ def make_chunk(delta: Delta, several_outputs: bool, message_id: str | None) -> C
     Args:
         several_outputs: whether the request has several outputs; the chunk then has its output's
             index.
-        message_id: id of the answer's message; None for a request without a conversation, whose
-            generation has no message.
+        message_id: id of the answer's message; None for a prompt of plain text, whose chunk has no
+            message.
     """
     index = delta.index if several_outputs else None
     return _make_generation(delta, delta.usage, message_id, "Chunk", index)

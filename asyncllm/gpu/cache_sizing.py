@@ -20,7 +20,7 @@ from asyncllm.gpu.memory import (
     check_cache_fits,
     check_states_fit,
     cuda_cache_bytes,
-    free_memory,
+    free_and_total_bytes,
 )
 from asyncllm.gpu.models.language_model import LanguageModel
 from asyncllm.gpu.profile import profile_run, recorded_activation_bytes
@@ -346,7 +346,7 @@ def choose_num_state_snapshots(
             accepted = '"auto" with enable_prefix_caching=False'
             raise value_error("num_state_snapshots", asked, accepted)
         return 0
-    free, total = free_memory(device)
+    free, total = free_and_total_bytes(device)
     spared = int((1 - config.gpu_memory_utilization) * total)
     left = max(0, free - (max_num_seqs + 1) * slot_bytes)
     if asked != "auto":

@@ -275,7 +275,7 @@ def check_weights_fit(config: EngineConfig, device: torch.device, weights_bytes:
     )
 
 
-def free_memory(device: torch.device) -> tuple[int, int]:
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """Free bytes and total bytes of a device. A CPU's total is given as 0."""
     if device.type != "cuda":
         return available_memory(), 0
@@ -327,7 +327,7 @@ def check_states_fit(device: torch.device, max_num_seqs: int, slot_bytes: int) -
         EngineError: a slot for each of ``max_num_seqs`` requests, and one for padded rows, need
             more memory than is free.
     """
-    free, _ = free_memory(device)
+    free, _ = free_and_total_bytes(device)
     needed = (max_num_seqs + 1) * slot_bytes
     if needed > free:
         raise EngineError(

@@ -97,7 +97,7 @@ def load_weights(
             if bundle is not None:
                 packed.add(bundle)
                 target = bundle
-            elif short_lived is not None and short_lived.can_be_transient(parameter):
+            elif short_lived is not None and short_lived.is_read_once(parameter):
                 whole = short_lived.mapped_view(parameter)
                 target = short_lived.buffer_view(parameter) if whole is None else whole
             else:
@@ -127,18 +127,18 @@ class _TransientWeights:
         copied = [
             each
             for each in model_params
-            if self.can_be_transient(each) and self.mapped_view(each) is None
+            if self.is_read_once(each) and self.mapped_view(each) is None
         ]
         largest = max((math.prod(each.shape) for each in copied), default=0)
         self._buffer = torch.empty(largest, dtype=dtype, device="cpu")
 
-    def can_be_transient(self, parameter: Parameter) -> bool:
+    def is_read_once(self, parameter: Parameter) -> bool:
         """Whether a weight's memory may be reused once the next weight is requested.
 
-        Not that of expert weights, which are kept until all experts of a layer are read.
+        Expert weights are kept until all experts of a layer are read.
         """
-        held = ".experts." in parameter.name
-        return parameter.is_linear and parameter.dtype is None and not held
+        is_expert = ".experts." in parameter.name
+        return parameter.is_linear and parameter.dtype is None and not is_expert
 
     def mapped_view(self, parameter: Parameter) -> Tensor | None:
         """View of the weight in the mapped file, or None.

@@ -146,7 +146,7 @@ class InputProcessor:
         if syntax is not None:
             parser = MessageParser(
                 syntax,
-                {} if tool_use is None else tool_use.parameters,
+                {} if tool_use is None else tool_use.parameter_schemas,
                 one_call=tool_use is not None and not tool_use.parallel,
                 calls_may_follow_text=calls_may_follow_text if tool_use else not has_grammar,
             )

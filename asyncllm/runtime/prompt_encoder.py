@@ -110,7 +110,7 @@ class PromptEncoder:
             chat,
             max_tokens,
             split_special_tokens=split_special_tokens,
-            only_if_fast=max_characters is not None,
+            none_if_slow=max_characters is not None,
         )
 
     def make_template_input(

@@ -23,7 +23,7 @@ from asyncllm.serving import responses, server_info
 from asyncllm.serving.access import AccessRules
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.chat_writer import ChatWriter
-from asyncllm.serving.choices import answer_choices_request
+from asyncllm.serving.choices import handle_completion_request
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.completion_writer import CompletionWriter
 from asyncllm.serving.endpoint import Endpoint, Handler
@@ -173,8 +173,8 @@ def create_app(
 def _make_router(
     server_context: ServingContext, access_rules: AccessRules, page: Page | None
 ) -> ASGIApp:
-    chat = partial(answer_choices_request, ChatRequest, ChatWriter)
-    completions = partial(answer_choices_request, CompletionRequest, CompletionWriter)
+    chat = partial(handle_completion_request, ChatRequest, ChatWriter)
+    completions = partial(handle_completion_request, CompletionRequest, CompletionWriter)
     stored_response_handlers: dict[str, Handler] = {
         "GET": responses.get_response,
         "DELETE": responses.delete_response,

@@ -7,9 +7,9 @@ import itertools
 import time
 from collections.abc import Callable
 
-CLAIM_BYTES_PER_DELAY_SECOND = 1 << 20
-"""Number of bytes in a claim that delay its place in the queue by one second. So small claims
-overtake a large one that arrived shortly before them."""
+LARGE_CLAIM_DELAY_BYTES_PER_SECOND = 1 << 20
+"""Number of bytes for which a claim is queued as if it had arrived one second later. So small
+claims overtake a large one that arrived shortly before them."""
 
 RATE_CHECK_SECONDS = 2.0
 """Seconds between two checks of how fast a claim's body or message arrives."""
@@ -81,7 +81,7 @@ class ByteBudget:
         """Claim bytes. ``on_grant`` is called when they are granted, perhaps before this
         returns."""
         claim = ByteClaim(self, min(num_bytes, self._num_bytes), on_grant)
-        rank = time.monotonic() + claim.num_bytes / CLAIM_BYTES_PER_DELAY_SECOND
+        rank = time.monotonic() + claim.num_bytes / LARGE_CLAIM_DELAY_BYTES_PER_SECOND
         heapq.heappush(self._waiting_claims, (rank, next(self._arrival_numbers), claim))
         self.num_waiting += 1
         self._grant_next()

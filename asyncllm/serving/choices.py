@@ -36,7 +36,7 @@ four times as much memory."""
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
-async def answer_choices_request(
+async def handle_completion_request(
     request_type: type[RequestT],
     writer_type: Callable[[str, RequestT, Any], ChoicesWriter],
     server_context: ServingContext,

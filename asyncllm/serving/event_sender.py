@@ -95,7 +95,7 @@ async def open_event_sender(
         await sender.send(write_error(to_protocol_error(error, exchange.field_by_engine_param)))
     finally:
         server_context.frame_pacer.end_response()
-    await exchange.end_events()
+    await exchange.end_event_stream()
 
 
 @asynccontextmanager

@@ -220,7 +220,7 @@ class Exchange:
     async def send_events(self, text: str) -> None:
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
-    async def end_events(self) -> None:
+    async def end_event_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _send_head(self, status: int, headers: Mapping[str, str]) -> str:

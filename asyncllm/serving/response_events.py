@@ -136,8 +136,8 @@ class ResponseEvents:
     def completed_events(
         self, finish_reason: str | None, usage: Usage | None
     ) -> Iterator[ResponseEvent]:
-        """Events at the end of a response, for ``insert_logprobs``. The finish reason ``abort``
-        means that the client cancelled it."""
+        """Events at the end of a response; ``insert_logprobs`` adds their log-probabilities. The
+        finish reason ``abort`` means that the client cancelled the response."""
         if not self.should_generate:
             yield self._final_event("response.completed", self._response_object("completed", usage))
             return

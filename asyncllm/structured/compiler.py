@@ -169,7 +169,7 @@ class GrammarCompiler:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             if len(self._threads) > self._num_overdue_jobs:
-                return  # A thread without an overdue job takes the job.
+                return  # A thread that is not busy with an overdue job will take this one.
             raise RequestError(
                 "structured_outputs: a grammar needs a thread to be compiled on, and none can be "
                 f"started ({check.describe_error(error)})"

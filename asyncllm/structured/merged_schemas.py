@@ -127,7 +127,7 @@ class _MergeChecker:
             The cost of the comparisons of ``patternProperties``; 0 for a single schema that was
             checked before, because llguidance compiles it once.
         """
-        applied_schemas, num_merged = self._included_schemas(schemas)
+        applied_schemas, num_merged = self._collect_applied_schemas(schemas)
         self._num_applied_schemas += 1 + num_merged
         if self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
             raise GrammarError("too many combinations of schemas apply to one value")
@@ -175,7 +175,7 @@ class _MergeChecker:
                 "shorter ones"
             )
 
-    def _included_schemas(self, schemas: Iterable[Any]) -> tuple[list[Schema], int]:
+    def _collect_applied_schemas(self, schemas: Iterable[Any]) -> tuple[list[Schema], int]:
         """Collect ``schemas`` and the schemas that they include by ``allOf`` and ``$ref``.
 
         Returns:
@@ -198,7 +198,7 @@ class _MergeChecker:
         return list(by_id.values()), count
 
     def _count_patterns(self, schema: Any) -> int:
-        return len(_patterns_and_formats(self._included_schemas([schema])[0]))
+        return len(_patterns_and_formats(self._collect_applied_schemas([schema])[0]))
 
     def _check_patterns(
         self, applied_schemas: list[Schema], alternative_lists: list[list[Any]]

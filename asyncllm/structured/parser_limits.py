@@ -26,7 +26,8 @@ GRAMMAR_CHARACTERS_PER_CHECKED_STATE = 512
 """After compilation, one parser state is checked per this many characters of the grammar."""
 
 MAX_CHECKED_PARSER_STATES = 64
-"""Maximum number of parser states that are checked after compilation, from the initial state on."""
+"""Maximum number of parser states for which the time of a mask is checked after compilation, from
+the initial state on."""
 
 MAX_EARLEY_ITEMS_PER_MASK = 16_000
 """Maximum number of Earley items (partly matched rules) made to compute one mask: about 6 ms."""

@@ -37,7 +37,7 @@ _TOKENS_PER_MASK_MILLISECOND = 40_000
 
 _SELF_DELIMITED_TYPES = ("string", "object", "array", "boolean", "null")
 
-_REPETITION_FORMAT_PATTERN = '"(?:tags_with_separator|optional|plus|star|repeat)"'
+_REPETITION_KEYWORD_PATTERN = '"(?:tags_with_separator|optional|plus|star|repeat)"'
 
 _NUMBER_BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
@@ -156,7 +156,7 @@ def refuse_ambiguous_grammar(spec: StructuredOutputs) -> None:
     """Raise GrammarError for a specification whose grammar may be ambiguous."""
     if spec.kind == "structural_tag":
         num_rules = len(re.findall('"(?:regex|grammar)"', spec.text))
-        num_repetitions = len(re.findall(_REPETITION_FORMAT_PATTERN, spec.text))
+        num_repetitions = len(re.findall(_REPETITION_KEYWORD_PATTERN, spec.text))
         num_free_texts = spec.text.count('"any_text"')
         is_refused = num_rules > 0 or num_repetitions > 1 or num_free_texts > MAX_FREE_TEXT_SPANS
         what = (

@@ -237,8 +237,9 @@ class ControlTokens:
         token_ids = map(self._id_by_token.__getitem__, self._token_pattern.findall(prompt))
         expected_ids = [i for i in token_ids if i in self._control_ids]
         marked = self._token_pattern.sub(lambda match: self._mark_by_token[match[0]], prompt)
-        # The vocabulary may contain a special token's text as an ordinary token too. If message
-        # text becomes a control token so, encode again with the text split at its delimiters.
+        # The vocabulary may have a special token's text as an ordinary token too, so message text
+        # may still be encoded as a control token. Then encode again, with message text split at
+        # the delimiters of special tokens.
         for separator in ("", self._separator_mark):
             ids = encode_text(
                 self._secret_mark_tokenizer, self._restore_delimiters(marked, separator)

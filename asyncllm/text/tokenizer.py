@@ -217,7 +217,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         *,
         split_special_tokens: bool = True,
-        only_if_fast: bool = False,
+        none_if_slow: bool = False,
     ) -> list[int] | None:
         """Render and tokenise a conversation.
 
@@ -225,16 +225,16 @@ class Tokenizer:
             max_tokens: limit of the prompt; a prompt that certainly exceeds it is not tokenised.
             split_special_tokens: encode the text of a special token in the conversation's own
                 strings as ordinary text, not as the special token.
-            only_if_fast: return None if the prompt is long, or its template slow or not compiled.
+            none_if_slow: return None if the prompt is long, or its template slow or not compiled.
 
         Raises:
             InvalidRequestError: for a template that raises an error or exceeds its limits, and for
                 text that cannot be tokenised.
             ContextLengthExceededError: for a prompt that is certainly longer than ``max_tokens``.
         """
-        if only_if_fast and not self.chat_template.is_compiled(conversation):
+        if none_if_slow and not self.chat_template.is_compiled(conversation):
             return None
-        limits = _FAST_TEMPLATE_RENDER_LIMITS if only_if_fast else self._template_limits(max_tokens)
+        limits = _FAST_TEMPLATE_RENDER_LIMITS if none_if_slow else self._template_limits(max_tokens)
         render = partial(self.chat_template.render, conversation, limits)
         control = self._control_tokens
         try:
@@ -242,7 +242,7 @@ class Tokenizer:
                 return _encode(self.backend, render())
             return control.encode(control.render(conversation.texts, render), _encode)
         except TemplateLimitError as error:
-            if only_if_fast:
+            if none_if_slow:
                 return None
             if (
                 isinstance(error, TemplateOutputError)

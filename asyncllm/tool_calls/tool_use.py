@@ -66,7 +66,7 @@ class ToolUse:
         return cls(schemas, choice, parallel)
 
     @property
-    def parameters(self) -> dict[str, dict[str, Any]]:
+    def parameter_schemas(self) -> dict[str, dict[str, Any]]:
         """Schemas of the tools' parameters, by tool name."""
         functions = [schema["function"] for schema in self.schemas]
         return {function["name"]: function.get("parameters") or {} for function in functions}

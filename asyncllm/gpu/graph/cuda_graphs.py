@@ -159,11 +159,11 @@ class StepGraphs:
             self._run(key)
 
     def capture_all(self, part: StepPart = StepPart.STEP) -> Iterator[None]:
-        """Captures one bucket per iteration, the largest first.
+        """Captures one bucket per iteration of the caller's loop, the largest first.
 
-        A capture runs ``part`` on the rows in the step's buffers, which all have to be padding.
-        FORWARD and SAMPLE graphs, and those of balanced attention, are captured when a batch needs
-        them.
+        A capture runs the step's ``part`` on the rows in its buffers, which all have to be padding.
+        Graphs of the other parts, and of attention that shares keys out by length, are captured
+        when a batch needs them.
         """
         for bucket in reversed(self.buckets):
             self._capture_graph(GraphKey(bucket, part))

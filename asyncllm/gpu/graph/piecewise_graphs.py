@@ -115,7 +115,8 @@ class PiecewiseGraphs:
         self._num_filled_rows[key] = count
 
     def _copy_to_static_tensor(self, tensor_key: object, tensor: Tensor) -> Tensor:
-        """Copies ``tensor`` into a tensor at a fixed address, which it returns."""
+        """Copies ``tensor`` into the key's static tensor, which has a fixed address; returns the
+        static tensor."""
         fixed = self._static_tensor(tensor_key, tuple(tensor.shape[1:]), tensor)
         fixed[: len(tensor)].copy_(tensor)
         return fixed

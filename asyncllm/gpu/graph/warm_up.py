@@ -62,10 +62,10 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
 
 
 def _run_sampling_stages(runner: StepRunner) -> None:
-    """Runs all stages of sampling on a padded row, with tables of its own.
+    """Runs all stages of sampling on a padded row, with temporary tables.
 
-    CUDA loads torch's kernels at their first launch. The op ``sample`` is run too, because the
-    stages return float32 logits, for which the op has another kernel.
+    CUDA loads torch's kernels at their first launch. The op ``sample`` is run on the stages'
+    float32 logits too: its kernel for float32 is not the one for the model's dtype.
     """
     model, vocab, device = runner.model, runner.info.vocab_size, runner.device
     memory = runner.memory

@@ -53,19 +53,19 @@ class WeightScope:
         self,
         name: str,
         modules: ModuleRowCounts,
-        *width: int,
+        *row_shape: int,
         suffix: str = ".weight",
-        **fields: Any,
+        **parameter_fields: Any,
     ) -> Parameter:
-        """Describe a parameter that stacks ``modules``, with rows of shape ``width``.
+        """Describe a parameter that stacks ``modules``, with rows of shape ``row_shape``.
 
         Args:
             suffix: end of the parameter's name, and of the modules' names.
-            fields: other fields of Parameter.
+            parameter_fields: other fields of Parameter.
         """
         stored = tuple((f"{self.stored_prefix}{part}{suffix}", rows) for part, rows in modules)
-        shape = (sum(rows for _, rows in modules), *width)
-        return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **fields)
+        shape = (sum(rows for _, rows in modules), *row_shape)
+        return Parameter(f"{self.prefix}{name}{suffix}", shape, stored, **parameter_fields)
 
     def tensor(self, name: str, stored_name: str, *shape: int, **parameter_fields: Any) -> Tensor:
         """Read a parameter that is one checkpoint tensor.

@@ -42,9 +42,9 @@ def contiguous_parameter(parameter: Tensor) -> Tensor:
 
 
 def _writes_state(name: str, op: Any) -> bool:
-    """Whether an op writes the KV cache, or is the last op of its layer to write recurrent states.
+    """Whether an op writes the KV cache, or completes the recurrent states of its layer.
 
-    A "rope_and_cache" op that only rotates queries has a null cache.
+    A "rope_and_cache" op with a null cache only rotates queries.
     """
     return name == "gated_delta" or (name == "rope_and_cache" and op.args.rope_and_cache.cache)
 

@@ -25,7 +25,7 @@ from asyncllm.gpu.ops.base import AttentionShape
 ROW_GROUP_OVERHEAD_TOKENS = 256
 """Overhead of one more group per layer: gathering this many tokens of KV takes as long."""
 
-MAX_GROUP_KV_BYTES = 8 * 2**20
+MAX_ROW_BATCH_KV_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V in a group of more than one row."""
 
 MAX_PADDED_QUERY_KEY_PAIRS = 1 << 16
@@ -174,7 +174,7 @@ class TorchAttention:
         groups = []
         if decodes:
             padded = -(-lengths[:decodes] // block) * block
-            groups += split_by_length(padded, MAX_GROUP_KV_BYTES // self.token_bytes)
+            groups += split_by_length(padded, MAX_ROW_BATCH_KV_BYTES // self.token_bytes)
         joined: list[list[int]] = []
         for row in sorted(range(decodes, rows), key=lambda row: (counts[row], lengths[row])):
             if joined and _may_join_group(counts, lengths, joined[-1], row):

@@ -20,7 +20,7 @@ CACHE_PARAMETER_NAMES = ("cache_params", "past_key_values", "past_key_value", "l
 """Names that modules use for the parameter of ``forward`` that takes a cache."""
 
 _PROBE_BATCH_SIZE = 2
-_ACCEPTED_CACHE_PHRASE = (
+_ACCEPTED_CACHE_DESCRIPTION = (
     "transformers' interface of linear attention: get_conv_state, update_conv_state, "
     "get_recurrent_state, update_recurrent_state"
 )
@@ -273,7 +273,7 @@ def _probe_module(
             raise
         call.unsupported_feature = (
             f"asks its cache for more ({describe_error(error)})",
-            _ACCEPTED_CACHE_PHRASE,
+            _ACCEPTED_CACHE_DESCRIPTION,
         )
     return call
 
@@ -302,7 +302,7 @@ def _unsupported_chunk_call(
     module(hidden, **options | {call.cache_parameter: recorder})
     call.states = recorder.states
     if not call.states:
-        return "updates no state of its cache", _ACCEPTED_CACHE_PHRASE
+        return "updates no state of its cache", _ACCEPTED_CACHE_DESCRIPTION
     token = hidden[:, :1].expand(_PROBE_BATCH_SIZE, -1, -1)
     for description, tokens in (
         (f"a chunk of {hidden.shape[1]} tokens", hidden),

@@ -61,7 +61,12 @@ MUTATIONS = [
     ("causal_conv", "if (count == 1) |", "if (count == 0) |", "conv"),
     ("causal_conv", "at < 0) & (is_new == 0)", "at < 0)", "conv"),
     ("gated_delta", "GROUP) * KEY_DIM + keys[None", "GROUP) * KEY_DIM * 0 + keys[None", "delta"),
-    ("gated_delta", "LONG_ROWS) and (count != 1)", "LONG_ROWS) and (count == 0)", "delta"),
+    (
+        "gated_delta",
+        "INCLUDE_LONG_ROWS) and (count != 1)",
+        "INCLUDE_LONG_ROWS) and (count == 0)",
+        "delta",
+    ),
     ("decode_inputs", "number < num_changes", "number < num_changes - 1", "state"),
     ("decode_inputs", "first + tl.arange", "tl.arange", "state"),
     ("decode_inputs", "position % BLOCK_SIZE", "(position + 1) % BLOCK_SIZE", "state"),

@@ -67,11 +67,11 @@ def delta_token_kernel(
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    LONG_ROWS: tl.constexpr,
+    INCLUDE_LONG_ROWS: tl.constexpr,
     HAS_PREFILL_ROWS: tl.constexpr,
 ):
     """Computes the gated delta rule token by token, for rows of one token; for longer rows too with
-    LONG_ROWS.
+    INCLUDE_LONG_ROWS.
 
     Grid ``(rows, NUM_HEADS, blocks of values)``. There are GROUP value heads per key head.
     """
@@ -80,10 +80,10 @@ def delta_token_kernel(
     if HAS_PREFILL_ROWS:
         first = tl.load(query_start + row)
         count = (tl.load(query_start + row + 1) - first).to(tl.int32)
-    if (not LONG_ROWS) and (count != 1):
+    if (not INCLUDE_LONG_ROWS) and (count != 1):
         return
     # Skip rows without tokens: loads for them would read another row's token, or beyond the end.
-    if LONG_ROWS and (count == 0):
+    if INCLUDE_LONG_ROWS and (count == 0):
         return
     state += (tl.load(slots + row) * NUM_HEADS + head) * KEY_DIM * VALUE_DIM
     is_new = tl.load(positions + first) == 0
@@ -224,7 +224,7 @@ class TritonGatedDelta:
             delta_token_kernel[grid(TOKEN_KERNEL_COLUMNS.value)](
                 *arguments,
                 **sizes,
-                LONG_ROWS=exact and rows.is_mixed,
+                INCLUDE_LONG_ROWS=exact and rows.is_mixed,
                 HAS_PREFILL_ROWS=rows.is_mixed,
                 num_warps=8,
             )

@@ -163,8 +163,8 @@ class TritonRopeAndCache:
             qkv: ``[T, (Hq + 2 * Hk) * D]`` with contiguous rows; overwritten.
             rotary: the RoPE table of ``TorchOps.rotary``, ``[max_positions, D]`` or
                 ``[max_positions, 2, D]``, and the positions ``[T]`` int32 or int64.
-            cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, but a head spans less
-                than 2**31 elements.
+            cache: ``[2, num_blocks, block_size, Hk, D]`` with any strides, if the D elements of a
+                head lie within 2**31 elements of each other.
             slot_mapping: ``[T]``, ``block * block_size + offset``; 0, a slot of the null block, for
                 padding.
         """
