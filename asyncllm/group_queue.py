@@ -40,6 +40,7 @@ _MAX_HASHED_CHARACTERS = 1 << 16
 """Maximum number of leading characters to hash of a prompt that is not tokenised yet."""
 
 _TOKENS_PER_TEXT_PIECE = TEXT_PIECE_CHARACTERS // 4
+"""Estimated number of tokens of each piece of a text that ``text_hashes`` hashes."""
 
 
 class GroupQueue:

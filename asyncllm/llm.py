@@ -204,9 +204,10 @@ class LLM(UncopyableHandle):
         progress: Callable[[int, int], object] | None = None,
         **options: Any,
     ) -> Generator[RowResult]:
-        """Complete the rows of a batch job; returns an iterator of their results. Rows are drawn in
-        the reading thread. Closing the iterator, or losing the last reference to it, aborts the
-        rows under way. Arguments and errors are those of ``AsyncLLMEngine.map``."""
+        """Complete the rows of a batch job; returns an iterator of their results. The thread
+        that reads results also reads ``rows``. Closing the iterator, or losing the last
+        reference to it, aborts the rows under way. Arguments and errors are those of
+        ``AsyncLLMEngine.map``."""
         if not isinstance(rows, Iterable):
             raise value_error("rows", rows, "an iterable; an async one is for AsyncLLMEngine.map")
         job = RowJob(rows, prompt, sampling_params, key, done, ordered, max_under_way, progress)

@@ -21,7 +21,7 @@ from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.token_rules import TokenRules
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.ops.linear_weights import LinearWeights
@@ -114,7 +114,7 @@ def sampling_time(
     model: Any = GivenLogits(ops, make_logits())
     cache: Any = NoCache()
     runner = StepRunner(
-        model, cache, info, SyncStream(), UnpicklableObjects(), on_device=False, num_logprobs=20
+        model, cache, info, DeviceStream(), UnpicklableObjects(), on_device=False, num_logprobs=20
     )
     params = SamplingParams(**({"temperature": 1.0, "seed": 1} | fields)).resolve({}, {}, int)
     rows = list(range(ROWS))
@@ -122,7 +122,7 @@ def sampling_time(
         rules = TokenRules.create(params.allowed_token_ids, (), VOCAB)
         assignment = SlotAssignment(row, "r", [1] * 100, 50, ([1],), params, token_rules=rules)
         runner.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
-        update = runner.sampler.assign_request(assignment)
+        update = runner.sampler.add_request(assignment)
         if update is not None:
             update.write(runner.memory.tables)
     batch = StepBatch(0, rows, [99] * ROWS, [1] * ROWS, [True] * ROWS, ROWS, ROWS)

@@ -10,7 +10,7 @@ from asyncllm.checkpoint.model_config import ModelConfig
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.recorded_step import RecordedStep
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.models.architectures import parameters
@@ -76,5 +76,5 @@ def op_by_op(runner: ModelRunner) -> ModelRunner:
     """The same runner, whose ops are called one by one."""
     state = state_of(runner)
     state.forward_pass = ForwardPass(state.model, state.cache, state.memory)
-    state.stream = runner._stream = SyncStream()
+    state.stream = runner._stream = DeviceStream()
     return runner

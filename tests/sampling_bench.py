@@ -15,7 +15,7 @@ from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample
 from asyncllm.gpu.batch.step_inputs import StepInputs
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import StepOutput
 from asyncllm.gpu.sample.sample_output import SampleOutput
@@ -89,7 +89,7 @@ class Bench:
             self.model,
             cache,
             info,
-            SyncStream(),
+            DeviceStream(),
             UnpicklableObjects(),
             on_device=False,
             num_logprobs=64,
@@ -126,7 +126,7 @@ class Bench:
 
     def assign(self, assignment: SlotAssignment) -> None:
         self.input_batch.apply_step_changes(StepBatch(0, assignments=[assignment]))
-        update = self.sampler.assign_request(assignment)
+        update = self.sampler.add_request(assignment)
         if update is not None:
             update.write(self.runner.memory.tables)
 

@@ -33,7 +33,7 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES
-from asyncllm.serving.websocket_protocol import BASE_MAX_FRAMES, WebSocketProtocol
+from asyncllm.serving.websocket_protocol import BASE_MESSAGE_FRAME_LIMIT, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -200,9 +200,9 @@ async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch
 def turns(monkeypatch):
     """How many chunks HTTP connections parse in each turn."""
     found = []
-    begin, parse = HttpParser.begin_parse_turn, HttpParser.next_event
+    begin, parse = HttpParser.reset_event_budget, HttpParser.next_event
 
-    def begin_parse_turn(parser):
+    def reset_event_budget(parser):
         found.append(0)
         begin(parser)
 
@@ -211,7 +211,7 @@ def turns(monkeypatch):
         found[-1] += isinstance(event, h11.Data)
         return event
 
-    monkeypatch.setattr(HttpParser, "begin_parse_turn", begin_parse_turn)
+    monkeypatch.setattr(HttpParser, "reset_event_budget", reset_event_budget)
     monkeypatch.setattr(HttpParser, "next_event", next_event)
     return found
 
@@ -395,7 +395,7 @@ FRAMES = [
     (frame(FIN | TEXT, b"\xff\xfe"), 1007),
     (frame(FIN | TEXT, length=2**40), 1009),
     (frame(FIN | TEXT, length=2**63), 1009),
-    (frame(TEXT) + frame(0) * (2 * BASE_MAX_FRAMES), 1009),
+    (frame(TEXT) + frame(0) * (2 * BASE_MESSAGE_FRAME_LIMIT), 1009),
     (frame(0, b"x"), 1002),
     (frame(TEXT, b"{") + frame(FIN | TEXT, b"}"), 1002),
     (frame(PING, b"x"), 1002),
@@ -791,11 +791,12 @@ async def test_a_long_message_has_to_come(caplog, monkeypatch):
 async def test_frames_of_a_message_are_bounded_by_their_number(caplog):
     """1024, and one for each 64 bytes; frames between its fragments count."""
     async with attacked(caplog) as server:
-        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * (BASE_MAX_FRAMES // 2 + 64)
+        num_pings = BASE_MESSAGE_FRAME_LIMIT // 2 + 64
+        pinged = frame(TEXT, b"{") + (frame(0) + frame(FIN | PING)) * num_pings
         *pongs, (opcode, payload) = await told(server, pinged)
         assert {one for one, _ in pongs} == {PONG}
         assert (opcode, payload[:2]) == (CLOSE, (1009).to_bytes(2, "big"))
-        text = CREATE + b" " * (64 * 2 * BASE_MAX_FRAMES)
+        text = CREATE + b" " * (64 * 2 * BASE_MESSAGE_FRAME_LIMIT)
         parts = [text[begin : begin + 64] for begin in range(0, len(text), 64)]
         whole = frame(TEXT, parts[0]) + b"".join(frame(0, part) for part in parts[1:])
         answer = await told(server, whole + frame(FIN), end=b'"response.completed"')

@@ -19,7 +19,7 @@ from asyncllm.gpu.execution_mode import (
     graph_batch_sizes,
 )
 from asyncllm.gpu.graph.cuda_graphs import GraphKey, StepPart
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.model_runner import ModelRunner
 from asyncllm.gpu.ops import registry
 from asyncllm.gpu.ops.torch_ops import TorchOps
@@ -148,7 +148,7 @@ def test_a_cpu_is_in_step():
 
 
 def test_mode_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(execution_mode, "CudaStream", lambda device: SyncStream())
+    monkeypatch.setattr(execution_mode, "CudaStream", lambda device: DeviceStream())
     mode = execution_mode_for(EngineConfig(), torch.device("cuda", 0))
     assert (mode.step_timeout, mode.shares_memory) == (60.0, True)
     mode = execution_mode_for(EngineConfig(), CPU)

@@ -106,7 +106,7 @@ def test_every_counterpart_exists():
 
 @pytest.mark.parametrize("body", [ChatRequest, CompletionRequest, ResponseRequest])
 def test_every_counterpart_of_a_body_exists(body):
-    names = OUR_NAMES_BY_FOREIGN_NAME[body.OTHER_API_NAMES_KEY]
+    names = OUR_NAMES_BY_FOREIGN_NAME[body.FOREIGN_NAMES_SECTION]
     assert not body.model_fields.keys() & names.keys()
     assert not body.ACCEPTED_VALUES.keys() & names.keys()
     ours = {re.split("[=;]", one)[0] for name, one in names.items() if "." not in name}

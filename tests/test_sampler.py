@@ -377,7 +377,7 @@ def test_failed_assignment_leaves_slot_neutral(fields):
     bench = Bench(30)
     bench.enter(0, [1, 2], [], temperature=0.0, repetition_penalty=2.0, logit_bias={4: 5.0})
     params = unchecked(**fields)
-    bench.sampler.assign_request(SlotAssignment(0, "odd", [1, 2], 2, [1], params))
+    bench.sampler.add_request(SlotAssignment(0, "odd", [1, 2], 2, [1], params))
     assert set(bench.sampler.failures) == {0}
     assert not len(bench.sampler.state.rows_needing_host(np.array([0])))
     assert SamplingStages(int(bench.sampler.state.stages[0])) is SamplingStages.NONE

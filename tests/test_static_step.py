@@ -531,7 +531,7 @@ def test_host_buffers_see_every_sampling_parameter_change() -> None:
         params = SamplingParams(temperature=0.5 + number, top_k=number, seed=number).resolve(
             {"presence_penalty": number / 9}, {}, lambda: 0
         )
-        state.assign_request(SlotAssignment(number % 2, "r", [1], 1, ([1],), params))
+        state.add_request(SlotAssignment(number % 2, "r", [1], 1, ([1],), params))
         for _ in range(uses):
             buffer = next(buffers)
             buffer.set_scalar_params(state)

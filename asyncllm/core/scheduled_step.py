@@ -69,7 +69,7 @@ class ScheduledStep:
             )
 
     def _check_counts(self, result: StepResult, max_count: int) -> None:
-        """Check each row's count. Needed only for drafts, errors and unexpected counts."""
+        """Check each row's number of tokens. Needed for drafts, errors and unexpected numbers."""
         number, rows = self.batch.step, len(self.requests)
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")

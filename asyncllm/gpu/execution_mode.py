@@ -16,7 +16,7 @@ from asyncllm.gpu.graph.cuda_graphs import (
     default_batch_sizes,
     default_token_counts,
 )
-from asyncllm.gpu.graph.streams import CudaStream, SyncStream
+from asyncllm.gpu.graph.streams import CudaStream, DeviceStream
 from asyncllm.gpu.ops.logits import logits_processing_bytes
 from asyncllm.validation import value_error
 
@@ -45,7 +45,7 @@ class ExecutionMode:
     """
 
     device: torch.device
-    stream: SyncStream
+    stream: DeviceStream
     make_capturer: Callable[[], GraphCapturer] | None
     max_num_seqs: int
     token_budget: int
@@ -57,7 +57,7 @@ class ExecutionMode:
 def execution_mode_for(config: EngineConfig, device: torch.device) -> ExecutionMode:
     """Chooses the mode: synchronous steps on a CPU, a second step in flight on a GPU."""
     if device.type != "cuda":
-        return ExecutionMode(device, SyncStream(), None, 64, 2048, 1)
+        return ExecutionMode(device, DeviceStream(), None, 64, 2048, 1)
     make = GraphCapturer if config.cuda_graphs == "off" else lambda: CudaGraphCapturer(device)
     return ExecutionMode(
         device, CudaStream(device), make, 256, 8192, 2, GPU_STEP_TIMEOUT_SECONDS, shares_memory=True

@@ -24,7 +24,7 @@ from asyncllm.gpu.graph.cuda_graphs import StepGraphs
 from asyncllm.gpu.graph.graph_replay import GraphPlan, GraphReplay
 from asyncllm.gpu.graph.recorded_step import record_step
 from asyncllm.gpu.graph.step_queue import StepQueue
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.graph.warm_up import warm_up
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
@@ -76,7 +76,7 @@ class ModelRunner:
         info: ExecutorInfo,
         *,
         num_threads: int | None = None,
-        stream: SyncStream | None = None,
+        stream: DeviceStream | None = None,
         graphs: GraphPlan | None = None,
         num_logprobs: int = 20,
         logits_processors: Sequence[LogitsProcessor] = (),
@@ -87,7 +87,7 @@ class ModelRunner:
         self.in_process = UnpicklableObjects(logits_processors=logits_processors)
         self.dtype = model.embedding.dtype
         self.device = model.embedding.device
-        self._stream = SyncStream() if stream is None else stream
+        self._stream = DeviceStream() if stream is None else stream
         with self._stream.context(), self._explain_memory_error():
             runner = StepRunner(
                 model, cache, info, self._stream, self.in_process,
@@ -267,7 +267,7 @@ class ModelRunner:
         self._runner = None
         if not self._stream.is_async:
             # Drop the step queue, which refers to the model.
-            self._stream = SyncStream()
+            self._stream = DeviceStream()
         with contextlib.suppress(RuntimeError), self._stream.context():
             if release_cached_memory(self.device):
                 self._stream.give_back()

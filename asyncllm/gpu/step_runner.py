@@ -14,7 +14,7 @@ from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
 from asyncllm.gpu.batch.sampling_inputs import SamplingStages, TopLogprobs
 from asyncllm.gpu.graph.forward_pass import ForwardPass
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.kv_cache import KVCache
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import LanguageModel
@@ -46,7 +46,7 @@ class StepRunner:
     """
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: SyncStream,
+        self, model: LanguageModel, cache: KVCache, info: ExecutorInfo, stream: DeviceStream,
         in_process: UnpicklableObjects, *, on_device: bool, num_logprobs: int,
         padded_tokens: int = 0,
     ) -> None:  # fmt: skip
@@ -158,7 +158,7 @@ class StepRunner:
         for req_index in batch.released_indices:
             sampler.release(req_index)
         for assignment in batch.assignments:
-            update = sampler.assign_request(self._in_process.restore_logits_processors(assignment))
+            update = sampler.add_request(self._in_process.restore_logits_processors(assignment))
             if update is not None:
                 step.logits_table_updates.append(update)
         if self.forward_pass.finds_greedy_tokens:

@@ -58,7 +58,7 @@ _CHARACTERS_PER_BAD_WORD = 16
 """Fixed cost of encoding one of ``bad_words``: the number of characters that take as long."""
 
 _MAX_CACHED_TOKEN_RULES = 16
-"""Maximum number of cached token rules of long ``bad_words`` lists: about 10 MB together."""
+"""Maximum number of cached TokenRules, one per long ``bad_words`` list: about 10 MB together."""
 
 
 @dataclass(eq=False, repr=False)

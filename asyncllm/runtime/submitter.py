@@ -195,7 +195,7 @@ class Submitter:
 
     def start(self, submission: Submission) -> None:
         """Second half of ``enqueue``: begin a request that has a place in the queue and a stream.
-        If Ctrl-C interrupts an observer, the stream is dropped, which aborts the request."""
+        If Ctrl-C interrupts an Observer's ``on_submit``, the dropped stream aborts the request."""
         if submission.notifier is not None:
             submission.notifier.notify_submit(RequestInfo(*submission.call))
         core, request, make_prompt = self.core, submission.request, submission.make_prompt

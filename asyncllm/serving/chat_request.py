@@ -183,7 +183,7 @@ class ConversationFields(TemplateFields, SamplingFields):
 class ChatRequest(ConversationFields, ChoicesRequest):
     """Body of a chat completion: OpenAI's fields, and those of SamplingParams."""
 
-    OTHER_API_NAMES_KEY = "field of /v1/chat/completions"
+    FOREIGN_NAMES_SECTION = "field of /v1/chat/completions"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         **ConversationFields.ACCEPTED_VALUES,

@@ -47,7 +47,7 @@ Prompt = Annotated[
 class CompletionRequest(ChoicesRequest):
     """Body of a completion: OpenAI's fields, and those of SamplingParams."""
 
-    OTHER_API_NAMES_KEY = "field of /v1/completions"
+    FOREIGN_NAMES_SECTION = "field of /v1/completions"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {"suffix": ("",)}
 

@@ -47,7 +47,8 @@ class HttpParser(h11.Connection):
         self._num_header_lines = 0
         self._num_chunks = self._num_body_bytes = 0
 
-    def begin_parse_turn(self) -> None:
+    def reset_event_budget(self) -> None:
+        """Begin a parse turn: allow MAX_EVENTS_PER_PARSE_TURN more events."""
         self._events_left = MAX_EVENTS_PER_PARSE_TURN
         self.has_used_up_turn = False
 

@@ -96,7 +96,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         return True
 
     def _waits_for_client(self) -> bool:
-        """Whether no answer is being sent, and no part of a body waits for the server."""
+        """Whether all output is sent, and all that has arrived of a request's body is read."""
         if self.conn.our_state is h11.SEND_BODY or self.transport.get_write_buffer_size():
             return False
         has_unread_body = self._waits_for_parse_turn or self.flow.read_paused
@@ -124,7 +124,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         return not self.flow.read_paused
 
     def _parse(self) -> None:
-        self.conn.begin_parse_turn()
+        self.conn.reset_event_budget()
         while True:
             if self._unparsed and self.conn.needs_data:
                 self.conn.receive_data(self._pop_unparsed_bytes(HTTP_SLICE_BYTES))

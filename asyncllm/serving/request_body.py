@@ -106,14 +106,14 @@ class RequestBody(BaseModel):
         ACCEPTED_VALUES: map from unsupported fields to the values that are accepted, besides null,
             because they have no effect.
         ACCEPTED_SUBFIELD_VALUES: the same for parts of supported fields, by path "field.part".
-        OTHER_API_NAMES_KEY: key of this body's names in OUR_NAMES_BY_FOREIGN_NAME.
+        FOREIGN_NAMES_SECTION: key of OUR_NAMES_BY_FOREIGN_NAME for this body's fields.
     """
 
     # pydantic also applies these settings to TypedDicts in the fields.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {}
     ACCEPTED_SUBFIELD_VALUES: ClassVar[AcceptedValues] = {}
-    OTHER_API_NAMES_KEY: ClassVar[str] = "field"
+    FOREIGN_NAMES_SECTION: ClassVar[str] = "field"
     _unsupported_fields: UnsupportedFieldPolicy = PrivateAttr(
         default_factory=UnsupportedFieldPolicy
     )
@@ -154,7 +154,7 @@ class RequestBody(BaseModel):
         if equivalent.partition("=")[0] in cls.model_fields:
             return equivalent
         return OUR_NAMES_BY_FOREIGN_NAME["field"].get(name) or OUR_NAMES_BY_FOREIGN_NAME[
-            cls.OTHER_API_NAMES_KEY
+            cls.FOREIGN_NAMES_SECTION
         ].get(name, "")
 
     @classmethod

@@ -113,7 +113,7 @@ class ResponseRequest(ConversationFields):
     """Body of a request for a response: OpenAI's fields, those of SamplingParams, and ``generate``.
     With ``generate=false`` the prompt is only computed into the prefix cache."""
 
-    OTHER_API_NAMES_KEY = "field of /v1/responses"
+    FOREIGN_NAMES_SECTION = "field of /v1/responses"
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         **ConversationFields.ACCEPTED_VALUES,

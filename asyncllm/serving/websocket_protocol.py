@@ -19,9 +19,9 @@ from asyncllm.serving.byte_budget import (
 )
 from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
 
-BASE_MAX_FRAMES = 1024
+BASE_MESSAGE_FRAME_LIMIT = 1024
 MESSAGE_BYTES_PER_EXTRA_FRAME = 64
-"""A fragmented message may have BASE_MAX_FRAMES frames, and one more for each
+"""A fragmented message may have BASE_MESSAGE_FRAME_LIMIT frames, and one more for each
 MESSAGE_BYTES_PER_EXTRA_FRAME bytes. Pings and pongs between its fragments count."""
 
 MESSAGE_TIMEOUT_SECONDS = 30.0
@@ -145,7 +145,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         frames = [event for event in events if isinstance(event, Frame)]
         if any(self._exceeds_frame_limit(frame) for frame in frames) and not self.close_sent:
             reason = (
-                f"more than {BASE_MAX_FRAMES} frames, and one for each "
+                f"more than {BASE_MESSAGE_FRAME_LIMIT} frames, and one for each "
                 f"{MESSAGE_BYTES_PER_EXTRA_FRAME} bytes, in a message"
             )
             self.conn.fail(CloseCode.MESSAGE_TOO_BIG, reason)
@@ -160,7 +160,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         more frames than allowed."""
         is_control = frame.opcode >= Opcode.CLOSE
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
-            self._frames_left = BASE_MAX_FRAMES
+            self._frames_left = BASE_MESSAGE_FRAME_LIMIT
         if self._is_fragmented or not (is_control or frame.fin):
             self._frames_left += (
                 0 if is_control else len(frame.data) / MESSAGE_BYTES_PER_EXTRA_FRAME

@@ -32,8 +32,8 @@ class ControlTokens:
 
     Args:
         backend: the model's tokenizer, which is not changed. Prompts are encoded by a second
-            tokenizer with the same model. Instead of special tokens, it has a secret mark for each
-            control token.
+            tokenizer with the same model. Instead of special tokens, it has a random text for each
+            control token, which messages cannot forge.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -68,19 +68,19 @@ class ControlTokens:
         self._token_pattern = literal_pattern(self._id_by_token)
         normalizers = {stage["type"] for stage in list_component_stages(backend.normalizer)}
         self._has_rewriting_normalizer = not normalizers <= {"NFC", "Prepend", "Replace"}
-        self._make_secret_mark_tokenizer(backend, added_tokens)
+        self._make_injection_safe_tokenizer(backend, added_tokens)
         # The unknown token is not a control token, because ordinary text may be encoded as it.
         self._control_ids = frozenset(self._id_by_token.values()) - unk_token_ids(backend)
 
-    def _make_secret_mark_tokenizer(
+    def _make_injection_safe_tokenizer(
         self, backend: tokenizers.Tokenizer, added_tokens: list[tuple[int, tokenizers.AddedToken]]
     ) -> None:
         # The new tokenizer shares the components of ``backend``, without a copy.
-        self._secret_mark_tokenizer = tokenizers.Tokenizer(backend.model)
+        self._injection_safe_tokenizer = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
-            self._secret_mark_tokenizer.normalizer = backend.normalizer
+            self._injection_safe_tokenizer.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
-            self._secret_mark_tokenizer.pre_tokenizer = backend.pre_tokenizer
+            self._injection_safe_tokenizer.pre_tokenizer = backend.pre_tokenizer
         # A message cannot forge a special token's mark: its author does not know the random number.
         number = secrets.token_hex(8)
         self._separator_mark = f"\U0010fffd{number}\U0010fffd"
@@ -94,9 +94,9 @@ class ControlTokens:
                 )
             tokens.append(token)
             ids.append(i)
-        self._secret_mark_tokenizer.add_tokens(tokens)
+        self._injection_safe_tokenizer.add_tokens(tokens)
         self._original_ids = {
-            self._secret_mark_tokenizer.token_to_id(token.content): i
+            self._injection_safe_tokenizer.token_to_id(token.content): i
             for token, i in zip(tokens, ids, strict=True)
         }
 
@@ -242,7 +242,7 @@ class ControlTokens:
         # the delimiters of special tokens.
         for separator in ("", self._separator_mark):
             ids = encode_text(
-                self._secret_mark_tokenizer, self._restore_delimiters(marked, separator)
+                self._injection_safe_tokenizer, self._restore_delimiters(marked, separator)
             )
             ids = [self._original_ids.get(i, i) for i in ids]
             ids = [i for i in ids if i >= 0]

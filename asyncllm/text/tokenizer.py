@@ -48,7 +48,7 @@ _FAST_TEMPLATE_RENDER_LIMITS = RenderLimits(
     max_value_size=16 * LONG_TEXT_CHARACTERS,
     max_seconds=0.005,
 )
-"""Limits of a rendering on an event loop or on the thread of short texts, which must not wait."""
+"""Limits of a rendering on an event loop or the short-text thread; it delays other requests."""
 
 _MAX_UNBATCHED_TEXTS = 16
 """Maximum number of short texts that are encoded one by one. Starting the tokenizer's threads takes
@@ -85,7 +85,7 @@ class Tokenizer:
         self.special_tokens = special_tokens
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._decoder_factory = self._make_decoder_factory()
+        self._decoder_factory_for = self._make_decoder_factory()
         self._control_tokens = ControlTokens(backend)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -309,7 +309,7 @@ class Tokenizer:
             visible_ids: ids of special tokens that are decoded even with ``skip_special_tokens``.
         """
         skipped_ids = self.special_token_ids - visible_ids if skip_special_tokens else frozenset()
-        return self._decoder_factory(skipped_ids)(prompt_token_ids)
+        return self._decoder_factory_for(skipped_ids)(prompt_token_ids)
 
     def detokenizer(
         self,
@@ -362,13 +362,13 @@ class Tokenizer:
     def _make_decoder_factory(
         self,
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
-        """Make ``decoder_factory(skipped_ids)``; its result makes a decoder from a prompt's ids."""
+        """Make a cached function from skipped token ids to a factory of decoders for prompts."""
         stages = list_component_stages(self.backend.decoder)
         id_to_token = self.backend.id_to_token
         decode = partial(self.decode, skip_special_tokens=False)
 
         @cache
-        def decoder_factory(skipped_ids: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
+        def factory_for(skipped_ids: frozenset[int]) -> Callable[[Sequence[int]], TextDecoder]:
             table = make_token_table(stages, id_to_token, skipped_ids)
             if isinstance(table, ByteTable):
                 return partial(ByteLevelDecoder, table)
@@ -376,7 +376,7 @@ class Tokenizer:
                 return partial(ByteFallbackDecoder, table)
             return partial(WindowDecoder, decode, skipped_ids=skipped_ids)
 
-        return decoder_factory
+        return factory_for
 
 
 @contextmanager

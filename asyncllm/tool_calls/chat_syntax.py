@@ -228,7 +228,7 @@ class ChatSyntaxes:
         own_reasoning = next(
             (fields[name] for name in REASONING_FIELD_NAMES if name in fields), None
         )
-        ignored = _text_end_pattern(fields)
+        ignored = _content_close_pattern(fields)
         reasoning_family: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own_reasoning is not None:
             begin, end = own_reasoning.get("open"), own_reasoning.get("close")
@@ -330,17 +330,17 @@ def _check_response_template(template: Mapping[str, Any]) -> Mapping[str, Mappin
     return template["fields"]
 
 
-def _text_end_pattern(fields: Mapping[str, Mapping[str, Any]]) -> str | None:
+def _content_close_pattern(template_fields: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Pattern of the delimiter that ends an answer's text; None if the template has none.
 
     The delimiter is not part of the text.
 
     Args:
-        fields: the response template's fields. The text's field has no opening delimiter.
+        template_fields: fields of the response template. The text's has no opening delimiter.
     """
     import regex
 
-    for part in fields.values():
+    for part in template_fields.values():
         if literals_or_pattern(part, "open") is None:
             delimiter = literals_or_pattern(part, "close")
             return (

@@ -10,7 +10,7 @@ MAX_DELIMITER_CHARACTERS = 4096
 """Maximum number of characters of a delimiter; a longer match is plain text."""
 
 _CANDIDATE_STARTING_CHARACTERS = string.printable
-"""Characters, besides those in a pattern, that are tried as the first of a match."""
+"""Characters tested as the first of a delimiter, besides those in its pattern."""
 
 _PRIVATE_USE_CHARACTER = "\U000f1234"
 """Private-use character, which occurs in no delimiter. A pattern that can begin with it can

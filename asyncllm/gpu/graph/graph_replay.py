@@ -161,7 +161,7 @@ class GraphReplay(ForwardPass):
         del self._sample_logits
 
     def run_padded_rows(self, key: GraphKey) -> None:
-        """Runs the StepPart in a graph key eagerly on padded rows, to compile its kernels."""
+        """Runs the key's StepPart without a graph, on padded rows, to compile its kernels."""
         if key.part is not StepPart.STEP:
             self._static_logits()
         self._run_step_part(key)

@@ -138,7 +138,7 @@ class PiecewiseGraphs:
 
 @dataclass(slots=True)
 class _PiecewiseContext(StepContext):
-    """StepContext of captured layers, which leaves attention and recurrences to the replay."""
+    """StepContext of captured layers; attention and recurrences run eagerly between graphs."""
 
     piecewise: PiecewiseGraphs | None = None
 

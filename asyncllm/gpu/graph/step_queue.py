@@ -13,7 +13,7 @@ from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION_NAME
 from asyncllm.gpu.graph.recorded_step import RecordedStep
-from asyncllm.gpu.graph.streams import SyncStream
+from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.ops.native_sampling import sample_args
 from asyncllm.gpu.sample.sampler import Sampler
@@ -75,7 +75,7 @@ class _Job(HostBuffer):
             args.top_values, args.top_ids = top.values.data_ptr(), top.ids.data_ptr()
 
 
-class StepQueue(SyncStream):
+class StepQueue(DeviceStream):
     """Runs recorded steps one after the other, without the host in between.
 
     A step finds its input tokens in the persistent batch, where the previous step has written them.

@@ -1,4 +1,4 @@
-"""SyncStream, CudaStream: queues of a device's work, synchronous on a CPU."""
+"""DeviceStream, CudaStream: queues of a device's work, synchronous on a CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HIGH_PRIORITY = -1
 """Priority of a CUDA stream; 0 is the default, and torch treats any lower number as high."""
 
 
-class SyncStream:
-    """The stream of a CPU, which does work at once; base class of other streams.
+class DeviceStream:
+    """Stream of a device's work. This base class is the stream of a CPU and does work at once.
 
     Attributes:
         is_async: whether queueing returns before the work is done, so that a second step can be
@@ -92,7 +92,7 @@ class CudaStreamPool:
 CUDA_STREAM_POOL = CudaStreamPool()
 
 
-class CudaStream(SyncStream):
+class CudaStream(DeviceStream):
     """A CUDA stream beside the application's own, so that neither waits for the other.
 
     It has high priority for two reasons. torch hands out 32 streams per priority in turn, so an

@@ -121,10 +121,11 @@ def _make_steps(request: AttentionRequest, block_size: int) -> Iterator[_Step]:
 def _make_step(
     name: str, rows: list[tuple[int, int]], request: AttentionRequest, block_size: int
 ) -> _Step:
-    """Makes a step of random tensors from rows (cached tokens, tokens of the step), decodes first.
+    """Makes a step of random tensors for rows of (cached tokens, tokens of the step).
 
-    Each row has its own blocks, in random order, and a request index other than its row number.
-    Block 0 is the null block. Steps of decode rows alone have the inputs of a captured graph.
+    Decode rows have to come first. Each row has its own blocks, in random order, and a request
+    index other than its row number. Block 0 is the null block. Steps of decode rows alone have
+    the inputs of a captured graph.
     """
     shape, device, random = request.shape, request.device, torch.Generator().manual_seed(len(name))
     head_shape = (shape.num_kv_heads, shape.head_dim)

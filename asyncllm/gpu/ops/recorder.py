@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
         self._results.append((buffer, tensor.dtype, tensor.shape[1]))
 
     def raise_unrecordable(self) -> NoReturn:
-        """Raises UnrecordableError. The context calls it for an op that cannot be recorded."""
+        """Raises UnrecordableError; NativeContext calls it for an op that cannot be recorded."""
         raise UnrecordableError("a native op cannot be recorded")
 
     def _record_index_select(self, x: Tensor, index: Tensor) -> Tensor:

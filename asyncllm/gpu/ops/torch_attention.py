@@ -215,7 +215,7 @@ class TorchAttention:
         group: PaddedRowGroup,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of one group; returns ``[tokens of the group, Hq, D]``, padding included."""
+        """Attention of a PaddedRowGroup: ``[tokens of the group, Hq, D]``, padding included."""
         shape, queries = self.shape, group.num_queries
         if group.blocks is None:
             q, k, v = (x[group.tokens].transpose(0, 1).unsqueeze(0) for x in (q, k, v))

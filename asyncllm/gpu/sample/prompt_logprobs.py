@@ -36,11 +36,12 @@ def gather_prompt_logprobs(
     hidden: Tensor,
     decoder: LanguageModel,
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, Exception]]:
-    """Computes the log-probabilities of ``spans``; returns them and errors of spans, by row.
+    """Computes prompt log-probabilities; returns them and the errors of failed rows, by row.
 
     Args:
+        spans: prompt positions of each row with prompt log-probabilities.
         tokens: result of ``prompt_logprob_tokens``.
-        hidden: hidden states ``[E, H]`` at the positions of the spans, in their order.
+        hidden: hidden states ``[positions, H]`` of all spans, in order.
     """
     logprobs: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, Exception] = {}

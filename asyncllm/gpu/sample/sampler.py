@@ -47,7 +47,7 @@ class Sampler:
         self.state = SamplingState(max_num_seqs, vocab_size, min(num_logprobs, vocab_size))
         self.failures: dict[int, Exception] = {}
 
-    def assign_request(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
+    def add_request(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
         """Stores a request's sampling parameters. Its tokens have to be in the input batch already.
 
         An error fails this request alone and goes to ``failures``. Its index then gets neutral
@@ -60,7 +60,7 @@ class Sampler:
         req_index = assignment.req_index
         self.release(req_index)
         try:
-            update = self.state.assign_request(assignment)
+            update = self.state.add_request(assignment)
             if assignment.claiming_processors:
                 host_rules = self.state.get_or_add_host_rules(req_index)
                 host_rules.request_with_processors = self.batched_processors.add_request(assignment)

@@ -86,7 +86,7 @@ class SamplingState:
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
 
-    def assign_request(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
+    def add_request(self, assignment: SlotAssignment) -> LogitsTableUpdate | None:
         """Sets the parameters of a request.
 
         Raises an error for a value that does not fit its array; the caller then has to release the
