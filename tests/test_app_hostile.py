@@ -23,7 +23,7 @@ from asyncllm.serving.byte_budget import ByteBudget
 from asyncllm.serving.connections import RESERVED_FILE_DESCRIPTORS
 from asyncllm.serving.event_sender import EventSender
 from asyncllm.serving.exchange import Exchange
-from asyncllm.serving.http_parser import HttpParser
+from asyncllm.serving.http_parser import MAX_HEADER_COMMAS, HttpParser
 from asyncllm.serving.parse_queue import (
     MAX_EVENTS_PER_PARSE_TURN,
     MAX_REQUEST_STARTS_PER_ITERATION,
@@ -194,6 +194,18 @@ async def test_a_body_that_nothing_reads_holds_no_connection(caplog, monkeypatch
             if not writer.is_closing():
                 writer.write(sent)
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+async def test_header_commas_are_bounded(extra):
+    """h11 splits some fields at them; those of a body do not count."""
+    fields = b"Connection: a" + b",a" * (MAX_HEADER_COMMAS + extra) + b"\r\n"
+    body = b"," * 5000
+    request = b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n"
+    async with served_app(fake_engine("x")) as server:
+        async with connected(server, request + fields + b"\r\n" + body) as (reader, _):
+            line = await reader.readline()
+    assert line.startswith(b"HTTP/1.1 400" if extra else b"HTTP/1.1 405")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from asyncllm import EngineClosedError, EngineDeadError, InvalidRequestError
 from asyncllm.serving import create_app
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.response_session import ResponseSession
+from asyncllm.serving.stats_session import StatsSnapshots
 from asyncllm.serving.websocket import serve
 from tests.fakes import connections_of, fake
 from tests.idle import idle, until
@@ -682,6 +683,25 @@ async def test_statistics_are_sent_as_they_change_and_read_only():
                 seen = await stats.recv()
             await stats.send(type="hello")
             assert await closed_with(stats) == (1008, "this connection is read-only")
+
+
+async def test_connections_share_a_snapshot_and_send_fewer_beside_many(monkeypatch):
+    made = []
+    make = StatsSnapshots._make_snapshot
+    monkeypatch.setattr(
+        StatsSnapshots, "_make_snapshot", lambda self: (made.append(self), make(self))[1]
+    )
+    async with served(fake().engine(), stats_interval=1000.0) as server:
+        context = server._app._server_context
+        snapshots = StatsSnapshots(context)
+        assert snapshots.pause_seconds == 1000.0
+        texts = [snapshots.latest() for _ in range(50)]
+        assert len(made) == 1
+        assert json.loads(texts[0])["type"] == "asyncllm.stats"
+        assert len(set(texts)) == 1
+        context.stats_interval = 0.1
+        monkeypatch.setattr(context, "sessions", set(range(1000)))
+        assert snapshots.pause_seconds == 2.0
 
 
 async def test_statistics_end_with_the_engine():

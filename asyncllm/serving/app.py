@@ -36,7 +36,7 @@ from asyncllm.serving.response_session import FIELD_BY_ENGINE_PARAM, ResponseSes
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import ServingContext, default_model_names
 from asyncllm.serving.sockets import WebSocketConnection, WebSocketSession, run_session
-from asyncllm.serving.stats_session import StatsSession
+from asyncllm.serving.stats_session import StatsSession, StatsSnapshots
 from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
 
 Page = Callable[[str], "tuple[str, bytes] | None"]
@@ -198,9 +198,10 @@ def _make_router(
     for path, handlers, field_names in endpoints:
         path_rules = None if path in PUBLIC_PATHS else access_rules
         routes.append(Route(path, Endpoint(server_context, handlers, path_rules, field_names)))
+    snapshots = StatsSnapshots(server_context)
     sessions: dict[str, Callable[[WebSocketConnection, str], WebSocketSession]] = {
         "/v1/responses": lambda socket, owner: ResponseSession(socket, server_context, owner),
-        "/v1/stats": lambda socket, _: StatsSession(socket, server_context),
+        "/v1/stats": lambda socket, _: StatsSession(socket, snapshots),
     }
     for path, make_session in sessions.items():
         socket_handlers = {"WEBSOCKET": partial(run_session, make_session)}

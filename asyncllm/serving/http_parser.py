@@ -13,6 +13,9 @@ MAX_HEADER_LINES = 128
 """Maximum number of lines of a request's header. h11 parses a header in one piece, which takes some
 microseconds per line."""
 
+MAX_HEADER_COMMAS = 1024
+"""Maximum number of commas in a request's header. h11 splits some fields at commas repeatedly."""
+
 MAX_TARGET_BYTES = 8192
 """Maximum number of bytes of a request's target: every request decodes its path and query."""
 
@@ -44,7 +47,7 @@ class HttpParser(h11.Connection):
         self.needs_data = True
         self.has_used_up_turn = False
         self._events_left = 0
-        self._num_header_lines = 0
+        self._num_header_lines = self._num_header_commas = 0
         self._num_chunks = self._num_body_bytes = 0
 
     def reset_event_budget(self) -> None:
@@ -55,16 +58,22 @@ class HttpParser(h11.Connection):
     def receive_data(self, data: bytes) -> None:
         if self.their_state is h11.IDLE:
             self._num_header_lines += data.count(b"\n")
+            self._num_header_commas += data.count(b",")
         super().receive_data(data)
 
     def next_event(self) -> Any:
         if not self._events_left:
             self.has_used_up_turn = True
             return h11.NEED_DATA
-        if self._num_header_lines > MAX_HEADER_LINES and self.their_state is h11.IDLE:
+        may_exceed_limits = (
+            self._num_header_lines > MAX_HEADER_LINES or self._num_header_commas > MAX_HEADER_COMMAS
+        )
+        if may_exceed_limits and self.their_state is h11.IDLE:
             head = _BLANK_LINE_PATTERN.split(self.trailing_data[0], 1)[0]
             if head.count(b"\n") > MAX_HEADER_LINES:
                 raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
+            if head.count(b",") > MAX_HEADER_COMMAS:
+                raise self._make_error(f"header: has more than {MAX_HEADER_COMMAS} commas")
         event = super().next_event()
         self.needs_data = event is h11.NEED_DATA
         if isinstance(event, h11.Data):
@@ -92,6 +101,7 @@ class HttpParser(h11.Connection):
 
     def _begin_request(self, request: h11.Request) -> None:
         self._num_header_lines = self.trailing_data[0].count(b"\n")
+        self._num_header_commas = self.trailing_data[0].count(b",")
         self._num_chunks = self._num_body_bytes = 0
         if len(request.target) > MAX_TARGET_BYTES:
             raise self._make_error(f"target: has more than {MAX_TARGET_BYTES} bytes")

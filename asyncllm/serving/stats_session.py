@@ -1,10 +1,10 @@
-"""StatsSession: a connection that receives the engine's statistics."""
+"""StatsSession, StatsSnapshots: connections that receive the engine's statistics."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass
-from typing import Any
+import time
+from dataclasses import asdict, dataclass, field
 
 import anyio
 
@@ -20,6 +20,57 @@ KEEP_ALIVE_SECONDS = 5.0
 MAX_LISTED_RESPONSES = 64
 """Maximum number of responses that a snapshot lists."""
 
+MAX_SENT_SNAPSHOTS_PER_SECOND = 500
+"""Maximum number of snapshots that all connections send per second. Beyond it, each sends fewer."""
+
+
+@dataclass(eq=False, repr=False)
+class StatsSnapshots:
+    """The engine's statistics as JSON, made once for all connections that send them.
+
+    Args:
+        server_context: state whose engine and sessions are reported.
+    """
+
+    server_context: ServingContext
+    _snapshot: str = field(default="", init=False)
+    _made_at: float = field(default=0.0, init=False)
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds that a connection waits between two snapshots."""
+        num_sessions = len(self.server_context.sessions)
+        return max(self.server_context.stats_interval, num_sessions / MAX_SENT_SNAPSHOTS_PER_SECOND)
+
+    def latest(self) -> str:
+        """The snapshot of now, or one that is half a pause old at most.
+
+        Raises:
+            AsyncLLMError: if the engine is gone.
+        """
+        now = time.monotonic()
+        if now - self._made_at > self.pause_seconds / 2:
+            self._snapshot, self._made_at = self._make_snapshot(), now
+        return self._snapshot
+
+    def _make_snapshot(self) -> str:
+        sessions = self.server_context.sessions
+        responses = [
+            {"id": turn.events.id, "tokens": turn.events.num_tokens}
+            for session in sessions
+            if isinstance(session, ResponseSession) and (turn := session.current_turn) is not None
+        ]
+        return encode_json(
+            {
+                "type": "asyncllm.stats",
+                "stats": asdict(self.server_context.engine.stats()),
+                "connections": len(sessions),
+                "responses": sorted(responses, key=lambda response: response["id"])[
+                    :MAX_LISTED_RESPONSES
+                ],
+            }
+        )
+
 
 @dataclass(eq=False, repr=False)
 class StatsSession:
@@ -27,11 +78,11 @@ class StatsSession:
 
     Args:
         connection: an open connection.
-        server_context: state whose engine and sessions are reported.
+        snapshots: the statistics, shared by the connections of a server.
     """
 
     connection: WebSocketConnection
-    server_context: ServingContext
+    snapshots: StatsSnapshots
 
     async def run(self) -> None:
         """Run until the connection is closed. A client that sends anything is closed with 1008."""
@@ -43,31 +94,15 @@ class StatsSession:
             tasks.cancel_scope.cancel()
 
     async def _send_snapshots(self) -> None:
-        last, sent_at = None, 0.0
+        last, sent_at = "", 0.0
         with contextlib.suppress(*DISCONNECT_ERRORS):
             while True:
                 try:
-                    event = self._make_snapshot()
+                    snapshot = self.snapshots.latest()
                 except AsyncLLMError:
                     await self.connection.close(1001, "the engine is gone")
                     return
-                if event != last or anyio.current_time() - sent_at > KEEP_ALIVE_SECONDS:
-                    last, sent_at = event, anyio.current_time()
-                    await self.connection.send(encode_json(event))
-                await anyio.sleep(self.server_context.stats_interval)
-
-    def _make_snapshot(self) -> dict[str, Any]:
-        sessions = self.server_context.sessions
-        responses = [
-            {"id": turn.events.id, "tokens": turn.events.num_tokens}
-            for session in sessions
-            if isinstance(session, ResponseSession) and (turn := session.current_turn) is not None
-        ]
-        return {
-            "type": "asyncllm.stats",
-            "stats": asdict(self.server_context.engine.stats()),
-            "connections": len(sessions),
-            "responses": sorted(responses, key=lambda response: response["id"])[
-                :MAX_LISTED_RESPONSES
-            ],
-        }
+                if snapshot != last or anyio.current_time() - sent_at > KEEP_ALIVE_SECONDS:
+                    last, sent_at = snapshot, anyio.current_time()
+                    await self.connection.send(snapshot)
+                await anyio.sleep(self.snapshots.pause_seconds)
