@@ -207,7 +207,7 @@ class JsonCopier:
         if types <= scalar_types:
             pass
         elif self._copy_flat_items(container, types, depth + 1):
-            height = 2
+            height = 1 + any(container)
         else:
             for key, item in container.items() if is_dict else enumerate(container):
                 if type(item) in scalar_types:

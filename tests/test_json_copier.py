@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncllm import InvalidRequestError, SamplingParams
@@ -59,6 +59,10 @@ nested_values = st.recursive(
 )
 
 
+SHARED = {"a": [], "b": [[], []]}
+
+
+@example({"a": SHARED, "b": [SHARED, SHARED]}, 25, 4)
 @given(nested_values, st.integers(0, 400), st.integers(0, 6))
 def test_copies_and_counts_as_a_plain_walk(value: Any, max_values: int, max_depth: int) -> None:
     found = list(values_in(value))

@@ -366,7 +366,7 @@ def test_device_error_in_assignment_is_not_one_requests(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(SamplingState, "assign", fail)
+    monkeypatch.setattr(SamplingState, "add_request", fail)
     for ahead in (False, True):
         runner = untraced(llama, ahead)
         driver = Driver(runner)
