@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,7 +126,11 @@ class DecodeBench:
         if sum(load.lengths) > LARGE:
             self.shares[name] = share
         splits = self._attention.num_splits(load.batch, MAX_LEN, None)
-        note = f"{share:.0%} of copy bandwidth, {splits} splits"
+        is_skewed = self._attention.has_skewed_lengths(
+            load.batch, np.array(load.lengths), MAX_LEN, None
+        )
+        kind = "balanced splits" if is_skewed else f"{splits} splits"
+        note = f"{share:.0%} of copy bandwidth, {kind}"
         self.stage.report.add(name, seconds, "µs", note)
         longest = max(load.lengths)
         exact = self._attention.num_splits(load.batch, longest, None)

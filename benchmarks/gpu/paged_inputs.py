@@ -93,7 +93,9 @@ def inputs_bytes(load: AttentionLoad, count: int) -> int:
     return count * load.bytes + load.kv_bytes
 
 
-def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> StepInputs:
+def decode_rows(
+    inputs: PagedInputs, number: int, max_len: int, has_balanced_splits: bool = False
+) -> StepInputs:
     """One input as the buffers of a decode step whose sequences may grow to ``max_len``."""
     load, device = inputs.load, inputs.cache.device
     slots = torch.arange(load.batch, device=device) + number * load.batch
@@ -110,16 +112,19 @@ def decode_rows(inputs: PagedInputs, number: int, max_len: int) -> StepInputs:
         max_num_seqs=len(inputs.tables) - 1,
         max_len=max_len,
         num_logits=load.batch,
+        has_balanced_splits=has_balanced_splits,
     )
 
 
 def decode_calls(
     attention: TritonAttention, inputs: PagedInputs, max_len: int
 ) -> list[Callable[[], Tensor]]:
-    """One launch per input, as a captured decode step has them; all share a workspace, as the
-    layers of a model do."""
+    """One launch per input, as the graph has them that the engine takes for these lengths; all
+    share a workspace, as the layers of a model do."""
+    load = inputs.load
+    is_skewed = attention.has_skewed_lengths(load.batch, np.array(load.lengths), max_len, None)
     plans = [
-        attention.plan(decode_rows(inputs, number, max_len), None, 0)
+        attention.plan(decode_rows(inputs, number, max_len, is_skewed), None, 0)
         for number in range(inputs.count)
     ]
     for plan in plans:
