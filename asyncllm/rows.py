@@ -87,7 +87,7 @@ class _Row:
             self.on_end(self)
 
     def set(self) -> None:
-        """Call ``set_result``, for a ThreadMailbox: it calls ``set``, as on a threading.Event."""
+        """Same as ``set_result``. A ThreadMailbox wakes a waiter by ``set``, as a threading.Event."""
         self.set_result()
 
     @contextmanager

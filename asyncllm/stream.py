@@ -288,8 +288,9 @@ class TokenStream(UncopyableHandle):
         return delta
 
     def _merge_end(self, delta: Delta, end: StreamEnd | BaseException) -> Delta:
-        """Merge the end into ``delta``. The end is left for the next read if it is an exception, if
-        merging its last token would exceed ``max_merged``, or if it belongs to another output."""
+        """Merge the queued end of an output into ``delta``. The next read gets it instead if it is an
+        exception, if its last token would exceed ``max_merged``, or if ``delta`` is of another
+        output."""
         if isinstance(end, StreamEnd) and delta is not _EMPTY_DELTA and delta.index != end.output:
             return delta
         if isinstance(end, StreamEnd) and end.finish_reason == "abort" and self._is_read_cancelled:

@@ -76,7 +76,7 @@ def test_clipping_is_kept_where_it_is_nearer(monkeypatch):
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(200, 64, generator=generator)
     clipped = (dequantised(quantise_int4(LinearWeights(values))) - values).square().mean()
-    monkeypatch.setattr(quantise, "INT4_RANGE_FRACTIONS", (1.0,))
+    monkeypatch.setattr(quantise, "INT4_CLIP_RATIOS", (1.0,))
     plain = (dequantised(quantise_int4(LinearWeights(values))) - values).square().mean()
     assert clipped < 0.98 * plain
 

@@ -62,7 +62,8 @@ class Message(TypedDict):
     tool_calls: NotRequired[Annotated[ObjectList[MessageToolCall], Field(max_length=1024)] | None]
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
-    # Fields of our messages, always empty: clients send these messages back.
+    # Fields that the server's own answers leave empty. They are accepted, because clients send
+    # these answers back as history.
     refusal: NotRequired[None]
     audio: NotRequired[None]
     function_call: NotRequired[None]

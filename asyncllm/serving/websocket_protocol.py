@@ -109,7 +109,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _begin_long_message(self) -> None:
         self._message_timer.start()
         self._rate_check_timer.start()
-        if self._claim is not None:  # Parsing waited for the claim.
+        if self._claim is not None:  # Parsing waited until the budget granted the bytes.
             self._resume_parsing()
 
     def _check_receive_rate(self) -> None:

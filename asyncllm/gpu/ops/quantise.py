@@ -21,7 +21,7 @@ MAX_CHUNK_ELEMENTS = 2**22
 INT4_GROUP_SIZE = 32
 """Number of inputs that share a scale and a zero point, in weights quantised to 4 bits."""
 
-INT4_RANGE_FRACTIONS = (1.0, 0.92, 0.84)
+INT4_CLIP_RATIOS = (1.0, 0.92, 0.84)
 """Fractions of a group's range that 4 bits may span; the fraction with the least error is used."""
 
 
@@ -52,7 +52,7 @@ def quantise_int4(weights: LinearWeights) -> LinearWeights:
     """Rounds to 4 bits, with a scale and a zero point per output channel and group of inputs.
 
     Quantised values go from 0 to 15. A group's range is extended to include 0. For each fraction in
-    INT4_RANGE_FRACTIONS, that fraction of the range is divided into 15 steps, and elements beyond
+    INT4_CLIP_RATIOS, that fraction of the range is divided into 15 steps, and elements beyond
     it are clipped; the fraction with the least squared error is used. Squared errors are summed
     pairwise, so that the sum is the same on every processor. Scales are rounded to bfloat16, their
     stored dtype, before elements are divided by them. If a group contains NaN or infinity, so does
@@ -92,8 +92,8 @@ def _quantise_groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     low = values.amin(2, keepdim=True).clamp_(max=0.0)
     high = values.amax(2, keepdim=True).clamp_(min=0.0)
-    best, least_error = _scale_and_zero_point(low, high, INT4_RANGE_FRACTIONS[0]), None
-    for fraction in INT4_RANGE_FRACTIONS:
+    best, least_error = _scale_and_zero_point(low, high, INT4_CLIP_RATIOS[0]), None
+    for fraction in INT4_CLIP_RATIOS:
         scale, zero = _scale_and_zero_point(low, high, fraction)
         exact = values * _reciprocal(scale)
         error = exact.round().clamp_(-zero, 15.0 - zero).sub_(exact).square_()

@@ -203,8 +203,8 @@ def threshold_by_sort(
     threshold_value = min_logit
     threshold_token = vocab_size
     if found >= k:
-        # A threshold id excludes itself. Any id from the k-th token's plus 1 to the next token's is
-        # right: take the least.
+        # Of tokens with the threshold value, those with smaller ids than the threshold id are kept.
+        # The smallest threshold id that keeps the k-th token is its id plus 1.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
         threshold_value = scaled_logit_of(logits, token, logit_factor)
         threshold_token = token + 1
