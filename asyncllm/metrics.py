@@ -42,7 +42,7 @@ TOKEN_BUCKETS = (*(digit * 10.0**power for power in range(6) for digit in (1, 2,
 """Bucket bounds of token counts: 1, 2, 5, 10, 20, 50 … up to a million."""
 LATENCY_BUCKETS_SECONDS = tuple(value / 1000 for value in TOKEN_BUCKETS)
 """Bucket bounds of times: 1 ms to 1000 s, for small models as well as long queues."""
-NUM_OUTPUTS_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+OUTPUTS_PER_REQUEST_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # vLLM's buckets, which its dashboards and alerts expect.
 _VLLM_TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -87,7 +87,7 @@ _HISTOGRAMS = (
     ("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS),
     ("request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKEN_BUCKETS),
     ("request_params_max_tokens", "The max_tokens of requests that set it.", TOKEN_BUCKETS),
-    ("request_params_n", "The n of requests: outputs asked for.", NUM_OUTPUTS_BUCKETS),
+    ("request_params_n", "The n of requests: outputs asked for.", OUTPUTS_PER_REQUEST_BUCKETS),
 )
 """Name, documentation and vLLM's bucket bounds of each histogram."""
 
@@ -151,7 +151,7 @@ class _EngineRecord:
         self.histograms = {
             name: _Histogram(
                 buckets
-                if vllm_buckets or buckets in (TOKEN_BUCKETS, NUM_OUTPUTS_BUCKETS)
+                if vllm_buckets or buckets in (TOKEN_BUCKETS, OUTPUTS_PER_REQUEST_BUCKETS)
                 else LATENCY_BUCKETS_SECONDS
             )
             for name, _, buckets in _HISTOGRAMS

@@ -87,7 +87,7 @@ class _Row:
             self.on_end(self)
 
     def set(self) -> None:
-        """Same as ``set_result``. A ThreadMailbox wakes a waiter by ``set``, as a threading.Event."""
+        """Same as ``set_result``. A ThreadMailbox wakes waiters by ``set``, like an Event."""
         self.set_result()
 
     @contextmanager

@@ -288,8 +288,8 @@ class TokenStream(UncopyableHandle):
         return delta
 
     def _merge_end(self, delta: Delta, end: StreamEnd | BaseException) -> Delta:
-        """Merge the queued end of an output into ``delta``. The next read gets it instead if it is an
-        exception, if its last token would exceed ``max_merged``, or if ``delta`` is of another
+        """Merge the queued end of an output into ``delta``. The next read gets it instead if it is
+        an exception, if its last token would exceed ``max_merged``, or if ``delta`` is of another
         output."""
         if isinstance(end, StreamEnd) and delta is not _EMPTY_DELTA and delta.index != end.output:
             return delta

@@ -147,5 +147,5 @@ class ResponseTurn:
             if not events.num_logprobs_bytes:
                 await send(final_events)
                 return
-            for event in final_events:  # One by one, because each repeats the log-probabilities.
+            for event in final_events:  # One by one: each repeats the log-probabilities.
                 await send((events.insert_logprobs(event),))

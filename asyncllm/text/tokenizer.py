@@ -362,7 +362,8 @@ class Tokenizer:
     def _make_decoder_factory(
         self,
     ) -> Callable[[frozenset[int]], Callable[[Sequence[int]], TextDecoder]]:
-        """Make a cached function from skipped token ids to a factory of decoders for prompts."""
+        """Make a cached function: given token ids to skip, it returns a factory, which makes the
+        decoder for a given prompt."""
         stages = list_component_stages(self.backend.decoder)
         id_to_token = self.backend.id_to_token
         decode = partial(self.decode, skip_special_tokens=False)

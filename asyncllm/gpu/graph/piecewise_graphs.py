@@ -94,7 +94,7 @@ class PiecewiseGraphs:
                 self._captured_outputs[name] = self._copy_to_static_tensor(name, tensor)
 
     def run_eager_op(self, op: EagerOp, out_width: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Ends the current graph before attention or a recurrence; returns the output tensor."""
+        """Runs an op outside the graphs (attention or a recurrence); returns its output tensor."""
         count, like = len(tensors[0]), tensors[0]
         op_inputs = [
             self._copy_to_static_tensor(index, tensor) for index, tensor in enumerate(tensors)

@@ -26,7 +26,8 @@ ROW_GROUP_OVERHEAD_TOKENS = 256
 """Overhead of one more group per layer: gathering this many tokens of KV takes as long."""
 
 MAX_ROW_BATCH_KV_BYTES = 8 * 2**20
-"""Maximum bytes of gathered K and V in a group of more than one row."""
+"""Maximum bytes of gathered K and V of rows that are computed together. A row that takes more is
+computed alone."""
 
 MAX_PADDED_QUERY_KEY_PAIRS = 1 << 16
 """Maximum number of query-key pairs per head in a group of several prefill rows."""
