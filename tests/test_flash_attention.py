@@ -315,7 +315,9 @@ def test_a_window_that_leaves_out_the_own_key_is_noticed(monkeypatch):
 
 
 def test_tables_in_the_order_of_slots_are_noticed(monkeypatch):
-    unordered = lambda step, group: step.groups[group].block_table[: step.num_rows]  # noqa: E731
+    def unordered(step, group):
+        return step.groups[group].block_table[: step.num_rows]
+
     monkeypatch.setattr(StepInputs, "row_block_tables", unordered)
     with pytest.raises(AssertionError):
         check_decode(FlashAttention2(SHAPE), 256, None)

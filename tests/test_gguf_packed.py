@@ -297,7 +297,10 @@ def test_memory_is_little_more_than_the_file(load_case, name):
 def test_the_file_of_packed_weights_has_the_same_bits(load_case, tmp_path, name):
     """An embedding of its own, and layers of several types, from the file of a start before."""
     case, own = load_case(name), context(1)
-    accepts: Any = lambda spec: native_type_code(spec) is not None  # noqa: E731
+
+    def accepts(spec: Any) -> bool:
+        return native_type_code(spec) is not None
+
     config, recorded, fresh = ModelConfig.from_directory(case.path), [], {}
     for key, each in load_weights(config, torch.float32, CPU, accepts_weights=accepts):
         if isinstance(each, LinearWeights):

@@ -53,8 +53,7 @@ def make_prompts(count: int, rng: random.Random) -> list[Prompt]:
 
 
 def _fixed_prompts() -> tuple[Prompt, ...]:
-    """The prompts that come first, one of each kind. Two of them have the same context, so they
-    share a cached prefix."""
+    """First prompts of the demo, one of each kind. Two share a context, and so a cached prefix."""
     return (
         Prompt("story", "Tell me a story about Mia and a boat.", is_long=True),
         Prompt("story", "Write a short story about Tom and a kite.", is_long=True),

@@ -201,7 +201,7 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_MASKS_AHEAD = 16
-"""Number of masks after a slow one that are computed ahead of their step, even if quick."""
+"""Number of masks that are computed ahead of their steps after a slow mask, even quick ones."""
 
 _SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""

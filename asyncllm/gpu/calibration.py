@@ -41,8 +41,8 @@ MIN_ASYNC_STEP_SECONDS = 0.0005
 for the host."""
 
 MAX_CPU_WAIT_FRACTION = 0.2
-"""Maximum fraction of its time that a calibration may wait for a CPU; beyond it the calibration is
-not stored for later starts."""
+"""Maximum fraction of a calibration's time that is spent waiting for a CPU. The result of a
+calibration that waited longer is not stored for later starts."""
 
 _INITIAL_STEP_TOKENS = 8, 32
 """Token counts of the first two timed steps. If the first of them takes half of the target or more,

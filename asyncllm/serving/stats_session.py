@@ -43,7 +43,7 @@ class StatsSnapshots:
         return max(self.server_context.stats_interval, num_sessions / MAX_SENT_SNAPSHOTS_PER_SECOND)
 
     def latest(self) -> str:
-        """The snapshot of now, or one that is half a pause old at most.
+        """Latest snapshot, which is at most half of ``pause_seconds`` old.
 
         Raises:
             AsyncLLMError: if the engine is gone.

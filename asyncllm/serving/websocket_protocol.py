@@ -28,7 +28,7 @@ MESSAGE_TIMEOUT_SECONDS = 30.0
 """Seconds that a client has to send a message of more than MAX_BYTES_PER_PARSE_TURN bytes."""
 
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 256, 4096
-"""Bounds of the bytes passed to the WebSocket parser at a time. It parses all frames in them."""
+"""Bounds of the bytes passed to the WebSocket parser at a time, which parses all frames in them."""
 
 
 class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):

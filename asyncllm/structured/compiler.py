@@ -152,9 +152,10 @@ class GrammarCompiler:
             return list(self._threads)
 
     def _start_thread(self) -> None:
-        """Start a thread; does nothing if none may start and a running one can take the job.
+        """Start a thread for a job. If no more threads are allowed, or none can be started, a
+        running thread takes the job; RequestError is raised if all have overdue jobs.
 
-        The caller holds the lock until it has queued a job for the thread.
+        The caller holds the lock until it has queued the job.
         """
         if len(self._threads) >= MAX_COMPILE_THREADS + MAX_EXTRA_COMPILE_THREADS:
             if len(self._threads) > self._num_overdue_jobs:

@@ -21,7 +21,7 @@ import jinja2.utils
 import jinja2.visitor
 
 _CHARACTERS_PER_ITEM = 16
-"""Number of characters as which a list item, or a bit of an integer, counts in size limits."""
+"""In size limits, a list item counts as so many characters, and so does a bit of an integer."""
 
 _COLLECTION_FILTER_NAMES = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "

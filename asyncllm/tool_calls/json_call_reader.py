@@ -173,7 +173,8 @@ class JsonCallReader:
         return "" if self._state == "next" else self._emit_as_text("")
 
     def _emit_as_text(self, text_after: str) -> str:
-        """Report an invalid call's text as plain text; returns ``text_after``, what follows it."""
+        """Report an invalid call's text as plain text; returns ``text_after``, which is still to be
+        parsed."""
         self.events.append(CallEvent("text", "".join(self._raw_texts)))
         return text_after
 

@@ -46,7 +46,8 @@ class BlockTable:
             self._changes.append(np.arange(first + start, first + end))
 
     def set_null_blocks(self, req_index: int, first_block: int, end_block: int) -> None:
-        """Sets entries ``first_block`` to ``end_block - 1`` to the null block."""
+        """Replaces a request's blocks from ``first_block`` up to ``end_block - 1`` by the null
+        block."""
         self.table[req_index, first_block:end_block] = NULL_BLOCK_ID
         if self.tracks_changes:
             line = req_index * self.table.shape[1]

@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 1e-5
 overflow."""
 
 CHUNK_TOKENS = 256
-"""Tokens per chunk. Which word of Philox's outputs a token uses depends on its chunk alone."""
+"""Tokens per chunk. A token's chunk decides which of the four words of a Philox output is used."""
 
 NO_TOKEN_LEFT = -2
 """Result for a row whose logits are all minus infinity, instead of a token."""

@@ -68,7 +68,7 @@ class TorchOps:
 
     name = "torch"
     schemes: ClassVar[frozenset[QuantScheme]] = frozenset({"plain"})
-    """Quantisation schemes of which the linear layers accept at least some weights."""
+    """Quantisation schemes that the linear layers accept, at least for some weights."""
     quantisers: Mapping[str, WeightQuantisers] = MappingProxyType({})
     """Functions that quantise plain weights, by the value of ``EngineConfig.quantization``."""
     accepted_weights_text: ClassVar[str] = "'plain' only"

@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
-"""Elements per program. Only those in the first halves of its heads count."""
+"""Elements per program, counted in the first halves of its heads alone."""
 
 
 @triton.jit

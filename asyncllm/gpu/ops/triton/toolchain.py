@@ -30,7 +30,8 @@ def check_triton() -> None:
 
 
 def _missing_requirement() -> str | None:
-    """Phrase with what Triton lacks to launch kernels here, and its remedy; None if nothing."""
+    """Message about what is missing to launch Triton kernels here, with its remedy; None if
+    nothing is missing."""
     try:
         triton = importlib.import_module("triton")
     except ImportError as error:
