@@ -13,7 +13,7 @@ async def stats(handle: Any) -> list[dict[str, Any]]:
     return await handle.broadcast("stats").results_async()
 
 
-async def until(is_true: Callable[[], Any], seconds: float = 10.0) -> None:
+async def until(is_true: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait until an async function of no arguments returns something true."""
     end = time.monotonic() + seconds
     while not await is_true():
@@ -21,7 +21,7 @@ async def until(is_true: Callable[[], Any], seconds: float = 10.0) -> None:
         await asyncio.sleep(0.05)
 
 
-async def until_idle(handle: Any, seconds: float = 10.0) -> None:
+async def until_idle(handle: Any, seconds: float = 60.0) -> None:
     """Wait until no replica holds a stream, runs a request or has given out a block."""
 
     async def is_idle() -> bool:
