@@ -4,8 +4,8 @@
         async for delta in engine.stream("Tell me a story."):
             print(delta, end="", flush=True)
 
-Importing the package loads neither torch nor transformers: the public names are resolved on
-first use, and the heavy libraries when an engine starts.
+Importing the package loads neither torch nor transformers: a public name is imported on first
+use, and the heavy libraries are loaded when an engine starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""beam_search: finds a prompt's most likely outputs, on an engine's streams."""
+"""beam_search: finds a prompt's most likely outputs, by requests to an engine."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ async def beam_search(
     """Find the ``beam_width`` outputs with the highest scores by beam search. The results equal
     those of transformers' ``generate(num_beams=beam_width, do_sample=False)``.
 
-    In each step every beam is a request of one token, which finds the KV of the beam's full blocks
-    in the prefix cache. Observers see these requests.
+    Each step of the search submits one request per beam, for one token. The request finds the KV of
+    the beam's full blocks in the prefix cache. Observers see these requests.
 
     Args:
         prompt: text or token ids, as for ``AsyncLLMEngine.stream``.
@@ -67,8 +67,8 @@ async def beam_search(
         length_penalty: in [-10, 10]; a value above 0 favours long outputs. See
             ``BeamOutput.score``.
         early_stopping: when the search ends once ``beam_width`` outputs have ended. True: at once.
-            False: when no running beam, at its present length, has a better score than the worst of
-            them. "never": when none can reach a better score at any length.
+            False: when no running beam, at its present length, scores better than the worst of
+            these outputs. "never": when no running beam can reach a better score at any length.
         ignore_eos: continue past the model's end-of-sequence tokens.
         stop_token_ids: further token ids that end a beam.
         priority, cache_salt, owner: as for ``AsyncLLMEngine.stream``.
@@ -129,10 +129,11 @@ class Beam:
 
 @dataclass(slots=True, kw_only=True)
 class BeamSearch:
-    """Beam search as in transformers (``GenerationMixin._beam_search``, 5.x), with fewer
-    candidates. With w beams and s stop tokens, transformers takes the (1 + s) * w likeliest
-    continuations of all beams, but uses only the w likeliest, and the w likeliest without a stop
-    token. These are among the w + s likeliest of each beam.
+    """Beam search like transformers' (``GenerationMixin._beam_search``, 5.x), on fewer candidates.
+
+    With w beams and s stop tokens, transformers takes the (1 + s) * w likeliest continuations over
+    all beams. It uses only the w likeliest, and the w likeliest that have no stop token. All of
+    these are among the w + s likeliest continuations of each beam.
 
     Attributes:
         running_beams: beams that have not ended, the most likely first.
@@ -153,8 +154,8 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of continuations of each beam to consider in a step. ``beam_width`` continuations
-        remain even if every stop token is likelier than they are."""
+        """Number of continuations of each beam to consider in a step: enough that ``beam_width`` of
+        them have no stop token."""
         return self.beam_width + len(self.stop_token_ids)
 
     def advance(self, top_tokens: Iterable[Sequence[Logprob]]) -> None:
@@ -177,8 +178,8 @@ class BeamSearch:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
             beams = self.ended_beams if ends else still_running
-            # Only the ``width`` likeliest candidates may end a beam; the other candidates replace
-            # the beams that ended.
+            # Only the ``width`` likeliest candidates may end a beam. Others may only take the place
+            # of a beam that ended.
             if rank < width if ends else len(still_running) < width:
                 beams.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
         self.running_beams = still_running
@@ -293,7 +294,7 @@ class _SearchDriver:
         if not self._search.length:
             self._first_completion = completion
         if completion.finish_reason == "abort":
-            # BeamSearch aborts no stream, so the engine must have aborted this one.
+            # The search aborts no stream that it reads, so the engine has aborted this one.
             raise EngineClosedError("beam search: the engine was closed meanwhile")
         if not completion.logprobs:
             raise RequestError("beam search: the executor reports no log-probabilities")

@@ -92,7 +92,7 @@ class EngineConfig:
         num_blocks: usable KV blocks; overrides ``kv_cache_memory``. A block has the KV of all
             layers, or of one KV group's layers in a model with sliding windows.
         enable_prefix_caching: reuse the KV of shared prefixes. None is True, except for a model
-            with recurrent layers without memory for ``num_state_snapshots``.
+            with recurrent layers if there is no memory for ``num_state_snapshots``.
         num_state_snapshots: number of recurrent states to keep for cached prefixes, in addition to
             those of running requests, in a model with recurrent layers. Each is as large as the KV
             of hundreds of tokens or more. "auto" is four times ``max_num_seqs``, within an eighth
@@ -106,16 +106,16 @@ class EngineConfig:
         cudagraph_capture_sizes: batch sizes to capture; None is the default set.
         async_scheduling: run one step ahead of the results; None is True on a GPU, and
             on a CPU where native ops take at most 10 ms for a full decode step, measured when the
-            engine starts. On a CPU without native ops it changes the accounting but not the speed,
-            because no step runs ahead.
+            engine starts. On a CPU without native ops, True saves no time: the engine schedules
+            ahead, but the CPU computes a step only when the engine waits for the step's result.
         scheduling_policy: "fcfs", "priority" (smaller first) or "deadline" (earliest first
             within a priority). The policy orders admission and preemption, not the requests that
             already run.
         max_queued_requests: maximum number of waiting requests; further ones raise
             EngineOverloadedError. If k owners wait, each may queue up to 1/k of this number even if
             the queue is full, up to twice this number in all.
-        max_queued_tokens: maximum number of prompt tokens of all waiting requests, with shares as
-            those of ``max_queued_requests``.
+        max_queued_tokens: maximum number of prompt tokens of all waiting requests, shared among
+            owners like ``max_queued_requests``.
         max_logprobs: maximum ``logprobs`` of a request; -1 allows any number, up to the whole
             vocabulary.
         seed: seed of the generator that draws seeds for requests without one; None seeds it from
@@ -140,18 +140,18 @@ class EngineConfig:
             with the engine's attention and linear layers, for any architecture that has the same
             results with them. "auto" is "native" for the architectures that it supports.
         hf_overrides: values that replace those of the checkpoint's ``config.json``: a dict of plain
-            data, 16 deep, 65,536 values and characters at most. A dict is merged into a nested
-            configuration such as ``text_config``, and replaces any other value. Not with a GGUF
-            file, nor for ``quantization_config``.
+            data, at most 16 deep, with at most 65,536 values and characters in all. A dict is
+            merged into a nested configuration such as ``text_config``; any other field is replaced
+            as a whole. Not with a GGUF file, nor for ``quantization_config``.
         chat_template: template that replaces all templates of the model: its text, or the path of
             its file. A string without "{" is a path, and stored as one.
         generation_config: "auto" takes sampling parameters that a request leaves out from the
-            model's ``generation_config``; "none" takes neutral values. EOS tokens are read from it
-            in both cases.
+            model's ``generation_config.json``; "none" takes neutral values. EOS tokens are read
+            from that file in both cases.
         trust_remote_code: let transformers run the checkpoint's own code for its tokenizer and
             model.
-        num_threads: CPU threads for the model; None is one per core; 1 for a model of less than 32
-            million parameters, because more threads would slow it down.
+        num_threads: CPU threads for the model; None is one per core, or 1 for a model of less than
+            32 million parameters, which more threads would slow down.
         step_timeout: seconds after which a step counts as hung; None is 60 on a GPU, whose kernels
             are compiled before the first step, and 600 on a CPU.
         tool_call_parser: how the model writes tool calls: "auto" is the tokenizer's own
@@ -160,8 +160,8 @@ class EngineConfig:
         reasoning_parser: how the model writes its reasoning: "auto" as for ``tool_call_parser``, or
             "deepseek_r1", "qwen3", "mistral", "gpt_oss"; None leaves reasoning in the text.
         structured_outputs_backend: "llguidance" or "xgrammar" loads that backend when the engine
-            starts. "auto" loads llguidance at its first use, and compiles structural tags that it
-            refuses with xgrammar if that is installed.
+            starts. "auto" loads llguidance at its first use; xgrammar, if it is installed, compiles
+            the structural tags that llguidance refuses.
         logits_processors: subclasses of LogitsProcessor, or their names as "module:Class", 64 at
             most. Processors of the entry point group ``asyncllm.logits_processors`` are added to
             them.
@@ -269,7 +269,7 @@ class EngineConfig:
             object.__setattr__(self, "chat_template", Path(template))
 
     def _check_path(self, name: str, accepted_values: str) -> None:
-        """Replace a path, or a subclass of str, by a plain ``str``."""
+        """Check a path; replace a subclass of ``str`` by a plain ``str``."""
         value = getattr(self, name)
         if value is None:
             return

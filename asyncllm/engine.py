@@ -39,7 +39,7 @@ from asyncllm.text.long_text import LONG_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _THREAD_JOIN_SECONDS = 2.0
-"""Maximum number of seconds that closing waits for threads that have ended their work."""
+"""Maximum number of seconds for which closing an engine waits to join its threads."""
 
 
 class AsyncLLMEngine(UncopyableHandle):
@@ -50,17 +50,17 @@ class AsyncLLMEngine(UncopyableHandle):
                 print(delta, end="", flush=True)
 
     The step loop runs on a daemon thread of its own. ``stream``, ``chat``, ``abort`` and
-    ``stats`` are plain functions that any thread may call; streams can be read from several
-    event loops, each from one.
+    ``stats`` are plain functions that any thread may call. Streams may be read on several event
+    loops, but each stream on only one. The constructor uses no files, threads or devices;
+    ``start`` does.
 
     Args:
-        model: local directory or hub id in the Hugging Face layout; None is the model in the
-            package.
-        config: every other setting. ``overrides`` replace fields of it.
+        model: local directory or hub id in the Hugging Face layout; None uses the model that
+            comes with the package.
+        config: every other setting. ``overrides`` replace its fields.
 
     Raises:
-        InvalidRequestError: for an invalid configuration. Only ``start`` uses files, threads
-            and devices.
+        InvalidRequestError: for an invalid configuration.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class AsyncLLMEngine(UncopyableHandle):
         self._mailboxes = MailboxRegistry()
         self._observers = Observers()
         self._group: object | None = None
-        """GroupQueue of the EngineGroup that has this engine; None outside a group."""
+        """GroupQueue of the EngineGroup that this engine belongs to; None without a group."""
         self._cooldown = Cooldown(self._has_running_requests)
         self._submitter: Submitter | None = None
         self._input_processor: InputProcessor | None = None
 
     @classmethod
     def _with_loader(cls, loader: Loader, **overrides: Any) -> Self:
-        """Make an engine whose model another function loads, for tests."""
+        """Make an engine that loads its model with ``loader``, for tests."""
         engine = cls(**overrides)
         engine._loader = loader
         return engine
@@ -206,7 +206,7 @@ class AsyncLLMEngine(UncopyableHandle):
         Raises:
             EngineDeadError, EngineClosedError: the engine's ``error``, unless ``aclose`` ended the
                 engine.
-            EngineClosedError: if it was not started.
+            EngineClosedError: if the engine was not started.
         """
         if self._thread is not None or not self._is_closed:
             thread = self._require_started()
@@ -254,14 +254,14 @@ class AsyncLLMEngine(UncopyableHandle):
 
     @property
     def load_progress(self) -> tuple[int, int]:
-        """Progress of ``start`` as ``(done, total)``, in the unit of the current stage
-        (``load_stage``): downloaded bytes, then bytes of weights read; on a GPU then steps that
-        compile kernels, and at last captured CUDA graphs."""
+        """Progress of ``start`` as ``(done, total)``. The unit depends on ``load_stage``:
+        downloaded bytes, then bytes of weights read; on a GPU then steps that compile kernels, and
+        at last captured CUDA graphs."""
         return self._thread.progress if self._thread is not None else (0, 0)
 
     @property
     def load_stage(self) -> LoadStage:
-        """Current stage of the start, and the unit of ``load_progress``."""
+        """Current stage of ``start``, which determines the unit of ``load_progress``."""
         return self._thread.stage if self._thread is not None else "weights"
 
     # --- requests ----------------------------------------------------------------------
@@ -306,8 +306,8 @@ class AsyncLLMEngine(UncopyableHandle):
             EngineClosedError, EngineDeadError: if the engine is closed, not started, or dead.
 
         A text of more than a few thousand characters is tokenised on a worker thread. Errors of
-        tokenising are raised at the first read; a text that is too long by its length alone is
-        refused at once.
+        tokenising are raised at the first read. A text whose number of characters alone shows that
+        it is too long is refused at once.
         """
         inputs = self._require_input_processor()
         options = RequestOptions(
@@ -336,16 +336,16 @@ class AsyncLLMEngine(UncopyableHandle):
 
         Args:
             prompt: text or token ids, as for ``stream``; or messages, as for ``chat``.
-            options: as for ``stream``, or ``chat``. ``timeout`` counts from the submission on.
+            options: as for ``stream``, or ``chat``. ``timeout`` does not count the time that this
+                call waits.
 
         Raises:
             InvalidRequestError, ContextLengthExceededError: as ``stream``, before the call waits;
-                and if another request took the ``request_id`` meanwhile.
-            EngineClosedError, EngineDeadError: if the engine closes or dies meanwhile. While the
-                engine is paused, the call waits.
+                or afterwards, if another request took the ``request_id`` during the wait.
+            EngineClosedError, EngineDeadError: if the engine closes or dies during the wait.
 
         Waiting calls are admitted in turns by owner, before new calls of ``stream`` and ``chat``.
-        A cancelled call leaves nothing behind.
+        While the engine is paused, calls keep waiting. A cancelled call leaves nothing behind.
         """
         inputs = self._require_input_processor()
         submission = inputs.make_submission(prompt, sampling_params, options)
@@ -375,13 +375,13 @@ class AsyncLLMEngine(UncopyableHandle):
                 there is room for it. A list or a tuple is read on this loop, as is an async
                 iterable; any other iterable may block, and is read on a separate thread.
             prompt: function of a row that makes its prompt: text, token ids or messages. None takes
-                the rows themselves.
+                the rows themselves as prompts.
             sampling_params: for all rows, or a function of a row.
             key: function of a row that makes its key; None counts the rows from 0.
             done: keys of rows to leave out, such as those whose results an earlier run has stored.
             ordered: yield the results in the order of the rows; False yields them as they come, so
                 that no row waits for a longer one before it.
-            max_under_way: maximum number of rows between being drawn and having their result read.
+            max_under_way: maximum number of rows that were drawn and whose results were not read.
                 The default and the largest value is ``max_queued_requests``.
             progress: function called before each result is returned, with the number of rows done
                 (including those of ``done``) and the number of rows failed; its exceptions are
@@ -389,9 +389,9 @@ class AsyncLLMEngine(UncopyableHandle):
             options: options of ``stream``, or of ``chat`` if prompts are messages, except
                 ``request_id``, ``max_unread`` and ``on_slow``.
 
-        An exception in a row, in its ``prompt`` or in its request fails this row alone: the row's
-        result has the exception, and the other rows go on. An exception of the iterable, or the end
-        of the engine, ends the job.
+        If ``key``, ``prompt``, ``sampling_params`` or a row's request raises an exception, only
+        that row fails: its result has the exception, and the other rows go on. An exception of the
+        iterable, or the end of the engine, ends the job.
 
         Raises:
             InvalidRequestError: for an argument that cannot be used, with ``param`` set.
@@ -445,24 +445,24 @@ class AsyncLLMEngine(UncopyableHandle):
         """Submit a conversation, which a chat template renders; returns its stream.
 
         Args:
-            messages: ``{"role": …, "content": …}`` each.
+            messages: dicts such as ``{"role": "user", "content": "Hello"}``.
             tools: tools for the model: OpenAI's schemas, Python functions, or Pydantic models
                 of the arguments; see docs/tools.md. Calls come as ``Delta.tool_calls``.
-            tool_choice: "auto"; "none" does not show the tools to the model; "required" and
-                ``{"type": "function", "function": {"name": …}}`` force calls whose arguments fit
-                the tool's schema, by a grammar as for ``structured_outputs``.
+            tool_choice: "auto" lets the model decide; "none" hides the tools from it;
+                "required" and ``{"type": "function", "function": {"name": …}}`` force calls whose
+                arguments fit the tool's schema, by a grammar as for ``structured_outputs``.
             parallel_tool_calls: allow several calls in one answer; False ends the answer with the
                 first call.
-            response_format: OpenAI's: ``{"type": "text"}``, ``{"type": "json_object"}``, or
-                ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
+            response_format: as in OpenAI's API ``{"type": "text"}``, ``{"type": "json_object"}``,
+                or ``{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}``; or a
                 Pydantic model, a dataclass or a TypedDict. See docs/structured_output.md. If tools
                 are given too, the model either calls tools or answers in that format.
             chat_template: a template's text, or the name of one of the model's, in place of the
                 usual one. A template is a program: use only templates that you would trust as code.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
-            split_special_tokens: special tokens written in the messages, tools and variables are
-                ordinary text, so that a user cannot forge another role's turn. With False they are
-                control tokens, like those that the template writes.
+            split_special_tokens: treat special tokens written in the messages, tools and variables
+                as ordinary text, so that a user cannot forge another role's turn. With False they
+                are control tokens, like those that the template writes.
 
         Other arguments and exceptions are those of ``stream``. Messages are copied. A conversation
         or prompt of more than a few thousand characters is rendered and tokenised on a worker
@@ -576,7 +576,7 @@ class AsyncLLMEngine(UncopyableHandle):
         await wait_for(core.call(core.set_suspended, is_paused))
 
     async def reset_prefix_cache(self) -> bool:
-        """Evict all cached prefixes. While requests hold KV blocks, only returns False."""
+        """Evict all cached prefixes. Evicts none and returns False if a request holds KV blocks."""
         core = self._require_input_processor().submitter.core
         return await wait_for(core.call(core.scheduler.kv.reset_prefix_cache))
 
@@ -593,7 +593,7 @@ class AsyncLLMEngine(UncopyableHandle):
             raise EngineError(f"a {type(core.executor).__name__} has no report of its execution")
 
         def run() -> ExecutionReport | Exception:
-            # Return the error instead of raising it: an exception raised in a call kills the
+            # Return the error instead of raising it: an exception in ``core.call`` kills the
             # engine.
             try:
                 return report()

@@ -36,8 +36,8 @@ _STEP_CHECK_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class GroupStats(EngineStats):
     """Statistics of an EngineGroup: sums over its engines, and each engine's own statistics by
-    number. ``is_paused`` is true if all engines are paused; ``last_step_time`` is the longest of
-    the engines' times.
+    number. ``is_paused`` is true if all running engines are paused; ``last_step_time`` is the
+    longest of the engines' own.
 
     Attributes:
         engines: statistics of each engine by its number.
@@ -68,7 +68,7 @@ class EngineGroup(AsyncLLMEngine):
 
     Each request goes to the engine that is expected to answer first: the one that has the longest
     part of the prompt cached, unless more work waits at that engine. The request's stream is that
-    engine's own. A request has the same tokens on every engine.
+    engine's own. A request gets the same tokens from whichever engine runs it.
 
     Functions with an ``engine`` argument accept a group. The group owns its engines: it starts new
     ones when it is started, and closes all when it is closed. The engines may still be used by
@@ -179,7 +179,7 @@ class EngineGroup(AsyncLLMEngine):
             self._set_primary(others[0])
         try:
             await engine.aclose(drain=drain)
-        finally:  # If the call is cancelled, closing goes on all the same.
+        finally:  # Even if this call is cancelled, the engine goes on closing.
             self._queue.drop_engine(number)
 
     async def aclose(self, *, drain: float | None = 0.0) -> None:
@@ -351,7 +351,8 @@ class EngineGroup(AsyncLLMEngine):
         with ExitStack() as stack:
             new = [engine for engine in engines if engine.state == "new"]
             for engine in new:
-                engine._cooldown = self._cooldown  # Threads of one process share its GIL.
+                # Share one cooldown: a job on any thread of the process delays all engines.
+                engine._cooldown = self._cooldown
             threads = [stack.enter_context(engine._start_thread()) for engine in new]
             for engine, thread in zip(new, threads, strict=True):
                 await wait_for(thread.ready)

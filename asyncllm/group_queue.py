@@ -174,7 +174,8 @@ class GroupQueue:
 
     def _cancel_waiting(self, submission: Submission, placement: Future[Any]) -> None:
         """Remove a cancelled request from the waiting line, or from the engine that it was placed
-        at. An engine thread runs this method, because a destructor may have cancelled the call."""
+        at. Runs on an engine thread, because a destructor may have cancelled the call, and
+        destructors must take no lock."""
         self.caller_queue.withdraw(submission.request.group)
         for observer in submission.observers:
             observer.withdraw_request()  # pyright: ignore[reportAttributeAccessIssue]

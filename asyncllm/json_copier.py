@@ -16,8 +16,8 @@ and shared."""
 
 
 class NotJsonError(Exception):
-    """Error for a value without a JSON equivalent, or beyond a limit. Its cause is the error of a
-    method of the value, if there is one."""
+    """Error for a value without a JSON equivalent, or beyond a limit. If a method of the value
+    raised an error, that is the cause (``__cause__``)."""
 
     def __init__(self, problem: str, is_limit: bool = False) -> None:
         super().__init__(problem)
@@ -30,7 +30,7 @@ class NotJsonError(Exception):
         self._path.append(f".{name:.40}" if type(container) is dict else f"[{key}]")
 
     def message_for(self, root_name: str) -> str:
-        """Make a message with the path of the faulty value, which begins with ``root_name``."""
+        """Make a message that begins with the faulty value's path, starting at ``root_name``."""
         where = root_name + "".join(reversed(self._path))
         return f"{where:.80}: {self}" if self._is_limit else f"{where}: {self}"
 
@@ -101,7 +101,7 @@ class JsonCopier:
         return self._copy_value(value, 0)
 
     def copy_items(self, values: Collection[Any]) -> list[Any]:
-        """Copy several values; an error's place begins with the value's index."""
+        """Copy several values; an error's path begins with the faulty value's index."""
         self._add_to_totals(len(values))
         # The iterator of a subclass may have no end.
         copied = list(itertools.islice(values, self.max_values + 1))
@@ -117,7 +117,7 @@ class JsonCopier:
             raise NotJsonError(f"beyond {self.max_characters} characters", True)
 
     def _count_characters(self, values: Collection[Any], types: Collection[type]) -> None:
-        """Count the characters of the scalars in ``values``, whose types are ``types``."""
+        """Count the characters of the scalars in ``values``; ``types`` are the values' types."""
         if str in types:
             texts = values if len(types) == 1 else [one for one in values if type(one) is str]
             self.texts += texts
@@ -150,8 +150,8 @@ class JsonCopier:
             if type(copied) in SCALAR_TYPES:
                 self._count_characters((copied,), {type(copied)})
                 return copied
-            # Count conversions as depth, because an object may convert to another object endlessly.
-            # A dict needs no such level: its items are one level deeper.
+            # Count a conversion as a level of depth, because an object may convert to another
+            # object endlessly. A conversion to a dict need not count: the dict's items do.
             copied = self._copy_value(copied, depth + (type(copied) is not dict))
         if self._last_height < 2 and self.num_values - num_values < _MIN_CACHED_COPY_VALUES:
             return copied
@@ -196,7 +196,7 @@ class JsonCopier:
         return tuple(copied) if isinstance(value, tuple) and not self._require_text_keys else copied
 
     def _copy_items_in_place(self, container: Any, depth: int) -> Any:
-        """Replace the items of a shallow copy, which are one level deeper, by copies."""
+        """Replace the items of a shallow copy by copies. ``depth`` is the container's own."""
         is_dict = type(container) is dict
         items = container.values() if is_dict else container
         types, scalar_types, height = set(map(type, items)), self._scalar_types, 0
@@ -227,9 +227,9 @@ class JsonCopier:
         return container
 
     def _copy_flat_items(self, container: Any, types: set[type], depth: int) -> bool:
-        """Fast path of ``_copy_items_in_place``, five times as fast: for a list whose items are all
-        dicts of scalars, as most messages are, or all lists of scalars. Returns False for other
-        items."""
+        """Fast path of ``_copy_items_in_place``, five times as fast. It copies a list of dicts, or
+        of lists, that hold only scalars; most messages are such dicts. Returns False, and copies
+        nothing, if it does not apply."""
         if type(container) is not list or types not in ({dict}, {list}) or depth >= self.max_depth:
             return False
         is_dict = types == {dict}

@@ -52,10 +52,11 @@ class ProcessorConfig(Protocol):
 class LogitsProcessor(ABC):
     """Base of the engine's logits processors; an engine makes one instance of each.
 
-    The interface is vLLM v1's, with two differences. A processor only gets requests for which
-    ``claims`` is true. State is stored by request index: a step has some of the requests, in any
-    order, and ``apply`` gets their indices. Methods run on the engine thread, class methods on the
-    thread that submits. An exception ends claimed requests only.
+    The interface is vLLM v1's, with two differences. A processor gets only requests for which
+    ``claims`` is true. It has to store its state by request index, because a step has only some of
+    the requests, in any order; ``apply`` gets their indices. ``update_state`` and ``apply`` run on
+    the engine thread, the other methods on the thread that submits a request. An exception ends
+    only requests that the processor claims.
 
     Args:
         config: the engine's EngineConfig, with ``max_num_seqs`` and ``max_model_len`` set.
@@ -80,7 +81,7 @@ class LogitsProcessor(ABC):
     @classmethod
     def claims(cls, sampling_params: SamplingParams) -> bool:
         """Whether the processor applies to a request. By default it does if the request's
-        ``extra_args`` have a key that it reads."""
+        ``extra_args`` have a key of the processor's ``extra_args``."""
         extra_args = sampling_params.extra_args or {}
         return any(name in extra_args for name in cls.extra_args)
 
@@ -94,8 +95,8 @@ class LogitsProcessor(ABC):
         """Update the state before each ``apply``. ``batch_update`` is None if the requests have not
         changed.
 
-        If it raises, all requests of the processor end, and no update reports their removal. New
-        requests may enter at their indices."""
+        If this method raises, all requests of the processor end, and no update reports their
+        removal. New requests may get the same indices."""
 
     @abstractmethod
     def apply(self, logits: Any, indices: Sequence[int]) -> Any:

@@ -211,7 +211,7 @@ class _GroupObserver:
         self._records: dict[int | None, _EngineRecord] = {}
 
     def on_submit(self, request: Request, submission: RequestInfo) -> None:
-        """Make the record, before the engine can be removed."""
+        """Make the engines' records now: an engine may be removed before its requests end."""
         self.engine_records()
 
     def on_first_token(self, request: Request) -> None:
@@ -270,7 +270,7 @@ class EngineMetrics(Collector):
     Raises:
         InvalidRequestError: for an unknown ``compat``, or invalid labels.
         ValueError: if the registry has these metrics already. Engines that share a registry
-            share one EngineMetrics.
+            need one EngineMetrics for all.
     """
 
     def __init__(

@@ -76,10 +76,10 @@ def outputs_of(request: Request) -> list[Request]:
 
 @dataclass(slots=True, eq=False)
 class ObserverNotifier:
-    """Calls the observers of one request. If the engine dies during ``stream()``, two threads may
-    run ``notify_submit`` and ``notify_finish`` at once: the one that returns last calls
-    ``on_finish``. A first token that arrives during ``on_submit`` is reported just before that
-    call."""
+    """Calls the observers of one request. Another thread may run ``notify_finish`` while
+    ``notify_submit`` still runs, for example if the engine dies during ``stream()``. The thread
+    that ends last then calls ``on_finish``. A first token that arrives during ``on_submit`` is
+    reported just before ``on_finish``."""
 
     _request: Request
     _observers: tuple[Observer, ...]

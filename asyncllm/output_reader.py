@@ -10,11 +10,11 @@ from asyncllm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprob
 
 @dataclass(slots=True, eq=False)
 class OutputReader:
-    """Collector of the deltas read from one output, on the loop that reads the stream.
+    """Collector of the deltas read from one output.
 
     Attributes:
-        num_read: number of tokens read. They are the first ones of the request's output, to which
-            the engine thread only appends.
+        num_read: number of tokens read, counted from the start of the request's output. The engine
+            thread only appends to that output.
         finish_reason, stop_reason: None until the output's last delta was read.
     """
 

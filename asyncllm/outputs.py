@@ -33,8 +33,8 @@ class TokenLogprobs:
     is among ``top`` too. ``sampled, top = entry`` unpacks both.
     """
 
-    # ``_content`` is packed until it is read, because few entries are read: a Logprob object per
-    # candidate of every token would keep the garbage collector busy for longer than the step.
+    # ``_content`` stays packed until somebody reads it, which is rare. A Logprob object for each
+    # candidate of every token would keep the garbage collector busy for longer than a step takes.
     __slots__ = ("_content",)
 
     _content: bytes | tuple[Logprob, tuple[Logprob, ...]]
@@ -185,8 +185,8 @@ class ToolCallDelta:
         index: index of the call in its output. One call is complete before the next begins.
         id, name: id of the call and name of the tool; None except in the first fragment.
         arguments: more of the JSON text.
-        done: the call is complete. A call that is malformed or cut off by the output's end is
-            never complete: all of it then comes as text, and it is not in
+        done: whether the call is complete. A call that is malformed or cut off by the output's end
+            is never complete: all of it then comes as text, and it is not in
             ``CompletionOutput.tool_calls``.
     """
 
@@ -226,9 +226,9 @@ class Delta:
 
 
 class _MutableDelta:
-    """Mutable twin of Delta, which becomes a Delta by assigning ``__class__``. A frozen dataclass
-    sets each field through ``object.__setattr__``, which takes four times as long, and each step
-    makes a delta per stream."""
+    """Mutable twin of Delta; assigning ``__class__`` makes a Delta of it. Each step makes a delta
+    per stream, and constructing a frozen dataclass takes four times as long, because it sets each
+    field through ``object.__setattr__``."""
 
     __slots__ = tuple(field.name for field in fields(Delta))
 
@@ -365,8 +365,9 @@ class Completion:
 class EngineStats:
     """Snapshot of the engine's counters, which count from ``start()``. A request with ``n`` outputs
     counts n times in ``num_running``, ``num_waiting``, ``num_paused``, ``num_preemptions`` and
-    ``prompt_tokens``, and once in the counts of whole requests. ``dataclasses.asdict`` converts it
-    to a dict for JSON.
+    ``prompt_tokens``, and once in ``num_requests``, ``num_rejected``, ``num_finished``,
+    ``num_aborted`` and ``num_failed``. ``dataclasses.asdict`` converts a snapshot to a dict for
+    JSON.
 
     Attributes:
         num_running: requests in the running batch.
@@ -381,10 +382,10 @@ class EngineStats:
         kv_cache_usage: fraction of the blocks that requests hold, 0 to 1.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
         prefix_cache_hits: prompt tokens found in the prefix cache.
-        num_state_snapshots: recurrent states that can be kept for prefixes, in a model with
-            recurrent layers whose prefixes are cached; else 0.
+        num_state_snapshots: recurrent states that can be kept for cached prefixes; 0 if the model
+            has no recurrent layers or prefixes are not cached.
         num_cached_states: recurrent states that are saved now, from which a request can continue.
-        state_snapshot_bytes: memory of ``num_state_snapshots``.
+        state_snapshot_bytes: bytes of memory that ``num_state_snapshots`` states take.
         num_preemptions: times a request lost its blocks to another.
         prompt_tokens: prompt tokens of the requests that were scheduled.
         generation_tokens: output tokens; grows with every step.

@@ -30,8 +30,8 @@ _MAX_HASHED_TEXT_PIECES = 32
 """Maximum number of pieces of a text that ``text_hashes`` hashes: 64 KiB of text."""
 
 _RUNNING_REQUEST_LOAD_TOKENS = 32
-"""Load of a running request in prompt tokens: in a step, its one token takes as long as several
-prompt tokens."""
+"""Number of prompt tokens that a running request counts as. It has one token in a step, but that
+token takes as long as several prompt tokens."""
 
 _RATE_TOLERANCE_FACTOR = 1.5
 """A token rate within this factor of the median rate counts as the median, because measured rates
@@ -45,10 +45,12 @@ _NUM_RECENT_ROUTES = 256
 shared prefix all go to one engine; with more, an old burst influences routing for a long time."""
 
 _EXCESS_LOAD_FRACTION = 0.5
-"""Fraction of an engine's excess of recent tokens over the mean; the router adds it to the load."""
+"""Fraction of an engine's excess that the router adds to its load. The excess is the number of
+recent uncached tokens above the mean of all engines."""
 
 _MAX_DECAY_WEIGHT = 1e6
-"""Value of ``Router._decay_weight`` at which recent loads are divided by it, against overflow."""
+"""Value of ``Router._decay_weight`` above which the router divides recent loads by the weight and
+resets it to 1, against overflow."""
 
 _HIT_ACCURACY_WINDOW_REQUESTS = 8
 """Number of requests that the moving average ``_EngineLoad.hit_accuracy`` covers."""
@@ -91,8 +93,8 @@ class _EngineLoad:
         num_requests: requests that have no token yet.
         num_tokens: prompt tokens of these requests.
         num_uncached: prompt tokens of these requests that are not expected to be cached.
-        recent_uncached: prompt tokens that were not expected to be cached, of the latest requests,
-            weighted by ``Router._decay_weight``.
+        recent_uncached: decaying sum of the prompt tokens that were not expected to be cached, over
+            all requests sent to the engine. Scaled up by ``Router._decay_weight``.
         hit_accuracy: moving average of the share of expected cached tokens that were really cached.
     """
 
@@ -408,8 +410,8 @@ class PrefixIndex:
         self._pending_stamps: set[int] = set()
 
     def find(self, hashes: Sequence[bytes], now: float) -> dict[Key, int]:
-        """Number of leading blocks of a prompt that each engine is expected to have; engines
-        without any are left out.
+        """For each engine, the number of the prompt's leading blocks that the engine is expected to
+        have cached. Engines without any are left out.
 
         Args:
             hashes: the prompt's block hashes.

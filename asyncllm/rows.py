@@ -50,8 +50,8 @@ class RowResult:
     Attributes:
         row: the caller's row.
         key: the row's key; without a ``key`` function, its index from 0.
-        completion: the completion; None if the row failed, unless its request was aborted: then the
-            output so far.
+        completion: the completion; of an aborted request, the output so far. None if the row failed
+            in another way.
         error: why the row failed; None if it did not.
     """
 
@@ -92,14 +92,15 @@ class _Row:
 
     @contextmanager
     def store_read_error(self) -> Iterator[None]:
-        """Context manager that stores an exception of reading the stream as the row's error."""
+        """Context manager that stores an exception from reading the stream as the row's error."""
         try:
             yield
         except Exception as error:
             replace_tracebacks_by_note(error)
             self.error = error
         finally:
-            # Break a reference cycle: the row has the stream's channel, whose waiter is the row.
+            # Break a reference cycle: the row refers to the stream, the stream to its channel, and
+            # the channel to the row as its waiter.
             self.stream = None
 
 
@@ -109,7 +110,8 @@ class RowJob:
 
     Attributes:
         wake: function called when a row has ended; set by the reader.
-        row_limit: maximum number of rows that were drawn and whose results were not read.
+        row_limit: maximum number of rows under way. A row is under way from when it is drawn until
+            its result is read.
         is_running: function that returns whether the engine accepts requests; if it does not, the
             engine's error ends the job.
         error: exception that ended the job, until it is raised.
@@ -232,7 +234,7 @@ class RowJob:
 
     @contextmanager
     def store_submit_error(self, row: _Row) -> Iterator[None]:
-        """Context manager that stores an exception of submitting as the row's error."""
+        """Context manager that stores an exception from submitting as the row's error."""
         try:
             yield
         except Exception as error:
@@ -298,7 +300,7 @@ class RowJob:
 
 @contextmanager
 def _log_closing_error() -> Iterator[None]:
-    """Context manager that logs an exception of closing a generator."""
+    """Context manager that logs an exception from closing a generator."""
     try:
         yield
     except Exception as error:
@@ -319,10 +321,10 @@ async def _close_async_generator(iterator: AsyncGenerator[Any, Any]) -> None:
 class RowStream(UncopyableHandle):
     """Results of the rows of ``AsyncLLMEngine.map``, as an async iterator of RowResult.
 
-    Rows are drawn from the first read on. ``aclose``, the end of ``async with`` and losing the last
-    reference, as a ``break`` out of ``async for`` does, abort the rows under way, and then close
-    ``rows`` if that is a generator. A cancelled read loses nothing. One task reads at a time,
-    always on the same event loop.
+    The first read begins to draw rows. ``aclose`` aborts the rows under way, and then closes
+    ``rows`` if that is a generator. So do the end of ``async with`` and the loss of the last
+    reference, for example by a ``break`` out of ``async for``. A cancelled read loses nothing. One
+    task reads at a time, always on the same event loop.
     """
 
     def __init__(self, job: RowJob, submit: Submit) -> None:
@@ -427,7 +429,8 @@ class _RowFeeder:
         async generator on the event loop."""
         iterator, backend = self._job.pop_iterator(), self._backend
         if isinstance(iterator, Generator):
-            with suppress(RequestError):  # Garbage collection also closes a generator.
+            # If no thread can be started, garbage collection closes the generator.
+            with suppress(RequestError):
                 self._worker.submit(partial(_close_generator, iterator))
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 

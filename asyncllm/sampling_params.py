@@ -52,8 +52,8 @@ event loop waits."""
 
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 128
-"""Maximum number of ``logit_bias`` entries, and of stop tokens that ``min_tokens`` suppresses. The
-device's tables have this size, so that sampling does not wait for the host."""
+"""Maximum numbers of ``logit_bias`` entries and of stop tokens that ``min_tokens`` suppresses. The
+device's tables have these sizes, so that sampling does not wait for the host."""
 
 MAX_TOKEN_IDS = 270_000
 """Maximum number of entries of ``stop_token_ids`` and ``allowed_token_ids``: as many as the largest
@@ -83,7 +83,7 @@ class SamplingParams:
 
     Attributes:
         n: outputs per request, 1 to 256; the prompt is computed once. Not with
-            ``temperature=0``, which would give n equal ones.
+            ``temperature=0``, which would give n equal outputs.
         temperature: [1.0] in [0, 100]; 0 is greedy.
         top_p: [1.0] in (0, 1]; keep the smallest set of the likeliest tokens whose total
             probability reaches it.
@@ -102,8 +102,9 @@ class SamplingParams:
             ``of_output``.
         stop: at most 64 strings that end the output, each of at most 1024 characters; a string may
             span tokens.
-        stop_token_ids: token ids that end the output. This and ``allowed_token_ids`` have at most
-            270,000 entries, in a call at most as many as the vocabulary; repeats are dropped.
+        stop_token_ids: token ids that end the output. At most 270,000 entries here and in
+            ``allowed_token_ids``, and in an engine's call at most as many as the vocabulary has;
+            repeats are dropped.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: maximum number of output tokens; None allows all that fit the context.
         min_tokens: minimum number of output tokens, before which EOS, stop tokens and stop strings
@@ -195,7 +196,8 @@ class SamplingParams:
             self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def __copy__(self) -> Self:
-        # Several times as fast as the generated copy of a frozen dataclass with slots.
+        # Several times as fast as ``copy`` with the methods that ``dataclass`` generates for frozen
+        # instances with slots.
         copied = object.__new__(type(self))
         for name in self.__dataclass_fields__:
             copied._set_field(name, getattr(self, name))
@@ -256,7 +258,7 @@ class SamplingParams:
         """Check the limits that depend on the model and the engine.
 
         Args:
-            max_logprobs: -1 is any number.
+            max_logprobs: maximum number of log-probabilities; -1 sets no limit.
             eos_token_ids: EOS token ids of the model.
 
         Raises:
@@ -303,8 +305,8 @@ class SamplingParams:
             InvalidRequestError: for a name that does not exist, a value out of range, or an
                 ``n`` above 1 where the defaults are greedy.
         """
-        # An event loop waits for this call, so it does not use ``replace``, which sets and checks
-        # every field. ``defaults`` are filled in after the checks: they are known to be valid.
+        # An event loop waits for this call, and ``replace`` would be slow: it sets and checks every
+        # field. ``defaults`` are filled in after the checks, because they are known to be valid.
         check.refuse_unknown_names("sampling parameter", overrides, self.__dataclass_fields__)
         resolved = copy(self)
         for name, value in overrides.items():

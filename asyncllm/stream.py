@@ -33,20 +33,20 @@ _EMPTY_DELTA = Delta("", ())
 class TokenStream(UncopyableHandle):
     """The output of one request, delta by delta.
 
-    Made by ``AsyncLLMEngine.stream``, which has submitted the request. It ends in exactly one of
-    two ways: a last delta with a ``finish_reason``, or one exception, after everything that was
-    generated.
+    Made by ``AsyncLLMEngine.stream``, which has submitted the request. A stream ends in exactly one
+    of two ways: with a last delta that has a ``finish_reason``; or with one exception, which comes
+    after everything that was generated.
 
-    The request is aborted by ``abort()``, ``aclose()``, the end of ``async with stream``,
-    cancelling a pending read, and by losing the last reference to the stream. So a ``break`` out of
+    Each of these aborts the request: ``abort()``, ``aclose()``, the end of ``async with stream``,
+    cancelling a pending read, and losing the last reference to the stream. So a ``break`` out of
     ``async for delta in engine.stream(...)`` aborts, and a stream held in a variable runs on and
     can be read again. A stream whose read was cancelled ends with a RequestError that says so.
 
     One task reads a stream at a time, always on the same event loop; anything else is a
     RuntimeError.
 
-    A request for several outputs (``n``) has one stream: each delta belongs to the output
-    ``index``, and the last delta of each output has its ``finish_reason``. The stream ends with the
+    A request for several outputs (``n``) has one stream: ``index`` says to which output a delta
+    belongs, and the last delta of each output has its ``finish_reason``. The stream ends with the
     output that ends last, and ``usage`` comes with it.
 
     Attributes:
@@ -74,8 +74,8 @@ class TokenStream(UncopyableHandle):
     _outputs: list[OutputReader] = field(init=False)
     _single_output_texts: list[str] | None = None
     _resubmit: Callable[[TokenStream], bool] | None = None
-    """Function that sends a request, whose engine died before its first token, to another engine of
-    the group; returns whether one took it. None outside of a group with ``retries``."""
+    """Function that sends the request of a dead engine to another engine of the group; returns
+    whether an engine took it. None outside of a group with ``retries``."""
 
     def __post_init__(self) -> None:
         self._group = self._request.group
@@ -288,9 +288,11 @@ class TokenStream(UncopyableHandle):
         return delta
 
     def _merge_end(self, delta: Delta, end: StreamEnd | BaseException) -> Delta:
-        """Merge the queued end of an output into ``delta``. The next read gets it instead if it is
-        an exception, if its last token would exceed ``max_merged``, or if ``delta`` is of another
-        output."""
+        """Merge the stream's end into ``delta``, or raise the end if it is an exception.
+
+        The end waits for the next read if ``delta`` belongs to another output, if the merged delta
+        would have more than ``max_merged`` tokens, or if some output precedes an exception.
+        """
         if isinstance(end, StreamEnd) and delta is not _EMPTY_DELTA and delta.index != end.output:
             return delta
         if isinstance(end, StreamEnd) and end.finish_reason == "abort" and self._is_read_cancelled:

@@ -92,7 +92,7 @@ def describe(value: object) -> str:
     try:
         return str.__str__(
             _SHORT_REPR.repr(value)
-        )  # The methods of a subclass of str may raise too.
+        )  # A repr may be of a subclass of str, whose methods may raise.
     except BaseException:
         return f"<{type(value).__name__}>"
 
@@ -266,7 +266,7 @@ def bounded_tuple(
     name: str, value: Any, expected_text: str, max_items: int = MAX_LIST_ITEMS, **options: Any
 ) -> Any:
     """Copy the items of a sequence or a set to a tuple, empty for None. More than ``max_items``
-    items are refused; an endless iterable is read no further than one item beyond."""
+    items are refused; of an endless iterable, only ``max_items + 1`` items are read."""
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
     found_items: Any = value or () if value is None or type(value) is tuple else None
     if found_items is None and not is_text and isinstance(value, Iterable):
@@ -343,8 +343,8 @@ def token_ids(
 def validate_field(
     owner: Any, validator: Callable[..., Any], name: str, *limits: Any, **options: Any
 ) -> None:
-    """Validate a field of a frozen dataclass, and store the plain value. The default value is
-    always accepted, None too; ``optional`` also accepts None if the default is another value."""
+    """Validate a field of a frozen dataclass, and store the plain value. The default is always
+    accepted. None is accepted if it is the default, or if ``optional`` is True."""
     value, default = getattr(owner, name), owner.__dataclass_fields__[name].default
     if value is not default:
         options.setdefault("optional", default is None)
@@ -363,8 +363,8 @@ def equal_json(left: Any, right: Any) -> bool:
 
 
 def refuse_unknown_names(name_kind: str, names: Iterable[Any], known: Collection[str]) -> None:
-    """Raise InvalidRequestError for an unknown name; the message has asyncllm's name for it, if
-    there is one."""
+    """Raise InvalidRequestError for an unknown name. If it is another library's name, the
+    message has asyncllm's name for the same thing."""
     for name in names:
         if name not in known:
             name = f"{name:.80}" if isinstance(name, str) else describe(name)

@@ -71,7 +71,7 @@ def stream_with_callbacks(
     run_name: str | None = None,
     **options: Any,
 ) -> CallbackStream:
-    """Submit a request; its stream calls the handlers as it is read.
+    """Submit a request; return a stream that calls the handlers as the stream is read.
 
     Args:
         prompt: text or token ids, as for ``AsyncLLMEngine.stream``; or messages, as for
@@ -385,8 +385,8 @@ class CallbackRun:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="asyncllm-callbacks")
         context = contextvars.copy_context()
         if (sniffio := sys.modules.get("sniffio")) is not None:
-            # The copied context says which async library runs here. A handler may run an event
-            # loop of another library on this thread.
+            # The copied context names the async library of this task, but a handler may run an
+            # event loop of another library on the run's thread.
             context.run(sniffio.current_async_library_cvar.set, None)
         await wait_for(self._thread.submit(context.run, call))
 
@@ -406,13 +406,14 @@ def _get_attribute(handler: Any, name: str) -> Any:
 
 
 def _cancels_reading(error: BaseException) -> bool:
-    """Whether an exception is a cancellation of the reading task, and not the handler's own."""
+    """Whether an exception ends the task that reads the stream, and is not a handler's failure."""
     if isinstance(error, GeneratorExit):
-        # An exception that the handler has raised has a frame of the handler in its traceback.
+        # If the handler raised it, the traceback goes on into a frame of the handler.
         assert error.__traceback__ is not None
         return error.__traceback__.tb_next is None
     if isinstance(error, asyncio.CancelledError):
-        with contextlib.suppress(RuntimeError):  # On trio, CancelledError is an ordinary exception.
+        # On trio, where CancelledError is an ordinary exception, current_task() raises.
+        with contextlib.suppress(RuntimeError):
             task = asyncio.current_task()
             return task is None or task.cancelling() > 0
     elif isinstance(error, anyio.get_cancelled_exc_class()):

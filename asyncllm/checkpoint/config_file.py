@@ -44,7 +44,7 @@ class ConfigFile:
         """Read a file.
 
         Raises:
-            ModelLoadError: if it is missing, unreadable, too large or no JSON object.
+            ModelLoadError: if it is missing, unreadable, too large or not a JSON object.
         """
         with converting_read_errors(path):
             content = read_small_file(path)

@@ -92,8 +92,8 @@ class ExpertsConfig:
     Attributes:
         layers: one entry per layer: whether it has experts.
         intermediate_size: intermediate size of one expert.
-        shared_expert_size: intermediate size of the shared expert, which computes every token; 0
-            for none.
+        shared_expert_size: intermediate size of the shared expert, which every token passes
+            through; 0 for none.
         has_shared_expert_gate: whether the shared expert's output is multiplied by
             ``sigmoid(logit)``; a projection of the hidden state to one number gives the logit.
         has_bias: whether the experts' projections have biases.

@@ -1,4 +1,4 @@
-"""FAMILIES: the dense architectures of the engine's own decoder, as data.
+"""FAMILIES: table of the dense architectures that the engine's own decoder supports.
 
 Each entry has transformers' defaults for absent fields, the names of a layer's tensors, and a
 function that converts the family's fields to those of ModelConfig. The decoder reads only
@@ -232,7 +232,7 @@ def _read_smollm3(config: ConfigFile, sizes: ModelSizes) -> Fields:
 def _read_optional_ropes(
     config: ConfigFile, sizes: ModelSizes, has_rope: tuple[bool, ...]
 ) -> Fields:
-    """Read the RoPE that some layers have; the other layers have none."""
+    """Read the RoPE of the layers that ``has_rope`` marks; the other layers have none."""
     rope = read_rope(config, sizes.rotary_dim)
     return {"layer_ropes": tuple(rope if each else NO_ROPE for each in has_rope)}
 
@@ -269,7 +269,7 @@ def _read_olmo3(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 
 def _read_phi3(config: ConfigFile, sizes: ModelSizes) -> Fields:
-    # The first Phi-3 checkpoints call the RoPE kind longrope "su" or "yarn".
+    # In the first Phi-3 checkpoints, "su" and "yarn" are names of the RoPE type "longrope".
     rope = read_rope(config, sizes.rotary_dim, {"su": "longrope", "yarn": "longrope"})
     return {"rope": rope, **_read_uniform_window(config, sizes)}
 

@@ -17,7 +17,7 @@ class FileVersion:
 
     Raises:
         OSError: if there is no such file.
-        ModelLoadError: if it is no regular file.
+        ModelLoadError: if it is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:

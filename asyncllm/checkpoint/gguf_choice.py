@@ -37,7 +37,7 @@ def choose_gguf(names: Iterable[str], quantization: str | None, location: str) -
     """
     files: dict[str, list[str]] = {}
     for name in sorted(names):
-        # Vision encoders and importance matrices are no models.
+        # Vision encoders and importance matrices are not models.
         if name.endswith(GGUF_SUFFIX) and {"mmproj", "imatrix"}.isdisjoint(_name_parts(name)):
             split = _SPLIT_NAME_PATTERN.fullmatch(name)
             files.setdefault(split[1] if split else name[: -len(GGUF_SUFFIX)], []).append(name)

@@ -34,7 +34,7 @@ _COMMON_ACCEPTED_KEYS = (
     "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
     "rope.scaling.yarn_log_multiplier vocab_size expert_count expert_used_count"
 ).split()
-"""Further metadata keys that files of every architecture may have."""
+"""Metadata keys, beside ``_RENAMED_KEYS``, that files of every architecture may have."""
 
 _YARN_KEYS = {
     "yarn_beta_fast": "beta_fast",
@@ -174,7 +174,8 @@ def _layer_flags(fields: ConfigFile, name: str) -> list[bool]:
 
 
 def _linear_attention_fields(fields: ConfigFile) -> dict[str, Any]:
-    """Read the value head size of linear attention and, if the file lists them, its layers."""
+    """Read the size of linear attention's value heads and, if the file lists them, the layers that
+    have linear attention."""
     heads = fields.integer("ssm.time_step_rank")
     size = fields.integer("ssm.inner_size")
     if size % heads:

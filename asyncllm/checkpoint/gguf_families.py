@@ -1,4 +1,4 @@
-"""GGUF_FAMILIES: the architectures of GGUF files, as data.
+"""GGUF_FAMILIES: table of the supported architectures of GGUF files.
 
 Each row has data that a GGUF file leaves out: the class in transformers, the meaning of metadata
 keys, and rules of llama.cpp's code, for example for the layers with a sliding window.
@@ -42,20 +42,20 @@ class GGUFFamily:
         fields: fields of config.json by metadata key, beside those of all architectures.
         constants: fields of config.json that the metadata lacks, or may leave out.
         required_keys: metadata keys that a file must have.
-        expected_values: the only supported value of each metadata key; a missing key has this value
-            too.
+        expected_values: the only supported value of each metadata key; a file may leave the key
+            out.
         extra_keys: further metadata keys that a file may have: some are read only for this
             architecture, others do not change the model for text.
-        permutes_heads: whether rows of q and k are stored in llama.cpp's order of RoPE.
+        permutes_heads: whether rows of q and k are stored in the order that llama.cpp's RoPE needs.
         grouped_gates_tensor: name of the tensor with both gates of linear attention, grouped by
             key head. "" if each gate has its own tensor; then the value heads are stored in the
             order ``[value heads per key head, key heads]``, instead of the reverse.
         full_attention_interval: interval of full-attention layers among sliding-window layers; 0 if
-            all layers have a sliding window; None if no file of the architecture has one.
+            all layers have a sliding window; None if no sliding window is supported.
         has_partial_rope: whether ``rope.dimension_count`` may be less than the head size.
         hidden_scale_num_layers: a model with this number of layers scales queries by its hidden
-            size divided by its number of heads; others by their head size. 0 if no model of the
-            architecture does.
+            size divided by its number of heads; all other models scale by their head size. 0 if the
+            architecture has no such model.
         yarn_parameters: further RoPE parameters of YaRN, which the metadata lacks.
         variant: pair ``(key, family)`` for an architecture name that two models share: files whose
             metadata value of ``key`` is neither absent nor 0 are read by ``family``.

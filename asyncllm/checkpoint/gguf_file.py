@@ -1,4 +1,4 @@
-"""GGUFFile: metadata and tensor table of a GGUF file, checked against its length."""
+"""GGUFFile: metadata and tensor table of a GGUF file, checked against the file's length."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_HEADER_ENTRIES = 2**17
 """Maximum number of metadata entries, and of tensors; real files have far fewer."""
 
 MAX_NAME_BYTES = 256
-"""Maximum size in bytes of a metadata key or tensor name: four times llama.cpp's limit. Error
-messages contain names, so their size is bounded."""
+"""Maximum size in bytes of a metadata key or tensor name: four times llama.cpp's limit. It
+bounds the error messages, which contain names."""
 
 MAX_ARRAY_LENGTH = 2**12
 """Maximum length of an array in ``GGUFFile.metadata``; a longer one, such as a vocabulary, is
@@ -128,8 +128,8 @@ class GGUFFile:
         path: the file, or any part of a split one.
 
     Raises:
-        ModelLoadError: if a file cannot be read, is no GGUF file, or contradicts its length, or if
-            parts are missing or do not belong together.
+        ModelLoadError: if a file cannot be read, is not a GGUF file, or ends before its last
+            tensor; if parts are missing or do not belong together.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,7 +172,7 @@ class GGUFFile:
     def _check_part(
         self, path: Path, metadata: dict[str, Any], part_index: int, num_parts: int
     ) -> None:
-        """Raise ModelLoadError if metadata contradicts the file name or first part."""
+        """Raise ModelLoadError if a part's metadata contradicts its file name or the first part."""
         places = metadata.get("split.count", 1) or 1, metadata.get("split.no", part_index)
         if places != (num_parts, part_index):
             raise ModelLoadError(

@@ -23,8 +23,8 @@ class HubOptions(TypedDict, total=False):
     """Options of a download from the hub.
 
     Attributes:
-        progress: callback that reports received bytes as the stage "download"; no progress bar is
-            printed.
+        progress: callback that is told the number of received bytes, with the stage "download"; no
+            progress bar is printed.
         announce: callback that gets the number of bytes to download, before the first of them. It
             is not called if the cache has all files, or the hub cannot be reached.
         endpoint: address of the hub; huggingface_hub's default if absent.
@@ -58,7 +58,7 @@ def list_files(model: str, revision: str | None, hub: HubOptions) -> list[str]:
         ):
             raise
         except Exception:  # huggingface_hub's HTTP errors have no common base class.
-            # Without file patterns, a cache that lacks some files is accepted.
+            # The empty pattern list requires no file, so an incomplete cache is accepted.
             cached = snapshot_download(
                 model,
                 revision=revision,

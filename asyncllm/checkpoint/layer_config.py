@@ -30,8 +30,8 @@ class LayerConfig:
 class PerLayerInputConfig:
     """Configuration of per-layer embeddings (Gemma 3n and 4).
 
-    They are an input of each layer beside the hidden states. Each layer gets its slice of a second
-    embedding, and of a projection of the first layer's input.
+    Beside the hidden states, each layer reads an embedding of its own for each token: the layer's
+    slice of a second embedding, plus its slice of a projection of the first layer's input.
 
     Attributes:
         size: elements per token and layer.

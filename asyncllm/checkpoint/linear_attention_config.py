@@ -12,8 +12,8 @@ class LinearAttentionConfig:
 
     Attributes:
         layers: one entry per layer: whether it has the gated delta rule.
-        num_key_heads: number of query heads, and of key heads; each serves the same number of
-            consecutive value heads.
+        num_key_heads: number of key heads, and of query heads. Each key head serves the same number
+            of consecutive value heads.
         key_dim, value_dim: size of a key head and of a value head.
         conv_width: kernel size of the convolution, the current input included.
         grouped_by_key_head: whether the checkpoint's projections have the rows of q, k, v, z and

@@ -1,4 +1,4 @@
-"""MOE_AND_HYBRID_FAMILIES: architectures with experts, recurrent or unequal layers, as data."""
+"""MOE_AND_HYBRID_FAMILIES: table of architectures with experts, recurrent or unequal layers."""
 
 from __future__ import annotations
 
@@ -263,8 +263,8 @@ def _read_gpt_oss(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 
 def _read_linear_layers(config: ConfigFile, sizes: ModelSizes) -> tuple[bool, ...]:
-    """Read which layers have linear attention: those that ``layer_types`` names; without that
-    field, all but every ``full_attention_interval``-th."""
+    """Read which layers have linear attention: those that ``layer_types`` names. Without that
+    field, every ``full_attention_interval``-th layer has full attention, the others linear."""
     count = sizes.num_layers
     if "layer_types" not in config:
         interval = config.integer("full_attention_interval", 4)

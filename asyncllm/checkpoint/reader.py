@@ -16,7 +16,7 @@ class TensorInfo:
     """Description of a tensor in a checkpoint, made without loading the tensor.
 
     Attributes:
-        file: file that contains the tensor, for error messages.
+        file: file that contains the tensor.
         dtype: safetensors' name of the element type, e.g. "BF16".
         num_bytes: size in the file; for a quantised tensor, its scales included.
     """

@@ -34,7 +34,7 @@ class RopeConfig:
         original_max_position: context length of pretraining, in tokens.
         beta_fast, beta_slow: bounds between which "yarn" interpolates, in rotations within
             ``original_max_position``.
-        truncate: whether "yarn" rounds these two bounds outwards to whole frequencies.
+        truncate: whether "yarn" rounds these two bounds outwards to whole frequency indices.
         attention_factor: factor of cosines and sines ("yarn", "longrope").
         short_factors, long_factors: divisor of each frequency in "longrope", for contexts up to
             ``original_max_position`` and for longer ones.
@@ -81,7 +81,7 @@ def read_rope(
 
     Args:
         rotary_dim: number of elements of a head that are rotated.
-        aliases: the file's further names of RoPE types, and what they mean.
+        aliases: RoPE types by the other names that the file may have for them.
 
     Raises:
         ModelLoadError: if the file has separate parameters for each kind of layer; and as for

@@ -21,9 +21,9 @@ _HUB_HASH_PATTERN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 class WeightsIdentity:
     """Names, sizes and times of a checkpoint's weight files, and a digest of its configuration.
 
-    Equal identities have equal weights, if files are not rewritten within the resolution of their
-    times. Compare the identities before and after reading: they differ if the checkpoint was
-    replaced meanwhile.
+    Checkpoints with equal identities have equal weights, unless a file is rewritten within the
+    resolution of its times. Compare the identities before and after reading the weights: they
+    differ if the checkpoint was replaced meanwhile.
 
     Attributes:
         paths: the files that have weights.

@@ -109,7 +109,7 @@ def _check_writable(file: str) -> None:
 
 
 def _check_lengths(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> None:
-    """Refuse lengths beyond the context: answers that it cuts would falsify the figures."""
+    """Refuse lengths beyond the context, where shortened answers would falsify the figures."""
     prompt_len, output_len = arguments.prompt_len, arguments.output_len
     context = engine.max_model_len
     if prompt_len + output_len > context:

@@ -69,7 +69,7 @@ class DemoView:
         return parts
 
     def _panels(self, tall_height: int | None, short_height: int | None) -> list[RenderableType]:
-        """Panels of the streams, in rows. If a height is None, each row has that of its longest
+        """Panels of the streams, in rows. If a height is None, each row is as high as its longest
         text."""
         rows: list[RenderableType] = []
         for streams, max_columns, height in (

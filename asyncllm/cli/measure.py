@@ -27,8 +27,8 @@ def percentile(values: Sequence[float], fraction: float) -> float | None:
 
 class LagMeter:
     """Meter of the running event loop's lag: a task asks to be woken every millisecond, and records
-    how late it is. A block that is shorter than a millisecond waits at its end for the first
-    record.
+    how late it wakes. An ``async with`` block shorter than a millisecond waits at its end for the
+    first record.
 
         async with LagMeter() as meter:
             ...

@@ -20,7 +20,7 @@ class Prompt:
 
     Attributes:
         kind: kind of the task, for the heading.
-        short_question: the question without its context; empty if it has no context.
+        short_question: shorter text for the title; empty if ``question`` is the title.
         is_long: whether the answer is a longer text. A short answer is right or wrong, so it is
             sampled greedily.
         history: earlier messages of the conversation.
@@ -44,7 +44,7 @@ class Prompt:
 
 
 def make_prompts(count: int, rng: random.Random) -> list[Prompt]:
-    """Make ``count`` prompts: first one of each kind, then random ones."""
+    """Make ``count`` prompts: first the fixed ones, then random ones."""
     chosen = list(_fixed_prompts())[:count]
     makers = (_story_prompt, _story_prompt, _addition_prompt, _colour_prompt, _json_prompt)
     while len(chosen) < count:
@@ -53,7 +53,7 @@ def make_prompts(count: int, rng: random.Random) -> list[Prompt]:
 
 
 def _fixed_prompts() -> tuple[Prompt, ...]:
-    """First prompts of the demo, one of each kind. Two share a context, and so a cached prefix."""
+    """First prompts of the demo, of every kind. Two share a context, and so a cached prefix."""
     return (
         Prompt("story", "Tell me a story about Mia and a boat.", is_long=True),
         Prompt("story", "Write a short story about Tom and a kite.", is_long=True),

@@ -34,7 +34,7 @@ class Admission:
     Args:
         max_queued_requests: requests that may wait for their first step.
         max_queued_tokens: prompt tokens that may wait.
-        clock: seconds, monotonic.
+        clock: function that returns monotonic time in seconds.
 
     Attributes:
         queued_requests: map from each queued request to its number of prompt tokens, an estimate

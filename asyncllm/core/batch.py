@@ -1,6 +1,6 @@
 """Messages between the core and the device: StepBatch, GrammarMask and StepResult.
 
-The scheduler and a model runner share these types alone. They are plain data that can be pickled,
+The scheduler and a model runner share only these types. They are plain data that can be pickled,
 and the core neither changes nor keeps them once a step is launched. A step has parallel lists with
 one entry per row: an object per row would make a step of 256 rows take more than a millisecond to
 schedule.

@@ -13,7 +13,7 @@ _ROOT_HASH = hashlib.blake2b(digest_size=_DIGEST_SIZE, person=_BLOCK_HASH_PERSON
 
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """Parent hash of a sequence's first block. Anything besides the tokens that changes the KV must
+    """Parent hash of a sequence's first block. All that the KV depends on besides the tokens must
     be hashed here; the chain of hashes carries it to every later block."""
     if cache_salt is None:
         return _ROOT_HASH
@@ -40,7 +40,7 @@ def append_block_hashes(
 
 
 class HashedTokens(Protocol):
-    """Protocol of a prompt for look-ups in the prefix cache: a Request, or PromptHashes."""
+    """Protocol of a prompt that can be looked up in the prefix cache: Request or PromptHashes."""
 
     @property
     def max_cached_tokens(self) -> int: ...
@@ -53,7 +53,7 @@ class PromptHashes:
 
     Args:
         token_ids: the prompt.
-        cache_salt: prompts share cached prefixes only with equal salts.
+        cache_salt: prompts share cached prefixes only if their salts are equal.
     """
 
     def __init__(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:

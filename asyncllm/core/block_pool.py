@@ -38,8 +38,8 @@ class BlockPool:
         num_blocks: blocks in all, the null block included; at least 2.
 
     Attributes:
-        find: returns the block with a hash, or None. It is the dict's own ``get``, because a prompt
-        takes hundreds of look-ups.
+        find: function that returns the block with the given hash, or None. It is the dict's own
+            ``get``, because a prompt takes hundreds of look-ups.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -47,8 +47,8 @@ class CallsBetweenSteps:
         return future
 
     def run_due_calls(self) -> None:
-        """Run the due calls. Must run on the engine thread with no step in flight. An exception of
-        a call is raised."""
+        """Run the due calls. Must run on the engine thread with no step in flight. Raises the
+        exception of a call that fails."""
         while self.due_calls:
             future, function, args = self.due_calls.popleft()
             result = function(*args)

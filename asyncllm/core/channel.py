@@ -174,7 +174,7 @@ class Channel:
 
     def propose_end(self, end: StreamEnd | BaseException) -> bool:
         """Propose an end for the channel. Any thread may call it. Returns True for the first
-        proposal; only the first proposal counts, and ``end`` makes it readable."""
+        proposal; only the first proposal counts, and ``Channel.end`` makes it readable."""
         proposal = (end,)
         self._proposed_ends.append(proposal)
         if self._proposed_ends[0] is not proposal:

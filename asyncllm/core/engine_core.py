@@ -60,7 +60,7 @@ class EngineCore:
         executor: the device; closed when ``run`` returns.
         scheduler: the executor's scheduler.
         admission: the registry of requests, shared with threads that submit.
-        clock: seconds, monotonic.
+        clock: function that returns monotonic time in seconds.
 
     Attributes:
         fatal_error: the exception that killed the engine.
@@ -129,9 +129,9 @@ class EngineCore:
             )
 
     def abort(self, group: RequestGroup) -> None:
-        """Abort a group. Any thread may call it, any number of times. The group's ``aborted`` flag
-        is set before the command is sent, so that the abort takes effect even if its command
-        arrives before the group."""
+        """Abort a group. Any thread may call it, any number of times. The ``cancelled`` flag is set
+        before the command is sent: if the command arrives before the group, ``on_add`` sees the
+        flag."""
         group.aborted = True
         if not group.cancelled:
             group.cancelled = True
@@ -198,8 +198,8 @@ class EngineCore:
         """Fail every request if one call of the executor has taken ``timeout`` seconds. Any thread
         may call it. Returns True for the one caller that declares the engine hung.
 
-        The lock guarantees that the engine thread is inside the executor's call. If the call ever
-        returns, the engine thread changes no state.
+        ``_lock`` guarantees that the engine thread is inside the executor's call. If the call ever
+        returns, the engine thread ends without touching a request.
         """
         with self._lock:
             since = self._executor_call_began_at
@@ -350,8 +350,8 @@ class EngineCore:
         self._send_masks()
 
     def _handle_out_of_memory(self, error: StepOutOfMemoryError) -> None:
-        """Roll back every step in flight and shrink the token budget. If a step had a single
-        token, its request fails."""
+        """Roll back every step in flight and shrink the token budget. If even the largest step had
+        a single token, the request of that token fails."""
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
         self._call_executor(self.executor.discard)

@@ -71,8 +71,8 @@ class ExecutorInfo:
 
     Raises:
         ValueError: for several tokens per row with two steps in flight (only the device would know
-            where the second begins) or with states (which would include rejected drafts), and for
-            snapshots without states.
+            where the second step begins); for several tokens per row with states (a state would
+            include rejected drafts); for snapshots without states.
     """
 
     vocab_size: int
@@ -126,8 +126,7 @@ class Executor(Protocol):
     ``execute_model`` and ``sample_tokens``). The next step may be launched before ``sample``, and
     runs after it. If the device does not run by itself (the CPU), the executor does the work in
     ``collect``. An executor in the engine's process has an attribute ``in_process``, an
-    ``UnpicklableObjects``: the objects of requests that cannot be pickled. The method
-    ``report() -> ExecutionReport`` is optional.
+    ``UnpicklableObjects``. The method ``report() -> ExecutionReport`` is optional.
 
     Raises:
         StepOutOfMemoryError: from ``launch`` or ``collect``. Every step in flight is void, and the

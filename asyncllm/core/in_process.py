@@ -13,8 +13,7 @@ from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class UnpicklableObjects:
-    """Objects of requests and steps that cannot be pickled: callables, and exceptions with their
-    causes.
+    """Unpicklable objects of requests and steps: callables, and exceptions with their causes.
 
     The executor makes one, as its attribute ``in_process``, and the scheduler fills it in. An
     executor in another process has none: its errors arrive as text.
@@ -42,10 +41,10 @@ class UnpicklableObjects:
 
 
 def picklable_params(sampling: SamplingParams) -> SamplingParams:
-    """Copy the parameters to a picklable object, without callables and grammar.
+    """Make a picklable version of the parameters, without callables and grammar.
 
-    ``extra_args`` are not copied: they may be large, and each output would copy them on the engine
-    thread.
+    It shares ``extra_args`` with ``sampling``: they may be large, and the engine thread would have
+    to copy them for each output.
     """
     shared = sampling.logits_processors, sampling.logit_bias
     if not any(shared) and sampling.structured_outputs is None:

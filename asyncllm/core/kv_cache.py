@@ -117,7 +117,7 @@ class KVCacheManager:
     """Block tables of all KV groups over one pool.
 
     All groups allocate from one pool, in which a block is a fixed number of bytes. How many tokens
-    fit into it depends on the group; the executor decides its layout.
+    fit into a block depends on the group; the executor decides the block's layout.
 
     Args:
         num_blocks: blocks in all, the null block included.
@@ -156,7 +156,7 @@ class KVCacheManager:
         ]
         self._sliding_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
-        # Every block ends at a multiple of the greatest common divisor of all groups' block sizes.
+        # Blocks become full only at multiples of the greatest common divisor of the block sizes.
         common_divisor = math.gcd(*(spec.block_size for spec in specs))
         self._caching_interval_tokens = (
             common_divisor if enable_prefix_caching else UNREACHABLE_NUM_TOKENS
@@ -174,7 +174,7 @@ class KVCacheManager:
     def _num_missing_blocks(
         self, tables: Sequence[list[Block]], num_tokens: int, num_computed_tokens: int
     ) -> list[int]:
-        """Number of missing blocks per group, for tables that hold ``num_tokens``."""
+        """Number of blocks per group that the tables still lack to hold ``num_tokens``."""
         missing = []
         for group in self.groups:
             count = -(-num_tokens // group.block_size) - len(tables[group.index])
@@ -331,9 +331,9 @@ class KVCacheManager:
         return new_blocks
 
     def cache_blocks(self, request: Request) -> list[Block]:
-        """Enter full blocks into the prefix cache; returns those that were not cached yet. Their
-        tokens are known, and their KV is computed by launched steps or by the step being
-        scheduled."""
+        """Enter full blocks into the prefix cache; returns those that were not cached yet. The
+        tokens of a full block are known, and its KV is computed by launched steps or by the step
+        being scheduled."""
         end, num_known = request.num_computed_tokens, len(request.token_ids)
         if end > num_known:
             end = num_known

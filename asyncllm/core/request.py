@@ -1,8 +1,8 @@
 """Request: one sequence from prompt to last token; RequestGroup: the sequences of one call.
 
-The thread that submits a request fills it in, or the tokenizer's thread does. Once the request is
-sent to the engine thread, that thread owns it. The reader of the stream may read the first tokens
-of ``token_ids``, because the engine thread only appends to this list.
+The submitting thread or the tokenizer's thread fills in a request. Once the request is sent to the
+engine thread, that thread owns the request. The stream's reader may read the first tokens of
+``token_ids``, because the engine thread only appends to this list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
 
 UNREACHABLE_NUM_TOKENS = sys.maxsize
-"""Larger than any request's number of tokens; stands for "never" where a token count is due."""
+"""Larger than any request's number of tokens; means "never" where a token count is expected."""
 
 
 class Status(enum.IntEnum):
@@ -58,21 +58,21 @@ class OutputGrammar(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One or more sequences with one id, one channel, one deadline and one end.
+    """The sequences of one call, which share an id, a channel, a deadline and an end.
 
-    A group ends once: when its last member has ended; or all at once, when it is aborted, its
-    deadline passes or a member fails. A failed member ends the others, because the exception ends
-    the channel, after which nothing is read. Observers are called with the group's first member.
+    A group ends when its last member has ended. All its members end at once when the group is
+    aborted, its deadline passes or a member fails: a member's exception ends the channel that all
+    members share. Observers are called with the group's first member.
 
     Attributes:
         channel: carries all members' output to the reader.
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
-        cancelled: whether the group has ended, or an abort command was sent for it by any thread.
+        cancelled: whether the group has ended, or any thread has sent an abort command for it.
         aborted: whether a caller aborted the group.
         notifier: calls the observers; None without any.
         num_truncated_tokens: tokens cut from the prompt's start.
-        engine: number of its engine in an EngineGroup; None outside of one.
+        engine: number of its engine in an EngineGroup; None without an EngineGroup.
     """
 
     request_id: str
@@ -87,8 +87,8 @@ class RequestGroup:
     engine: int | None = None
 
     def restart_timeout(self, now: float) -> None:
-        """Let the group's times and its timeout begin at ``now``, after a wait for a place in the
-        queue. Call this before the group is sent to the engine thread."""
+        """Restart the timeout at ``now``, which also becomes the arrival time, after a wait for a
+        place in the queue. Call this before the group is sent to the engine thread."""
         self.deadline += now - self.arrived_at
         self.arrived_at = now
         for member in self.members:
@@ -107,13 +107,14 @@ class Request:
         group: its group, shared with the other sequences of its call.
         index: its place in the group, the ``index`` of its deltas.
         token_ids: prompt, then output; empty until the prompt is tokenised.
-        sampling: resolved: every field with a neutral value is set, and ``seed``.
+        sampling: resolved parameters: fields with a neutral value are not None, ``seed`` is set.
         arrival_index: order of submission; breaks ties in every policy.
         owner: name of the user that the request is for; requests of equal rank are admitted in
             turns by owner.
         max_total_tokens: maximum number of tokens of prompt and output together.
-        run_ahead_end: below this token count, placeholders included, the request may be scheduled
-            while one of its tokens is in flight: ``max_total_tokens``, or 0 with ``needs_host``.
+        run_ahead_end: number of tokens, placeholders included, below which the request may be
+            scheduled while one of its tokens is in flight: ``max_total_tokens``; 0 with
+            ``needs_host`` or slow grammar masks.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
         budget_cost_per_token: how many tokens of a step's budget each token of its next chunk
@@ -122,25 +123,25 @@ class Request:
             yet. Also 1 while the next grammar mask is made ahead, so that the request is not
             scheduled.
         epoch: incremented when in-flight results become void, by preemption or rollback.
-        blocks: per KV group the blocks held, in order of position; empty if none are. The KV cache
-            manager owns this attribute and the next five.
-        num_out_of_window: per KV group the leading entries of ``blocks`` that are the null block,
-            because their tokens lie before the group's window.
+        blocks: per KV group the blocks held, in order of position; empty if it holds none. The KV
+            cache manager owns this attribute and the next five.
+        num_out_of_window: per KV group the number of leading entries of ``blocks`` that are the
+            null block, because their tokens lie before the group's window.
         block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
         num_covered_tokens: number of tokens up to which the block tables need no change: every
-            group has blocks for them, and at most one block is out of window.
+            group has blocks for them, and at most one block that has left the group's window.
         num_cache_offered_tokens: leading tokens whose full blocks were entered into the prefix
-            cache, or had an equal block in it.
+            cache, unless the cache had an equal block.
         cache_blocks_at: number of tokens at which the next block is full and can be cached.
-        snapshot_at: number of tokens at which its recurrent state is saved; never reached without
-            states. StateSnapshots owns this attribute and the next two.
-        num_shared_tokens: leading tokens whose KV was cached at the last look-up, even if there was
-            no snapshot.
+        snapshot_at: number of tokens at which its recurrent state is saved; without states,
+            UNREACHABLE_NUM_TOKENS. StateSnapshots owns this attribute and the next two.
+        num_shared_tokens: leading tokens whose KV was cached at the last look-up, whether or not a
+            snapshot reached that far.
         newest_output_snapshot: the newest snapshot of its output, and that snapshot's hash.
         token_rules: rules of ``allowed_token_ids`` and ``bad_words``; None without them.
         claiming_processors: indices of the engine's logits processors that apply to it.
-        needs_host: its sampling needs the host, so its next step waits until its last token is
-            known; see SamplingLimits.
+        needs_host: whether it is sampled on the host, so that its next step waits until its last
+            token is known; see SamplingLimits.
         output: state of its detokenisation; the core only passes it along.
         reasoning: tracker of the model's reasoning, set with the prompt; None if the output has no
             reasoning.
@@ -219,8 +220,8 @@ class Request:
             self.set_prompt(self.token_ids)
 
     def set_prompt(self, token_ids: list[int]) -> None:
-        """Set the prompt's token ids; the request then owns the list. A long text is tokenised only
-        after its request was queued."""
+        """Set the prompt's token ids; the request then owns the list. A request with a long text is
+        queued first, and gets its token ids later."""
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
         self.min_total_tokens = self.num_prompt_tokens + self.sampling.min_tokens
@@ -255,8 +256,8 @@ class Request:
 
     @property
     def whole_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Log-probabilities of every prompt token; the entry of the first token is None. The whole
-        tuple is None until all are computed, and if the request does not ask for them."""
+        """Log-probabilities of every prompt token, with None for the first token. Returns None
+        while some are not computed yet, and if the request does not ask for them."""
         logprobs = self.prompt_logprobs
         if logprobs is None or len(logprobs) != self.num_prompt_tokens - 1:
             return None

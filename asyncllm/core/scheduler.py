@@ -43,7 +43,7 @@ class Scheduler:
         policy: "fcfs", "priority" or "deadline".
         enable_prefix_caching: cache and find shared prefixes, if the executor has no states or
             keeps snapshots of them.
-        in_process: the executor's UnpicklableObjects, if it has one.
+        in_process: UnpicklableObjects of an executor in this process; None for other executors.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Scheduler:
         self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
-        """End a request in any state and free its blocks. ``reason`` is None if it ends with an
-        exception. Idempotent."""
+        """End a request in any state and free its blocks. ``reason`` is None if an exception ends
+        the request. Idempotent."""
         if request.status is Status.FINISHED:
             return
         self._remove_from_schedule(request)
@@ -253,7 +253,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        # Blocks of requests that do not run serve as the reserve, because they are freed first.
+        # Keep no blocks free while idle requests hold some: running requests can take those.
         has_victims = len(self._idle_requests_with_blocks) > (
             request in self._idle_requests_with_blocks
         )

@@ -20,7 +20,7 @@ class _PendingSnapshot:
 
     Attributes:
         num_tokens: length of the prefix.
-        newly_cached_snapshots: the step's list of snapshots to remove from the cache if it fails.
+        newly_cached_snapshots: list of the snapshots to remove from the cache if the step fails.
     """
 
     block: Block
@@ -49,7 +49,7 @@ class StateSnapshots:
     once the last of its tokens is known, and only if the request's epoch has not changed.
 
     Args:
-        num_snapshots: slots for snapshots, in addition to those of running requests.
+        num_snapshots: number of snapshots, not counting the states of running requests.
         block_sizes: block sizes of the KV groups; a prefix ends where a block of every group ends.
         interval: number of output tokens between two snapshots, rounded up to whole blocks.
 
@@ -107,8 +107,8 @@ class StateSnapshots:
         request.snapshot_at = self._next_snapshot_at(request)
 
     def load(self, request: Request) -> int:
-        """Snapshot that an admitted request continues from; marks it as most recently used. The
-        same step may also save into this snapshot, because the executor loads before it saves."""
+        """Return the snapshot that an admitted request continues from, and mark it as most recently
+        used. The same step may overwrite that snapshot: the executor loads before it saves."""
         block = self.pool.find(self._snapshot_key(request, request.num_computed_tokens))
         assert block is not None
         self.pool.touch(block)

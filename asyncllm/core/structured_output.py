@@ -33,8 +33,8 @@ class RequestGrammar:
         special_tokens: ids of the special tokens, which add no text. If the grammar names a stop
             token, that token is part of the output, and ends the output only where the grammar may
             end.
-        clock: processor seconds of the calling thread. By wall-clock time, a quick mask would count
-            as slow on a busy machine.
+        clock: function that returns the calling thread's CPU seconds. By wall-clock time, a quick
+            mask would count as slow on a busy machine.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if
             the masks are quick. While it is not 0, a token is accepted along with the next mask.
@@ -77,7 +77,7 @@ class RequestGrammar:
     ) -> FinishReason | None:
         reasoning = request.reasoning
         is_thinking = reasoning is not None and reasoning.is_thinking
-        if finish_reason == "stop":  # The grammar gets a stop token only if it names that token.
+        if finish_reason == "stop":  # The matcher gets a stop token only if the grammar names it.
             if is_thinking or token_id not in self.special_tokens or self.matcher.may_end():
                 return finish_reason
             return self._accept_grammar_stop_token(request, token_id)
@@ -102,8 +102,8 @@ class RequestGrammar:
             raise _grammar_violation_error(request, token_id)
 
     def _accept_grammar_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
-        """Accept a stop token where the grammar cannot end. The mask allowed it, so the grammar
-        names it."""
+        """Accept a stop token where the grammar cannot end. The mask allowed the token, so the
+        grammar names this token."""
         self._accept_token(request, token_id)
         if self.matcher.may_end():
             return "stop"
@@ -127,11 +127,11 @@ class RequestGrammar:
         self.num_delimiter_tokens = 0 if is_last else None
 
     def compute_mask(self, request: Request) -> bytes | None:
-        """Bitmask of the tokens that may come next. The mask is empty, which allows all tokens,
-        during reasoning; None if the output is complete and no token can follow.
+        """Bitmask of the tokens that may come next. During reasoning it is ``b""``, which allows
+        all tokens. Returns None if the output is complete and no token can follow.
 
-        Stop tokens are allowed where the grammar may end, from ``min_tokens`` on, and where the
-        grammar names them. A grammar that cannot go on ends the output before ``min_tokens``.
+        A stop token is allowed where the grammar names it, and from ``min_tokens`` on wherever the
+        grammar may end. A grammar that cannot go on ends the output even before ``min_tokens``.
 
         Raises:
             Exception: RequestError if no token is allowed and the output is not complete, or any
@@ -227,8 +227,8 @@ class MaskMaker:
     def make_masks(
         self, step: ScheduledStep, step_time: float
     ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
-        """Make the masks of a step, once all tokens before it are known. Also returns pairs of a
-        request that ends without a mask and its error; the error is None if its output is complete.
+        """Make the masks of a step, once all tokens before it are known. Also returns the requests
+        that end without a mask, each with its error, or with None if its output is complete.
 
         Args:
             step_time: seconds that a step takes.
@@ -241,7 +241,7 @@ class MaskMaker:
         for row in batch.masked_rows:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
-                continue  # The request has ended, so its token is discarded.
+                continue  # The request has ended or was preempted: its token is discarded.
             grammar = request.structured_output
             try:
                 assert isinstance(grammar, RequestGrammar)
@@ -250,7 +250,7 @@ class MaskMaker:
                     mask, seconds = self._make_mask(grammar, request)
                     waited += seconds
                     seconds = waited
-                else:  # The mask was made ahead, unless the request was preempted meanwhile.
+                else:  # The mask is done, unless the request was preempted while it was made.
                     mask, seconds = grammar.next_mask.result()
                     grammar.next_mask = None
                 total += waited

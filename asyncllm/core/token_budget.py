@@ -11,8 +11,8 @@ _STEPS_TO_RECOVER = 32
 
 
 class TokenBudget:
-    """Token budget of a step: halved when a step runs out of memory, and doubled after every 32
-    successful steps, up to ``limit``.
+    """Token budget of a step. A step that runs out of memory lowers it to half of that step's
+    tokens; every 32 successful steps double it, up to ``limit``.
 
     Args:
         limit: ``max_num_batched_tokens``.
@@ -26,8 +26,8 @@ class TokenBudget:
         self._steps_since_shrink = 0
 
     def shrink(self, failed_steps: Iterable[ScheduledStep]) -> list[Request]:
-        """Halve the budget after ``failed_steps`` ran out of memory. If even the largest of them
-        had a single token, return its requests, which have to fail."""
+        """Lower the budget after ``failed_steps`` ran out of memory, to half of the largest step's
+        tokens. If that step had a single token, return its requests, which have to fail."""
         largest = max(failed_steps, key=lambda step: step.batch.num_tokens)
         self._steps_since_shrink = 0
         if largest.batch.num_tokens == 1:

@@ -10,10 +10,10 @@ _MAX_RELATIVE_ERROR = 0.2
 class TokenRate:
     """Rate at which an engine computes tokens, in tokens a second.
 
-    A step takes a fixed time besides the time of its tokens. So the rate is the slope of a
-    least-squares fit of token counts against step times. A step's weight halves for every 5 s of
-    later steps' time. If a step's time does not depend on its tokens, as on a
-    memory-bound device, the slope is noise; so the rate is known only if its standard error is
+    A step takes a fixed time besides the time of its tokens. So a line is fitted by least squares
+    to step times over token counts, and the rate is the inverse of its slope. A step's weight
+    halves for every 5 s of later steps' time. If a step's time does not depend on its tokens, as on
+    a memory-bound device, the slope is noise; so the rate is known only if its standard error is
     small.
     """
 

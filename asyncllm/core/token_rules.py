@@ -16,10 +16,10 @@ class TokenRules:
     delay the step by 12 ms.
 
     Attributes:
-        allowed_mask: tokens that ``allowed_token_ids`` and bad words of one token leave, in the
-            format of a GrammarMask; None if they leave all.
-        bad_words: trie of the bad words of several tokens, without their last token and in reverse
-            order: maps ``(node, token)`` to the child node. The root is node 0.
+        allowed_mask: mask of the tokens that ``allowed_token_ids`` and single-token bad words
+            allow, in the format of a GrammarMask; None if they allow all.
+        bad_words: trie of the bad words of several tokens, each without its last token and in
+            reverse order: maps ``(node, token)`` to the child node. The root is node 0.
         last_tokens: by trie node, last tokens of the bad words whose path ends at the node.
     """
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 _TRACEBACK, _CAUSE, _CONTEXT, _ATTRIBUTES = (
     vars(BaseException)[name] for name in ("__traceback__", "__cause__", "__context__", "__dict__")
 )
-"""BaseException's own descriptors: a subclass may override the attributes, and raise or never
-return."""
+"""BaseException's own descriptors: a subclass may override the attributes with code that raises or
+never returns."""
 
 _MAX_NOTE_FRAMES = 16
 """Maximum number of a traceback's frames in a note; the innermost frames are shown."""
@@ -25,9 +25,9 @@ def clear_frames(error: BaseException) -> None:
 def replace_tracebacks_by_note(error: BaseException) -> None:
     """Replace the tracebacks of ``error`` and its causes by a note that has their lines.
 
-    Even after its own frames are cleared, a traceback keeps alive the variables of all frames that
-    called them: the step, the requests in it and the engine. A frame refers to its caller, and
-    keeps its variables if it ends while something refers to it.
+    ``clear_frames`` is not enough. A frame refers to its caller, and a frame that has ended keeps
+    its variables while something refers to it. So a traceback also keeps alive the variables of its
+    frames' callers: the step, the requests in it and the engine.
     """
     lines: list[str] = []
     for current in _exception_chain(error):

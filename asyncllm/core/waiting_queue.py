@@ -114,7 +114,7 @@ class WaitingQueue:
             self._drop_entry(request, self._owners[request.owner])
 
     def admit(self, request: Request) -> None:
-        """Remove a request that gets a slot; its owner's next turn comes after the other owners."""
+        """Remove a request that gets a slot; its owner's next turn follows those of others."""
         owner = self._owners[request.owner]
         owner.num_running += 1
         self._serial += 1
@@ -152,7 +152,7 @@ class WaitingQueue:
                 del self._owners[owner.name]
             return
         if old is not None and len(self._owners) == 1:
-            # The entry of a sole owner needs no update; ``push`` requeues it with a second owner.
+            # A sole owner's entry needs no update: ``push`` renews it when a second owner comes.
             return
         heap = self._owner_heap
         sort_key = owner.heap[0][0]

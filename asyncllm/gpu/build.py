@@ -181,9 +181,9 @@ def resolve_threads(
 ) -> int | None:
     """CPU threads for the engine thread's ops; None leaves torch's own number, one per core.
 
-    A small model runs on one thread: it gains little from more while the cores are idle, and if
-    another process keeps a single core busy, each of the model's hundreds of short parallel regions
-    waits for a time slice of the operating system.
+    A small model runs on one thread. More threads would gain it little even on idle cores. And if
+    another process kept one core busy, each of the model's hundreds of short parallel regions would
+    wait until the operating system gives the thread on that core a time slice.
 
     Raises:
         InvalidRequestError: the device or this build of torch cannot honour ``count``.

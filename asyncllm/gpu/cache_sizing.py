@@ -99,8 +99,8 @@ def choose_cache_size(
     else:
         decoder.set_max_positions(longest)
         profile = partial(profile_run, decoder, groups, states=states, max_model_len=longest)
-        # Run a small step first: in it libraries allocate workspaces that they keep, which must not
-        # be measured as memory of the largest step.
+        # Run a small step first: libraries allocate workspaces at first use and keep them, which
+        # must not be measured as memory of the largest step.
         profile(max_num_batched_tokens=1, max_num_seqs=1)
         captured = max(graph_token_counts(config, mode, token_budget), default=0)
         available = cuda_cache_bytes(

@@ -33,8 +33,8 @@ MAX_CPU_TOKEN_BUDGET = 2048
 TOKEN_BUDGET_MULTIPLE = 32
 
 MAX_ASYNC_STEP_SECONDS = 0.01
-"""Maximum duration of a full decode step for a pipeline depth of 2: an abort or a first token then
-waits for two steps."""
+"""Maximum duration of a full decode step with which the pipeline depth may be 2. At that depth an
+abort or a first token waits for two steps."""
 
 MIN_ASYNC_STEP_SECONDS = 0.0005
 """Minimum duration of a step that is worth starting right after the previous step, without waiting
@@ -81,7 +81,7 @@ class Calibration:
 def calibrate_scheduler(
     runner: ModelRunner, config: EngineConfig, mode: ExecutionMode
 ) -> Calibration:
-    """Times steps to choose the token budget and, on a CPU, from how many tokens steps are async.
+    """Times steps to choose the token budget and, on a CPU, the smallest step that begins early.
 
     It chooses only settings that the configuration leaves open, and applies them. Call it once the
     kernels are compiled.
@@ -222,10 +222,10 @@ def find_min_async_tokens(
 ) -> int | None:
     """Finds the smallest step, in tokens, that is worth starting before the host asks for it.
 
-    It starts on the native library's thread, right after the previous step.
+    Such a step starts on the native library's thread, right after the previous step.
 
-    The smallest such step takes half a millisecond. A shorter step takes less time than the Python
-    code of the engine thread and the event loop, and the library's thread would only wait for the
+    It has to take at least half a millisecond. A shorter step takes less time than the Python code
+    of the engine thread and the event loop, so that the library's thread would only wait for the
     GIL.
 
     A step of one token warms up. Then a step of eight tokens is timed, so that the start of a

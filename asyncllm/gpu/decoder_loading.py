@@ -127,7 +127,7 @@ def _make_attention(
     device: torch.device,
     num_threads: int | None,
 ) -> tuple[dict[AttentionKind, Attention], int]:
-    """Makes the attention of each kind; returns it and the tokens per KV block."""
+    """Makes the Attention of each kind; also returns the number of tokens per KV block."""
     attention: dict[AttentionKind, Attention] = {}
     alike: dict[tuple[AttentionShape, int | None], Attention] = {}
     block_size = config.block_size

@@ -21,9 +21,9 @@ from asyncllm.gpu.ops.logits import logits_processing_bytes
 from asyncllm.validation import value_error
 
 ESTIMATED_GRAPH_BYTES = 8 * 2**20
-"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Graphs of
-half a step or with balanced splits use the activations of the same pool; the driver's memory for
-their nodes is not reserved."""
+"""Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Nothing is
+reserved for graphs of half a step and graphs with balanced splits: their activations share the same
+pool, and the driver's memory for their nodes is left out."""
 
 GPU_STEP_TIMEOUT_SECONDS = 60.0
 """Default timeout of a step on a GPU, in seconds: no step compiles a kernel, and the largest takes

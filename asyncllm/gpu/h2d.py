@@ -1,4 +1,4 @@
-"""copy_to_device, lazy_zeros: make tensors without waiting for the device or touching pages."""
+"""copy_to_device: copies without waiting for the device; lazy_zeros: zeros in untouched pages."""
 
 from __future__ import annotations
 

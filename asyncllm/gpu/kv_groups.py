@@ -23,7 +23,7 @@ class LayerCache(NamedTuple):
 
     Attributes:
         num_elements: number of elements per token, K and V together.
-        window: keys that a query sees, its own included; None is all.
+        window: number of keys that a query sees, its own included; None for all.
     """
 
     num_elements: int
@@ -36,8 +36,8 @@ class LayerGroup:
 
     Attributes:
         layers: indices of the layers' caches.
-        window: keys that a query sees, its own included; older keys are not kept. None means that
-            all keys are seen and kept.
+        window: number of keys that a query sees, its own included; older keys are not kept. None
+            means that all keys are seen and kept.
         scale: tokens per block, as a multiple of the tokens per block of the group with the fewest;
             blocks of all groups have equal bytes.
     """
@@ -58,10 +58,11 @@ class LayerGroup:
 def group_layers(caches: Sequence[LayerCache], max_model_len: int) -> list[LayerGroup]:
     """Groups layers by window and KV size, those without a window first.
 
-    All groups allocate blocks of equal bytes from one pool, so they have equally many layers: as
-    many as the rarest kind of layer has (the rule of vLLM's hybrid KV cache manager). If a kind's
-    number of layers is not a multiple of that, part of its blocks stays unused: 22 + 4 layers
-    (Gemma 3 1B) become one group of 4 and six of 3 or 4, and take 28/26 of the memory.
+    All groups allocate blocks of equal bytes from one pool, so they have room for equally many
+    layers: usually as many as the rarest kind of layer has (the rule of vLLM's hybrid KV cache
+    manager). If a kind's number of layers is not a multiple of that, part of its blocks stays
+    unused: 22 + 4 layers (Gemma 3 1B) become one group of 4 and six of 3 or 4, and take 28/26 of
+    the memory.
 
     If no layer has a window, or if blocks of different layers cannot have equal bytes, all layers
     form one group, which keeps the KV of all tokens.

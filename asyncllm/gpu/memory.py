@@ -68,9 +68,9 @@ class MemoryProbe:
         or empties torch's cache.
 
         The pool has no owner once the context ends, so that ``empty_cache`` may empty it. It is not
-        a ``torch.cuda.MemPool``, because that one's C++ destructor empties the pool and aborts the
-        process if this fails: up to torch 2.12 it fails while any thread is inside
-        ``use_mem_pool``, in later versions while any thread captures a CUDA graph.
+        a ``torch.cuda.MemPool``, whose C++ destructor empties the pool and aborts the process if
+        that fails: up to torch 2.12 emptying fails while any thread is inside ``use_mem_pool``, in
+        later versions while any thread captures a CUDA graph.
         """
         # A stand-in for a MemPool suffices, because ``use_mem_pool`` reads only its ``id``.
         handle: Any = SimpleNamespace(id=torch.cuda.graph_pool_handle())

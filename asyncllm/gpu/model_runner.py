@@ -59,7 +59,7 @@ class ModelRunner:
         stream: stream on which work is queued; None is synchronous.
         graphs: CUDA graphs of steps, which keep the batch's state on the device; None keeps it on
             the host. An asynchronous stream needs graphs.
-        num_logprobs: log-probabilities per token for which a step has buffers.
+        num_logprobs: number of log-probabilities per token for which a step has buffers.
         logits_processors: the engine's processors.
         packed: store of the model's packed weights, or the reason why it has none.
 

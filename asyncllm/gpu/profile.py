@@ -31,9 +31,9 @@ def profile_run(
 ) -> None:
     """Runs the largest prefill, mixed and decode steps, and samples from their logits.
 
-    Every row ends a sequence of ``max_model_len`` tokens. All rows write and read the same KV
-    block. They also write the slots of ``states``, which a request clears before it uses them.
-    Call ``decoder.set_max_positions`` first.
+    Every row has the last tokens of a sequence of ``max_model_len`` tokens. All rows write and read
+    the same KV block. They also write the slots of ``states``; a request clears its slot before it
+    uses the slot. Call ``decoder.set_max_positions`` first.
     """
     few, weight = decoder.with_few_layers(), decoder.embedding
     cache = KVCache(groups, 1, weight.dtype, weight.device, states)
@@ -78,7 +78,7 @@ def recorded_activation_bytes(
 def largest_steps(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> list[tuple[int, np.ndarray]]:
-    """For each of the largest steps: its number of decode rows, and tokens per row ``[R]``.
+    """The largest steps, each as its number of decode rows and its tokens per row ``[R]``.
 
     Decode rows come first. The steps are:
 

@@ -40,8 +40,8 @@ class StateCache:
     reads. Slot ``num_slots + i`` is snapshot i, counted from 1.
 
     A state summarises all tokens before a position. A row that starts at position 0 clears the
-    state that another request left in its slot; a row that continues a cached prefix finds a copy
-    of its snapshot there.
+    state that another request left in its slot. Before a row continues a cached prefix, the
+    prefix's snapshot is copied to the row's slot.
 
     On a CPU the operating system zeroes the memory page by page as it is first touched.
 
@@ -103,8 +103,8 @@ class StateCache:
     def _copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots by pairs ``(target, source)``; no slot is both target and source.
 
-        On a GPU one kernel, or a few, copies the states of all layers of a dtype, instead of one
-        kernel per layer.
+        The states of all layers that have the same dtype are copied in one call: on a GPU that
+        launches one or a few kernels, not one per layer.
         """
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         for tensors in self._tensors_by_dtype:

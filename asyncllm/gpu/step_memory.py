@@ -125,7 +125,7 @@ class StepMemory:
                 self.derive_decode_inputs(no_rows)
 
     def prepare_sampling(self, stages: SamplingStages, host_buffer: HostBuffer) -> None:
-        """Queues the copy of grammar masks, and allocates log-probabilities, as ``stages`` need."""
+        """Queues the copy of grammar masks, and allocates log-probability buffers, if needed."""
         if stages & SamplingStages.LOGPROBS and self.logprobs is None:
             sizes = self.info.max_num_seqs, self._state.num_logprobs
             own = self.buffer
@@ -156,7 +156,10 @@ class StepMemory:
         return self.buffer.step_inputs(self._input_batch, sizes, decodes, self.block_tables, host)
 
     def insert_sampled_tokens(self, inputs: StepInputs) -> None:
-        """Queues the op that fills in decode rows' input tokens that only the device knows."""
+        """Queues the op that replaces placeholders among the input tokens of decode rows.
+
+        An earlier step sampled the tokens to insert, and only the device has them.
+        """
         count = inputs.num_decodes
         if self.on_device and count:
             tokens = inputs.token_ids[:count]

@@ -28,10 +28,10 @@ from asyncllm.gpu.step_memory import StepMemory
 class StepRunner:
     """Runs steps, and owns all large memory, so that dropping the runner frees all of it.
 
-    A step goes through three stages. Its changes are applied to the persistent batch and its inputs
-    written to a buffer. Then its copy, forward pass and sampling are queued on the stream. Finally
-    the host waits for its tokens. Devices differ in the stream, the memory that steps share, and
-    the ForwardPass.
+    A step goes through three stages. First its changes are applied to the persistent batch, and its
+    inputs are written to a buffer. Then the copy of this buffer, the forward pass and sampling are
+    queued on the stream. Finally the host waits for the step's tokens. Devices differ in the
+    stream, the memory that steps share, and the ForwardPass.
 
     Args:
         on_device: the batch's state lies on the device, see StepMemory.
@@ -84,8 +84,8 @@ class StepRunner:
         If the step awaits masks, its work stops at the logits; ``sample`` then queues the rest.
 
         Args:
-            is_early: whether the step begins now, on another thread or a device, and not within
-                ``collect``.
+            is_early: whether the step begins ahead of the ``collect`` that returns its tokens, and
+                runs on another thread or a device until then.
         """
         self._apply_batch_changes(step)
         if not len(step.batch):
@@ -245,7 +245,7 @@ class StepRunner:
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _sample_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Samples rows that need sampling stages separately from the others: faster on a CPU."""
+        """Samples the rows that need sampling stages in a separate call: faster on a CPU."""
         memory, count = self.memory, step.num_logits
         staged = step.row_stages[:count] != 0
         if step.masks is not None:

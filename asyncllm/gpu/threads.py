@@ -15,12 +15,12 @@ import torch
 def set_thread_count(count: int) -> bool:
     """Sets the calling thread's OpenMP thread count to ``count``; other threads keep theirs.
 
-    OpenMP keeps that number per thread, and MKL and oneDNN follow it. ``torch.set_num_threads``
-    would also change the initial number of every thread that starts later, and MKL's number for
-    the whole process, both of which belong to the application.
+    OpenMP keeps a count per thread, and MKL and oneDNN follow it. ``torch.set_num_threads`` would
+    also change two counts that belong to the application: the initial count of every thread that
+    starts later, and MKL's count for the whole process.
 
     Returns:
-        Whether the limit took effect; False if torch has no OpenMP or hides it.
+        Whether ``count`` took effect; False if torch has no OpenMP or hides it.
     """
     if sys.platform != "linux":
         return False

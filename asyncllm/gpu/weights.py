@@ -69,12 +69,13 @@ def load_weights(
         accepts_weights: whether linear layers compute with quantised weights of a spec. Such
             weights are yielded as stored, on the CPU; None dequantises all weights.
         is_transient: whether a yielded weight of a linear layer is valid only until the next one is
-            requested, for an op set that packs them on a CPU. Such a weight is a view of the mapped
-            file, if the file holds it whole and in the model's dtype, else a view of one reused
-            buffer. This saves a copy and an allocation per weight.
+            requested, for an op set that packs each weight before it requests the next. Such a
+            weight is a view of the mapped file, if the file holds it whole and in the model's
+            dtype, else a view of one reused buffer. This saves a copy and an allocation per weight.
 
     Raises:
-        ModelLoadError: naming the file, the tensor, and the expected and the found shape.
+        ModelLoadError: a tensor does not fit; the message has the file, the tensor, and the
+            expected and the found shape.
     """
     reader = open_reader(model.path, dtype)
     with closing(
@@ -171,8 +172,7 @@ def _quantised_weight(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_weights
     )
     if found is not None and found.next_parts and ".experts." in parameter.name:
-        # Each expert becomes linear layers of its own, and the quantisation format may differ
-        # between the matrices of one expert.
+        # Dequantise experts of different formats: ``split_experts`` needs one format for all.
         return None
     return found
 

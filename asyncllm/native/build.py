@@ -38,13 +38,13 @@ COMPILER_FLAGS = (
     "-fno-exceptions -fno-rtti -fvisibility=hidden -Wall -Wextra"
 ).split()
 SYSTEM_FLAGS = {"linux": ["-fPIC", "-pthread"], "darwin": ["-fPIC", "-pthread"], "win32": []}
-# The sources use only headers of the C++ standard library, so static linking adds no code.
+# Of the C++ standard library the sources use only headers, so linking it statically adds no code.
 LINK_FLAGS = {
     "linux": "-shared -static-libstdc++ -static-libgcc -Wl,-z,defs -Wl,-s".split(),
     "darwin": "-shared -Wl,-x".split(),
     "win32": "-shared -Wl,-s -lapi-ms-win-core-synch-l1-2-0".split(),
 }
-# Warnings about uninitialized values would be about GCC's own _mm512_undefined_ps.
+# Turn off warnings about uninitialised values: GCC would warn about its own _mm512_undefined_ps.
 _AVX512_FLAGS = (
     "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni "
     "-Wno-uninitialized -Wno-maybe-uninitialized"

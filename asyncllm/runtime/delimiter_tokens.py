@@ -41,7 +41,8 @@ class DelimiterTokens:
     def make_reasoning_tracker(
         self, syntax: ChatSyntax, prompt_end: str, grammar: StructuredOutputs | None
     ) -> ReasoningTracker | None:
-        """Initial reasoning state of an output, after its prompt.
+        """Make an output's reasoning tracker, in its state after the prompt. None if no tokens
+        delimit reasoning.
 
         Raises:
             InvalidRequestError: if the request has a grammar and the prompt opens reasoning that no

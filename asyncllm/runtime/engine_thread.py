@@ -202,7 +202,8 @@ class EngineThread:
             self.check_for_hung_step()
 
     def is_forked_child(self) -> bool:
-        """Whether this process is a fork of the thread's process; it has no engine thread."""
+        """Whether this process was forked from the one that runs the thread. A forked child has no
+        engine thread."""
         return os.getpid() != self.pid
 
     def check_not_forked(self) -> None:

@@ -58,8 +58,8 @@ class AsyncioBackend:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> Callable[[], Any]:
         """Run a coroutine that raises nothing, in the background; called on the loop. Returns the
-        function that cancels it, which the caller has to keep: the loop has only weak references
-        to tasks."""
+        function that cancels the task. The caller has to keep the function, because the loop has
+        only weak references to tasks."""
         return self._loop.create_task(coroutine).cancel
 
     async def wait_at_most(self, waiter: asyncio.Future[None], seconds: float) -> None:

@@ -50,12 +50,12 @@ _MAX_INLINE_BAD_WORDS = 8
 _MAX_INLINE_WORD_CHARACTERS = 256
 _MAX_INLINE_ALLOWED_TOKENS = 4096
 """Maximum numbers of ``bad_words``, of their characters and of ``allowed_token_ids`` that are
-prepared inline, on the caller's thread, in a quarter of a millisecond. A worker thread prepares
-longer lists. A word takes 20 microseconds, so many requests with small lists would fill an event
-loop."""
+prepared inline, on the caller's thread; a worker thread prepares longer lists. Lists at these
+limits take a quarter of a millisecond. The limits are low, because a word takes 20 microseconds,
+and many requests with small lists would fill an event loop."""
 
 _CHARACTERS_PER_BAD_WORD = 16
-"""Fixed cost of encoding one of ``bad_words``: the number of characters that take as long."""
+"""Fixed cost of encoding a bad word, as the number of characters whose encoding takes as long."""
 
 _MAX_CACHED_TOKEN_RULES = 16
 """Maximum number of cached TokenRules, one per long ``bad_words`` list: about 10 MB together."""
@@ -330,8 +330,8 @@ class InputProcessor:
         sampling_overrides: dict[str, Any],
         request_options: RequestOptions,
     ) -> Request:
-        """Make the group with its channel and members; returns the first member. All arguments but
-        the prompt are already checked."""
+        """Check the sampling parameters, and make the group with its channel and members; returns
+        the first member."""
         resolved, claiming_processors = self._resolve_params(
             sampling_params, sampling_overrides, request_options
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Executor, tokenizer and configuration of a loaded model. ``model_config`` needs
+    """Executor, tokenizer and configuration of a loaded model. ``model_config`` must have
     ``eos_token_ids`` and ``generation_defaults``. If ``chat_syntaxes`` is None, the first
     conversation makes them from the chat template."""
 
@@ -111,7 +111,7 @@ def load_model(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     try:
         executor = build_model_runner(config, model_config, report_progress)
     except BaseException:
-        # Raise an error of the tokenizer first, as if it had been read before the weights.
+        # Prefer the tokenizer's error, if it has one: as if it had been read before the weights.
         tokenizer_load.result()
         raise
     try:
@@ -129,7 +129,7 @@ def _read_tokenizer(path: Path, config: EngineConfig) -> tuple[Tokenizer, ChatSy
     tokenizer = Tokenizer.from_directory(path, trust_remote_code=config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(config.chat_template)
-    # Compile the template now: otherwise, the first chat would block the event loop meanwhile.
+    # Compile the template now: otherwise, the first chat would compile it on the event loop.
     tokenizer.chat_template.compile()
     syntaxes = ChatSyntaxes.from_tokenizer(tokenizer, config)
     syntaxes.import_response_parser()

@@ -56,8 +56,8 @@ class ThreadMailbox:
     watchdog: Callable[[], None]
 
     def wait(self, waiter: threading.Event) -> None:
-        """Wait until ``waiter`` is set, or for ``interval`` seconds; then call the watchdog, which
-        otherwise a task on an event loop would call."""
+        """Wait until ``waiter`` is set, for at most ``interval`` seconds. After a timeout, call the
+        watchdog: without an event loop, no background task calls it."""
         if not waiter.wait(self.interval):
             self.watchdog()
 
@@ -87,8 +87,8 @@ class MailboxRegistry:
         key = running_loop()
         mailbox = self._mailbox_by_loop.get(key)
         if mailbox is None:
-            # Copy the values, which is atomic, because other threads add and remove loops
-            # meanwhile.
+            # Iterate over a copy, because other threads add and remove loops meanwhile; copying a
+            # dict is atomic.
             for old in [k for k, m in self._mailbox_by_loop.copy().items() if m.is_closed()]:
                 self._mailbox_by_loop.pop(old, None)
             mailbox = self._mailbox_by_loop.setdefault(key, LoopMailbox(running_backend()))

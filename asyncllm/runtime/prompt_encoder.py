@@ -122,7 +122,7 @@ class PromptEncoder:
     ) -> TemplateInput:
         """Check and copy the messages and variables of a conversation for its template."""
         kwargs: Any = {} if options.chat_template_kwargs is None else options.chat_template_kwargs
-        # The iterator of a subclass may have no end.
+        # Call dict's own ``items``: that of a subclass might never end.
         variables: Any = dict(dict.items(kwargs)) if isinstance(kwargs, dict) else None
         if variables is None or not all(isinstance(name, str) for name in variables):
             accepted = "a dict of names to values, or None"
@@ -167,8 +167,8 @@ class PromptEncoder:
                 long.
 
         Returns:
-            The last ``max_kept_tokens`` token ids, and the number of those cut off, which are not
-            read.
+            The last ``max_kept_tokens`` token ids, and the number of token ids cut off. Those are
+            not read if the prompt can be sliced.
         """
         info = self.loaded_model.executor.info
         first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None

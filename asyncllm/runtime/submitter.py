@@ -39,7 +39,7 @@ class Submission:
         num_characters: characters that ``make_prompt`` tokenises.
         parser: parser of a conversation's answer; None for a plain prompt.
         make_prompt: ``make_prompt(request, max_characters)`` sets the prompt, on a worker thread;
-            it returns False if the prompt is longer. None if the prompt is set already.
+            it returns False if the prompt has more characters. None if the prompt is set already.
         observers: observers of this request, beside those of its engine.
         stream: stream to continue with this request after a failed attempt; None makes a stream.
     """
@@ -130,8 +130,8 @@ class Submitter:
         self._tokenizer_threads = TokenizerThreads("asyncllm-text", cooldown)
 
     def enqueue(self, submission: Submission) -> TokenStream:
-        """Queue a request, and return its stream. It goes to the engine thread once its prompt and
-        its grammar are ready.
+        """Queue a request, and return its stream. The request goes to the engine thread once its
+        prompt and grammar are ready.
 
         Raises:
             EngineOverloadedError: if the queue is full.

@@ -65,9 +65,9 @@ class Cooldown:
 class WorkerThread:
     """Runs jobs on a daemon thread that lives only while there are jobs.
 
-    It runs one job at a time, so that many jobs take no more memory or processor time than one.
-    Smaller jobs go first, and jobs of equal size in order: a large job delays only other large
-    jobs.
+    It runs one job at a time, so that many jobs take no more memory and no more cores than one.
+    Smaller jobs go first, and jobs of equal size in order of arrival: a waiting large job delays
+    only other large jobs.
 
     Args:
         name: the thread's name.
@@ -139,8 +139,7 @@ class WorkerThread:
             pass
 
     def _run_next(self) -> bool:
-        """Run a job; returns False if there is none. The objects that the job refers to are then
-        freed."""
+        """Run the next job, and keep no reference to it. Returns False if there is none."""
         if self._cooldown is not None:
             self._cooldown.wait(self._close_event)
         with self._lock:
@@ -165,7 +164,7 @@ class WorkerThread:
 
 
 class TokenizerThreads:
-    """Two worker threads for texts: a short one never waits for a long one.
+    """Two worker threads for texts, so that a short text never waits for a long one.
 
     Attributes:
         long_thread: thread of the texts from LONG_TEXT_CHARACTERS on, and of conversations that
@@ -194,8 +193,8 @@ class TokenizerThreads:
             self.long_thread.submit(partial(job, None))
 
     async def call(self, job: Callable[[int | None], T | None], num_characters: int) -> T | None:
-        """Queue a job like ``submit``, and return its result. Of the waiting jobs, the shortest
-        runs first. A job returns None if its text is longer than the maximum."""
+        """Run a job on the same threads as ``submit``, and return its result. Of the waiting jobs,
+        the shortest runs first. A job returns None if its text is longer than the maximum."""
         result = None
         if num_characters < LONG_TEXT_CHARACTERS:
             result = await self._short_thread.call(

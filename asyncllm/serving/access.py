@@ -84,7 +84,7 @@ def _client_token(authorizations: Sequence[str], subprotocols: Sequence[str]) ->
     """Bearer token of a client's request; empty if it has none."""
     for header in authorizations:
         scheme, _, rest = header.partition(" ")
-        # Starlette has decoded the header from latin-1; the bytes may be a client's UTF-8.
+        # Restore the client's bytes, which may be UTF-8: Starlette decoded them as Latin-1.
         return rest.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
     for name in subprotocols:
         if name.startswith(TOKEN_SUBPROTOCOL_PREFIX):

@@ -110,17 +110,18 @@ def create_app(
             Prevents DNS rebinding by web pages.
         model_names: the model's names for clients; None is ``EngineConfig.served_model_name``, else
             the model as given to the engine.
-        page: function of the decoded path of a GET request that matches no endpoint, without a
-            slash at its end ("/" alone has one). It returns a content type and a body, or None.
-            Pages need no token, because a browser has no token before it has loaded the page.
+        page: function that serves pages at paths without an endpoint. It gets the decoded path of a
+            GET request, without a slash at the end (except "/" itself), and returns a content type
+            and a body, or None. Pages need no token, because a browser has no token before it has
+            loaded the page.
         timeout: seconds an answer may take.
         ping_interval: seconds of silence after which a stream of events sends a comment.
         max_body_size: maximum number of bytes of a request's body, and of a WebSocket message.
         body_timeout: seconds that a client has to send its body.
         max_frame_rate: maximum number of events with text per second, over all answers. Beyond it,
             tokens are merged, for at most a tenth of a second.
-        max_stored_responses, max_stored_size: maximum number of responses kept in memory, to be
-            continued and read again, and of their bytes, conversations included. The oldest are
+        max_stored_responses, max_stored_size: maximum number of responses, and of their bytes with
+            conversations, that are kept in memory to be continued and read again. The oldest are
             dropped.
         stats_interval: seconds between two snapshots on ``/v1/stats``.
         ignore_unsupported: ignore fields of OpenAI's protocol that this server does not support,

@@ -1,4 +1,4 @@
-"""BoundedProtocol: limits how long a connection parses at a time, or its client reads nothing."""
+"""BoundedProtocol: limits on a connection's parsing, and on a client that reads nothing."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class BoundedProtocol(asyncio.Protocol):
     Received data is parsed in bounded slices. The connection of a client that leaves its answer
     unread is closed.
 
-    The transport pauses writing as soon as the kernel accepts no more data, with TLS after 64 KiB.
-    So no stream runs ahead of its client, and a client that reads nothing is noticed even if its
-    answer is a single write.
+    The transport pauses writing as soon as the kernel accepts no more data; a TLS transport pauses
+    after 64 KiB. So no stream runs ahead of its client, and a client that reads nothing is noticed
+    even if its answer is a single write.
     """
 
     limits: ClassVar[ConnectionLimits]
@@ -62,7 +62,8 @@ class BoundedProtocol(asyncio.Protocol):
         # empty.
         transport.set_write_buffer_limits(high=1)
         if hasattr(transport, "max_size"):
-            # asyncio receives 256 KiB at once by default: each waiting connection would hold that.
+            # asyncio receives up to 256 KiB at once by default: each connection that waits for its
+            # parse turn would hold as much.
             transport.max_size = MAX_BYTES_PER_PARSE_TURN
 
     def data_received(self, data: bytes) -> None:

@@ -61,8 +61,8 @@ class ByteClaim:
 
 
 class ByteBudget:
-    """Budget of bytes, granted to claims in the order of their arrival, to small claims a little
-    earlier. So no claim starves.
+    """Budget of bytes, granted to claims in order of arrival. Small claims overtake only large ones
+    that arrived shortly before them, so no claim starves.
 
     Args:
         num_bytes: maximum number of bytes of all granted claims. A larger claim is granted alone.

@@ -177,7 +177,7 @@ def join_deltas(earlier: Delta, later: Delta) -> Delta:
 
 
 def aborted_error() -> ProtocolError:
-    """Make the error for a request that the server aborted, and not its client."""
+    """Make the error for a request that was aborted by the server, not by its client."""
     return ProtocolError(
         "the request was aborted, as when the server closes; send it again",
         code="server_shutting_down",

@@ -19,8 +19,7 @@ class ConnectionLimits:
             request, are closed first.
         max_header_size: maximum number of bytes of a request line with its header fields.
         max_message_size: maximum size of a WebSocket message in bytes.
-        header_timeout: seconds that a client has to send a header, or the rest of a body after its
-            answer.
+        header_timeout: seconds that a client has to send a header.
         send_timeout: seconds that a client may leave its answer unread.
         keep_alive: seconds that a connection may be idle between two requests.
         close_timeout: seconds that a client has to answer a WebSocket's close.

@@ -1,7 +1,7 @@
 """make_protocols: uvicorn's protocols with limits on clients.
 
 uvicorn waits without limit for the rest of a header, for a body that its application does not read,
-and for a client that does not read its answer. It parses everything it has received in one go,
+and for a client that does not read its answer. It parses all received data in one go,
 counts idle connections like busy ones, answers pings of a client that does not read, and buffers
 any number of fragments and of long messages. HttpProtocol and WebSocketProtocol bound all of these.
 """
@@ -30,8 +30,8 @@ message of any length counts as ``max_message_size`` bytes."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:
-    """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. The
-    connections of one server share their class attributes."""
+    """Make subclasses of HttpProtocol and WebSocketProtocol, for uvicorn to instantiate. Their
+    class attributes are shared by all connections of one server."""
     max_open_connections = min(
         2 * limits.max_connections, max(1, _max_open_files() - RESERVED_FILE_DESCRIPTORS)
     )

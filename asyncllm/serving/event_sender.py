@@ -72,14 +72,14 @@ async def open_event_sender(
     first_events: str,
     write_error: Callable[[ProtocolError], str],
 ) -> AsyncIterator[EventSender]:
-    """Send the streams' events in the ``async with`` block; leaving the block ends the answer.
+    """Context manager that yields the sender of an answer's events; its exit ends the answer.
 
     Args:
         first_events: events to send before all others.
         write_error: function that writes an error as events, for an error after the first event.
 
     Raises:
-        ProtocolError, AsyncLLMError: if nothing was sent yet.
+        ProtocolError, AsyncLLMError: for an error before anything was sent.
         ClientGoneError: at the end of the block, if the client has gone meanwhile.
     """
     sender = EventSender(exchange, first_events)

@@ -104,9 +104,10 @@ class Exchange:
                 while True:
                     is_large = max(content_length, len(data)) >= MIN_LARGE_JSON_BYTES
                     if self._claim is None and (is_large or self._has_read_body):
-                        # A smaller body claims nothing until it is read: clients that send a part
-                        # of one would hold up others. The timeout stops while the server leaves the
-                        # body unread. A chunked body has no Content-Length: claim the maximum.
+                        # A small body claims memory only once it is received, else clients that
+                        # send a part of one would hold up others. A chunked body has no
+                        # Content-Length: claim the maximum. The timeout is for the client, so it
+                        # stops while the server waits for memory.
                         scope.deadline = math.inf
                         num_claimed_bytes = (
                             len(data) if self._has_read_body else content_length or max_size
@@ -154,7 +155,7 @@ class Exchange:
         self._server_context.release_claim(claim, untokenized_streams)
 
     async def wait_for_disconnect(self) -> None:
-        """Wait until the client closes its connection, the only message after the body."""
+        """Wait until the client closes its connection. Called once the body is read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -229,8 +230,8 @@ class Exchange:
         self.has_begun_answer, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read_body and "transfer-encoding" in self.headers:
-            # Close the connection, because the server would parse all chunks that remain. Skipping
-            # the rest of a body of known length costs little.
+            # Close the connection: else the server would parse all remaining chunks. To skip the
+            # rest of a body of known length costs little.
             fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
         is_http = self.scope["type"] == "http"

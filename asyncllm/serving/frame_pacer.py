@@ -8,7 +8,7 @@ one text stutters."""
 
 
 class FramePacer:
-    """Divider of a frame rate among the responses in flight, which bounds the event loop's load.
+    """Divides a frame rate among the responses in flight, to bound the event loop's load.
 
     Args:
         max_rate: frames of text per second, over all responses.

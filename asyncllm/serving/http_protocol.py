@@ -226,11 +226,11 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
 
 class _AnswerSender:
-    """ASGI ``send`` for one request. uvicorn writes the answer to it, as to a transport.
+    """ASGI ``send`` for one request. uvicorn writes the answer to this object, as to a transport.
 
-    The head is sent with the body's first part, as ASGI requires: one system call less before the
-    first text. Parts of a chunked answer do not pass through h11: h11's objects and checks would be
-    most of the cost of a streamed event."""
+    The head is sent together with the body's first part, as ASGI requires. This also saves a system
+    call before the first text. Parts of a chunked answer do not pass through h11: h11's objects and
+    checks would be most of the cost of a streamed event."""
 
     def __init__(self, protocol: HttpProtocol, send: Send) -> None:
         self._cycle: RequestResponseCycle = protocol.cycle
@@ -248,7 +248,7 @@ class _AnswerSender:
                 await self._start(message)
             else:
                 await self._send(message)
-                # Let the application see that the client has read its answer.
+                # Return only once writing resumes: the application then frees the answer's memory.
                 await self._drain()
             return
         cycle = self._cycle

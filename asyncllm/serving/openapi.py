@@ -54,7 +54,7 @@ def openapi(*, needs_bearer_token: bool) -> dict[str, Any]:
     """OpenAPI 3.1 description of the application.
 
     Args:
-        needs_bearer_token: clients have to send a bearer token.
+        needs_bearer_token: whether clients have to send a bearer token.
     """
     schemas: dict[str, Any] = {}
     by_name = {body.__name__: body.openapi_schema(_REF_TEMPLATE) for body in _BODY_TYPES}

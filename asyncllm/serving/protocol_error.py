@@ -38,7 +38,7 @@ class ProtocolError(Exception):
     Attributes:
         code: machine-readable code.
         param: the field at fault, or None.
-        status: the HTTP status of the same error.
+        status: the HTTP status; an event has it as a field.
         headers: HTTP headers, such as ``Retry-After``.
     """
 

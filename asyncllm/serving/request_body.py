@@ -38,8 +38,8 @@ AcceptedValues = Mapping[str, tuple[Any, ...]]
 """Map from unsupported fields to the values that are accepted, because they have no effect."""
 
 _ERROR_SUFFIX_BY_TAG: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""Ends of error messages for unions of text and list: the alternative to the type that failed, by
-pydantic's tag of the failed type."""
+"""Ends of error messages for a union of text and list. pydantic's message names only the type that
+it tried, and the tag tells which; the end names the other type."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:

@@ -19,9 +19,9 @@ class TextItem:
         is_reasoning: whether it is reasoning instead of a message.
 
     Attributes:
-        logprobs_mark: text that stands for the log-probabilities in the item's fields. Four events
-            repeat them, and as JSON they take twenty times their memory; ResponseEvents replaces
-            the mark by the JSON when an event is sent.
+        logprobs_mark: text that stands for the log-probabilities in the item's fields.
+            ResponseEvents replaces the mark by their JSON when an event is sent. The JSON takes
+            twenty times the memory of the log-probabilities, and four events repeat it.
     """
 
     index: int

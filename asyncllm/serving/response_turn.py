@@ -26,8 +26,8 @@ CONVERT_PARSE_SPEED_RATIO = 32
 time of parsing one byte of JSON. A short message of about 360 bytes takes 3 microseconds."""
 
 WRITE_PARSE_SPEED_RATIO = 10
-"""Bytes of JSON that are written in the time of parsing one byte. It estimates the cost of events
-that repeat the request's texts and tools."""
+"""Bytes of JSON that are written in the time of parsing one byte. The ratio is for estimating the
+cost of events that repeat the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[ResponseEvent]], Awaitable[None]]
 
@@ -147,5 +147,6 @@ class ResponseTurn:
             if not events.num_logprobs_bytes:
                 await send(final_events)
                 return
-            for event in final_events:  # One by one: each repeats the log-probabilities.
+            # Complete the events one by one, because each repeats the log-probabilities.
+            for event in final_events:
                 await send((events.insert_logprobs(event),))

@@ -37,7 +37,8 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
             await turn.run(_drop_events)
         if turn.stream.finish_reason == "abort":
             raise aborted_error()
-        # ``respond`` claims memory for the answer itself, whose JSON repeats the request.
+        # Release the turn's claim first: ``respond`` claims memory for the whole answer, whose JSON
+        # repeats the request.
         turn.release()
         await exchange.respond(200, turn.events.response_json.encode())
     finally:

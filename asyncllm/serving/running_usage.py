@@ -1,6 +1,6 @@
 """RunningUsage: ``usage`` so far, for each chunk of an answer (vLLM's ``continuous_usage_stats``).
 
-Load generators count tokens by it.
+Load generators count tokens by this field.
 """
 
 from __future__ import annotations

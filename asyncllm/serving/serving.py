@@ -35,8 +35,8 @@ MIN_LARGE_JSON_BYTES = 1 << 16
 """Minimum number of bytes of JSON that count in ``large_body_budget`` and ``answer_budget``."""
 
 COPIES_OF_LOGPROBS = 3
-"""Copies of a response's log-probabilities that are in memory while its last events are sent: as
-JSON, in the event that is made, and in the one that the client has not read."""
+"""Number of copies of a response's log-probabilities in memory while its last events are sent:
+their JSON, the event that is being made, and the event that the client has not read yet."""
 
 
 @dataclass(eq=False, repr=False)
@@ -120,8 +120,9 @@ class ServingContext:
 
     @asynccontextmanager
     async def claimed_logprobs_bytes(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserve memory for events that repeat ``num_bytes`` of log-probabilities, waiting until
-        it is free; few log-probabilities need none."""
+        """Context manager that reserves memory for events that repeat ``num_bytes`` of
+        log-probabilities, waiting until the memory is free. Below MIN_LARGE_JSON_BYTES, it reserves
+        none."""
         if num_bytes < MIN_LARGE_JSON_BYTES:
             yield
             return

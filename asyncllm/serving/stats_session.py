@@ -21,7 +21,8 @@ MAX_LISTED_RESPONSES = 64
 """Maximum number of responses that a snapshot lists."""
 
 MAX_SENT_SNAPSHOTS_PER_SECOND = 500
-"""Maximum number of snapshots that all connections send per second. Beyond it, each sends fewer."""
+"""Maximum number of snapshots that all connections send per second. Beyond it, each connection
+sends fewer."""
 
 
 @dataclass(eq=False, repr=False)
@@ -74,7 +75,7 @@ class StatsSnapshots:
 
 @dataclass(eq=False, repr=False)
 class StatsSession:
-    """Sender of the engine's statistics whenever they change, and every KEEP_ALIVE_SECONDS seconds.
+    """Sends the engine's statistics whenever they change, and at least every KEEP_ALIVE_SECONDS.
 
     Args:
         connection: an open connection.
@@ -85,7 +86,7 @@ class StatsSession:
     snapshots: StatsSnapshots
 
     async def run(self) -> None:
-        """Run until the connection is closed. A client that sends anything is closed with 1008."""
+        """Run until the connection is closed. If the client sends anything, close with 1008."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_snapshots)
             async for _ in self.connection:

@@ -100,8 +100,8 @@ class LegacyLogprobWriter:
         return lists
 
     def _top_by_text(self, candidates: Iterable[tuple[int, float]]) -> dict[str, float]:
-        """Map from tokens' texts to log-probabilities. If two tokens have one text, the likelier
-        counts. The sampled token is always included, as in OpenAI's protocol."""
+        """Map from tokens' texts to log-probabilities. If two tokens have the same text, the
+        likelier one counts. The sampled token is always included, as in OpenAI's protocol."""
         top: dict[str, float] = {}
         id_to_text_and_bytes, lowest = self.id_to_text_and_bytes, LOWEST_LOGPROB
         for token_id, logprob in candidates:

@@ -56,7 +56,8 @@ async def answer_long_text(
     """Send the answer of ``make_answer(server_context, body, max_characters)``.
 
     For a short body ``make_answer`` runs on the event loop, and returns None if the text has more
-    than ``max_characters``. Then, and for a long body, it runs on one of the engine's text threads.
+    than ``max_characters``. In this case, and for a long body, it runs on one of the engine's text
+    threads.
     """
     body = await exchange.read_body()
     answer = (
@@ -85,7 +86,7 @@ def tokenize(
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt is not False,
         chat_template_kwargs=request.template_variables(engine, request.reasoning_effort) or None,
-        # An answer may take thirty times the memory of its text: refuse what cannot fit.
+        # An answer may take thirty times the memory of its text, so limit the text.
         max_tokens=engine.max_model_len - 1,
     )
     token_ids = encode(max_characters)
@@ -103,7 +104,7 @@ def detokenize(server_context: ServingContext, body: bytes, _: int | None) -> by
     server_context.resolve_model_name(request.model)
     max_ids = server_context.engine.max_model_len
     if len(request.tokens) > max_ids:
-        # An answer may take forty times the memory of its ids.
+        # An answer may take forty times the memory of its ids, so limit the ids.
         raise InvalidRequestError(
             f"tokens: has {len(request.tokens)} ids, expected at most {max_ids}, the context's "
             "length",

@@ -92,8 +92,8 @@ def serve(
 
 
 class EngineServer(HttpServer):
-    """Server made by ``serve``. ``async with`` starts and closes it; so do ``await`` and
-    ``aclose``."""
+    """Server made by ``serve``. ``async with`` starts and closes it; or ``await`` starts it, and
+    ``aclose`` closes it."""
 
     def __init__(self, app: ServerApp, host: str, port: int, **options: Any) -> None:
         super().__init__(app, host, port, **options)
@@ -109,8 +109,8 @@ class EngineServer(HttpServer):
         return self._app.model_names[0]
 
     async def __aenter__(self) -> Self:
-        """Begin to listen. Raises EngineError for an engine that is not running, and OSError as
-        ``bind``."""
+        """Begin to listen. Raises EngineError for an engine that is not running, and OSError if
+        the address cannot be bound."""
         self.engine.stats()  # Raise the engine's error here, instead of at each request.
         if not (self._app.needs_token or is_loopback(self.host)):
             logger.warning(

@@ -22,13 +22,14 @@ from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
 BASE_MESSAGE_FRAME_LIMIT = 1024
 MESSAGE_BYTES_PER_EXTRA_FRAME = 64
 """A fragmented message may have BASE_MESSAGE_FRAME_LIMIT frames, and one more for each
-MESSAGE_BYTES_PER_EXTRA_FRAME bytes. Pings and pongs between its fragments count."""
+MESSAGE_BYTES_PER_EXTRA_FRAME bytes. Pings and pongs between its fragments count as frames."""
 
 MESSAGE_TIMEOUT_SECONDS = 30.0
 """Seconds that a client has to send a message of more than MAX_BYTES_PER_PARSE_TURN bytes."""
 
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 256, 4096
-"""Bounds of the bytes passed to the WebSocket parser at a time, which parses all frames in them."""
+"""Bounds of the number of bytes passed to the WebSocket parser at a time. The parser parses all
+frames in these bytes."""
 
 
 class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
@@ -52,7 +53,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self._rate_check_timer = Timer(RATE_CHECK_SECONDS, self._check_receive_rate)
 
     def shutdown(self) -> None:
-        """Close with 1001, and wait for the client's answer as after a close by the application."""
+        """Close with code 1001, and wait up to ``close_timeout`` for the client's answer."""
         if not self.handshake_complete:
             super().shutdown()
         elif self.conn.state is State.OPEN:  # In another state the connection is already closing.
@@ -77,11 +78,11 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         if (text := message.get("text")) is None:
             await super().send(message)
             return
-        # Encode the frame here: more than half of the time of websockets' own ``send`` goes into
+        # Encode the frame here: websockets' own ``send`` spends more than half of its time on
         # making a Frame and a buffer for each text.
         self.transport.write(_encode_text_frame(text.encode()))
         if len(text) > MAX_BYTES_PER_PARSE_TURN:
-            # Return only when the client has read a long message, so that the application can wait.
+            # Backpressure: after a long message, return only when the client has read it.
             await self.writable.wait()
 
     def _parse(self) -> None:
@@ -109,12 +110,12 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _begin_long_message(self) -> None:
         self._message_timer.start()
         self._rate_check_timer.start()
-        if self._claim is not None:  # Parsing waited until the budget granted the bytes.
+        if self._claim is not None:  # The grant came late: parsing was waiting for it.
             self._resume_parsing()
 
     def _check_receive_rate(self) -> None:
-        """Close the connection if its message is received too slowly while others wait, else check
-        again later."""
+        """Close the connection if its message arrives too slowly while other messages wait for the
+        budget; else check again later."""
         if self._claim is not None and self._claim.is_too_slow(self._num_message_bytes()):
             self._close_for_slow_message(
                 f"of a message less than {MIN_BYTES_PER_RATE_CHECK >> 10} KiB came in "
@@ -153,7 +154,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             return
         super().handle_events()
         for frame in frames:
-            frame.data = b""  # websockets' parser refers to the last frame until the next one
+            frame.data = b""  # Free the data: websockets' parser keeps a frame until the next.
 
     def _exceeds_frame_limit(self, frame: Frame) -> bool:
         """Count a frame that arrives while a message is fragmented. Returns whether the message has
@@ -170,7 +171,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         return self._frames_left < 0
 
     def _may_parse(self) -> bool:
-        # Before the handshake is answered, the client may turn out to have no access.
+        # Until the handshake is answered, the application may still refuse the client.
         is_admitted = self.handshake_complete or not self.handshake_initiated
         has_claim = self._claim is None or self._claim.is_granted
         # Reading is paused while a message is unread.
@@ -207,7 +208,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def send_receive_event_to_app(self) -> None:
         self._stop_timers()
         if self.curr_msg_data_type == "text" and not _is_utf8(self.frames):
-            # uvicorn would log an error with a traceback.
+            # Refuse the message here: uvicorn would log an error with a traceback.
             self.frames = []
             self.conn.fail(CloseCode.INVALID_DATA, "a text message is not UTF-8")
             self.handle_parser_exception()

@@ -1,1 +1,1 @@
-"""Structured output: grammars that restrict an output by masking its next token."""
+"""Structured output: grammars that restrict an output by masking tokens."""

@@ -60,13 +60,13 @@ class GrammarBackends:
             before_compile: function that is called before each backend compiles, after its import.
 
         Raises:
-            GrammarError: if no backend can enforce the grammar, with the reason of each; or if the
-                grammar admits no output but the empty one.
+            GrammarError: if no backend can enforce the grammar (the message has each backend's
+                reason), or if the grammar admits no output but the empty one.
         """
         refusals = []
         names = self._backend_names()
         if spec.kind != "structural_tag":
-            # llguidance enforces all that xgrammar does, except specs above llguidance's limits.
+            # Besides structural tags, xgrammar adds only specs that exceed llguidance's limits.
             names = names[:1]
         for name in names:
             try:

@@ -28,8 +28,9 @@ THREAD_NICENESS = 5
 step then gets three times the time of a compiling thread."""
 
 MAX_EXTRA_COMPILE_THREADS = 1
-"""Maximum number of further threads. Each takes the place of a thread whose compilation is overdue,
-because a compilation cannot be stopped. While all compilations are overdue, no new one begins."""
+"""Maximum number of threads beyond MAX_COMPILE_THREADS. Each replaces a thread whose compilation is
+overdue, because a compilation cannot be stopped. If all threads have overdue compilations, no new
+one begins."""
 
 COOLDOWN_TO_COMPILE_RATIO = 2
 """Pause of a thread after a compilation, as a multiple of the compilation's duration. Compilations
@@ -61,7 +62,7 @@ class _CompileJob:
     Attributes:
         waiting_requests: callbacks of the requests that wait for the grammar; None once the job
             is finished or dropped.
-        timer: timer that makes the compilation overdue; None before it begins.
+        timer: timer that makes the compilation overdue; None before the compilation begins.
     """
 
     spec: StructuredOutputs
@@ -80,7 +81,7 @@ class GrammarCompiler:
     waiting requests fail. It cannot be interrupted, so it continues on its thread, and the result
     is cached. Up to ``MAX_EXTRA_COMPILE_THREADS`` threads replace threads with overdue
     compilations. A queued compilation without waiting requests is dropped. The threads have a low
-    priority on Linux, and rest after each compilation. A result after the end of the engine is
+    priority on Linux, and rest after each compilation. After the end of the engine, results are
     dropped. The interpreter's exit waits up to ``timeout`` for compilations that have begun.
 
     Args:
@@ -153,7 +154,7 @@ class GrammarCompiler:
 
     def _start_thread(self) -> None:
         """Start a thread for a job. If no more threads are allowed, or none can be started, a
-        running thread takes the job; RequestError is raised if all have overdue jobs.
+        running thread takes the job. RequestError is raised if all threads have overdue jobs.
 
         The caller holds the lock until it has queued the job.
         """
@@ -216,7 +217,8 @@ class GrammarCompiler:
             self._close_event.wait(min(COOLDOWN_TO_COMPILE_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
     def _drop_unwanted_jobs(self) -> None:
-        """Drop the queue's first jobs until a request waits for one. The caller holds the lock."""
+        """Drop jobs from the front of the queue while no request waits for them. The caller holds
+        the lock."""
         while self._queue and not any(
             is_wanted() for _, is_wanted in self._queue[0].waiting_requests or ()
         ):
@@ -241,7 +243,7 @@ class GrammarCompiler:
             refused = _refusal_error(job.spec, check.describe_error(error))
             refused.__cause__ = error
             return None, refused
-        except BaseException as error:  # A backend's native code may panic (Rust).
+        except BaseException as error:  # A panic in a backend's Rust code is no Exception.
             return None, _refusal_error(job.spec, check.describe(error))
 
     def _start_timer(self, job: _CompileJob) -> None:
@@ -273,7 +275,7 @@ class GrammarCompiler:
                 done_callback(None, copy(error))
 
     def _drop_job(self, job: _CompileJob) -> list[tuple[DoneCallback, IsWanted]]:
-        """Remove a failed job; returns its waiting requests. The caller holds the lock."""
+        """Remove a failed or unwanted job; returns its requests. The caller holds the lock."""
         waiting, job.waiting_requests = job.waiting_requests, None
         self._jobs.pop(job.spec, None)
         return waiting or []

@@ -22,8 +22,8 @@ def is_gbnf(text: str) -> bool:
     """Whether a grammar is GBNF rather than Lark.
 
     In GBNF a line begins with a rule's name and ``::=``. Lark may contain ``::=`` elsewhere, in a
-    string or comment. Its ``start:`` is not looked for, because it may also be written ``?start:``
-    or ``start[…]:``.
+    string or comment. Lark's ``start:`` is not looked for, because it may also be written
+    ``?start:`` or ``start[…]:``.
     """
     return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
 
@@ -72,7 +72,7 @@ class GrammarMemoryBound:
     as long as the memory.
 
     Attributes:
-        compiled_bytes: bytes after the compilation.
+        compiled_bytes: bytes right after the compilation, before any token.
         bytes_per_token: bytes that each accepted token may add to the shared automaton.
         max_added_bytes: maximum number of bytes that all tokens may add.
         num_accepted_tokens: number of accepted tokens, of all outputs.

@@ -43,7 +43,7 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
     while pending:
         item = pending.pop()
         if not isinstance(item, Mapping):
-            continue  # true and false have no keywords; backends refuse any other type.
+            continue  # The schemas true and false have no keywords; backends refuse other types.
         yield item
         for keyword, value in item.items():
             if keyword in _SCHEMA_MAP_KEYWORDS and isinstance(value, Mapping):

@@ -163,7 +163,7 @@ class LLGuidanceMatcher:
 
     def release(self) -> None:
         self._matcher = None
-        self._memory = GrammarMemoryBound()  # Outside the compiler's accounts.
+        self._memory = GrammarMemoryBound()  # The compiler does not count this object.
 
     def _make_limit_error(self, message: str) -> Exception:
         """Make the error for an output whose next token exceeds the limits of the parser."""

@@ -1,10 +1,10 @@
-"""refuse_large_merges: bounds the schemas that llguidance merges because they apply to one value.
+"""refuse_large_merges: refuses schemas that llguidance could take very long to merge.
 
-llguidance merges the schemas of ``allOf``, and the keywords beside a ``$ref``, into one automaton.
-The numbers of states of patterns multiply. For ``multipleOf`` the automaton has as many states as
-the least common multiple of the numbers. For each two ``patternProperties`` of an object,
-llguidance tests whether one name can match both, and tests again after each merge. llguidance's
-limits do not count this work, and nothing interrupts it.
+llguidance merges the schemas that apply to one value into one automaton: the schemas of ``allOf``,
+and the keywords beside a ``$ref``. The numbers of states of merged patterns multiply. For
+``multipleOf`` the automaton has as many states as the least common multiple of the numbers. For any
+two ``patternProperties`` of an object, llguidance tests whether one name can match both, and tests
+again after each merge. llguidance's limits do not count this work, and nothing interrupts it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_MULTIPLEOF_REMAINDERS = 16_384
 take 50 ms and 8 MB."""
 
 MAX_APPLIED_SCHEMAS = 200_000
-"""Maximum number of checked values and applied schemas together, repetitions included. Checking
+"""Maximum number of checked values plus schemas that apply to them, repetitions included. Checking
 this many takes 0.5 s."""
 
 MAX_EXPANDED_SCHEMAS = 4096
@@ -42,8 +42,9 @@ MAX_PROPERTIES_PER_OBJECT = 3000
 optional properties: 0.4 s for 3,000."""
 
 MAX_COMPARED_PATTERN_CHARACTERS = 100_000
-"""Maximum total of the characters in compared ``patternProperties``. Comparing two patterns counts
-their characters plus BASE_CHARACTERS_PER_PATTERN for each. The maximum takes up to 0.6 s."""
+"""Maximum total cost of comparing ``patternProperties``, in characters. A comparison costs the
+characters of both patterns, plus BASE_CHARACTERS_PER_PATTERN for each of the two. The maximum takes
+up to 0.6 s."""
 
 BASE_CHARACTERS_PER_PATTERN = 32
 """Cost of a pattern in a comparison, as a number of characters added to its own."""
@@ -96,7 +97,7 @@ class _MergeChecker:
             return 1
         count = self._expanded_counts.get(id(schema))
         if count is None:
-            self._expanded_counts[id(schema)] = 1  # A reference to itself adds no schema.
+            self._expanded_counts[id(schema)] = 1  # A recursive $ref adds no schema.
             parts = [
                 part
                 for keyword in ("allOf", "anyOf", "oneOf")

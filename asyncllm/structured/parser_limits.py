@@ -26,8 +26,8 @@ GRAMMAR_CHARACTERS_PER_CHECKED_STATE = 512
 """After compilation, one parser state is checked per this many characters of the grammar."""
 
 MAX_CHECKED_PARSER_STATES = 64
-"""Maximum number of parser states for which the time of a mask is checked after compilation, from
-the initial state on."""
+"""Maximum number of parser states whose masks are computed and checked after compilation, beginning
+with the initial state."""
 
 MAX_EARLEY_ITEMS_PER_MASK = 16_000
 """Maximum number of Earley items (partly matched rules) made to compute one mask: about 6 ms."""
@@ -125,7 +125,7 @@ def refuse_unsupported_in_lark(grammar: str) -> None:
     ``%json`` and a brace begin a schema even in comments and strings.
     """
     if grammar.lstrip().startswith("{"):
-        # A grammar in llguidance's JSON format could write ``%json`` with escapes.
+        # Escapes in llguidance's JSON format could hide ``%json`` from the search below.
         raise GrammarError("begins with '{', expected a grammar in Lark or GBNF")
     schemas = []
     for start in (match.end() - 1 for match in _INLINE_SCHEMA_PATTERN.finditer(grammar)):

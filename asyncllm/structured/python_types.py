@@ -70,7 +70,8 @@ def parse_json_as(python_type: Any, text: str, param_name: str) -> Any:
         param_name: name of the caller's parameter, for errors.
 
     Raises:
-        InvalidRequestError: for a type that Pydantic does not support, or if it is not installed.
+        InvalidRequestError: for a type that Pydantic does not support, or if Pydantic is not
+            installed.
         ValueError: if ``text`` does not fit the type.
     """
     adapter = _make_adapter(python_type, param_name)
@@ -87,7 +88,7 @@ def parse_json_as(python_type: Any, text: str, param_name: str) -> Any:
 
 
 def typed_dict_fields(typed_dict: Any) -> dict[str, tuple[Any, bool]]:
-    """Map names of a TypedDict's fields to type hints and whether the field is required."""
+    """Map each field name of a TypedDict to the type hint and to whether the field is required."""
     fields: dict[str, tuple[Any, bool]] = {}
     for name, hint in typing.get_type_hints(typed_dict, include_extras=True).items():
         is_required = name in typed_dict.__required_keys__

@@ -41,9 +41,9 @@ def refuse_infinite_references(root: Any) -> None:
     An example is a schema that requires a reference to itself. A grammar would admit the beginning
     of an endless value, and the output would go on for ever.
 
-    The satisfiable references are a least fixed point: some value of their schemas needs no
-    references, or only satisfiable ones. The time is linear in the size of the schema, unless one
-    schema has a long list of references.
+    A reference is satisfiable if some value of its schema needs no references, or only satisfiable
+    ones (a least fixed point). The time is linear in the size of the schema, unless one schema has
+    a long list of references.
     """
     targets = dict(_reachable_references(root))
     finite_refs: set[str] = set()
@@ -67,7 +67,7 @@ def refuse_infinite_references(root: Any) -> None:
 
 
 def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the reachable local ``$ref``, each once, with its target.
+    """Iterate over the reachable local references (``$ref``), each once, with its target.
 
     Backends refuse other references.
     """

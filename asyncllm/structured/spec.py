@@ -59,14 +59,15 @@ def parse_structured_outputs(value: Any) -> StructuredOutputs | None:
     """Check ``SamplingParams.structured_outputs``, without importing a backend.
 
     Raises:
-        InvalidRequestError: if it is not a mapping with exactly one kind, or exceeds the limits.
+        InvalidRequestError: if ``value`` is not a mapping with exactly one kind, or exceeds the
+            limits.
     """
     if value is None or isinstance(value, StructuredOutputs):
         return value
     try:
         return _parse_mapping(value)
     except InvalidRequestError as error:
-        error.param = _PARAM_NAME  # Only the message names the field within it, such as ``regex``.
+        error.param = _PARAM_NAME  # Only the message names the field, such as ``regex``.
         raise
 
 
@@ -113,7 +114,7 @@ def _check_regex(value: Any) -> str:
 def _check_grammar(value: Any) -> str:
     name = f"{_PARAM_NAME}.grammar"
     text = check.string(name, value, max_length=MAX_SPEC_CHARACTERS)
-    # A JSON escape within a rule may hide a reference to another rule.
+    # Count escapes too: in a %json schema, "\u0024ref" is a "$ref".
     return _check_reference_count(
         name, text, len(_RULE_START_PATTERN.findall(text)) + text.count("\\u00")
     )

@@ -189,7 +189,7 @@ def estimate_compile_milliseconds(text: str, schemas: Iterable[Any], num_tokens:
         values = list(properties.values()) if isinstance(properties, Mapping) else []
         num_properties = len(values)
         is_closed = part.get("additionalProperties") is False
-        num_true = sum(value is True for value in values)  # ``subschemas`` does not yield true.
+        num_true = sum(value is True for value in values)  # ``subschemas`` omits the schema true.
         milliseconds += (
             2 + 4 * num_true + 2 * sum(keyword in part for keyword in _NUMBER_BOUND_KEYWORDS)
         )

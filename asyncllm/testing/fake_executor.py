@@ -36,7 +36,7 @@ class _TokenDigests:
     Args:
         window: size of the sliding window in tokens; None without.
         start: position of the next digest.
-        digests: those before that position, as far back as the window reaches.
+        digests: the digests before ``start``, as far back as the window reaches.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FakeExecutor:
         gate: semaphore that each ``collect`` acquires; None for no wait.
         sleep: function that is called with ``step_time`` in each step.
         batches: the executed batches, if ``record`` is True.
-        row_errors: exceptions by request id, with which each sampled row of the request fails.
+        row_errors: exception by request id; each sampled row of that request fails with it.
     """
 
     def __init__(self, info: ExecutorInfo, *, step_time: float = 0.0, record: bool = False) -> None:
@@ -368,10 +368,10 @@ class FakeExecutor:
             result.token_ids += yielded
             result.counts[row] = len(yielded)
         else:
-            # The next step may already be launched, and needs a token of this row.
             result.prompt_logprobs.pop(row, None)
             result.errors[row] = RowError.of(error)
             self.in_process.errors.setdefault(batch.step, {})[row] = error
+        # A failed row has tokens too: the next step may already be launched, and reads them.
         tokens = self._tokens_by_index[req_index]
         del tokens[position:]
         tokens += yielded

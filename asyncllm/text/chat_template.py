@@ -92,7 +92,7 @@ class ChatTemplate:
         return template
 
     def compile(self) -> None:
-        """Compile the model's templates in advance: a request would wait 50 ms for it.
+        """Compile the model's templates in advance, so that no request waits 50 ms for this.
 
         A template that does not compile raises its error when it is used.
         """

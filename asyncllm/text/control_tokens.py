@@ -166,8 +166,8 @@ class ControlTokens:
             if message_tokens:
                 raise refusal from error
             # A filter such as urlencode refuses surrogates, so use one ordinary character for all
-            # delimiters. It need not be turned back: this rendering is only compared with others,
-            # because the messages contain no special token.
+            # delimiters. They need not be restored: the messages contain no special token here, so
+            # this rendering is only compared with another one.
             strict_prompt = render_prompt(
                 lambda text: _SURROGATE_PATTERN.sub(
                     self._placeholder_character, self._hide_all_delimiters(text)
@@ -237,9 +237,9 @@ class ControlTokens:
         token_ids = map(self._id_by_token.__getitem__, self._token_pattern.findall(prompt))
         expected_ids = [i for i in token_ids if i in self._control_ids]
         marked = self._token_pattern.sub(lambda match: self._mark_by_token[match[0]], prompt)
-        # The vocabulary may have a special token's text as an ordinary token too, so message text
-        # may still be encoded as a control token. Then encode again, with message text split at
-        # the delimiters of special tokens.
+        # Message text may still be encoded as a control token, because the vocabulary may have a
+        # special token's text as an ordinary token too. In this case encode again, with message
+        # text split at the delimiters of special tokens.
         for separator in ("", self._separator_mark):
             ids = encode_text(
                 self._injection_safe_tokenizer, self._restore_delimiters(marked, separator)
@@ -282,7 +282,7 @@ def unk_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
         tokens = backend.model.tokenize("\U0010fffd")
     except Exception:  # ``tokenizers`` raises bare Exceptions.
         tokens = []
-    # With byte fallback, the character becomes several byte tokens.
+    # With byte fallback, an unknown character becomes several byte tokens instead.
     return frozenset(token.id for token in tokens) if len(tokens) == 1 else frozenset()
 
 

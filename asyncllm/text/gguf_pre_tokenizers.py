@@ -1,10 +1,9 @@
 """GGUF pre-tokenizers: rules that split text into words, by the name in a GGUF file.
 
-The names and regular expressions are those of llama.cpp (``llama-vocab.cpp``). Where an expression
-of llama.cpp differs from the model's own tokenizer (llama.cpp knows no classes of upper and lower
-case beyond ASCII), llama.cpp's is used, because GGUF files are made for it. An expression of
-``std::regex`` is rewritten for Oniguruma: non-ASCII spaces match only ``\\s``, and ``\\d`` is
-``[0-9]``.
+The names and regular expressions are those of llama.cpp (``llama-vocab.cpp``), even where they
+differ from the model's own tokenizer, because GGUF files are made for llama.cpp. For example,
+llama.cpp knows no classes of upper and lower case beyond ASCII. An expression of ``std::regex`` is
+rewritten for Oniguruma: non-ASCII spaces match only ``\\s``, and ``\\d`` is ``[0-9]``.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ def _sentencepiece_tokenizer(
 
     Of pairs of equal score, llama.cpp merges the leftmost in the text. ``tokenizers`` ranks pairs
     in advance, so the pair with the longer left token is merged first. The results rarely differ:
-    tokens of trained vocabularies have different scores, and two ways of merging one token rarely
-    overlap.
+    tokens of trained vocabularies have different scores, so pairs of equal score make the same
+    token, and two such pairs rarely overlap in a text.
     """
     scores = file.read_array("tokenizer.ggml.scores")
     if len(scores) < len(vocabulary):
@@ -218,8 +218,8 @@ def _sentencepiece_decoder(*, strip_start: bool) -> decoders.Decoder:
 def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[AddedToken]:
     """Yield the tokens that are recognised before a text is split into words.
 
-    llama.cpp makes some control tokens of gpt-oss user-defined, so that programs can show them.
-    This function keeps them control tokens, so that the text of a message cannot spell them.
+    llama.cpp turns some control tokens of gpt-oss into user-defined tokens, so that programs can
+    show them. Here they stay control tokens, so that the text of a message cannot spell them.
     """
     key, name = "tokenizer.ggml.token_type", file.metadata.get("general.name")
     types = file.read_array(key) if key in file.metadata else [1] * len(vocabulary)
@@ -264,7 +264,7 @@ def _add_bos_and_eos(
     add_bos: bool,
 ) -> None:
     """Add BOS and EOS tokens to prompts, as the metadata says. Where the metadata does not say, BOS
-    is added if ``add_bos`` is True and the vocabulary has one, and EOS is not."""
+    is added if ``add_bos`` is True and the vocabulary has a BOS token; EOS is not added."""
     ends: dict[str, str] = {}
     for name, default in (("bos", add_bos and "bos_token" in special_tokens), ("eos", False)):
         key = f"tokenizer.ggml.add_{name}_token"

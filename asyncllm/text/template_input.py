@@ -172,7 +172,7 @@ def _check_messages(
             raise _invalid_input_error(
                 location, f"a {type(messages[i]).__name__}", "a dict with a role"
             )
-        # Clients send null for an absent field, but templates test only whether it is present.
+        # Clients send null for an absent field, but templates test only for presence.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):

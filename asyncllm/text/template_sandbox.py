@@ -21,7 +21,7 @@ import jinja2.utils
 import jinja2.visitor
 
 _CHARACTERS_PER_ITEM = 16
-"""In size limits, a list item counts as so many characters, and so does a bit of an integer."""
+"""Characters that a list item counts for in size limits; a bit of an integer counts as much."""
 
 _COLLECTION_FILTER_NAMES = frozenset(
     "attr batch count d default dictsort first float groupby int items last length list map max "
@@ -108,7 +108,7 @@ class RenderMeter:
         return size
 
     def charge_call(self, name: str, value: Any, arguments: tuple[Any, ...]) -> None:
-        """Charge the largest possible size of a filter's or method's result to the rendering.
+        """Charge a call of a filter or method, by the largest size that its result can have.
 
         Args:
             name: name of the filter or method.

@@ -1,4 +1,4 @@
-"""Text decoders: convert tokens to text one by one, with the same result as all at once.
+"""Text decoders: convert tokens one by one to the text that decoding all at once gives.
 
 There is a class for each family of tokenizer decoders:
 
@@ -256,7 +256,7 @@ class ByteFallbackDecoder:
 
 
 def _trailing_byte_run(table: TokenPieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
-    """Bytes of the byte tokens at the end of ``token_ids``, and whether any token has text.
+    """Bytes of the byte tokens at the end of ``token_ids``, and whether any id has text or bytes.
 
     Of a long run of byte tokens, only the last whole characters are returned.
     """
@@ -281,8 +281,8 @@ class WindowDecoder:
     one, and returns the text that the new one added at the end.
 
     The result is correct if a token's text depends only on a few tokens before it. Text that ends
-    in one to three replacement characters is held back, because they may be an unfinished
-    character; four cannot be one. For invalid UTF-8, the number of replacement characters may
+    in one to three replacement characters is held back, because they may stand for an unfinished
+    character; four or more cannot. For invalid UTF-8, the number of replacement characters may
     differ from decoding all at once.
 
     Args:

@@ -48,7 +48,7 @@ _FAST_TEMPLATE_RENDER_LIMITS = RenderLimits(
     max_value_size=16 * LONG_TEXT_CHARACTERS,
     max_seconds=0.005,
 )
-"""Limits of a rendering on an event loop or the short-text thread; it delays other requests."""
+"""Limits of a rendering that delays other requests: on an event loop or the short-text thread."""
 
 _MAX_UNBATCHED_TEXTS = 16
 """Maximum number of short texts that are encoded one by one. Starting the tokenizer's threads takes
@@ -197,7 +197,7 @@ class Tokenizer:
 
         Encode the text with ``add_special_tokens=False``: the template already writes special
         tokens, and the model would see two BOS tokens. If a message contains the text of a special
-        token, the result has that token too; ``encode_chat`` keeps it text.
+        token, the result has that token too; ``encode_chat`` encodes it as text.
 
         Raises:
             InvalidRequestError: for invalid messages, and for a template that raises an error or
@@ -273,7 +273,7 @@ class Tokenizer:
     def id_to_bytes(self) -> Callable[[int], bytes]:
         """Function from a token id to the bytes that the token adds to a text.
 
-        The bytes may be an incomplete character. Those of a special token are its name. A token
+        The bytes may be an incomplete character. The bytes of a special token are its name. A token
         whose bytes depend on its neighbours is decoded alone.
         """
         decode = self.decode
@@ -343,9 +343,10 @@ class Tokenizer:
         return frozenset(i for i in self.special_token_ids if predicate(added[i].content))
 
     def encode_delimiter(self, delimiter: str) -> tuple[int, ...]:
-        """Token ids of a delimiter that are the same in any context.
+        """Token ids of a delimiter, if it has the same ids in any context; else empty.
 
-        Empty if one token may span an end of ``delimiter`` and the text next to it.
+        The ids depend on the context if a token may contain an end of ``delimiter`` and the text
+        next to it.
         """
         try:
             ids = self.encode(delimiter, add_special_tokens=False)

@@ -10,7 +10,7 @@ MAX_DELIMITER_CHARACTERS = 4096
 """Maximum number of characters of a delimiter; a longer match is plain text."""
 
 _CANDIDATE_STARTING_CHARACTERS = string.printable
-"""Characters tested as the first of a delimiter, besides those in its pattern."""
+"""Characters tried as a delimiter's first character, besides the characters of its pattern."""
 
 _PRIVATE_USE_CHARACTER = "\U000f1234"
 """Private-use character, which occurs in no delimiter. A pattern that can begin with it can

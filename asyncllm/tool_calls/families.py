@@ -46,7 +46,7 @@ class ModelFamily:
 
     Attributes:
         markers: lists of texts. The family matches if the model's chat template contains all texts
-            of one list; the first family of a table that matches is the model's.
+            of one list. If several families match, the first in the table is the model's.
         excluded_markers: texts of similar, unsupported formats. If the chat template contains one
             of them, the family does not match.
         ignored_pattern: pattern of output that is neither text, reasoning nor a call, such as the

@@ -73,7 +73,7 @@ class JsonCallReader:
         tool_names: names of the known tools. A call of another tool is text.
         opening_delimiter: the delimiter before the JSON.
         tool_name: the tool's name, if the opening delimiter contains it.
-        closing_delimiters: delimiters of which one must follow the JSON; None if none must.
+        closing_delimiters: one of these must follow the JSON; None if nothing must follow it.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ class OutputParser:
             self._new_text.append(rest)
 
     def take_increments(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Remove and return the new text, the new reasoning, and a fragment of each tool call."""
+        """Remove and return the new text, the new reasoning, and the new fragments of calls."""
         text, reasoning = "".join(self._new_text), "".join(self._new_reasoning)
         calls = _join_fragments(self._new_calls)
         for parts in (self._new_text, self._new_reasoning, self._new_calls):

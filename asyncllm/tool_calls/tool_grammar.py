@@ -23,9 +23,9 @@ these keywords, additional properties are refused."""
 def with_tool_grammar(
     sampling_fields: dict[str, Any], sampling_params: Any, tool_use: ToolUse, syntax: ChatSyntax
 ) -> tuple[dict[str, Any], bool]:
-    """Add the grammar that a ``chat()`` call's tools need to its ``SamplingParams`` fields.
+    """Add a grammar for the tools of a ``chat()`` call to its ``SamplingParams`` fields.
 
-    With ``structured_outputs``, the grammar allows tool calls or an answer that matches it.
+    If ``structured_outputs`` is given, the grammar allows tool calls or a structured answer.
 
     Args:
         sampling_fields: fields of ``SamplingParams`` that the caller passed by name.
@@ -42,7 +42,7 @@ def with_tool_grammar(
 
             - ``structured_outputs`` is given, and a tool call is required.
             - ``structured_outputs`` is neither a JSON schema nor ``json_object``.
-            - A grammar is needed, and the model's format of calls is unknown or does not allow it.
+            - A grammar is needed, and the model's format of calls is unknown or allows no grammar.
             - The grammar exceeds the limits of ``structured_outputs``.
     """
     structured_outputs = sampling_fields.get("structured_outputs")

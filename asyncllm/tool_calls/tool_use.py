@@ -78,7 +78,7 @@ class ToolUse:
 
     @property
     def is_strict(self) -> bool:
-        """Whether a tool is ``strict``, so that call arguments must match its schema."""
+        """Whether any tool is ``strict``: the arguments of its calls must match its schema."""
         return any(schema["function"].get("strict") for schema in self.schemas)
 
 
@@ -141,7 +141,7 @@ def _check_parameters(schema: Any, location: str) -> None:
 def _check_reference(schema: dict[str, Any], root: dict[str, Any], location: str) -> None:
     """Check that the ``$ref`` of a schema leads to a schema within ``root``.
 
-    Refuses a cycle of ``$ref`` without a schema; accepts a recursive schema, such as a tree's.
+    Refuses references that lead only to each other; accepts a recursive schema, such as a tree's.
     """
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:

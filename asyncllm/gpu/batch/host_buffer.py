@@ -25,7 +25,7 @@ class HostBuffer(StepBuffer):
 
     Args:
         num_logprobs: number of log-probabilities per token for which ``logprobs`` has room.
-        padding_indices: per KV group, index of an entry of the flat block table that is never read;
+        padding_indices: per KV group, index in the flat block table of an entry that no step reads;
             () if steps read the host's tables.
 
     Attributes:

@@ -51,7 +51,7 @@ class InputBatch:
         self.epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply_step_changes(self, batch: StepBatch) -> None:
-        """Applies a step's changes: releases and freed blocks, then new requests and blocks."""
+        """Applies a step's changes: first released requests and freed blocks, then new ones."""
         for req_index in batch.released_indices:
             self.epochs[req_index] += 1
         for req_index, group, first, end in batch.freed_entries:

@@ -15,7 +15,8 @@ from asyncllm.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS
 
 
 class SamplingStages(enum.Flag):
-    """Optional stages of sampling: three process logits before, LOGPROBS runs after sampling."""
+    """Optional stages of sampling. LOGPROBS runs after a token is sampled; the other stages process
+    the logits before that."""
 
     NONE = 0
     MASKS = enum.auto()
@@ -32,10 +33,11 @@ LOGITS_PROCESSING_STAGES = (
 
 
 class LogitsTables:
-    """Tables from which logits are processed, with a row per request index.
+    """Tables that the logits-processing stages read, with a row per request index.
 
     Tables are allocated when a request first needs them, and then keep their addresses. A row is
-    stale unless LOGITS_PROCESSING_PARAMS refer to it.
+    stale unless LOGITS_PROCESSING_PARAMS refer to it. N is ``max_num_seqs``; W is the number of
+    words of a mask.
 
     Attributes:
         allowed: ``[N + 1, W]`` int32, a bit per token that may be sampled.

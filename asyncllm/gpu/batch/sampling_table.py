@@ -38,7 +38,8 @@ SAMPLE_OP_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
 )
 """Parameters of the op ``sample``, in the order of ``SampleArgs`` in ``native/src/interface.h``.
 
-``states`` are 64-bit RNG states made from the seeds, as int64; ``top_k`` is 0 for all tokens."""
+``states`` are 64-bit RNG states made from the seeds, as int64. If ``top_k`` is 0, all tokens are
+kept."""
 
 LOGITS_PROCESSING_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
     {

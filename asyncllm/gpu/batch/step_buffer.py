@@ -95,13 +95,18 @@ class StepLimits:
 class StepBuffer(BufferSections):
     """The inputs of a step, as sections of one allocation.
 
-    ``write`` writes the *host* sections: for each row ``req_indices``, ``starts`` and ``counts``;
-    for each sampled row ``sampled_req_indices`` and ``sampled_positions``, the position of the
-    token before the sampled one; and ``output_indices``, see StepInputs. ``previous_tokens`` has
-    the token before the sampled one, -1 if only the device has it. The other sections of StepInputs
-    are *derived*: on the host by ``compute_derived_inputs``, or by an op on the device, which has
-    the tokens of the previous step. CUDA graphs and native programs hold the addresses of the
-    device's buffer; for steps that do not begin early on a CPU, the host writes directly into it.
+    ``write`` writes the *host* sections:
+
+    - ``req_indices``, ``starts`` and ``counts`` of each row;
+    - ``sampled_req_indices`` and ``sampled_positions`` of each sampled row: its request index, and
+      the position of the token before the sampled one;
+    - ``output_indices``, see StepInputs.
+
+    ``previous_tokens`` has the tokens at ``sampled_positions``; -1 if only the device has the
+    token. The other sections of StepInputs are *derived*: on the host by
+    ``compute_derived_inputs``, or by an op on the device, which has the tokens of the previous
+    step. CUDA graphs and native programs hold the addresses of the device's buffer. On a CPU the
+    host writes directly into that buffer, except for steps that begin early.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device, *, pinned: bool = False) -> None:

@@ -38,9 +38,9 @@ class KVGroupInputs:
         host_table: the same block table on the host.
         block_size: tokens per KV block.
         table_changes: ``[C]`` int64, indices into the flattened block table, and ``[C]`` int32,
-            their new entries; ``decode_inputs`` writes them to the table. An index that occurs
-            twice has the same entry both times; padding is an index of the dummy row. None if the
-            host writes the table.
+            their new entries; ``fill_decode_inputs`` writes these to the table. An index that
+            occurs twice has the same entry both times; padding is an index of the dummy row. None
+            if the host writes the table.
     """
 
     slot_mapping: Tensor
@@ -67,7 +67,7 @@ class StepInputs:
         query_start_loc: ``[R + 1]`` int64, as in RowArrays.
         prefill_start_loc: ``[R - num_decodes + 1]`` int32, like ``query_start_loc`` for the rows
             after the decodes, counted from their first token.
-        groups: one per KV group.
+        groups: the inputs of each KV group.
         max_num_seqs: N.
         max_len: the largest of ``seq_lens``; in a captured step an upper bound.
         num_logits: number of leading entries of ``output_indices`` whose logits are computed.

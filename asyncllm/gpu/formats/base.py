@@ -41,8 +41,8 @@ class WeightFormat(Protocol):
 
     Attributes:
         label: phrase for the log: the method's name, bits and group sizes.
-        ignored_quantisation: phrase for the log: which quantisation of activations or the KV cache
-            is ignored, as both stay in the model's dtype; "" if there is none.
+        ignored_quantisation: phrase for the log: the quantisation of activations and the KV cache,
+            which is ignored because both stay in the model's dtype; "" if there is none.
         ignored_tensor_suffixes: ends of names of tensors that concern only activations or the KV
             cache.
     """
@@ -151,7 +151,7 @@ def check_fields(config: ConfigFile, known_fields: Iterable[str], *module_list_f
 
     Raises:
         ModelLoadError: a field is unknown, and may change the meaning of the weights; or a list of
-            modules is no list of strings.
+            modules is not a list of strings.
     """
     for name in config.values:
         if name in config and name not in known_fields:
@@ -164,7 +164,7 @@ def check_fields(config: ConfigFile, known_fields: Iterable[str], *module_list_f
 
 
 def read_group_size(config: ConfigFile) -> int | None:
-    """Read the number of inputs that share a scale; None, -1 in the file, means a whole row.
+    """Read the number of inputs that share a scale; None means a whole row (-1 in the file).
 
     Raises:
         ModelLoadError: the value is neither a positive integer nor -1.

@@ -23,7 +23,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class GGUFReader:
-    """CheckpointReader of a memory-mapped GGUF file, or of a split one.
+    """CheckpointReader of a memory-mapped GGUF file, which may be split into several files.
 
     Attributes:
         quantisation_label: quantisation for the log; empty for a file without quantised tensors.
@@ -32,8 +32,8 @@ class GGUFReader:
         dtype: dtype to which quantised tensors are dequantised; plain tensors keep theirs.
 
     Raises:
-        ModelLoadError: the file is damaged or not supported, or has types of tensors that need
-            gguf-py, which is not installed.
+        ModelLoadError: the file is damaged or not supported, or has tensor types that only gguf-py
+            reads, and gguf-py is not installed.
     """
 
     ignored_quantisation = ""
@@ -73,8 +73,8 @@ class GGUFReader:
             yield values if stored.transform is None else stored.transform(values)
 
     def quantised_tensor(self, name: str) -> QuantisedTensor | GGUFQuantisedTensor | None:
-        """Return codes and scales for Q4_0 and Q8_0, blocks for types in ``GGUF_BLOCK_SIZES``, None
-        for other types."""
+        """Return codes and scales of a Q4_0 or Q8_0 matrix, or the blocks of a matrix of a type in
+        ``GGUF_BLOCK_SIZES``; None for other tensors, and for a matrix with a transform."""
         stored = self._stored_tensors[name]
         label, shape = stored.entry.type_name, stored.shape
         if len(shape) != 2 or stored.transform is not None:

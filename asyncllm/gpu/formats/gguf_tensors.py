@@ -160,9 +160,9 @@ class _TensorMapper:
     def _rope_row_order(self, name: str, entry: GGUFTensor, heads: int) -> np.ndarray:
         """Indices that put the rows of q or k in transformers' order.
 
-        In RoPE llama.cpp rotates adjacent pairs, transformers the two halves of a head. The
-        converter to GGUF has put the rows of q and k in llama.cpp's order
-        (``LlamaModel.permute``).
+        RoPE rotates pairs of a head's elements: llama.cpp pairs adjacent elements, transformers
+        pairs an element of the first half with one of the second. The converter to GGUF has put
+        the rows of q and k in llama.cpp's order (``LlamaModel.permute``).
         """
         rows = entry.shape[0]
         if rows % (2 * heads):

@@ -42,16 +42,17 @@ _KNOWN_GPTQ_FIELDS = (
 
 
 class _PackedWordsFormat(WeightFormat):
-    """WeightFormat of integers in words of 32 bits, along the inputs or the outputs of ``qweight``.
+    """WeightFormat of integers packed in words of 32 bits.
 
-    Beside it are ``qzeros [groups, out * bits / 32]`` and ``scales [groups, out]``. An element is
+    A word of ``qweight`` packs adjacent inputs or adjacent outputs. The other tensors of a weight
+    are ``qzeros [groups, out * bits / 32]`` and ``scales [groups, out]``. An element is
     ``(value - zero) * scale``.
 
     Attributes:
         group_size: inputs that share a scale; None is a whole row.
         along_outputs: whether a word of ``qweight`` packs adjacent outputs instead of inputs.
         value_order: index of each value in its word; None is ascending.
-        zero_offset: number added to the words of ``qzeros``.
+        zero_offset: number added to each word of ``qzeros`` before it is unpacked.
         desc_act: whether the checkpoint must have ``g_idx [in]``, the group of each input.
     """
 
@@ -151,8 +152,8 @@ class Gptq(_PackedWordsFormat):
             raise config.field_error("is_marlin_format", "false")
         name = "checkpoint_format" if "checkpoint_format" in config else "format"
         version = config.choice(name, ("gptq", "gptq_v2"), "gptq")
-        # The quantiser subtracted ``fields``, which has a 1 in every field, from whole words, so a
-        # 0 borrowed from the next field. Adding ``fields`` to whole words undoes this.
+        # The quantiser subtracted ``fields``, which has a 1 in every field, from whole words. So a
+        # zero point of 0 borrowed from the next field. Adding ``fields`` to whole words undoes it.
         fields = sum(1 << place for place in range(0, 32, self.bits))
         offset = fields if version == "gptq" else 0
         self.zero_offset = torch.tensor(offset, dtype=torch.int64).to(torch.int32)

@@ -30,9 +30,9 @@ class CudaGraphCapturer(GraphCapturer):
     says what they may not do, and what happens if they do.
 
     A failed capture leaves its key without a graph and has no other effect, because the step has
-    run before. Each reason is logged once. Python's garbage collection is off during a capture: a
-    finaliser of the application that frees device memory on this thread would invalidate the
-    capture.
+    already run eagerly. Each reason is logged once. Python's garbage collection is off during a
+    capture: a finaliser of the application that frees device memory on this thread would invalidate
+    the capture.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,8 +15,8 @@ from asyncllm.logger import get_logger
 logger = get_logger("asyncllm")
 
 CAPTURE_BACKOFF_BASE = 3
-"""Base of the exponential back-off: the next attempt after a key's n-th failed capture is the key's
-CAPTURE_BACKOFF_BASE**n-th step since then."""
+"""Base of the exponential back-off: after n failed captures of a key, the next attempt is made at
+the key's (CAPTURE_BACKOFF_BASE**n)-th step since the last failure."""
 
 
 class StepPart(enum.Enum):
@@ -37,8 +37,8 @@ class StepPart(enum.Enum):
 class GraphKey:
     """Key of a graph: what distinguishes the graphs of one engine.
 
-    Addresses, the block size, the longest sequence and the number of splits that attention
-    chooses for (bucket, longest sequence) are fixed while the engine lives.
+    The key leaves out what is fixed while the engine lives: addresses, the block size, the longest
+    sequence, and the number of splits that attention chooses for a bucket at that length.
 
     Attributes:
         bucket: padded number of rows of a decode step; of tokens for ALL_BUT_LAST_LAYER.
@@ -102,9 +102,9 @@ class StepGraphs:
     graphs fit into its memory.
 
     A capture can fail because of another thread of the application, and its error does not tell
-    whether the step is at fault. So steps of a key without a graph run eagerly, and the third step
-    after a failure is captured again, after another failure the ninth, and so on. A step that can
-    never be captured thus costs ever less, and no graph is given up for good.
+    whether the step is at fault. So steps of a key without a graph run eagerly, and the capture is
+    tried again: at the third step after the first failure, at the ninth after the second, and so
+    on. A step that can never be captured thus costs ever less, and no graph is given up for good.
 
     Not thread-safe: graphs are captured and replayed on the engine thread.
 
@@ -133,7 +133,9 @@ class StepGraphs:
         return self.buckets[index] if index < len(self.buckets) else None
 
     def run(self, key: GraphKey) -> None:
-        """Runs a part of a step, by graph; eagerly if it exceeds the largest bucket.
+        """Runs a part of a step from its graph, which is captured first if there is none yet.
+
+        The part runs eagerly if it exceeds the largest bucket, or if its capture has failed.
 
         Args:
             key: its ``bucket`` is the number of rows, and is rounded up to the next bucket.
@@ -162,8 +164,8 @@ class StepGraphs:
         """Captures one bucket per iteration of the caller's loop, the largest first.
 
         A capture runs the step's ``part`` on the rows in its buffers, which all have to be padding.
-        Graphs of the other parts, and of attention that shares keys out by length, are captured
-        when a batch needs them.
+        Graphs of the other parts, and graphs with balanced splits, are captured when a batch needs
+        them.
         """
         for bucket in reversed(self.buckets):
             self._capture_graph(GraphKey(bucket, part))
@@ -175,7 +177,7 @@ class StepGraphs:
         del self._run
 
     def _capture_graph(self, key: GraphKey) -> None:
-        """Runs the step, and keeps its graph."""
+        """Runs the key's part of a step, and keeps its graph or counts the failed capture."""
         began, before = time.perf_counter(), self._capturer.pool_bytes()
         graph = self._capturer.capture(partial(self._run, key))
         if graph is None:
@@ -189,7 +191,8 @@ class StepGraphs:
 
 
 def default_token_counts(max_tokens: int) -> tuple[int, ...]:
-    """Default token counts: powers of two from 32 to 2,048, and the numbers half-way between.
+    """Default token counts: powers of two from 32 to 2,048, and above 64 the numbers half-way
+    between.
 
     Args:
         max_tokens: upper bound of the token counts.

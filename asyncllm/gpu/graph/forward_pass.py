@@ -27,13 +27,13 @@ class ForwardPass:
         """Chooses how the step will run, and sets its ``bucket`` and ``has_balanced_splits``.
 
         Returns:
-            Whether ``forward`` also computes the inputs that follow from others, such as positions
-            and KV slots, so that the host need not.
+            Whether ``forward`` also computes the derived inputs, such as positions and KV slots, so
+            that the host need not.
         """
         return False
 
     def forward(self, step: LaunchedStep) -> StepOutput:
-        """Runs the model on the latest step; samples too, if one graph holds both.
+        """Runs the model on a step; also samples if one CUDA graph holds the whole step.
 
         The result is valid until the next call.
         """

@@ -124,7 +124,7 @@ class PiecewiseGraphs:
     def _static_tensor(
         self, tensor_key: object, row_shape: tuple[int, ...], like: Tensor
     ) -> Tensor:
-        """A tensor ``[T, *row_shape]`` of the largest bucket, allocated as zeros on first use.
+        """Tensor with one row per token of the largest bucket, allocated as zeros on first use.
 
         The first use is outside a capture: the largest bucket is captured first, and runs eagerly
         before its capture.

@@ -34,8 +34,8 @@ class RecordedStep(ForwardPass):
         num_bytes: bytes of the activations.
         program: the native program, set by ``make_program``.
         logits, hidden: outputs, with room for the largest step; set by ``make_program``.
-        greedy: ``[max_rows]`` int64, tokens with the largest logit; None if the model's head does
-            not find them. Set by ``make_program``.
+        greedy: ``[max_rows]`` int64, tokens with the largest logit; None if the model has no
+            ``argmax_function``. Set by ``make_program``.
 
     Raises:
         UnrecordableError: a part of the model has no native op.

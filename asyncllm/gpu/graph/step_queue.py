@@ -79,14 +79,15 @@ class StepQueue(DeviceStream):
     """Runs recorded steps one after the other, without the host in between.
 
     A step finds its input tokens in the persistent batch, where the previous step has written them.
-    The batch is not copied: a step that reassigns a request index, or frees blocks that left a
-    sliding window, has to wait for steps in flight that have a row of that request index.
+    The batch is not copied. So a step that reassigns a request index, or frees a request's blocks
+    that left a sliding window, has to wait for the steps in flight that have a row of this request
+    index.
 
     While a step is queued, no other op may run on the native library's context.
 
     Attributes:
-        min_step_tokens: smallest step, in tokens, that is queued behind a running step; None if
-            only steps with grammar masks are.
+        min_step_tokens: minimum number of tokens of a step that is queued behind a running step;
+            None if only steps with grammar masks are queued there.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class StepQueue(DeviceStream):
         """Whether to run a step while earlier steps are in flight.
 
         That pays if the step has ``min_step_tokens`` or awaits masks. It is possible if the step
-        changes rows that steps in flight read only by appending to them.
+        does no more than append to the rows that steps in flight read.
         """
         batch, least = step.batch, self.min_step_tokens
         # A step that loads or saves recurrent states cannot begin early: the host copies the states

@@ -28,8 +28,8 @@ NUM_PROMPT_TOKENS = 2
 def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, int], None]) -> None:
     """Runs steps that launch every kernel with every kind of arguments.
 
-    Triton compiles a kernel at its first launch with a new kind of arguments, which takes seconds
-    that running requests would wait. The steps are:
+    Triton compiles a kernel at its first launch with a new kind of arguments. That takes seconds,
+    for which running requests would have to wait. The steps are:
 
     - a decode step of the smallest and one of the largest bucket;
     - a decode step with balanced attention, if batches can be skewed;

@@ -59,7 +59,7 @@ def rope_specs(model: ModelConfig) -> tuple[RopeSpec, ...]:
 
 
 class LayerAttention(NamedTuple):
-    """A layer's attention op, and the indices in a StepContext that its mixer reads."""
+    """A layer's attention op, and the layer's indices into the lists of a StepContext."""
 
     kind: AttentionKind
     attention: Attention
@@ -71,7 +71,7 @@ class LayerAttention(NamedTuple):
 def attention_by_layer(
     model: ModelConfig, attention: Mapping[AttentionKind, Attention]
 ) -> dict[int, LayerAttention]:
-    """LayerAttention of each attention layer, with its op from ``attention``, by layer index.
+    """Map from the index of each attention layer to its LayerAttention.
 
     Args:
         attention: the Attention of each of ``attention_kinds``.

@@ -26,10 +26,10 @@ class Decoder:
     """A decoder-only transformer: embedding, layers, final norm and output head.
 
     Attributes:
-        attention: the Attention of each kind, in the order of the kinds' indices.
-        ropes: content of each RoPE table, by index.
+        attention: the Attention of each kind, in the order of ``LayerAttention.attention_index``.
+        ropes: spec of each RoPE table, in the order of ``LayerAttention.rope_index``.
         embedding: embedding of token ids; its dtype and device are the model's.
-        states: recurrent states of a sequence; () for a model without recurrent layers.
+        states: specs of a sequence's recurrent states; () for a model without recurrent layers.
         per_layer_embeddings: op that makes per-layer embeddings; None if the model has none.
         rope_tables: RoPE tables on the device, made by ``set_max_positions``.
     """
@@ -105,7 +105,7 @@ class Decoder:
         return StepOutput(self.logits(hidden[:first]), hidden, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[S, H] -> [S, vocab_size]`` in the model's dtype."""
+        """Logits ``[S, vocab_size]`` of hidden states ``[S, H]``, in the model's dtype."""
         logits = self.lm_head(hidden)
         cap = self.logits_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)

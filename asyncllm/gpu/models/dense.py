@@ -58,9 +58,8 @@ def build_decoder(
     Args:
         attention: the Attention of each of ``attention_kinds``.
         weights: ``(name, weights)`` in the order of ``architectures.parameters``; the weights of a
-            linear layer are a tensor or LinearWeights in a form that ``ops`` accepts. Each is
-            handed to its op as it arrives, so that a packing op set holds at most one of them
-            twice.
+            linear layer are a tensor or LinearWeights in a form that ``ops`` accepts. Each goes to
+            its op as it arrives, so that at most one is in memory both as read and packed.
         quantisers: functions that quantise every linear layer's weights, and the output head's,
             before ``ops`` gets them; None for no quantisation.
         dtype: dtype of the model; needed only if the embedding arrives as LinearWeights, which have
@@ -87,7 +86,7 @@ class _OrderedWeightSource:
         return weights
 
     def check_exhausted(self) -> None:
-        """Exhaust the weights, which closes their files."""
+        """Raise RuntimeError for weights left over; reading to the end closes the files."""
         for name, _ in self._weights:
             raise RuntimeError(f"weights left over: {name}")
 
@@ -102,8 +101,7 @@ class DecoderBuilder:
         quantisers, dtype: see ``build_decoder``.
 
     Attributes:
-        pending_scale: ``layer_scalar`` of the layer built last. The norm built next multiplies by
-            it.
+        pending_scale: ``layer_scalar`` of the layer built last; the scale of the norm built next.
     """
 
     def __init__(
@@ -219,7 +217,7 @@ class DecoderBuilder:
         )
         reads_shared_kv, v_norm = sizes.kv_layer is not None, None
         if sizes.value_is_key:
-            # If a layer's values equal its keys, project the key's rows twice: this costs less than
+            # If values equal keys, stack the rows of the key projection twice: this costs less than
             # a branch in every kernel.
             names = (*names[:2], names[1])
         rows = module_row_counts(names, (queries + gates, keys, keys))
@@ -253,7 +251,7 @@ class DecoderBuilder:
         """Order in which the ops expect the rows of q, k and v; None for the checkpoint's own
         order.
 
-        Within heads of q and k it is ``rotary_order``. Output gates, which a checkpoint stores
+        Rows of each q or k head are in ``rotary_order``. Output gates, which a checkpoint stores
         after each head of q, come last.
         """
         dim, heads, kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
@@ -290,7 +288,7 @@ class DecoderBuilder:
     def mlp(
         self, scope: WeightScope, index: int
     ) -> tuple[Callable[[Tensor], Tensor], ExpertsBesideMLP | None]:
-        """Build a layer's MLP, or its experts, or an MLP and experts in parallel to it."""
+        """Build a layer's MLP, its experts, or an MLP with experts in parallel."""
         names, experts = self.model.names, self.experts_config_of(index)
         size = self.model.layer(index).intermediate_size
         if experts is not None and experts.parallel_to_mlp:

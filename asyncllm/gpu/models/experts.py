@@ -24,8 +24,8 @@ class ExpertsMLP:
 
     Attributes:
         shared_expert: the shared expert; None for a model without one.
-        gate: layer that computes a logit, whose sigmoid multiplies the shared expert's output; None
-            if it has no gate.
+        gate: projection to a logit, whose sigmoid multiplies the shared expert's output; None for
+            no gate.
     """
 
     routing: Routing

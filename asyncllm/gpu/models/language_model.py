@@ -22,8 +22,8 @@ class StepOutput(NamedTuple):
 
     Attributes:
         logits: ``[num_logits, vocab_size]`` in the model's dtype.
-        hidden: ``[E, H]``, hidden states after the final norm of the E tokens in
-            ``StepInputs.output_indices``.
+        hidden: ``[E, H]``, hidden states of the E tokens in ``StepInputs.output_indices``, after
+            the final norm.
         tokens: ``[num_greedy]`` int64, tokens of the largest logits; see ``ArgmaxLinear``.
     """
 
@@ -53,7 +53,8 @@ class LanguageModel(Protocol):
     def argmax_function(self) -> Callable[[Tensor], Tensor] | None:
         """Function ``[S, H] -> [S]`` int64 that finds the tokens of the largest logits.
 
-        It does not write the logits, see ``ArgmaxLinear``. None if the model has no such function.
+        The function does not write the logits, see ``ArgmaxLinear``. None if the model has no such
+        function.
         """
         ...
 

@@ -16,7 +16,7 @@ class AttentionKind:
     """Attention parameters of the layers that share one Attention and one plan per step.
 
     Attributes:
-        window: keys that a query sees, itself included; None is all.
+        window: number of keys that a query sees, its own included; None is all.
         kv_group: index of the KV group that the layers belong to.
     """
 
@@ -37,10 +37,12 @@ class StepContext:
         kv_caches: KV cache of each layer that has one.
         states: tensors of the StateCache; () for a model without recurrent layers.
         state_rows: result of ``TorchOps.state_rows``; None without recurrent layers.
-        output_tokens: ``[S]`` int64, indices of the tokens that a layer computes after its mixer:
-            ``StepInputs.output_indices`` in the last layer; None for all tokens in the others.
-        per_layer_embeddings: ``[T, layers, P]``; None for a model without them.
-        shared_kv: by KV index, k and v of this step's tokens, for later layers that reuse them.
+        output_tokens: ``[S]`` int64, indices of the tokens that a layer still computes after its
+            mixer: ``StepInputs.output_indices`` in the last layer; None, for all tokens, in others.
+        per_layer_embeddings: ``[T, layers, P]``, see PerLayerEmbeddings; None for a model without
+            them.
+        shared_kv: k and v of this step's tokens, by ``AttentionMixer.kv_index``, for later layers
+            that reuse them.
     """
 
     positions: Tensor
@@ -78,8 +80,8 @@ KV or state of all T tokens."""
 class Layer(Protocol):
     """One decoder layer.
 
-    The next norm adds the residual, as one fused op, so a layer takes and returns its input and the
-    residual separately.
+    The norm that follows adds a layer's output to the residual, in one fused op. Layers therefore
+    take and return the two separately.
 
     Attributes:
         kind: key that is equal for layers whose ops have the same shapes.

@@ -26,7 +26,7 @@ class GatedDeltaMixer:
 
     Attributes:
         qkvz: projection to q, k and v, ``conv_channels`` columns together, then z.
-        gates: projection to the logits of beta, one per value head, then those of the decay.
+        gates: projection to the logits of beta, then those of the decay, one each per value head.
         first_state_index: index in ``StepContext.states`` of the convolution's state; the delta
             rule's state is at the next index.
     """
@@ -119,6 +119,6 @@ def projection_row_order(config: LinearAttentionConfig) -> tuple[Tensor, Tensor]
 
 
 def _deinterleaved_row_order(num_groups: int, part_sizes: tuple[int, ...]) -> Tensor:
-    """Row order that puts the first parts of all groups before their second parts."""
+    """Row order that puts the first parts of all groups first, then all second parts, and so on."""
     rows = torch.arange(num_groups * sum(part_sizes), device="cpu").view(num_groups, -1)
     return torch.cat([part.flatten() for part in rows.split(part_sizes, 1)])

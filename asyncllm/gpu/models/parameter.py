@@ -46,13 +46,13 @@ class Parameter:
     Attributes:
         name: the decoder's own name, e.g. "layers.3.qkv.weight".
         shape: shape of all ``parts``, stacked along the first dimension.
-        parts: ``(tensor name, rows)`` in order.
+        parts: ``(tensor name, number of rows)``, in order.
         dtype: torch's name of the parameter's dtype, e.g. "float32"; None is the model's.
         layout: layout of a single fused part; None if the parts are plain rows.
-        is_linear: whether the parameter is a linear layer's weight that may be packed or quantised.
-            Weights of routers and gates may not.
-        is_embedding: whether the parameter is an embedding's table, which may stay packed as in the
-            checkpoint.
+        is_linear: whether the parameter is a linear layer's weight that may be packed or quantised;
+            false for weights of routers and of linear attention's gates.
+        is_embedding: whether the parameter is an embedding's table, which may stay quantised as in
+            the checkpoint.
         alternative: the same parameter in the layout of other checkpoints; None if all checkpoints
             have the same layout.
     """

@@ -42,7 +42,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
       by ``factor``, and interpolates in between (Peng et al., 2023, section 3.2).
     - "longrope" (Ding et al., 2024) divides each frequency by its own factor, from the long factors
       if ``max_positions`` exceeds ``original_max_position``, else from the short ones. The choice
-      is the same for all sequences, so that none depends on another's length.
+      is the same for all sequences, so that no sequence depends on another's length.
     - "proportional" (Gemma 4) divides by ``factor`` too, and sets the frequencies after the first
       ``rotated_fraction`` of all pairs to 0.
     - "none" sets all to 0.
@@ -94,7 +94,7 @@ def _yarn_extrapolation_factor(rope: RopeConfig, freqs: Tensor) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
-        # As in transformers, equal bounds make the ramp a step, without a division by 0.
+        # Avoid a division by 0 as transformers does: equal bounds make the ramp a step.
         last += 0.001
     ramp = (torch.arange(len(freqs), dtype=torch.float32, device="cpu") - first) / (last - first)
     return 1 - ramp.clamp(0.0, 1.0)
@@ -136,9 +136,9 @@ def rotary_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor
     order.
 
     Args:
-        rotary_dim: leading rows of the head, which are rotated.
-        interleaved: whether rows 2i and 2i + 1 are rotated together, and not i and i + rotary_dim /
-            2.
+        rotary_dim: number of rotated rows, which are the first of the head.
+        interleaved: whether row 2i is rotated together with row 2i + 1, instead of row i with row
+            i + rotary_dim / 2.
     """
     if rotary_dim == head_dim and not interleaved:
         return None

@@ -96,7 +96,7 @@ class WeightScope:
 
         Args:
             row_order: order of the rows; None keeps the checkpoint's.
-            keep_unquantised: whether the weight must not be packed or quantised.
+            keep_unquantised: whether the weight is neither read in quantised form nor quantised.
         """
         weight = self.parameter(name, modules, width, is_linear=not keep_unquantised)
         own_bias = self.parameter(name, modules, suffix=".bias") if bias else None
@@ -155,7 +155,7 @@ class WeightScope:
 
 
 def module_row_counts(names: tuple[str, ...], counts: tuple[int, ...]) -> ModuleRowCounts:
-    """Pair modules with their numbers of rows; one fused module gets the sum of ``counts``."""
+    """Pair modules with their numbers of rows; a single fused module gets the sum of ``counts``."""
     return tuple(zip(names, (sum(counts),) if len(names) == 1 else counts, strict=True))
 
 

@@ -87,10 +87,10 @@ class _Step:
     inputs: StepInputs
 
     def max_error(self, attention: Attention, window: int | None) -> float:
-        """Largest error of any row's head, relative to the norm of its exact output.
+        """Largest error of a head's output in any row, relative to the norm of the exact output.
 
-        It is infinite if any output is not finite. Outputs of padded rows count as well, because
-        later layers write their keys and values to the null block.
+        Infinity if any output is not finite, that of a padded row too: from it later layers compute
+        keys and values, and write them to the null block.
         """
         output = self._run(attention, self.q, self.cache, window).double()
         if not bool(output.isfinite().all()):

@@ -147,7 +147,7 @@ class AttentionBackend(Protocol):
     def constraints(self) -> Constraints: ...
 
     def default_block_size(self, device: torch.device) -> int:
-        """Tokens per KV block, where ``block_size`` is not configured."""
+        """Tokens per KV block if ``block_size`` is not configured."""
         ...
 
     def make(self, request: AttentionRequest) -> Attention:

@@ -1,8 +1,8 @@
 """Linear, RMSNorm, Rope, RopeAndCache, Attention: the protocols of the decoder's ops.
 
 An op set (``TorchOps`` and its subclasses) and an attention backend make the ops once, when the
-model is built; a step only calls them. In shapes, T is the number of tokens of a step, Hq of query
-heads and Hk of key/value heads; D is the size of a head.
+model is built; a step only calls them. In shapes, T is the number of tokens of a step, Hq that of
+query heads, Hk that of key/value heads, and D the size of a head.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RMSNorm(Protocol):
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``norm(sum)`` and ``sum = (multiplier * x + residual) * scale``.
 
-        ``residual`` may be overwritten.
+        ``multiplier`` and ``scale`` are constants of the norm. ``residual`` may be overwritten.
         """
         ...
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Lifetime(NamedTuple):
-    """Size of a buffer, and the first and last op that use it, as indices."""
+    """Size of a buffer, and the indices of the first and the last op that use it."""
 
     num_bytes: int
     first_op: int

@@ -1,9 +1,10 @@
 """sample: Gumbel-max sampling on a CPU, without a sort of the vocabulary.
 
-It computes ``gumbel.gumbel_sample`` for a few rows at a time, whose logits stay in the CPU's cache.
-A row's logits are divided into spans of 32 tokens. To find the tokens that survive truncation, only
-the spans with the largest maxima are sorted. Among their tokens, those above the maximum of every
-other span are the largest of the row. If truncation may keep further tokens, more spans are sorted.
+It computes ``gumbel.gumbel_sample`` for a few rows at a time, so that the CPU's cache holds their
+logits. A row's logits are divided into spans of 32 tokens. To find the tokens that survive
+truncation, only the spans with the largest maxima are sorted. Among their tokens, those above the
+maximum of every other span are the largest of the row. If truncation may keep further tokens, more
+spans are sorted.
 """
 
 from __future__ import annotations
@@ -124,8 +125,7 @@ def _sample_with_truncation(
 ) -> Tensor:
     """Samples rows with top_k, top_p or min_p.
 
-    Only the ``num_spans`` spans with the largest logits are sorted, and more if these do not
-    suffice.
+    The ``num_spans`` spans with the largest logits are sorted; more only if these do not suffice.
     """
     top_k, top_p, min_p = truncation_params
     sorted_logits, ids, bound = _find_candidates(scaled_logits, span_max, num_spans)

@@ -116,7 +116,8 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 def add_shared_expert(out: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Adds a shared expert's output ``shared`` to the routed experts' ``out``.
 
-    ``sigmoid(gate)`` multiplies it if there is a gate. Without a shared expert, returns ``out``.
+    With a gate, ``shared`` is first multiplied by ``sigmoid(gate)``. Without a shared expert,
+    returns ``out``.
     """
     if shared is None:
         return out
@@ -124,7 +125,7 @@ def add_shared_expert(out: Tensor, shared: Tensor | None, gate: Tensor | None) -
 
 
 class TorchExperts(ABC):
-    """Base class of ``Experts`` in plain torch; adds the shared experts to ``weighted_sum``.
+    """Base class of the plain torch ``Experts``; adds the shared experts to ``weighted_sum``.
 
     Args:
         gated_mul: activation, ``TorchOps.silu_mul`` or ``TorchOps.gelu_mul``; unused if
@@ -196,7 +197,7 @@ def tokens_by_expert(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor
         ids, weights: ``[T, top_k]``.
 
     Yields:
-        The expert, its n tokens ``[n]``, and the weights of its outputs for them ``[n, 1]``.
+        The expert, the n tokens routed to it ``[n]``, and their weights for it ``[n, 1]``.
     """
     order = ids.flatten().argsort(stable=True)
     tokens, factors = order // ids.shape[1], weights.reshape(-1, 1)[order]
@@ -208,7 +209,7 @@ def tokens_by_expert(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor
 
 
 class LoopedExperts(TorchExperts):
-    """Experts in a loop, each with its own linear layers of the op set.
+    """Experts computed one after the other, each by linear layers of the op set.
 
     Only experts that a token of the step was routed to are computed. On a CPU this is faster than
     a grouped product at any number of tokens. A token's experts are summed in the order of their

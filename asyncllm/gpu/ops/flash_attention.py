@@ -72,8 +72,8 @@ class FlashPlan:
 class FlashAttention(ABC):
     """Attention that calls the library once for decode rows and once for prefill rows.
 
-    With ``num_splits=0`` the library chooses how many programs a row's keys are split among. It
-    does so by the number of rows and the width of the block table, both of which are fixed in a
+    With ``num_splits=0`` the library chooses how many programs a row's keys are split among. The
+    choice depends on the number of rows and the width of the block table, which are both fixed in a
     captured decode step.
     """
 
@@ -116,8 +116,8 @@ class FlashAttention(ABC):
     def plan(self, step: StepInputs, window: int | None, group: int) -> FlashPlan:
         """Plans a step, with block tables gathered on the device.
 
-        ``StepInputs.tables`` cuts the tables to the longest row of an eager step: the libraries
-        take the width of a table for the length of the longest sequence.
+        ``row_block_tables`` cuts the tables to the longest row of an eager step, because the
+        libraries infer the length of the longest sequence from the width of the table.
         """
         decodes, blocks = step.num_decodes, step.row_block_tables(group)
         prefill = None
@@ -184,10 +184,10 @@ class FlashAttention(ABC):
 
     @abstractmethod
     def prefill_options(self, rows: PrefillRows) -> dict[str, Any]:
-        """Keyword arguments of calls on prefill rows that differ between FlashAttention 2 and 3."""
+        """Keyword arguments for prefill rows, which differ between FlashAttention 2 and 3."""
 
     def call_options(self, window: tuple[int, int]) -> dict[str, Any]:
-        """Keyword arguments of every call of FlashAttention 2 and 3."""
+        """Keyword arguments of every call, alike in FlashAttention 2 and 3."""
         return {
             "softmax_scale": self.shape.scale,
             "causal": True,

@@ -18,8 +18,8 @@ MIN_VERSION = (2, 7)
 class FlashAttention2(FlashAttention):
     """Attention by FlashAttention 2.
 
-    Blocks need not be zeroed for a new owner: according to its source, the library masks keys
-    beyond the end of a sequence, and loads zeros instead of the values there.
+    Blocks need not be zeroed for a new owner: the library, according to its source code, masks
+    keys beyond the end of a sequence, and loads zeros instead of the values there.
 
     Raises:
         EngineError: flash_attn is missing or too old.

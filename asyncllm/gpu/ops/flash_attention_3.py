@@ -31,10 +31,10 @@ INSTALL_HINT = (
 class FlashAttention3(FlashAttention):
     """Attention by FlashAttention 3, for Hopper.
 
-    Blocks have to be zeroed before another sequence gets them. According to reports on its
-    repository, the library may load the last block of a sequence whole, and multiply values beyond
-    the sequence by a weight of zero, so that NaN there would become the result. It may also load
-    the null block, to which the entries of the block table before a window point.
+    Blocks have to be zeroed before another sequence gets them. The library, according to reports on
+    its repository, may load the last block of a sequence whole, and multiply values beyond the
+    sequence by a weight of zero: NaN there would make the result NaN. It may also load the null
+    block, which replaces the blocks before a window in the block table.
 
     Raises:
         EngineError: flash_attn_interface is missing or too old.

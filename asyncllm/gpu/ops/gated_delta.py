@@ -13,7 +13,7 @@ from asyncllm.checkpoint.linear_attention_config import LinearAttentionConfig
 from asyncllm.gpu.batch.state_rows import StateRows, span_state
 
 CHUNK_TOKENS = 64
-"""Tokens per chunk. The number of matrix products per chunk does not depend on it."""
+"""Tokens per chunk. A chunk of any size takes the same number of matrix products."""
 
 NORM_EPS = 1e-6
 """Epsilon in the normalisation of queries and keys to length 1."""
@@ -36,7 +36,7 @@ class GatedDelta(Protocol):
     """The gated delta rule (Yang et al., 2025), in float32.
 
     For each token and value head the state becomes ``S = exp(g) S + k (v - exp(g) S^T k)^T beta``
-    and the output is ``S^T q``. There q and k are normalised to length 1, and q is then divided by
+    and the output is ``S^T q``. Here q and k are normalised to length 1, and q is then divided by
     ``sqrt(key_dim)``; ``beta = sigmoid(b)``; the decay g is that of ``DecayParameters``.
     """
 

@@ -2,8 +2,8 @@
 
 Each token i of a row draws an exponential number ``E_i``. Of the tokens that survive truncation the
 one with the least ``E_i / p_i`` is sampled: the Gumbel-max trick (Gumbel, 1954; Maddison et al.,
-2014). In a row without truncation first a chunk of 256 tokens is sampled by its mass, then a token
-in this chunk. The distribution is the same, for a hundredth of the random numbers.
+2014). In a row without truncation, a chunk of 256 tokens is sampled first, by its mass, then a
+token in this chunk. The distribution is the same, for a hundredth of the random numbers.
 
 ``E_i`` depends only on the seed, the position and the token or chunk. So a row's token depends on
 no other row, and a difference in the last bits of logits matters only where two tokens almost tie.
@@ -82,7 +82,7 @@ def gumbel_sample(
 
 
 def inverse_temperatures(temperature: Tensor) -> Tensor:
-    """Factors ``[S]`` of logits: 1 / temperature, or 1 for greedy rows."""
+    """Factors on the logits, ``[S]``: 1 / temperature, or 1 for greedy rows."""
     greedy = temperature < MIN_TEMPERATURE
     return torch.where(greedy, 1.0, 1.0 / torch.where(greedy, 1.0, temperature))
 
@@ -103,8 +103,9 @@ def truncation_mask(
 
     Args:
         sorted_logits: ``[S, C]``, the largest logits divided by the temperature, descending.
-        total_mass: ``[S]`` float64, mass of which top_p keeps a fraction, relative to the likeliest
-            token's; infinity for the mass of the tokens that min_p and top_k keep.
+        total_mass: ``[S]`` float64, the mass of which top_p keeps a fraction; the unit is the
+            likeliest token's mass. Where it is infinite, and in all rows if it is None, the
+            fraction is of the mass that min_p and top_k keep.
     """
     largest, count = sorted_logits[:, :1], sorted_logits.shape[1]
     is_kept = sorted_logits >= (largest + min_p.unsqueeze(1).log()).clamp(min=_MIN_FLOAT32)

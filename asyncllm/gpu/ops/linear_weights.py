@@ -44,7 +44,7 @@ unit: ``(2, 1)`` is two weights in one byte."""
 class WeightSpec:
     """Shape and quantisation of a linear layer's weights, without their values.
 
-    ``TorchOps.accepts_weights`` decides by it whether an op set can compute with the weights.
+    ``TorchOps.accepts_weights`` tells from a WeightSpec whether an op set can use the weights.
 
     Attributes:
         shape: ``(out, in)``.
@@ -92,8 +92,8 @@ class LinearWeights:
             beside a packed copy.
         panels: source of the weights in the native kernels' layout; None to pack them. If the
             source has them already, the tensors above are on the meta device, without values.
-        next_parts: weights of other specs, whose outputs follow those of ``values``. ``bias`` is
-            that of all outputs, and ``panels`` packs all parts, one after the other.
+        next_parts: weights of other specs, whose outputs follow those of ``values``. ``bias``
+            covers all outputs, and ``panels`` packs all parts, one after the other.
 
     Raises:
         ModelLoadError: a dtype or shape contradicts the scheme.

@@ -89,7 +89,7 @@ def _apply_token_constraints(logits: Tensor, table_rows: Tensor, rows: SamplingR
     active = entry[:MAX_STOP_IDS] < params["num_stop_ids"][table_rows].unsqueeze(1)
     active &= before_min_end.unsqueeze(1)
     ids = torch.where(active, tables.stop_ids[table_rows], 0).long()
-    # Unused entries of ``stop_ids`` have the limit infinity, and so do not change their logit.
+    # Inactive entries of ``stop_ids`` get the limit infinity, which leaves their logit unchanged.
     max_logits = torch.where(active, -torch.inf, torch.inf).to(logits.dtype)
     logits.scatter_reduce_(1, ids, max_logits, "amin")
 

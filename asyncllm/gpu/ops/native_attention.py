@@ -77,9 +77,9 @@ class NativeAttention:
         self.context, self.shape, self.dtype = context, shape, dtype
 
     def plan(self, step: StepInputs, window: int | None, group: int) -> NativeAttentionPlan:
-        """Plans a step or a recorded step.
+        """Plans a step that is run or recorded.
 
-        When the op of a recorded step runs, it reads the step's arrays in place.
+        A recorded op reads the step's arrays in place whenever the program runs.
         """
         rows, table = step.host, step.groups[group].host_table
         if rows is None:

@@ -39,18 +39,18 @@ class NativeLinear:
         """Computes the outputs ``[T, out]`` of ``x [T, in]``, without checks of ``x``.
 
         Args:
-            x: input with contiguous rows. With float32 or quantised weights it may have any dtype,
-                otherwise the weights' dtype.
-            dtype: dtype of the outputs; has to be float32 for float32 weights, and the dtype of
-                ``x``, or None, for others.
+            x: input with contiguous rows, of the weights' dtype; of any dtype if the weights are
+                float32 or quantised.
+            dtype: dtype of the outputs; None is that of ``x``. Float32 weights need float32
+                outputs, other weights outputs of the dtype of ``x``.
         """
         y = self._linear.empty_output(x, self.n, dtype)
         self.project_into(x, y)
         return y
 
     def project_into(self, x: Tensor, y: Tensor) -> None:
-        """Writes the outputs of ``x [T, in]``, as ``project`` returns them, to ``y [T, out]`` with
-        contiguous rows."""
+        """Writes what ``project`` returns for ``x [T, in]`` to ``y [T, out]``, whose rows are
+        contiguous."""
         op = self._linear
         op.args.x_stride, op.args.y_stride = x.stride(0), y.stride(0)
         op.args.dtype = DTYPE_CODES[x.dtype]
@@ -81,7 +81,7 @@ class NativeLinear:
 class NativeMergedLinear:
     """Linear layer on weights of several schemes, such as q, k and v of different GGUF types.
 
-    Each part of one scheme is a layer of its own, which writes its columns of the outputs.
+    Each single-scheme part is a layer of its own, which writes its own columns of the outputs.
     """
 
     def __init__(self, context: NativeContext, weights: LinearWeights) -> None:

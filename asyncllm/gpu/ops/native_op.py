@@ -59,7 +59,7 @@ class NativeOp:
     def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         """Raises ValueError for a tensor of another shape than ``expected``.
 
-        The op would read or write it out of bounds.
+        With another shape the op would read or write out of bounds.
         """
         if tensor.shape != expected:
             raise ValueError(

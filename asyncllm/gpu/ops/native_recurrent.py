@@ -63,7 +63,7 @@ class NativeCausalConv:
 
 
 class NativeGatedDelta:
-    """``GatedDelta`` in C++, token by token, so that chunk sizes do not change the result."""
+    """``GatedDelta`` in C++, token by token: how a prompt is chunked does not change the result."""
 
     def __init__(
         self,

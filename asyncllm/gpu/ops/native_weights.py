@@ -135,7 +135,7 @@ def _pack_groupwise(
     (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
     assert scales is not None
     assert block is not None
-    # The kernels take unsigned integers: an 8-bit value is stored plus 128.
+    # The kernels take unsigned integers, so 128 is added to 8-bit values.
     offset = 128 if type_code == UINT8_CODE else 0
     values = weights.values.contiguous()
     if offset:

@@ -91,7 +91,7 @@ class OneDNNOps(CpuOps):
     name = "onednn"
 
     def make_linear(self, weights: LinearWeights) -> Linear:
-        """Makes a packed layer; it copies no large weight that a tied embedding keeps."""
+        """Makes a linear layer; packs no copy of a large weight that a tied embedding reads."""
         dtype, small = (
             weights.values.dtype,
             weights.values.numel() <= MAX_TORCH_LINEAR_MULTIPLY_ADDS,

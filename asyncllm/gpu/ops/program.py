@@ -58,7 +58,7 @@ class Program:
         capacity: for each DynamicSize, the number of rows that its buffers have room for.
         num_bytes: bytes of the activations.
         results: tensors that contain the results after a run, with rows for the largest step.
-        keep_alive: owners of the memory to which the ops point; the program refers to them.
+        keep_alive: owners of the memory to which the ops point; the program keeps them alive.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
-"""Recorder: traces the model's step into a program, by a run of its layers on fake tensors.
+"""Recorder: traces the model's step into a program, by running the layers on fake tensors.
 
 Fake tensors are small CPU tensors of a few rows. While the native context has a recorder, a native
-op records itself there instead of computing. Of torch's own ops only views and the selection of
-rows by an index are allowed. The result is a ``Program``: the ops, with addresses in buffers that
-are as large as the largest step needs. Buffers that are not in use at the same time may overlap.
+op adds itself to the recorder instead of computing. Of torch's own ops only views and the selection
+of rows by an index are allowed. The result is a ``Program``: the ops, with addresses in buffers
+that are as large as the largest step needs. Buffers that are not in use at the same time may
+overlap.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class UnrecordableError(Exception):
 
 
 class DynamicSize(IntEnum):
-    """First dimensions of tensors that vary by step; ``enum Size`` in ``native/src/interface.h``.
+    """Sizes of a first dimension that vary by step; ``enum Size`` in ``native/src/interface.h``.
 
     OUTPUT_TOKENS counts the tokens whose hidden states are returned; SAMPLED_TOKENS, those of them
     that get logits; GREEDY_TOKENS, those that get only the index of the largest logit.
@@ -87,7 +88,7 @@ def _buffer_address(buffer: _Buffer) -> int:
 
 @dataclass(slots=True)
 class _RecordedOp:
-    """A recorded op. A pointer is a buffer and a byte offset in it, less than a row."""
+    """A recorded op. Each of ``pointers`` is a buffer and a byte offset within a row of it."""
 
     name: str
     size: DynamicSize
@@ -225,8 +226,8 @@ class Recorder(TorchDispatchMode):
         """Finds the buffer that contains a tensor, and the tensor's byte offset in it.
 
         Args:
-            skipped_rows: number of leading rows of the buffer. The offset is counted from the row
-                after them, in which the tensor has to start.
+            skipped_rows: number of leading rows of the buffer that the op itself skips. The tensor
+                has to start in the row after them, and the offset is counted from that row.
 
         Raises:
             UnrecordableError: no buffer contains the tensor, or it starts in another row.

@@ -97,10 +97,10 @@ def _can_run_native_ops() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NativeOpsChoice:
-    """Choice whether the attention backend "auto" runs native ops on this CPU.
+    """Whether the attention backend "auto" runs native ops on this CPU, and why.
 
     Attributes:
-        reason: reason of the choice; if ``can_be_built``, it names the remedy.
+        reason: reason for the choice; names the remedy if ``can_be_built``.
         can_be_built: whether only the compiled library is missing.
     """
 
@@ -161,9 +161,9 @@ def find_backend(name: str) -> AttentionBackend:
 def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     """Makes the op set that goes with an attention.
 
-    On CUDA it is the Triton op set, unless the attention is plain torch: then nothing needs a
-    compiler. On a CPU it is the native op set, on the same threads, if the attention is native;
-    else oneDNN's or plain torch's.
+    On CUDA it is the Triton op set, or plain torch's if the attention is plain torch or None, so
+    that nothing needs a compiler. On a CPU it is the native op set if the attention is native, on
+    the attention's threads; else oneDNN's or plain torch's.
 
     Raises:
         EngineError: Triton cannot compile kernels here.
@@ -227,7 +227,7 @@ def _distribution_name(entry: EntryPoint) -> str:
 def _constraint_error(
     name: str, backend_name: str, unmet: UnmetConstraint, request: AttentionRequest
 ) -> InvalidRequestError:
-    """Makes the error for a broken constraint, which names the setting, the limit and an
+    """Makes the error for a broken constraint; it names the setting, the limit and an
     alternative."""
     setting = f"attention_backend={name!r}"
     if name == "auto":

@@ -23,7 +23,7 @@ from asyncllm.gpu.ops.backend import AttentionRequest, Constraints
 from asyncllm.gpu.ops.base import AttentionShape
 
 ROW_GROUP_OVERHEAD_TOKENS = 256
-"""Overhead of one more group per layer: gathering this many tokens of KV takes as long."""
+"""Overhead of one more group per layer, in KV tokens that could be gathered in that time."""
 
 MAX_ROW_BATCH_KV_BYTES = 8 * 2**20
 """Maximum bytes of gathered K and V of rows that are computed together. A row that takes more is
@@ -343,7 +343,7 @@ def _may_join_group(
 def _token_index(
     first_tokens: np.ndarray, counts: np.ndarray, device: torch.device
 ) -> tuple[slice | Tensor, tuple[Tensor, Tensor] | None]:
-    """Computes ``tokens`` and ``outputs`` of an PaddedRowGroup.
+    """Computes ``tokens`` and ``outputs`` of a PaddedRowGroup.
 
     ``tokens`` is a slice where the tokens are adjacent and every row has equally many.
     """

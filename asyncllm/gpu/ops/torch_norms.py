@@ -53,7 +53,7 @@ def make_torch_norm(
 ) -> TorchRMSNorm:
     """Makes the norm for the weight's dtype, float32 or the model's.
 
-    It is over the last dimension of ``[T, H]`` or ``[T, parts, H]``.
+    The norm is over the last dimension of ``[T, H]`` or ``[T, parts, H]``.
 
     Args:
         multiplier: factor on ``x`` in ``RMSNorm.add_and_norm``.

@@ -215,7 +215,7 @@ class TorchOps:
 
     @staticmethod
     def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-        """Multiplies ``x [T, N]`` by ``sigmoid(gate)``, rounded to the dtype of ``gate``."""
+        """Multiplies ``x [T, N]`` by ``sigmoid(gate)``, in the dtype of ``gate``."""
         return gate.sigmoid().mul_(x)
 
     @staticmethod

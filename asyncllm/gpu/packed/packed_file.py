@@ -17,11 +17,11 @@ the kernels' layout. So the first start writes the result to a file, and later s
 another name until it is complete and on the disk, so neither a process that is killed nor a full
 disk leaves an incomplete file under the final name.
 
-**Read** in this order: the open file's kind, owner and size, the preamble, the header's digest, the
-key; only then is it mapped, shared and read-only, and the checksums of the tensors are computed by
-the native threads. A failed check is a miss and never an error. A mapping outlives the unlinking
-and the replacement of its file. Truncation ends a process that reads beyond the new end (SIGBUS);
-the engine never truncates a file, and only the file's owner could.
+**Read** in this order: the open file's kind and owner, the preamble, the size, and the header's
+digest are checked. Only then is the file mapped, shared and read-only, and its key compared; the
+native threads compute the checksums of the tensors. A failed check is a miss and never an error. A
+mapping outlives the unlinking and the replacement of its file. Truncation ends a process that reads
+beyond the new end (SIGBUS); the engine never truncates a file, and only the file's owner could.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class PackedFile:
         key: the header's ``key``, which identifies checkpoint, form, layout and version.
         checkpoint_checksums: the header's ``content``: checksum of each checkpoint file, by name.
         size: size in bytes.
-        address: address of the file's first byte. The mapping lasts as long as this object, which
-            tensors and packed weights in it refer to.
+        address: address of the file's first byte. The mapping lasts as long as this object, and
+            the tensors and packed weights made from the file keep this object alive.
         identity: device, inode, size and modification time in nanoseconds of the mapped file.
 
     Raises:
@@ -345,7 +345,8 @@ def write_packed_file(
     Args:
         fd: descriptor of an empty file.
         context: context whose threads compute the checksums.
-        check_stopped: called between two pieces; it raises an exception to end the writing.
+        check_stopped: called before each write and checksum; raises an exception to end the
+            writing.
 
     Returns:
         The file's size in bytes.

@@ -26,7 +26,7 @@ class PackedFolder:
     Reading takes no lock, because files appear and vanish as a whole.
 
     Args:
-        max_bytes: size of all packed files together; None for a model's own folder, from
+        max_bytes: maximum size of all packed files together; None for a model's own folder, from
             which nothing is evicted.
         mode: mode of new files.
     """

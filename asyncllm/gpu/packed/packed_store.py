@@ -331,7 +331,7 @@ class PackedStore:
 
         Args:
             kind: what the file stores, such as "calibration".
-            conditions: JSON values for which alone the content is valid; the name has their digest.
+            conditions: JSON values on which the content depends; the name contains their digest.
         """
         digest = _digest(json.dumps(conditions, sort_keys=True))
         return f"{_file_stem(self._key)}.{kind}-{digest}.json"

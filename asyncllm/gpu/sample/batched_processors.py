@@ -102,10 +102,10 @@ class _ProcessorBatch:
         self._requests: dict[int, RequestWithProcessors] = {}
 
     def _processor_error(self, error: BaseException) -> RuntimeError:
-        """Makes the error that names the processor.
+        """Makes an error that names the processor, from the error that the processor raised.
 
-        ``error`` may be a SystemExit or KeyboardInterrupt of the processor: no signal is delivered
-        on this thread.
+        Even a SystemExit or KeyboardInterrupt is the processor's: no signal is delivered on this
+        thread.
         """
         name = type(self.processor).__name__
         return RuntimeError(f"logits processor {name} failed: {describe_error(error)}")
@@ -120,8 +120,8 @@ class _ProcessorBatch:
     def update_state(self, num_batch_updates: int) -> None:
         """Notifies the processor of batch updates up to number ``num_batch_updates``.
 
-        If the processor raises, its state is unknown and all its requests fail. It is not notified
-        of these again, not even when they leave; requests that enter later are processed.
+        If the processor raises, its state is unknown and all its requests fail. It is not told when
+        these requests leave; requests that enter later are processed.
         """
         after: dict[int, RequestWithProcessors | None] = {}
         while self.pending_updates and self.pending_updates[0][0] <= num_batch_updates:

@@ -28,8 +28,9 @@ class HostRows:
     """K rows of a step that are sampled on the host, in two calls.
 
     ``copy_inputs`` queues copies of the inputs of sampling behind the forward pass, because the
-    next step may run before ``sample`` and give these request indices to others. ``sample`` applies
-    ``bad_words`` and the logits processors, and samples; call it after the step's end.
+    next step may run before ``sample`` and give the rows' request indices to other requests.
+    ``sample`` applies ``bad_words`` and the logits processors, and samples; call it after the
+    step's end.
 
     Args:
         sampled_indices: ``[K]``, indices of the rows within the step's sampled rows.

@@ -34,13 +34,13 @@ class RequestWithProcessors:
 
 @dataclass(slots=True)
 class HostSamplingRules:
-    """Sampling parameters of a request that need the host.
+    """Those of a request's sampling parameters that are applied on the host.
 
     Attributes:
-        bad_word_rules: rules with bad words of several tokens; None if there are none.
+        bad_word_rules: the request's token rules; None if no bad word has several tokens.
         processors: the request's own logits processors, in order.
         request_with_processors: the request, with the engine's processors that apply to it; None
-            if no engine's processor applies.
+            if none of the engine's processors applies.
     """
 
     bad_word_rules: TokenRules | None = None
@@ -49,12 +49,12 @@ class HostSamplingRules:
 
 
 def mask_bad_words(row: Tensor, rules: HostSamplingRules, output: np.ndarray) -> None:
-    """Masks the last token of each bad word whose other tokens end the output.
+    """Masks the last token of a bad word if the output ends with the word's other tokens.
 
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    tokens: Any = output  # An array works where a list is declared: it is only indexed.
+    tokens: Any = output  # No Sequence, but excluded_tokens needs only its length and its items.
     if rules.bad_word_rules is not None and (
         excluded := rules.bad_word_rules.excluded_tokens(tokens)
     ):

@@ -10,8 +10,8 @@ from torch import Tensor
 from asyncllm.outputs import Logprob, TokenLogprobs
 
 MAX_BUFFERED_LOGPROBS = 64
-"""Maximum number of log-probabilities per token in a step's buffers; further ones are computed on
-the host."""
+"""Maximum number of log-probabilities per token in a step's buffers. If a request asks for more,
+its log-probabilities are computed on the host."""
 
 
 DEFAULT_NUM_BUFFERED_LOGPROBS = 20

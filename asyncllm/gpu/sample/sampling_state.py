@@ -31,7 +31,7 @@ class LogitsTableUpdate:
     """New contents of a request index's rows of LogitsTables.
 
     Attributes:
-        rows: by name of the table, the first elements of its row.
+        rows: first elements of the request index's row in each table, by the table's name.
         counts: token ids of the output so far, and how often each occurs; None if the request has
             no penalties.
     """

@@ -52,8 +52,8 @@ class ReferenceLogprobs:
         sequences: token ids ``[n]`` int64 of each sequence.
         expected: log-probabilities ``[n, vocab_size]`` float32 of each sequence, with
             transformers' eager attention.
-        noise: tolerated change of a log-probability from rounding alone: the largest difference
-            from ``expected`` if only half a sequence is computed, or transformers' SDPA is used; at
+        noise: how much rounding alone may change a log-probability: the largest difference from
+            ``expected`` when half of each sequence is computed, or transformers' SDPA is used; at
             least MIN_LOGPROB_NOISE_EPSILONS float32 rounding errors of the largest logit.
     """
 

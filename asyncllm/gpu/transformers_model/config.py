@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 UNLIMITED_CONTEXT_TOKENS = 131_072
-"""Context in tokens assumed for a model without attention or positions, which has no limit of its
-own: buffers need one."""
+"""Context in tokens of a model that has only linear attention, if its configuration sets no limit:
+the engine's buffers need one."""
 
 _MODULE_COUNT_FIELDS = (
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_experts num_local_experts "

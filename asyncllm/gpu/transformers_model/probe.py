@@ -101,7 +101,7 @@ to be causal, and RoPE is applied before attention."""
 
 
 class _CallRecorder:
-    """Hook that records each call of a module in a model without weights (on the meta device)."""
+    """Call handler that records the calls of attention and experts, and computes neither."""
 
     def __init__(self, probe: ProbeResult) -> None:
         self.probe = probe

@@ -158,8 +158,9 @@ class CacheCallRecorder:
 
     def _make_hook(self, name: str) -> Any:
         def record_call(module: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
-            # Move a padding mask from the host to the meta device: the module's code then gets as
-            # far as its cache, so that an error can name the module.
+            # Move a padding mask from the host to the meta device, where the hidden states are.
+            # Otherwise _probe_module's call could fail before the module uses its cache, and the
+            # error would not name the module.
             options = {
                 key: value.to("meta") if isinstance(value, Tensor) else value
                 for key, value in options.items()
@@ -295,7 +296,7 @@ def _unsupported_chunk_call(
 ) -> UnsupportedFeature | None:
     """Describe why a module cannot compute a second chunk or a batch of tokens; None if it can.
 
-    The results of both calls have to depend on the states at the beginning of the call.
+    The result of each of these two calls has to depend on every state that the call begins with.
     """
     recorder = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}

@@ -133,7 +133,10 @@ def _layers_without_attention(config: Any) -> set[int]:
 
 
 def _unsupported_recurrence(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
-    """Yield unsupported recurrent modules, and all others that mix tokens or take a cache."""
+    """Yield unsupported recurrent modules, and other modules that mix tokens or keep a cache.
+
+    Of those others, only attention modules may keep a cache.
+    """
     recurrent = tuple(f"{call.module}." for call in probe.recurrent_calls)
     for call in probe.recurrent_calls:
         if call.unsupported_feature is not None:

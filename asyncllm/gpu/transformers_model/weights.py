@@ -25,8 +25,9 @@ from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
 from asyncllm.validation import describe_error
 
 _LOAD_LOCK = threading.Lock()
-"""Lock held while transformers loads a model: it replaces global functions of its own meanwhile. A
-second load at the same time would save the replacements as originals, and restore them for good."""
+"""Lock held while transformers loads a model, because loading replaces transformers' own global
+functions for a while. A second load at that time would take the replacements for the originals, and
+restore them for good."""
 
 
 def load_modules(

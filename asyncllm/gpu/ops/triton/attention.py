@@ -103,7 +103,7 @@ class TritonAttention:
     def may_have_skewed_lengths(self, max_len: int, window: int | None) -> bool:
         """Whether decode rows of at most ``max_len`` tokens may need balanced splits.
 
-        With a window they never do: all rows then see about as many keys.
+        With a window they never do: all rows then see about the same number of keys.
         """
         return window is None and max_len > tuning.SKEW_MARGIN_TOKENS
 

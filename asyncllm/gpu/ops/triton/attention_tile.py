@@ -31,7 +31,7 @@ def score_tile(q, k, score_scale, softcap):
     """
     scores = tl.dot(q, k, input_precision="ieee") * score_scale
     if softcap is not None:
-        # tanh by exp2 is exact for very large and very small scores, where exp2 is infinite or 0.
+        # Computed by exp2, tanh is exact even for scores at which exp2 is infinite or 0.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * 2.885390081777927) + 1.0))
     return scores
 

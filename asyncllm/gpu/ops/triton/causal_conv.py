@@ -76,7 +76,7 @@ def conv_chunk_kernel(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Convolves a tile of a row of several tokens; grid ``(tiles, blocks of channels)``."""
+    """Convolves one tile of a row with several tokens; grid ``(tiles, blocks of channels)``."""
     tile = tl.program_id(0)
     row = find_sequence(query_start, num_rows, tile, TOKENS_PER_TILE)
     first = tl.load(query_start + row)

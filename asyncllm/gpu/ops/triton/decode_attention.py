@@ -150,7 +150,7 @@ class DecodeAttention(PagedAttention):
         row_tiles, seq_lens = cdiv(shape.group_size, tiles.rows), plan.seq_lens[:batch]
         grid = (batch + extra, shape.num_kv_heads * row_tiles, plan.splits)
         if extra:
-            # Set MAX_ROWS by the block table and not by the batch, because a kernel is compiled for
+            # Derive MAX_ROWS from the block table: the batch varies, and a kernel is compiled for
             # each MAX_ROWS.
             max_rows = next_power_of_2(max(plan.block_table.shape[0], batch))
         if extra or plan.splits > 1:

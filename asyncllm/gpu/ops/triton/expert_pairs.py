@@ -1,4 +1,4 @@
-"""sort_pairs, sum_experts: sort pairs of token and expert by expert, and sum by token.
+"""sort_pairs, sum_experts: sort (token, expert) pairs by expert, and sum outputs by token.
 
 Nothing is read on the host. No two programs write to the same element, so that the order of an
 expert's pairs, and of the terms of a token's sum, is the same in each run.
@@ -27,7 +27,7 @@ def sort_pairs_kernel(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """Writes an expert's pairs of (token, expert) after those of earlier experts; grid
+    """Writes an expert's (token, expert) pairs after those of earlier experts; grid
     ``(experts,)``.
 
     Each program reads all ids twice, which is cheap because they are few.
@@ -54,7 +54,7 @@ def sort_pairs_kernel(
 def tile_ends_kernel(
     tile_ends, expert_starts, NUM_EXPERTS: tl.constexpr, ROWS_PER_TILE: tl.constexpr
 ):
-    """Computes one past the index of each expert's last tile; grid ``(1,)``."""
+    """Computes, for each expert, one past the index of its last tile; grid ``(1,)``."""
     experts = tl.arange(0, triton.next_power_of_2(NUM_EXPERTS))
     real = experts < NUM_EXPERTS
     count = tl.load(expert_starts + experts + 1, mask=real, other=0)
@@ -76,8 +76,8 @@ def sum_experts_kernel(
 ):
     """Sums the outputs of a token's experts; grid ``(rows, blocks of width)``.
 
-    The terms are in the order of the token's expert ids. ``shared_output`` is added last, after
-    multiplication by the sigmoid of ``shared_gate``; either may be None.
+    The terms are in the order in which routing lists the token's experts. ``shared_output``, times
+    the sigmoid of ``shared_gate``, is added last; either may be None.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * ELEMENTS_PER_BLOCK + tl.arange(0, ELEMENTS_PER_BLOCK)
@@ -98,15 +98,17 @@ def sum_experts_kernel(
 
 
 def sort_pairs(ids: Tensor, num_experts: int, rows_per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts pairs of token and expert by expert.
+    """Sorts (token, expert) pairs by expert.
 
     Args:
         ids: ``[T, top_k]`` int32, each below ``num_experts``.
 
     Returns:
-        Three int32 tensors: the sorted pairs ``[T, top_k]``, as flat indices into ``ids``; the
-        index of each expert's first pair ``[1, num_experts + 1]``, the last of which is the number
-        of pairs; and, ``[1, num_experts]``, one past the index of each expert's last tile.
+        Three int32 tensors:
+
+        - ``[T, top_k]``, the sorted pairs, as flat indices into ``ids``;
+        - ``[1, num_experts + 1]``, the index of each expert's first pair, then the number of pairs;
+        - ``[1, num_experts]``, one past the index of each expert's last tile.
     """
     tokens, top_k = ids.shape
     pairs = ids.new_empty((tokens, top_k))
@@ -123,7 +125,7 @@ def sort_pairs(ids: Tensor, num_experts: int, rows_per_tile: int) -> tuple[Tenso
 def sum_experts(
     out: Tensor, x: Tensor, top_k: int, shared_output: Tensor | None, shared_gate: Tensor | None
 ) -> None:
-    """Sums the experts of each token into ``out [T, H]``.
+    """Sums the outputs of each token's experts into ``out [T, H]``.
 
     Args:
         x: ``[T, top_k * H]`` float32, the experts' outputs times their weights.

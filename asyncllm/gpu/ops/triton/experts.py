@@ -36,7 +36,7 @@ def find_expert(tile_ends, num_experts, tile):
 
 @triton.jit
 def find_rows(expert_starts, tile_ends, expert, tile, ROWS: tl.constexpr):
-    """Indices of a tile's sorted rows, and whether each row belongs to the tile's expert."""
+    """Indices of a tile's rows among the sorted pairs, and whether each is of the tile's expert."""
     first_tile = tl.load(tile_ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(expert_starts + expert + 1)
     rows = tl.load(expert_starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)

@@ -133,8 +133,8 @@ def delta_chunk_kernel(
     """Computes rows of several tokens in chunks of CHUNK_TOKENS; grid as in ``delta_token_kernel``.
 
     The formulas are those of ``_compute_chunk`` in ``gpu/ops/gated_delta.py``. The triangular
-    system is solved by forward substitution. Products are in TensorFloat-32, which has at least as
-    many bits as q, k and v.
+    system is solved by forward substitution. Products are in TensorFloat-32, whose mantissa has at
+    least as many bits as those of float16 and bfloat16.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(query_start + row)

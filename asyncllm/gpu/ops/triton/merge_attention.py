@@ -1,7 +1,8 @@
 """merge_kernel: merges the partial results of attention with split keys (split-KV).
 
-For each split a program writes an accumulator, the maximum of its scores and the sum of their
-exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in one of three ways:
+For each split a program writes an accumulator, the maximum of the split's scores and the sum of
+their exponentials, in float32 (Flash-Decoding, Dao et al., 2023). Keys are split in one of three
+ways:
 
 - every decode row into equally many splits;
 - decode rows into balanced splits, which are equally long: a long row has many, a short row one;
@@ -39,7 +40,7 @@ def balanced_keys_per_split(
 ):
     """Keys per balanced split, and cumulative numbers of splits of the rows ``[MAX_ROWS]``.
 
-    All splits of a row but the last are full, so that there are at most ``num_rows +
+    All splits of a row but the last are full, so that the number of splits is at most ``num_rows +
     num_extra_splits``.
     """
     rows = tl.arange(0, MAX_ROWS)
@@ -79,7 +80,8 @@ def merge_kernel(
     A decode row's splits without keys are skipped, because nothing was written for them.
 
     Args:
-        seq_lens: lengths of decode rows; if PREFILL, one number: query tokens without padding.
+        seq_lens: lengths of decode rows; if PREFILL, a single entry, the number of query tokens
+            without padding.
         splits: number of splits per row; if MAX_ROWS > 0, the ``num_extra_splits`` of
             ``balanced_keys_per_split``.
         first_row: index of the first row in ``out``.

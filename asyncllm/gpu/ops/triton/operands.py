@@ -1,7 +1,7 @@
 """row_stride, head_strides, cache_strides: checked strides of kernels' operands.
 
-Kernels check nothing. With strides for which it is not written, a kernel computes wrong results or
-reads memory outside the tensor.
+Kernels check nothing: a kernel computes wrong results, or reads memory outside the tensor, if it
+does not support the strides.
 """
 
 from __future__ import annotations

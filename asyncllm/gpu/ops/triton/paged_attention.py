@@ -44,7 +44,7 @@ class RepeatedLaunch:
 
     Args:
         kernel: kernel whose compile-time constants come last.
-        constants: values of all of them.
+        constants: values of all compile-time constants.
         options: Triton's launch options.
     """
 
@@ -72,13 +72,13 @@ class RepeatedLaunch:
 
 
 class PagedAttention:
-    """A bound attention kernel and its merge, for all layers of a step.
+    """An attention kernel, bound to the arguments that all layers of a step share, and its merge.
 
     Args:
         kernel: ``decode_kernel`` or ``prefill_kernel``.
         block_size: tokens per KV block.
-        metadata: the kernel's arguments from ``block_table`` up to ``sinks``.
-        counts: the kernel's arguments from ``sinks`` up to ``score_scale``.
+        metadata: the kernel's arguments from ``block_table`` to the last before ``sinks``.
+        counts: the kernel's arguments between ``sinks`` and ``score_scale``.
         merge: the merge after the kernel; None if there is only one split.
         constants: constants that only one of the kernels has.
     """
@@ -125,7 +125,7 @@ class PagedAttention:
             )
 
     def __call__(self, q: Tensor, cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Computes attention for the decode rows of q, or for its prefill rows, and writes ``out``.
+        """Computes attention for the decode rows or the prefill rows of ``q``, and writes ``out``.
 
         Args:
             q: ``[T, Hq, D]`` with a contiguous last dimension; D is up to 512.

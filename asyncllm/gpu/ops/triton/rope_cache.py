@@ -16,7 +16,7 @@ from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
-"""Elements per program, counted in the first halves of its heads alone."""
+"""Elements in the first halves of a program's heads; the second halves have as many."""
 
 
 @triton.jit
@@ -52,9 +52,9 @@ def rope_cache_kernel(
 ):
     """Norms and rotates a token's heads, and writes k and v; grid ``(tokens, blocks of heads)``.
 
-    Heads are numbered: first query heads, then key heads, then value heads. A norm's weight is None
+    Heads are numbered in this order: query heads, key heads, value heads. A norm's weight is None
     if the model has no such norm. In a row of the table, the cosines and sines for keys are
-    ``key_table_offset`` elements after those for queries; None if both have the same.
+    ``key_table_offset`` elements after those for queries; the offset is None if both are the same.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     BLOCK_HALF: tl.constexpr = triton.next_power_of_2(HALF)
@@ -128,7 +128,8 @@ def rope_cache_kernel(
 class TritonRopeAndCache:
     """``RopeAndCache`` by a Triton kernel, which norms and rotates q and k in place in ``qkv``.
 
-    Norms over all heads are separate launches before it, because a program has only some heads.
+    Norms over all heads are separate launches before this kernel, because each of its programs has
+    only some heads.
     """
 
     def __init__(
@@ -214,9 +215,9 @@ class TritonRope:
 
     def __call__(self, q: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """``[T, Hq * D] -> [T, Hq, D]``, in place; ``rotary`` as in TritonRopeAndCache."""
-        # Without key/value heads the kernel writes no KV. Pass placeholders: the positions as the
-        # slots, and as the cache a view of the RoPE table. Its strides are constant, so that the
-        # kernel is compiled once.
+        # Without key/value heads the kernel writes no KV. Pass placeholders: the positions for the
+        # slots, and a view of the RoPE table for the cache. The view's strides are constant, so
+        # that the kernel is compiled once.
         table, positions = rotary
         return self.rope(q, rotary, table.as_strided((2, 1, 1, 1, 1), (0, 0, 0, 0, 1)), positions)[
             0

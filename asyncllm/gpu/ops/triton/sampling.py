@@ -1,11 +1,11 @@
 """sample: Gumbel-max sampling in two kernels, without a sort of the vocabulary.
 
-The kernels compute ``gumbel.gumbel_sample``: to draw from a set of tokens is to take the largest of
-their logits with Gumbel noise. Tokens are in the order of their logits, descending, then of their
-ids; "ahead" means earlier in this order. The first kernel reduces each chunk of 256 tokens to its
-maximum and its sum of exponentials, and, in truncated rows, to the token drawn from it. The second
-kernel has one program per row. If the row is not truncated, it draws a chunk by its mass, then a
-token from that chunk. Otherwise:
+The kernels compute ``gumbel.gumbel_sample``: the token drawn from a set of tokens is the one whose
+logit plus Gumbel noise is largest. Tokens are sorted by logit, descending, then by id; "ahead"
+means earlier in this order. For each chunk of 256 tokens the first kernel computes the maximum and
+the sum of exponentials, and, in truncated rows, a token drawn from the chunk. The second kernel has
+one program per row. If the row is not truncated, the program draws a chunk with a probability
+proportional to the chunk's mass, then a token from that chunk. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Only
   chunks with tokens above this bound, rarely many more than k, are read again; ``top_k.py`` finds
@@ -13,7 +13,8 @@ token from that chunk. Otherwise:
 - top_p: the drawn token is the result if the tokens ahead of it have less than top_p of the mass.
   Otherwise top_p excludes the drawn token and every token after it, and the next draw is from the
   tokens ahead of it. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here
-  the noise is fixed, so that the loop ends at the token drawn from all that survive truncation.
+  a token's noise is the same in every draw, so that the loop ends with the same token as a single
+  draw from all tokens that survive truncation.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -50,16 +51,17 @@ COUNTER_ROWS_PER_PROGRAM = tl.constexpr(4)
 """Rows of Philox counters per program of ``chunk_statistics_kernel``; a row covers four chunks."""
 
 CHUNK_ARGUMENT_NAMES = ["listed_chunks", "chunk_max", "chunk_sum", "chunk_score", "chunk_token"]
-"""Kernel arguments that lie in one allocation, so that their alignments depend on the number of
-rows. A kernel specialised on the alignments would be compiled again while requests are served."""
+"""Kernel arguments that Triton must not specialise on alignment. They share allocations, so their
+alignments depend on the number of rows: a specialised kernel would be compiled again while requests
+are served."""
 
 
 @triton.jit
 def philox_key(seed_states, positions, row, req_index):
     """Philox key of a row's noise: an output of SplitMix64, as in ``gumbel.gumbel_keys``.
 
-    The generator's state is the request's seed; the number of the output is the position of the
-    sampled token, ``positions + 1``.
+    The generator's state is the request's seed; the output's index is the position of the sampled
+    token, ``positions + 1``.
     """
     state = tl.load(seed_states + req_index).to(tl.uint64, bitcast=True)
     steps = (tl.load(positions + row).to(tl.int64) + 2).to(tl.uint64, bitcast=True)
@@ -156,7 +158,7 @@ def chunk_statistics_kernel(
 
 @triton.jit
 def log_exponential_noise(key, chunk, lane):
-    """Logarithm of the exponential noise of tokens, given by chunk and index ``lane`` in it."""
+    """Logarithm of the exponential noise of the tokens with index ``lane`` in ``chunk``."""
     counter = (chunk // 4 * CHUNK_TOKENS + lane).to(tl.uint32)
     zero = counter * 0
     word0, word1, word2, word3 = tl.philox(key, counter, zero, zero, zero)
@@ -169,7 +171,7 @@ def log_exponential_noise(key, chunk, lane):
 
 @triton.jit
 def sample_in_chunk(logits, chunk, logit_factor, vocab_size, key):
-    """Token drawn from a chunk: that with the largest logit with Gumbel noise."""
+    """Token drawn from a chunk: the one whose logit plus Gumbel noise is largest."""
     lane = tl.arange(0, CHUNK_TOKENS)
     token = chunk * CHUNK_TOKENS + lane
     value = tl.load(logits + token, mask=token < vocab_size, other=float("-inf"))

@@ -204,7 +204,7 @@ def threshold_by_sort(
     threshold_token = vocab_size
     if found >= k:
         # Of tokens with the threshold value, those with smaller ids than the threshold id are kept.
-        # The smallest threshold id that keeps the k-th token is its id plus 1.
+        # So the smallest threshold id that keeps the k-th token is that token's id plus 1.
         token = (4294967295 - (last_in & 4294967295)).to(tl.int32)
         threshold_value = scaled_logit_of(logits, token, logit_factor)
         threshold_token = token + 1

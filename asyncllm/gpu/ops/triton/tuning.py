@@ -1,8 +1,8 @@
 """Launch shapes of kernels by GPU architecture and head size, from tables, without autotuning.
 
 With these shapes kernels compile without register spills (Triton 3.6, 3.7 and 3.9) and within the
-shared memory of each architecture. ``python -m benchmarks.gpu --stage tune`` on an H100 chose those
-of compute capability 9.0 for heads of 128 and 512 elements; no GPU has measured the others.
+shared memory of each architecture. ``python -m benchmarks.gpu --stage tune`` on an H100 chose the
+shapes of compute capability 9.0 for heads of 128 and 512 elements; the others are not measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Tiles:
     """Launch shape of an attention kernel.
 
     Attributes:
-        rows: query rows per program: pairs of a token and a query head of one key/value head.
+        rows: query rows per program. A query row is one query head of one token; all query heads
+            of a program share a key/value head.
         keys: cached tokens per step of the kernel's loop.
         warps: warps per program.
         stages: stages of the loop's software pipeline.
@@ -123,10 +124,10 @@ def _find_tiles(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: 
 def decode_programs_per_sm(capability: int, head_dim: int) -> int:
     """Number of decode attention programs per multiprocessor for which splits are chosen.
 
-    It is the number that runs at the same time, except for heads of 65 to 128 elements on Hopper.
-    There three programs run, but a choice for three would split short rows, and to merge the splits
-    costs more than a partly filled last wave (on an H100, 256 rows of 512 tokens took 0.87 of the
-    time with one split instead of two).
+    It is the number of programs that run at the same time, except for heads of 65 to 128 elements
+    on Hopper. There three programs run. But with three as the result, short rows would be split,
+    and merging the splits costs more than a partly filled last wave (on an H100, 256 rows of 512
+    tokens took 0.87 of the time with one split instead of two).
     """
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
@@ -198,7 +199,7 @@ def num_splits(
 def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
     """Number of balanced splits, beyond one per row, for a skewed batch of decode rows.
 
-    It is chosen so that these splits of all key/value heads fill two waves of programs.
+    With one program per extra split and key/value head, the extra splits fill two waves.
     """
     return cdiv(2 * programs_per_sm * num_sms, kv_heads)
 
@@ -208,8 +209,8 @@ def has_skewed_lengths(
 ) -> bool:
     """Whether the longest sequence would delay a batch of decode rows.
 
-    It does if one of its splits has SKEW_MARGIN_TOKENS keys more than twice the average number of
-    keys per concurrent program.
+    It does if the number of keys in one of its splits exceeds twice the average number of keys per
+    concurrent program by more than SKEW_MARGIN_TOKENS.
 
     Args:
         max_seq_len, total_tokens: tokens of the longest sequence, and of all sequences.
