@@ -75,7 +75,7 @@ def test_a_hit_revives_free_blocks_and_shares_held_ones():
     assert [block.ref_count for block in prefix[0][:2]] == [2, 2]
     assert (
         third.num_computed_tokens,
-        third.num_cache_offered_tokens,
+        third.num_tokens_in_prefix_cache,
         third.num_covered_tokens,
     ) == (
         8,
@@ -155,7 +155,7 @@ def test_blocks_are_published_as_they_become_full():
     twin.num_computed_tokens = 2
     # The contents are there already: offered, and not published.
     assert kv.cache_blocks(twin) == []
-    assert (twin.num_cache_offered_tokens, twin.cache_blocks_at) == (2, 4)
+    assert (twin.num_tokens_in_prefix_cache, twin.cache_blocks_at) == (2, 4)
 
 
 def test_freeing_keeps_blocks_in_prefix_cache():

@@ -296,9 +296,9 @@ def test_thoughts_contain_no_calls() -> None:
 
 def test_answer_beginning_in_prompt() -> None:
     think, harmony = FORMS["hermes"], FORMS["gpt_oss"]
-    assert think.find_answer_begin("<|im_start|>assistant\n<think>\n") == "<think>"
-    assert think.find_answer_begin("<think>\n\n</think>\n\n") == ""
-    assert harmony.find_answer_begin("<|end|><|start|>assistant") == "<|start|>assistant"
+    assert think.answer_prefix_in_prompt("<|im_start|>assistant\n<think>\n") == "<think>"
+    assert think.answer_prefix_in_prompt("<think>\n\n</think>\n\n") == ""
+    assert harmony.answer_prefix_in_prompt("<|end|><|start|>assistant") == "<|start|>assistant"
     text = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}'
     assert parse(harmony, text, "<|start|>assistant") == ("", "", [("add", {"a": 1})])
     assert parse(harmony, "Hello", "<|start|>assistant") == ("Hello", "", [])

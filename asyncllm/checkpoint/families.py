@@ -249,7 +249,7 @@ def _layer_rope_fields(ropes: Mapping[str, RopeConfig], sliding_layers: tuple[bo
 def _read_olmo2(config: ConfigFile, sizes: ModelSizes) -> Fields:
     return {
         "qk_norm": True,
-        "norms_whole_projections": True,
+        "norms_span_all_heads": True,
         "float32_norm_weights": True,
         **read_biases(config),
     }

@@ -196,7 +196,7 @@ def _read_olmoe(config: ConfigFile, sizes: ModelSizes) -> Fields:
         _read_routing(config, "num_experts", "num_local_experts"),
         config.integer("intermediate_size"),
     )
-    norms = {"qk_norm": True, "norms_whole_projections": True}
+    norms = {"qk_norm": True, "norms_span_all_heads": True}
     return {**norms, **read_biases(config), "experts": experts}
 
 

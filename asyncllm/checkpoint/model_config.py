@@ -57,7 +57,7 @@ class ModelConfig:
         is_text_part: whether the model is the text part of a multimodal checkpoint.
         names: names of a layer's tensors. A layer only has the norms that are named here.
         qk_norm: RMSNorm of queries and keys before RoPE: per head (Qwen3), or over all heads
-            together if ``norms_whole_projections`` (OLMo 2).
+            together if ``norms_span_all_heads`` (OLMo 2).
         value_norm: per-head RMSNorm of values, without weights.
         norm_offset: number added to the weights of norms (1 for Gemma).
         float32_norm_weights: whether norms multiply by their weight in float32, and round once.
@@ -116,7 +116,7 @@ class ModelConfig:
     activation: Activation = "silu"
     qk_norm: bool = False
     value_norm: bool = False
-    norms_whole_projections: bool = False
+    norms_span_all_heads: bool = False
     norm_offset: float = 0.0
     float32_norm_weights: bool = False
     attention_bias: bool = False

@@ -60,7 +60,7 @@ class FullAttentionGroup:
         arrived, and by then they had been freed."""
         blocks = request.blocks[self.index]
         hashes = request.extend_hashes(self.block_size)
-        first = request.num_cache_offered_tokens // self.block_size
+        first = request.num_tokens_in_prefix_cache // self.block_size
         for i in range(max(first, request.num_out_of_window[self.index]), end // self.block_size):
             if self.pool.cache_block(blocks[i], hashes[i] + self._hash_suffix):
                 newly_cached_blocks.append(blocks[i])
@@ -265,7 +265,7 @@ class KVCacheManager:
                 self.pool.touch(block)
         request.blocks = prefix
         request.num_computed_tokens = num_computed_tokens
-        self._set_num_cache_offered_tokens(request, num_computed_tokens)
+        self._set_num_tokens_in_prefix_cache(request, num_computed_tokens)
         if self.states is not None:
             self.states.admit(request)
         self._append_blocks(request, missing)
@@ -342,11 +342,11 @@ class KVCacheManager:
             return newly_cached_blocks
         for group in self.groups:
             group.cache_blocks(request, end, newly_cached_blocks)
-        self._set_num_cache_offered_tokens(request, end)
+        self._set_num_tokens_in_prefix_cache(request, end)
         return newly_cached_blocks
 
-    def _set_num_cache_offered_tokens(self, request: Request, num_tokens: int) -> None:
-        request.num_cache_offered_tokens = num_tokens
+    def _set_num_tokens_in_prefix_cache(self, request: Request, num_tokens: int) -> None:
+        request.num_tokens_in_prefix_cache = num_tokens
         request.cache_blocks_at = (
             num_tokens // self._caching_interval_tokens + 1
         ) * self._caching_interval_tokens

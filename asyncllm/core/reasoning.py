@@ -32,7 +32,7 @@ class ReasoningTracker:
         """Next token of ``begin``, if the output may still open reasoning; else None."""
         return self.begin[len(self._recent_tokens)] if self.may_begin else None
 
-    def is_next_begin_token_last(self) -> bool:
+    def lacks_one_begin_token(self) -> bool:
         """Whether ``next_begin_token`` is the last token of ``begin``."""
         return len(self._recent_tokens) + 1 == len(self.begin)
 

@@ -130,7 +130,7 @@ class Request:
         block_hashes: by block size, hashes of the full blocks of ``token_ids`` computed so far.
         num_covered_tokens: number of tokens up to which the block tables need no change: every
             group has blocks for them, and at most one block that has left the group's window.
-        num_cache_offered_tokens: leading tokens whose full blocks were entered into the prefix
+        num_tokens_in_prefix_cache: leading tokens whose full blocks were entered into the prefix
             cache, unless the cache had an equal block.
         cache_blocks_at: number of tokens at which the next block is full and can be cached.
         snapshot_at: number of tokens at which its recurrent state is saved; without states,
@@ -188,7 +188,7 @@ class Request:
     num_out_of_window: list[int] = field(init=False, default_factory=list)
     block_hashes: dict[int, list[bytes]] = field(init=False, default_factory=dict)
     num_covered_tokens: int = field(init=False, default=0)
-    num_cache_offered_tokens: int = field(init=False, default=0)
+    num_tokens_in_prefix_cache: int = field(init=False, default=0)
     cache_blocks_at: int = field(init=False, default=0)
     snapshot_at: int = field(init=False, default=UNREACHABLE_NUM_TOKENS)
     num_shared_tokens: int = field(init=False, default=0)

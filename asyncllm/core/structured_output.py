@@ -115,7 +115,7 @@ class RequestGrammar:
 
     def _track_reasoning_delimiter(self, reasoning: ReasoningTracker, token_id: int) -> None:
         matcher, num_followed = self.matcher, self.num_delimiter_tokens
-        is_last = reasoning.is_next_begin_token_last()
+        is_last = reasoning.lacks_one_begin_token()
         if not is_last:
             if num_followed is None:
                 return

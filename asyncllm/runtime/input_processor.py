@@ -98,7 +98,7 @@ class InputProcessor:
         call_arguments: CallArguments = ("text_completion", prompt)
         request = self._make_group(sampling_params, sampling_overrides, request_options)
         if text is None:
-            token_ids, num_cut = self.prompts.check_token_ids(
+            token_ids, num_cut = self.prompts.checked_token_ids(
                 prompt, self._max_prompt_tokens(request)
             )
             request.group.num_truncated_tokens = num_cut
@@ -387,7 +387,7 @@ class InputProcessor:
             delimiters = self._find_delimiter_tokens(parser.syntax)
             detokenizer_options["visible_ids"] = delimiters.special_ids
             end = tokenizer.decode(token_ids[-_ANSWER_SEARCH_TOKENS:], skip_special_tokens=False)
-            parser.answer_begin = parser.syntax.find_answer_begin(end)
+            parser.answer_begin = parser.syntax.answer_prefix_in_prompt(end)
             for member in request.group.members:
                 grammar = member.sampling.structured_outputs
                 member.reasoning = delimiters.make_reasoning_tracker(parser.syntax, end, grammar)

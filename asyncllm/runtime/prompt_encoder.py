@@ -159,7 +159,7 @@ class PromptEncoder:
         syntaxes = self.loaded_model.chat_syntaxes
         return syntaxes or ChatSyntaxes.from_tokenizer(self.loaded_model.tokenizer, self.config)
 
-    def check_token_ids(self, prompt: Any, max_kept_tokens: int | None) -> tuple[list[int], int]:
+    def checked_token_ids(self, prompt: Any, max_kept_tokens: int | None) -> tuple[list[int], int]:
         """Check a prompt of token ids.
 
         Args:

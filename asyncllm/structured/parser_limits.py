@@ -68,7 +68,7 @@ follows forced text to its end within one mask: ``a{100000}`` takes 0.1 s and 40
 _EXPRESSION_KEYWORDS = ('"pattern', '"regex"', '"grammar"')
 _INLINE_SCHEMA_PATTERN = re.compile(r"%json[ \t\r\n]*+\{")
 _REPETITION_COUNT_PATTERN = re.compile(r"\{\s*(\d+)")
-_COUNTING_KEYWORDS = ('"minLength"', '"maxLength"', '"multipleOf"')
+_COSTLY_NUMBER_KEYWORDS = ('"minLength"', '"maxLength"', '"multipleOf"')
 
 
 def can_follow_forced_text(spec: StructuredOutputs) -> bool:
@@ -88,7 +88,7 @@ def estimate_memory(spec: StructuredOutputs) -> GrammarMemoryBound:
     size = BASE_BYTES_PER_GRAMMAR + len(text) * per_character
     if '"multipleOf"' in text:
         size += BYTES_PER_MULTIPLEOF_REMAINDER * MAX_MULTIPLEOF_REMAINDERS
-    counts = any(name in text for name in _COUNTING_KEYWORDS)
+    counts = any(name in text for name in _COSTLY_NUMBER_KEYWORDS)
     may_grow = spec.kind == "regex" or not forces_text or counts
     return GrammarMemoryBound(
         size, BYTES_PER_ACCEPTED_TOKEN * may_grow, BYTES_PER_LEXER_STATE * MAX_LEXER_STATES

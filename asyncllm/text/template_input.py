@@ -75,7 +75,7 @@ class TemplateInput:
             )
         self.chat_template: str | None = template
         copier = TemplateInputCopier()
-        chat = _check_messages(messages, copier, arguments_as_text)
+        chat = _copied_messages(messages, copier, arguments_as_text)
         self.values = {
             "add_generation_prompt": True,
             **copier.copy_value(others, "chat_template_kwargs", "chat_template_kwargs"),
@@ -154,7 +154,7 @@ def _convert_to_json_type(value: Any) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else convert_scalar_subclass(value)
 
 
-def _check_messages(
+def _copied_messages(
     messages: Any, copier: TemplateInputCopier, arguments_as_text: bool
 ) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)):

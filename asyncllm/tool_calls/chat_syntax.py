@@ -102,8 +102,8 @@ class ChatSyntax:
                 sources += delimiter if isinstance(delimiter, list) else [delimiter]
         return any(token in source.replace("\\", "") for source in sources if source)
 
-    def find_answer_begin(self, prompt_end: str) -> str:
-        """Find the answer's beginning, such as "<think>", at the prompt's end; "" if absent."""
+    def answer_prefix_in_prompt(self, prompt_end: str) -> str:
+        """The answer's first text if the prompt has it at its end, such as "<think>"; else ""."""
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 

@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "float32_norm_weights": True,
     },
     "wide heads": wide_fields(8),
-    "whole norms": {"norms_whole_projections": True, "sliding_layers": (), "sliding_window": None},
+    "whole norms": {"norms_span_all_heads": True, "sliding_layers": (), "sliding_window": None},
     "hybrid": hybrid_fields(True, False),
 }
 

@@ -115,7 +115,7 @@ class SamplingRows:
     mask_slots: Tensor | None = None
     mask_words: Tensor | None = None
 
-    def table_rows(self) -> Tensor:
+    def nonnegative_req_indices(self) -> Tensor:
         """``[S]`` int64: each row's request index, N for a row to skip."""
         return torch.where(
             self.req_indices < 0, len(self.last_sampled_tokens) - 1, self.req_indices

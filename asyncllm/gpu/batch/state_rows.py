@@ -46,7 +46,7 @@ class StateRows:
     @classmethod
     def of(cls, step: StepInputs) -> StateRows:
         if step.host is None:
-            return cls(step.table_rows(), step.positions == 0, ())
+            return cls(step.nonnegative_req_indices(), step.positions == 0, ())
         # A lone decode row is computed by itself, so that its state need not be gathered.
         batched = step.num_decodes if step.num_decodes > 1 else 0
         ends, starts, slots = (

@@ -109,7 +109,7 @@ class StepInputs:
     def num_rows(self) -> int:
         return int(self.req_indices.shape[0])
 
-    def table_rows(self) -> Tensor:
+    def nonnegative_req_indices(self) -> Tensor:
         """``[R]`` int64: each row's request index, N for a padded row."""
         return torch.where(self.req_indices < 0, self.max_num_seqs, self.req_indices)
 
@@ -117,4 +117,4 @@ class StepInputs:
         """``[R, W]`` int32: each row's block table in a KV group, wide enough for ``max_len``."""
         own = self.groups[group]
         table = own.block_table[:, : -(-self.max_len // own.block_size)]
-        return table.index_select(0, self.table_rows())
+        return table.index_select(0, self.nonnegative_req_indices())

@@ -277,7 +277,7 @@ class DecoderBuilder:
         model = self.model
         if not model.qk_norm:
             return None
-        width = width if model.norms_whole_projections else shape.head_dim
+        width = width if model.norms_span_all_heads else shape.head_dim
         weight = scope.norm_weight(name, name, width)
         if self.head_row_order is None:
             return weight

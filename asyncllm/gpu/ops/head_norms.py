@@ -1,4 +1,4 @@
-"""check_head_norm, norms_whole_projections: check the weights of query, key and value norms."""
+"""check_head_norm, norms_span_all_heads: check the weights of query, key and value norms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_head_norm(shape: AttentionShape, norm: Tensor, dtype: torch.dtype | No
         )
 
 
-def norms_whole_projections(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:
+def norms_span_all_heads(shape: AttentionShape, q_norm: Tensor, k_norm: Tensor) -> bool:
     """Whether q and k are normed over all heads together, instead of per head.
 
     Raises:

@@ -41,7 +41,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -
     """
     processed = logits.to(torch.float32, copy=True)
     if stages & SamplingStages.PENALTIES:
-        _add_last_tokens_to_counts(rows.table_rows(), rows)
+        _add_last_tokens_to_counts(rows.nonnegative_req_indices(), rows)
     for part in _row_chunks(*processed.shape):
         _process_chunk(processed[part], rows.select(part), stages)
     return processed
@@ -65,7 +65,7 @@ def _row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
 
 def _process_chunk(logits: Tensor, rows: SamplingRows, stages: SamplingStages) -> None:
     """Applies the stages to the logits of a chunk of rows, in place."""
-    table_rows = rows.table_rows()
+    table_rows = rows.nonnegative_req_indices()
     if stages & SamplingStages.MASKS:
         assert rows.mask_slots is not None
         assert rows.mask_words is not None

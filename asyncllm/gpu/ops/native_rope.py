@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
+from asyncllm.gpu.ops.head_norms import check_head_norm, norms_span_all_heads
 from asyncllm.gpu.ops.native_op import NativeOp
 from asyncllm.gpu.ops.program import DTYPE_CODES, contiguous_parameter, contiguous_rows
 from asyncllm.native.context import NativeContext
@@ -89,7 +89,7 @@ class NativeRopeAndCache(_NativeRopeBase):
     ) -> None:
         whole = False
         if q_norm is not None and k_norm is not None:
-            whole = norms_whole_projections(shape, q_norm, k_norm)
+            whole = norms_span_all_heads(shape, q_norm, k_norm)
             if v_norm is not None:
                 check_head_norm(shape, v_norm, q_norm.dtype)
         elif v_norm is not None:

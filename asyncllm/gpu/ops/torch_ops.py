@@ -255,7 +255,8 @@ class TorchOps:
             return
         assert step.previous_tokens is not None
         assert step.last_sampled_tokens is not None
-        table_rows, padded, size = step.table_rows(), step.req_indices < 0, group.block_size
+        padded, size = step.req_indices < 0, group.block_size
+        table_rows = step.nonnegative_req_indices()
         sampled = step.last_sampled_tokens[table_rows]
         tokens = torch.where(step.previous_tokens < 0, sampled, step.previous_tokens)
         blocks = group.block_table[table_rows, step.positions // size].long()

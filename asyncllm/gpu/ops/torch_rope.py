@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
+from asyncllm.gpu.ops.head_norms import check_head_norm, norms_span_all_heads
 from asyncllm.gpu.ops.torch_norms import TorchRMSNorm, make_torch_norm
 
 
@@ -36,7 +36,7 @@ class TorchRopeAndCache:
         self.whole_norms: tuple[TorchRMSNorm, TorchRMSNorm] | None = None
         if q_norm is None or k_norm is None:
             return
-        if norms_whole_projections(shape, q_norm, k_norm):
+        if norms_span_all_heads(shape, q_norm, k_norm):
             self.whole_norms = make_torch_norm(q_norm, eps), make_torch_norm(k_norm, eps)
         else:
             counts = shape.num_heads, shape.num_kv_heads

@@ -84,7 +84,7 @@ class HostRows:
         index = copy_to_device(self.sampled_indices, logits.device)
         own = rows.select(index)
         # One table row for each sampled row, and one more for padding.
-        table_rows = torch.cat((own.table_rows(), own.table_rows()[:1]))
+        table_rows = torch.cat((own.nonnegative_req_indices(), own.nonnegative_req_indices()[:1]))
         self._sample_op_params = {
             name: scalar_params[name][table_rows] for name in SAMPLE_OP_PARAMS
         }

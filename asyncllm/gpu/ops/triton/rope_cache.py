@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from asyncllm.gpu.ops.base import AttentionShape
-from asyncllm.gpu.ops.head_norms import check_head_norm, norms_whole_projections
+from asyncllm.gpu.ops.head_norms import check_head_norm, norms_span_all_heads
 from asyncllm.gpu.ops.triton.norm import TritonRMSNorm
 from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
@@ -148,7 +148,7 @@ class TritonRopeAndCache:
             if v_norm is not None:
                 raise ValueError("a norm of values alone: expected one of queries and keys as well")
             return
-        if norms_whole_projections(shape, q_norm, k_norm):
+        if norms_span_all_heads(shape, q_norm, k_norm):
             self.whole_norms = TritonRMSNorm(q_norm, eps), TritonRMSNorm(k_norm, eps)
         else:
             self.q_norm, self.k_norm = q_norm, k_norm

@@ -36,7 +36,7 @@ class TritonStateRows:
     @classmethod
     def of(cls, step: StepInputs) -> TritonStateRows:
         if step.host is None:
-            slots = step.table_rows()
+            slots = step.nonnegative_req_indices()
             return cls(slots, step.positions, slots, False)
         is_mixed = step.num_decodes != step.num_rows
         return cls(step.req_indices, step.positions, step.query_start_loc, is_mixed)
