@@ -153,7 +153,7 @@ class BeamSearch:
     done: bool = False
 
     @property
-    def num_candidates(self) -> int:
+    def candidates_per_beam(self) -> int:
         """Number of continuations of each beam to consider in a step: enough that ``beam_width`` of
         them have no stop token."""
         return self.beam_width + len(self.stop_token_ids)
@@ -162,7 +162,7 @@ class BeamSearch:
         """Advance every running beam by a token.
 
         Args:
-            top_tokens: the ``num_candidates`` likeliest tokens of each running beam.
+            top_tokens: the ``candidates_per_beam`` likeliest tokens of each running beam.
         """
         candidates = [
             (beam.logprob + entry.logprob, beam, entry)
@@ -270,7 +270,7 @@ class _SearchDriver:
         )
         options = {
             **self._options,
-            "logprobs": min(self._search.num_candidates, self._engine.model_config.vocab_size),
+            "logprobs": min(self._search.candidates_per_beam, self._engine.model_config.vocab_size),
             "ignore_eos": True,
             "timeout": timeout,
         }

@@ -52,7 +52,7 @@ _MAX_DECAY_WEIGHT = 1e6
 """Value of ``Router._decay_weight`` above which the router divides recent loads by the weight and
 resets it to 1, against overflow."""
 
-_HIT_ACCURACY_WINDOW_REQUESTS = 8
+_HIT_ACCURACY_AVERAGING_REQUESTS = 8
 """Number of requests that the moving average ``_EngineLoad.hit_accuracy`` covers."""
 
 _MAX_TIME_OR_TOKENS = 1e18
@@ -204,7 +204,7 @@ class Router:
             load.num_uncached -= route.num_tokens - route.cached_tokens
             if cached_tokens is not None and route._reported_cached_tokens > 0:
                 share = min(cached_tokens / route._reported_cached_tokens, 1.0)
-                load.hit_accuracy += (share - load.hit_accuracy) / _HIT_ACCURACY_WINDOW_REQUESTS
+                load.hit_accuracy += (share - load.hit_accuracy) / _HIT_ACCURACY_AVERAGING_REQUESTS
 
     def forget(self, key: Key) -> None:
         """Forget an engine that was removed or has died, and the requests sent to it."""

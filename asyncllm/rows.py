@@ -246,7 +246,7 @@ class RowJob:
         """Register a submitted row; its end wakes the reader of the results."""
         row.stream = stream
         self._under_way[row] = None
-        if not stream._wake_at_end(row, mailbox):
+        if not stream._register_end_waiter(row, mailbox):
             row.set_result()
 
     def _on_end(self, row: _Row) -> None:

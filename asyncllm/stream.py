@@ -249,7 +249,7 @@ class TokenStream(UncopyableHandle):
             channel.waiter = None
         return self.read_blocking(mailbox) if delta is None else delta
 
-    def _wake_at_end(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
+    def _register_end_waiter(self, waiter: Any, mailbox: ThreadMailbox | None) -> bool:
         """Register ``waiter`` to be woken through ``mailbox`` (None: the running loop's) when the
         request has ended, and not at each delta. To be called once, before any read. Returns
         False if the request has ended already; the waiter may be woken even then."""

@@ -17,7 +17,7 @@ from asyncllm.serving import create_app
 from asyncllm.serving.request_body import RequestBody
 from asyncllm.serving.response_events import ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.token_logprobs import LegacyLogprobWriter, LogprobWriter
+from asyncllm.serving.token_logprobs import LegacyLogprobFormatter, LogprobFormatter
 from asyncllm.testing import fake_engine
 from asyncllm.text.tokenizer import Tokenizer
 from tests.app_clients import RawRequest, app_client
@@ -199,7 +199,10 @@ async def test_long_texts_are_tokenised_one_at_a_time(threads_of):
 
 
 async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
-    legacy, chat = threads_of(LegacyLogprobWriter, "write"), threads_of(LogprobWriter, "write")
+    legacy, chat = (
+        threads_of(LegacyLogprobFormatter, "format"),
+        threads_of(LogprobFormatter, "format"),
+    )
     here, engine = threading.get_ident(), AsyncLLMEngine(num_blocks=64, max_num_seqs=4)
     async with app_client(engine) as client:
 

@@ -165,7 +165,7 @@ class Table:
 def run(search, table):
     while not search.done:
         top_tokens = [
-            table.top(beam.token_ids, search.num_candidates) for beam in search.running_beams
+            table.top(beam.token_ids, search.candidates_per_beam) for beam in search.running_beams
         ]
         search.advance(top_tokens)
     return search.ended_beams

@@ -506,13 +506,13 @@ def test_the_hubs_own_hash_is_an_identity(model, tmp_path):
 
 
 def test_checkpoint_replaced_while_read_is_not_written(model, folder, monkeypatch):
-    original = PackedStore._append_weights
+    original = PackedStore._record_weights
 
     def replaced(self: PackedStore, weights: Any) -> Any:
         yield from original(self, weights)
         os.utime(model / "model.safetensors", ns=(7, 7))
 
-    monkeypatch.setattr(PackedStore, "_append_weights", replaced)
+    monkeypatch.setattr(PackedStore, "_record_weights", replaced)
     runner = build_model_runner(
         settings(folder, packed_cache="auto"), ModelConfig.from_directory(model)
     )

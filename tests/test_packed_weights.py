@@ -19,7 +19,7 @@ from asyncllm.gpu.build import build_model_runner
 from asyncllm.gpu.formats import reader as reader_module
 from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightSpec
 from asyncllm.gpu.ops.native_weights import native_type_code
-from asyncllm.gpu.weights import load_weights, packed_weights
+from asyncllm.gpu.weights import join_quantised_parts, load_weights
 from tests.checkpoints import make_checkpoint
 from tests.driver import Driver, state_of
 from tests.linear_weights import dequantised
@@ -174,10 +174,11 @@ def codes(bits: int = 4, group: int = 32, rows: int = 8, **more: Any) -> Quantis
 
 
 def test_unpackable_weights():
-    alike = packed_weights([codes(), codes(rows=16)], takes)
+    alike = join_quantised_parts([codes(), codes(rows=16)], takes)
     assert alike is not None
     assert (alike.shape, alike.next_parts) == ((24, 64), ())
-    mixed = packed_weights([codes(), codes(), codes(group=64), codes(bits=8), codes()], takes)
+    parts = [codes(), codes(), codes(group=64), codes(bits=8), codes()]
+    mixed = join_quantised_parts(parts, takes)
     assert mixed is not None
     assert [(part.shape, part.scheme) for part in mixed.single_scheme_parts] == [
         ((16, 64), "int4"), ((8, 64), "int4"), ((8, 64), "int8"), ((8, 64), "int4"),
@@ -192,8 +193,8 @@ def test_unpackable_weights():
         [codes(column_groups=order)],
         [codes(zeros=torch.full((8, 2), -3))],
     ):
-        assert packed_weights(parts, takes) is None
-    assert packed_weights([codes()], lambda spec: spec.scheme == "plain") is None
+        assert join_quantised_parts(parts, takes) is None
+    assert join_quantised_parts([codes()], lambda spec: spec.scheme == "plain") is None
 
 
 def test_log_line_names_packed_weights(plain, tmp_path, caplog):

@@ -144,9 +144,11 @@ def test_a_burst_with_a_shared_prefix_computes_it_twice():
 def test_requests_waiting_for_state_cost_a_step_nothing(monkeypatch):
     rig, asked = StateRig(num_blocks=60, max_num_seqs=4), []
     requests = [rig.add([*range(8), 50 + i], max_tokens=1) for i in range(40)]
-    is_saving = StateSnapshots.is_saving
+    awaits_snapshot = StateSnapshots.awaits_snapshot
     monkeypatch.setattr(
-        StateSnapshots, "is_saving", lambda self, one: asked.append(one) or is_saving(self, one)
+        StateSnapshots,
+        "awaits_snapshot",
+        lambda self, one: asked.append(one) or awaits_snapshot(self, one),
     )
     assert rig.step() == {"r0": 8}
     assert len(asked) == 6

@@ -231,7 +231,7 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None or len(skipped) > max_num_seqs:
                 break
-            if request.num_placeholders or (states is not None and states.is_saving(request)):
+            if request.num_placeholders or (states is not None and states.awaits_snapshot(request)):
                 # Skip this request for a step: its token in flight is not known yet, or this step
                 # saves a snapshot of its prefix. Other requests may overtake it.
                 self.waiting.discard(request)

@@ -88,7 +88,7 @@ class StateSnapshots:
                 return end
         return 0
 
-    def is_saving(self, request: Request) -> bool:
+    def awaits_snapshot(self, request: Request) -> bool:
         """Whether a request should wait for a snapshot that the step being scheduled will save. The
         snapshot covers a longer prefix of the request than any snapshot that exists."""
         if not self._pending_keys:

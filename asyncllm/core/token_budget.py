@@ -23,13 +23,13 @@ class TokenBudget:
 
     def __init__(self, limit: int) -> None:
         self.limit = self.tokens = limit
-        self._steps_since_shrink = 0
+        self._successes_since_change = 0
 
     def shrink(self, failed_steps: Iterable[ScheduledStep]) -> list[Request]:
         """Lower the budget after ``failed_steps`` ran out of memory, to half of the largest step's
         tokens. If that step had a single token, return its requests, which have to fail."""
         largest = max(failed_steps, key=lambda step: step.batch.num_tokens)
-        self._steps_since_shrink = 0
+        self._successes_since_change = 0
         if largest.batch.num_tokens == 1:
             return largest.requests
         self.tokens = max(1, largest.batch.num_tokens // 2)
@@ -38,7 +38,7 @@ class TokenBudget:
     def record_success(self) -> None:
         """Count a successful step, and raise the budget after enough successes."""
         if self.tokens < self.limit:
-            self._steps_since_shrink += 1
-            if self._steps_since_shrink >= _STEPS_TO_RECOVER:
-                self._steps_since_shrink = 0
+            self._successes_since_change += 1
+            if self._successes_since_change >= _STEPS_TO_RECOVER:
+                self._successes_since_change = 0
                 self.tokens = min(2 * self.tokens, self.limit)

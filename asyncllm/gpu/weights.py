@@ -35,7 +35,7 @@ from asyncllm.gpu.weight_upload import PinnedUploader
 
 DUMMY_SEED = 0
 
-STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+PLAIN_WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes of a plain weight in a file; 8-bit integers and floats would need scales."""
 
 
@@ -168,7 +168,7 @@ def _quantised_weight(
     packable = (parameter.is_linear or parameter.is_embedding) and parameter.layout is None
     if accepts_weights is None or not packable:
         return None
-    found = packed_weights(
+    found = join_quantised_parts(
         [reader.quantised_tensor(name) for name, _ in parameter.parts], accepts_weights
     )
     if found is not None and found.next_parts and ".experts." in parameter.name:
@@ -177,7 +177,7 @@ def _quantised_weight(
     return found
 
 
-def packed_weights(
+def join_quantised_parts(
     parts: Sequence[QuantisedTensor | GGUFQuantisedTensor | None],
     accepts_weights: Callable[[WeightSpec], bool],
 ) -> LinearWeights | None:
@@ -374,10 +374,10 @@ def _check_tensors(
         if info is None:
             places = ", ".join(sorted({str(info.file) for info in reader.tensors.values()}))
             raise ModelLoadError(f"{places}: tensor {name!r} is missing, expected {shape}")
-        if info.shape != shape or info.dtype not in STORED_DTYPES:
+        if info.shape != shape or info.dtype not in PLAIN_WEIGHT_DTYPES:
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is {info.dtype} of shape {info.shape}, expected "
-                f"{' or '.join(STORED_DTYPES)} of shape {shape}"
+                f"{' or '.join(PLAIN_WEIGHT_DTYPES)} of shape {shape}"
             )
     _check_tied_head(reader, model)
     for name, info in reader.tensors.items():

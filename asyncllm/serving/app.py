@@ -37,7 +37,7 @@ from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.serving import ServingContext, default_model_names
 from asyncllm.serving.sockets import WebSocketConnection, WebSocketSession, run_session
 from asyncllm.serving.stats_session import StatsSession, StatsSnapshots
-from asyncllm.serving.tokenization import answer_long_text, detokenize, tokenize
+from asyncllm.serving.tokenization import answer_text_request, detokenize, tokenize
 
 Page = Callable[[str], "tuple[str, bytes] | None"]
 
@@ -185,8 +185,8 @@ def _make_router(
         ("/v1/completions", {"POST": completions}, {}),
         ("/v1/responses", {"POST": responses.create_response}, FIELD_BY_ENGINE_PARAM),
         ("/v1/responses/{response_id}", stored_response_handlers, FIELD_BY_ENGINE_PARAM),
-        ("/tokenize", {"POST": partial(answer_long_text, tokenize)}, {}),
-        ("/detokenize", {"POST": partial(answer_long_text, detokenize)}, {}),
+        ("/tokenize", {"POST": partial(answer_text_request, tokenize)}, {}),
+        ("/detokenize", {"POST": partial(answer_text_request, detokenize)}, {}),
         ("/v1/models", {"GET": server_info.list_models}, {}),
         ("/v1/models/{model:path}", {"GET": server_info.get_model}, {}),
         ("/health", {"GET": server_info.show_health}, {}),

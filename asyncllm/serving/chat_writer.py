@@ -11,7 +11,7 @@ from asyncllm.serving.call_collector import ToolCallCollector
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.exchange import encode_json
-from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs
+from asyncllm.serving.token_logprobs import LogprobFormatter, encode_logprobs
 from asyncllm.stream import TokenStream
 
 
@@ -32,7 +32,9 @@ class ChatWriter(ChoicesWriter):
         super().__init__(model, request, service_tier="default")
         self._metadata = {} if request.metadata is None else {"metadata": request.metadata}
         top = request.num_logprobs
-        self._logprobs = None if top is None else LogprobWriter(tokenizer.id_to_text_and_bytes, top)
+        self._logprobs = (
+            None if top is None else LogprobFormatter(tokenizer.id_to_text_and_bytes, top)
+        )
         self._call_collectors = [ToolCallCollector() for _ in range(request.num_outputs)]
 
     def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class ChatWriter(ChoicesWriter):
     def _logprob_fields(self, output: CompletionOutput | Delta) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
-        return {"content": self._logprobs.write(output.logprobs or ()), "refusal": None}
+        return {"content": self._logprobs.format(output.logprobs or ()), "refusal": None}
 
     # --- streamed chunks ----------------------------------------------------------------
 

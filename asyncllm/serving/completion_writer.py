@@ -10,7 +10,11 @@ from asyncllm.serving.answers import TokenUsage
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode_json
-from asyncllm.serving.token_logprobs import LegacyLogprobWriter, encode_logprobs, num_logprobs_bytes
+from asyncllm.serving.token_logprobs import (
+    LegacyLogprobFormatter,
+    encode_logprobs,
+    num_logprobs_bytes,
+)
 from asyncllm.stream import TokenStream
 
 
@@ -31,7 +35,7 @@ class CompletionWriter(ChoicesWriter):
         num_choices = len(request.prompts) * request.num_outputs
         self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
         self._logprobs = [
-            None if top is None else LegacyLogprobWriter(tokenizer.id_to_text_and_bytes, top)
+            None if top is None else LegacyLogprobFormatter(tokenizer.id_to_text_and_bytes, top)
             for _ in range(num_choices)
         ]
 
@@ -67,7 +71,7 @@ class CompletionWriter(ChoicesWriter):
             completion: the output's completion or stream, which also has the prompt.
         """
         index = first_choice_index + output.index
-        writer, text, first_token_id = self._logprobs[index], output.text, None
+        formatter, text, first_token_id = self._logprobs[index], output.text, None
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or ()
         if not self._request.should_generate:
             text, logprobs = "", ()
@@ -81,7 +85,7 @@ class CompletionWriter(ChoicesWriter):
         return {
             "index": index,
             "text": text,
-            "logprobs": None if writer is None else writer.write(logprobs, first_token_id),
+            "logprobs": None if formatter is None else formatter.format(logprobs, first_token_id),
             "finish_reason": output.finish_reason,
         }
 

@@ -85,7 +85,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         """
         while len(self.connections) > max_open:
             for other in self.idle_connections:
-                if other is not self and other._waits_for_client():
+                if other is not self and other._may_be_closed():
                     break
             else:
                 return False
@@ -95,7 +95,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             other.transport.abort()
         return True
 
-    def _waits_for_client(self) -> bool:
+    def _may_be_closed(self) -> bool:
         """Whether all output is sent, and all that has arrived of a request's body is read."""
         if self.conn.our_state is h11.SEND_BODY or self.transport.get_write_buffer_size():
             return False

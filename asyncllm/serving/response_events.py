@@ -14,7 +14,7 @@ from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, TextItem
 from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.token_logprobs import LogprobWriter, encode_logprobs, num_logprobs_bytes
+from asyncllm.serving.token_logprobs import LogprobFormatter, encode_logprobs, num_logprobs_bytes
 
 ResponseEvent = tuple[str, str]
 """Type of the event, and the whole event as JSON."""
@@ -52,7 +52,7 @@ class ResponseEvents:
         self._logprobs_json = ""
         self._response = response
         top = request.num_logprobs
-        self._logprobs = None if top is None else LogprobWriter(id_to_text_and_bytes, top)
+        self._logprobs = None if top is None else LogprobFormatter(id_to_text_and_bytes, top)
         self._sequence_number = 0
         self._items: list[TextItem | CallItem] = []
         self._message_item: TextItem | None = None
@@ -85,7 +85,7 @@ class ResponseEvents:
     def _encode_logprobs(self, logprobs: list[TokenLogprobs]) -> str:
         if self._logprobs is None or not logprobs:
             return "[]"
-        return encode_logprobs(self._logprobs.write(logprobs))
+        return encode_logprobs(self._logprobs.format(logprobs))
 
     def assistant_message(self) -> dict[str, Any]:
         """The answer as a message of the assistant, for the history of a conversation."""

@@ -27,7 +27,7 @@ def encode_logprobs(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobWriter:
+class LogprobFormatter:
     """Writer for chat completions and responses: ``{"token", "logprob", "bytes", "top_logprobs"}``.
 
     Args:
@@ -38,7 +38,7 @@ class LogprobWriter:
     id_to_text_and_bytes: Callable[[int], tuple[str, list[int]]]
     num_top: int
 
-    def write(self, token_logprobs: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
+    def format(self, token_logprobs: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
         return [
             {
                 **self._make_entries((sampled,))[0],
@@ -57,7 +57,7 @@ class LogprobWriter:
 
 
 @dataclass(slots=True)
-class LegacyLogprobWriter:
+class LegacyLogprobFormatter:
     """Writer for completions: parallel lists, with each token's offset in the text. An offset
     is the number of characters of all earlier tokens, each decoded alone.
 
@@ -70,7 +70,7 @@ class LegacyLogprobWriter:
     num_top: int
     _offset: int = field(default=0, init=False)
 
-    def write(
+    def format(
         self, token_logprobs: Sequence[TokenLogprobs | None], unscored_token_id: int | None = None
     ) -> CompletionLogprobs:
         """Write log-probabilities as the parallel lists of a completion.

@@ -48,7 +48,7 @@ class DetokenizeRequest(RequestBody):
     ]
 
 
-async def answer_long_text(
+async def answer_text_request(
     make_answer: Callable[[ServingContext, bytes, int | None], bytes | None],
     server_context: ServingContext,
     exchange: Exchange,

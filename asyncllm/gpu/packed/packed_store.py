@@ -135,7 +135,7 @@ class PackedStore:
                 already, and so must not be quantised.
         """
         if self._in_model_folder:
-            return build_model(self._append_weights(read_checkpoint()), False)
+            return build_model(self._record_weights(read_checkpoint()), False)
         file = self._open_verified_file()
         if file is None and self._config.packed_cache == "shared":
             try:
@@ -143,14 +143,14 @@ class PackedStore:
                 with self._cache.lock(self._check_start_cancelled):
                     file = self._open_verified_file()
                     if file is None:
-                        build_model(self._append_weights(read_checkpoint()), False)
+                        build_model(self._record_weights(read_checkpoint()), False)
                         self._write_locked()
                         file = self._open_verified_file()
             except OSError as error:
                 self._report_failed_write(error)
                 self._write_failed = True
         if file is None:
-            return build_model(self._append_weights(read_checkpoint()), False)
+            return build_model(self._record_weights(read_checkpoint()), False)
         model = build_model(file.weights(), True)
         self._progress(file.size, file.size)
         return model
@@ -204,7 +204,7 @@ class PackedStore:
 
     # --- writing -----------------------------------------------------------------------
 
-    def _append_weights(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
+    def _record_weights(self, weights: Weights) -> Iterator[tuple[str, Tensor | LinearWeights]]:
         """Yield the weights and record them for the file."""
         self._recorded_tensors = []
         linear = {each.name for each in parameters(self._model) if each.is_linear}

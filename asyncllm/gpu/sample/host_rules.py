@@ -37,13 +37,13 @@ class HostSamplingRules:
     """Those of a request's sampling parameters that are applied on the host.
 
     Attributes:
-        bad_word_rules: the request's token rules; None if no bad word has several tokens.
+        token_rules: the request's token rules; None if no bad word has several tokens.
         processors: the request's own logits processors, in order.
         request_with_processors: the request, with the engine's processors that apply to it; None
             if none of the engine's processors applies.
     """
 
-    bad_word_rules: TokenRules | None = None
+    token_rules: TokenRules | None = None
     processors: tuple[RequestLogitsProcessor, ...] = ()
     request_with_processors: RequestWithProcessors | None = None
 
@@ -54,10 +54,8 @@ def mask_bad_words(row: Tensor, rules: HostSamplingRules, output: np.ndarray) ->
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    tokens: Any = output  # No Sequence, but excluded_tokens needs only its length and its items.
-    if rules.bad_word_rules is not None and (
-        excluded := rules.bad_word_rules.excluded_tokens(tokens)
-    ):
+    tokens: Any = output  # Not a Sequence, but excluded_tokens needs only its length and its items.
+    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(tokens)):
         row[excluded] = -torch.inf
 
 

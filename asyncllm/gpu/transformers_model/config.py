@@ -28,7 +28,7 @@ from asyncllm.validation import describe, describe_error
 if TYPE_CHECKING:
     from torch import nn
 
-UNLIMITED_CONTEXT_TOKENS = 131_072
+DEFAULT_CONTEXT_TOKENS = 131_072
 """Context in tokens of a model that has only linear attention, if its configuration sets no limit:
 the engine's buffers need one."""
 
@@ -122,7 +122,7 @@ class TransformersConfig:
                 if context is None and set(getattr(config, "layer_types", ())) == {
                     "linear_attention"
                 }:
-                    context = UNLIMITED_CONTEXT_TOKENS
+                    context = DEFAULT_CONTEXT_TOKENS
                 fields = ConfigFile(
                     file.path, {**fields.values, "max_position_embeddings": context}
                 )

@@ -111,7 +111,7 @@ def _unsupported_layers(probe: ProbeResult, config: Any) -> Iterator[Unsupported
             if not layer.match(c.module)
         ]
         yield f"{outside[0]} attends or keeps a state", "calls by layers alone"
-    without_attention = _layers_without_attention(config)
+    without_attention = _layers_without_mixer(config)
     for index in range(count):
         calls, name = num_attention_calls[index], f"{prefix}.{index}"
         if calls > 1 or not (calls or num_recurrent_calls[index] or index in without_attention):
@@ -123,7 +123,7 @@ def _unsupported_layers(probe: ProbeResult, config: Any) -> Iterator[Unsupported
             )
 
 
-def _layers_without_attention(config: Any) -> set[int]:
+def _layers_without_mixer(config: Any) -> set[int]:
     """Indices of layers that have an MLP or experts only, according to the configuration."""
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)

@@ -21,7 +21,7 @@ from asyncllm.gpu.transformers_model.interface import (
     ENGINE_IMPLEMENTATION_NAME,
     experts_implementation,
 )
-from asyncllm.gpu.weights import DUMMY_SEED, STORED_DTYPES, dummy_tensor
+from asyncllm.gpu.weights import DUMMY_SEED, PLAIN_WEIGHT_DTYPES, dummy_tensor
 from asyncllm.validation import describe_error
 
 _LOAD_LOCK = threading.Lock()
@@ -71,10 +71,10 @@ def _check_dtypes(reader: CheckpointReader, model: TransformersConfig) -> None:
     """
     floats = {name for name, t in model.skeleton.state_dict().items() if t.is_floating_point()}
     for name, info in reader.tensors.items():
-        if name in floats and info.dtype not in STORED_DTYPES:
+        if name in floats and info.dtype not in PLAIN_WEIGHT_DTYPES:
             raise ModelLoadError(
                 f"{info.file}: tensor {name!r} is {info.dtype}, expected "
-                f"{' or '.join(STORED_DTYPES)}"
+                f"{' or '.join(PLAIN_WEIGHT_DTYPES)}"
             )
 
 

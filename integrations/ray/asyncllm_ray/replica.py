@@ -206,7 +206,7 @@ class _HeldStream:
     async def _wait(self, seconds: float | None = None) -> None:
         """Wait for the stream's end, or for news of the client, but at most ``seconds``."""
         self._waiter = asyncio.get_running_loop().create_future()
-        if self._stream._wake_at_end(self._waiter, None):
+        if self._stream._register_end_waiter(self._waiter, None):
             await asyncio.wait([self._waiter], timeout=seconds)
 
     async def batches(self, interval: float, on_slow: str) -> AsyncIterator[Batch]:

@@ -22,7 +22,7 @@ REPLICA = {"num_cpus": 0.25}
 def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray's default of 15 lets any other busy process starve replicas beyond the tests' limits.
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     # Actors import the tests' functions.
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
