@@ -1,4 +1,4 @@
-"""UnpicklableObjects: objects that the engine shares with an executor in its own process."""
+"""UnpicklableObjects: objects that an executor in the engine's process gets by reference."""
 
 from __future__ import annotations
 

@@ -179,9 +179,10 @@ def _load_runner(
 def resolve_threads(
     count: int | None, model: ModelConfig | TransformersConfig, device: torch.device
 ) -> int | None:
-    """CPU threads for the engine thread's ops; None leaves torch's own number, one per core.
+    """Set and return the number of CPU threads for the engine thread's ops.
 
-    A small model runs on one thread. More threads would gain it little even on idle cores. And if
+    Returns ``count`` if it is given, else 1 for a small model; None keeps torch's default, one
+    thread per core. A small model runs on one thread. More threads would gain it little even on idle cores. And if
     another process kept one core busy, each of the model's hundreds of short parallel regions would
     wait until the operating system gives the thread on that core a time slice.
 

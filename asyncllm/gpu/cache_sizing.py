@@ -215,14 +215,14 @@ def size_cache(
             max_model_len,
             longest,
             num_usable,
-            _block_sizes(groups),
+            _format_block_sizes(groups),
             _describe_blocks(groups, longest, step_tokens),
             setting_name,
         )
     return KVCacheSize(num_usable + 1, max_model_len)
 
 
-def _block_sizes(groups: Sequence[KVGroup]) -> str:
+def _format_block_sizes(groups: Sequence[KVGroup]) -> str:
     return " or ".join(str(size) for size in sorted({group.spec.block_size for group in groups}))
 
 
@@ -263,7 +263,7 @@ def _too_small_error(
             remedy += " or max_num_batched_tokens"
     least = needed if setting_name == "num_blocks" else (needed + 1) * bytes_per_block
     return KVCacheTooSmallError(
-        f"the KV cache holds {max(num_usable, 0)} blocks of {_block_sizes(groups)} tokens "
+        f"the KV cache holds {max(num_usable, 0)} blocks of {_format_block_sizes(groups)} tokens "
         f"({bytes_per_block} bytes each), but {purpose}, {needed * bytes_per_block} bytes: raise "
         f"{setting_name} to at least {least}{remedy}"
     )

@@ -148,7 +148,7 @@ class Submitter:
         Args:
             num_caller_queues_ahead: as for ``Admission.reserve``.
         """
-        self._make_notifier(submission)
+        self._set_notifier(submission)
         group = submission.request.group
         self.core.admission.reserve(group, submission.num_tokens, num_caller_queues_ahead)
         return self._make_stream(submission)
@@ -156,7 +156,7 @@ class Submitter:
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request once the queue has a place; its timeout begins then."""
         core, group = self.core, submission.request.group
-        self._make_notifier(submission)
+        self._set_notifier(submission)
         is_gone = self.mailboxes.of_running_loop().is_closed
         reserved = core.admission.reserve_or_wait(group, submission.num_tokens, is_gone)
         stream = self._make_stream(submission)
@@ -180,7 +180,7 @@ class Submitter:
         threads that still work."""
         return self.grammar_compiler.close() + self._tokenizer_threads.close()
 
-    def _make_notifier(self, submission: Submission) -> None:
+    def _set_notifier(self, submission: Submission) -> None:
         request, observers = submission.request, (*submission.observers, *self.observers.registered)
         request.group.engine = self.observers.engine
         submission.notifier = ObserverNotifier(request, observers) if observers else None

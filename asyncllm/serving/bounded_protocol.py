@@ -73,7 +73,7 @@ class BoundedProtocol(asyncio.Protocol):
             # uvicorn may have resumed reading, and TLS may deliver data after a pause.
             self.transport.pause_reading()
         elif self._num_bytes_since_parse_turn > MAX_BYTES_PER_PARSE_TURN:
-            self._wait_for_parse_turn()
+            self._queue_for_parse_turn()
         else:
             self._parse()
 
@@ -91,7 +91,7 @@ class BoundedProtocol(asyncio.Protocol):
         del self._unparsed[:max_bytes]
         return data
 
-    def _wait_for_parse_turn(self) -> None:
+    def _queue_for_parse_turn(self) -> None:
         self._waits_for_parse_turn = True
         self.transport.pause_reading()
         self.parse_queue.add(self._begin_parse_turn)

@@ -142,7 +142,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             if state in (h11.IDLE, h11.SEND_BODY):
                 self.idle_connections[self] = None
         if self.conn.has_used_up_turn:
-            self._wait_for_parse_turn()
+            self._queue_for_parse_turn()
         elif state is h11.IDLE:
             self._header_timer.start()
         else:
@@ -152,10 +152,10 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         """Queue a pipelined request, if there is one. uvicorn calls this after each answer."""
         self.idle_connections[self] = None
         if self._unparsed or not self.conn.needs_data:
-            self._wait_for_parse_turn()
+            self._queue_for_parse_turn()
 
-    def _wait_for_parse_turn(self) -> None:
-        super()._wait_for_parse_turn()
+    def _queue_for_parse_turn(self) -> None:
+        super()._queue_for_parse_turn()
         self._header_timer.stop()
         self._unset_keepalive_if_required()
 

@@ -82,13 +82,14 @@ class UnsupportedFieldPolicy:
         self._logged_names: set[str] = set()
 
     def refuse_or_ignore(self, name: str, value: Any, accepted: tuple[Any, ...] = ()) -> None:
-        """Refuse a field's value, or ignore it.
+        """Refuse an unsupported value of a field, or ignore it if the policy says so.
 
         Args:
-            name: one of the fields that this server knows.
+            name: a field that this server knows but does not support.
+            accepted: values of the field that the message names as accepted.
 
         Raises:
-            ProtocolError: unless unsupported fields are ignored.
+            ProtocolError: unless the policy is to ignore unsupported fields.
         """
         error = unsupported_error(name, value, accepted)
         if not self._should_ignore:

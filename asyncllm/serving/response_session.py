@@ -165,13 +165,13 @@ class ResponseSession:
     async def _respond(self, turn: ResponseTurn) -> None:
         try:
             async with turn.stream:
-                await self._send_all(await turn.serialize(turn.events.created_events()))
+                await self._send_all(await turn.collect_events(turn.events.created_events()))
                 await turn.run(self._send_all, before_end=partial(self._end_turn, turn))
         except AsyncLLMError as error:
             self._end_turn(turn)
             with contextlib.suppress(*DISCONNECT_ERRORS):
                 failed = turn.events.failed_events(to_protocol_error(error, FIELD_BY_ENGINE_PARAM))
-                await self._send_all(await turn.serialize(failed))
+                await self._send_all(await turn.collect_events(failed))
                 self._close_on_engine_end(error)
         except DISCONNECT_ERRORS:
             return

@@ -106,8 +106,8 @@ class ResponseTurn:
         """Release the memory claimed for the answer, once the client has read it."""
         self._claim.release()
 
-    async def serialize(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
-        """Serialise events that contain the whole response; long ones on the worker thread."""
+    async def collect_events(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
+        """Make events that contain the whole response; long ones on the worker thread."""
         num_bytes = self._num_request_bytes // WRITE_PARSE_SPEED_RATIO
         return await self._server_context.run_json_job(
             lambda: list(events), num_bytes + self.events.num_logprobs_bytes
@@ -133,7 +133,7 @@ class ResponseTurn:
                     await anyio.sleep(pause)
         stream = self.stream
         async with self._server_context.claimed_logprobs_bytes(events.num_logprobs_bytes):
-            final_events = await self.serialize(
+            final_events = await self.collect_events(
                 events.completed_events(stream.finish_reason, stream.usage)
             )
             turn = (events.assistant_message(),) if should_generate else ()

@@ -57,7 +57,7 @@ async def _send_events(
         server_context,
         exchange,
         [turn.stream],
-        _encode_events(await turn.serialize(turn.events.created_events())),
+        _encode_events(await turn.collect_events(turn.events.created_events())),
         lambda error: _encode_events(turn.events.failed_events(error)),
     ) as sender:
 

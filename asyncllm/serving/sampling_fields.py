@@ -86,7 +86,7 @@ OBFUSCATION_VALUES: AcceptedValues = {"stream_options.include_obfuscation": (Fal
 
 
 def bounded_number_field(name: str) -> Any:
-    """Make an optional number field, described with its bounds in SamplingParams."""
+    """Make an optional number field whose schema has the bounds of SamplingParams."""
     low, high = {**INTEGER_FIELD_BOUNDS, **NUMBER_FIELD_BOUNDS}[name]
     minimum_key = "exclusiveMinimum" if name == "top_p" else "minimum"
     return Field(default=None, json_schema_extra={minimum_key: low, "maximum": high})

@@ -89,7 +89,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         size, self._num_frames = MIN_SLICE_BYTES, 0
         while self._unparsed and self._may_parse() and not self.transport.is_closing():
             if self._num_frames >= MAX_EVENTS_PER_PARSE_TURN:
-                self._wait_for_parse_turn()
+                self._queue_for_parse_turn()
                 return
             if self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_PARSE_TURN:
                 self._claim = self.long_message_budget.claim(
@@ -137,7 +137,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _resume_parsing(self) -> None:
         """Parse the data received since parsing stopped, and resume reading."""
         if self._unparsed:
-            self._wait_for_parse_turn()
+            self._queue_for_parse_turn()
         self._resume_reading()
 
     def handle_events(self) -> None:

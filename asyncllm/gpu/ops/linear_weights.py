@@ -90,10 +90,11 @@ class LinearWeights:
             column's own index.
         is_tied: whether a tied embedding reads ``values`` as well. The values then stay in memory
             beside a packed copy.
-        panels: source of the weights in the native kernels' layout; None to pack them. If the
-            source has them already, the tensors above are on the meta device, without values.
-        next_parts: weights of other specs, whose outputs follow those of ``values``. ``bias``
-            covers all outputs, and ``panels`` packs all parts, one after the other.
+        panels: source of the weights in the native kernels' layout; None if they have yet to be
+            packed. If the source holds packed weights, the tensors above are on the meta device.
+        next_parts: weights of the same layer in other schemes or block sizes; their outputs follow
+            those of ``values``. ``bias`` covers all outputs, and ``panels`` packs all parts, one
+            after the other.
 
     Raises:
         ModelLoadError: a dtype or shape contradicts the scheme.

@@ -16,7 +16,8 @@ from asyncllm.gpu.ops.triton.operands import cache_strides, row_stride
 from asyncllm.gpu.ops.triton.tuning import cdiv, next_power_of_2
 
 TILE_ELEMENTS = 1024
-"""Elements in the first halves of a program's heads; the second halves have as many."""
+"""Number of elements per tile. A program takes the heads whose first halves fill one tile; their
+second halves fill another."""
 
 
 @triton.jit
