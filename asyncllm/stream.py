@@ -291,7 +291,8 @@ class TokenStream(UncopyableHandle):
         """Merge the stream's end into ``delta``, or raise the end if it is an exception.
 
         The end waits for the next read if ``delta`` belongs to another output, if the merged delta
-        would have more than ``max_merged`` tokens, or if some output precedes an exception.
+        would have more than ``max_merged`` tokens, or if it is an exception and ``delta`` is not
+        empty.
         """
         if isinstance(end, StreamEnd) and delta is not _EMPTY_DELTA and delta.index != end.output:
             return delta

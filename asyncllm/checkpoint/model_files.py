@@ -1,4 +1,4 @@
-"""Model files: finds them in the package, in a directory, or on the hub."""
+"""Find a model's files: those that ship with asyncllm, a directory's, or the hub's."""
 
 from __future__ import annotations
 

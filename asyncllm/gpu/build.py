@@ -182,9 +182,9 @@ def resolve_threads(
     """Set and return the number of CPU threads for the engine thread's ops.
 
     Returns ``count`` if it is given, else 1 for a small model; None keeps torch's default, one
-    thread per core. A small model runs on one thread. More threads would gain it little even on idle cores. And if
-    another process kept one core busy, each of the model's hundreds of short parallel regions would
-    wait until the operating system gives the thread on that core a time slice.
+    thread per core. More threads would gain a small model little even on idle cores. And if another
+    process kept one core busy, each of the model's hundreds of short parallel regions would wait
+    until the operating system gives the thread on that core a time slice.
 
     Raises:
         InvalidRequestError: the device or this build of torch cannot honour ``count``.

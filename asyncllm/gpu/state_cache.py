@@ -103,8 +103,8 @@ class StateCache:
     def _copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies slots by pairs ``(target, source)``; no slot is both target and source.
 
-        The states of all layers that have the same dtype are copied in one call: on a GPU that
-        launches one or a few kernels, not one per layer.
+        The states of all layers that have the same dtype are copied in one call. On a GPU, such a
+        call launches one or a few kernels instead of one per layer.
         """
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         for tensors in self._tensors_by_dtype:

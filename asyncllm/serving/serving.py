@@ -120,9 +120,9 @@ class ServingContext:
 
     @asynccontextmanager
     async def claimed_logprobs_bytes(self, num_bytes: int) -> AsyncIterator[None]:
-        """Context manager that reserves memory for events that repeat ``num_bytes`` of
-        log-probabilities, waiting until the memory is free. Below MIN_LARGE_JSON_BYTES, it reserves
-        none."""
+        """Context manager that waits for, and reserves, memory for a response's last events, which
+        contain all its log-probabilities (``num_bytes``) again. Below MIN_LARGE_JSON_BYTES, it
+        reserves none."""
         if num_bytes < MIN_LARGE_JSON_BYTES:
             yield
             return

@@ -99,11 +99,11 @@ class CompressedTensors(WeightFormat):
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
         for parts in PackedTensorParts.find_all_with(reader, "weight_packed"):
-            yield self._make_packed_layout(reader, parts)
+            yield self._make_bit_packed_tensor(reader, parts)
         for parts in PackedTensorParts.find_all_with(reader, "weight", ("I8", "F8_E4M3")):
-            yield self._make_unpacked_layout(parts)
+            yield self._make_byte_per_value_tensor(parts)
 
-    def _make_packed_layout(
+    def _make_bit_packed_tensor(
         self, reader: CheckpointReader, parts: PackedTensorParts
     ) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight_packed")
@@ -120,7 +120,7 @@ class CompressedTensors(WeightFormat):
             )
         return self._make_packed_tensor(parts, scheme, (rows, columns))
 
-    def _make_unpacked_layout(self, parts: PackedTensorParts) -> PackedTensor:
+    def _make_byte_per_value_tensor(self, parts: PackedTensorParts) -> PackedTensor:
         scheme = self._scheme_of(parts, "weight")
         dtype = "F8_E4M3" if scheme.is_float else "I8"
         rows, columns = parts.require("weight", [dtype], num_dims=2).shape

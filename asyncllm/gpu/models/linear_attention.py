@@ -102,9 +102,9 @@ def build_linear_attention(
 
 
 def projection_row_order(config: LinearAttentionConfig) -> tuple[Tensor, Tensor] | None:
-    """Orders, int64, in which the mixer expects a checkpoint's rows of ``qkvz`` and ``gates``.
+    """Row indices, int64, that bring a checkpoint's ``qkvz`` and ``gates`` into the mixer's order.
 
-    None stands for the checkpoint's own order.
+    None if the checkpoint is in that order already.
     """
     if not config.grouped_by_key_head:
         return None

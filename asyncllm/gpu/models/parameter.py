@@ -30,7 +30,11 @@ class StackLayout:
         return (self.count, *(reversed(matrix) if self.is_transposed else matrix))
 
     def iter_rows(self, tensor_slices: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield all rows of one matrix at a time, from slices of the checkpoint tensor."""
+        """Yield the rows of each stacked matrix, one tensor per matrix.
+
+        Args:
+            tensor_slices: the checkpoint tensor in slices of whole matrices.
+        """
         for part in tensor_slices:
             for stored in part:
                 rows = stored.transpose(0, -1) if self.is_transposed else stored

@@ -133,9 +133,9 @@ def _layers_without_mixer(config: Any) -> set[int]:
 
 
 def _unsupported_recurrence(probe: ProbeResult) -> Iterator[UnsupportedFeature]:
-    """Yield unsupported recurrent modules, and other modules that mix tokens or keep a cache.
+    """Yield recurrent modules with an unsupported feature, and other unsupported token mixers.
 
-    Of those others, only attention modules may keep a cache.
+    Outside recurrent modules only attention may mix tokens or keep a cache.
     """
     recurrent = tuple(f"{call.module}." for call in probe.recurrent_calls)
     for call in probe.recurrent_calls:
