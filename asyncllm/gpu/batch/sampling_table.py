@@ -10,7 +10,7 @@ import torch
 
 from asyncllm.gpu.batch.sections import SectionTable
 
-ALL_POSITIONS_COUNTED = 2**63 - 1
+NO_POSITION_COUNTED = 2**63 - 1
 """Value of ``counted_from`` for a request index without penalties: its tokens are not counted."""
 
 
@@ -47,7 +47,7 @@ LOGITS_PROCESSING_PARAMS: Mapping[str, ScalarParam] = MappingProxyType(
         "num_bias": ScalarParam(torch.int32, 0),
         "num_stop_ids": ScalarParam(torch.int32, 0),
         "min_end": ScalarParam(torch.int64, 0),
-        "counted_from": ScalarParam(torch.int64, ALL_POSITIONS_COUNTED),
+        "counted_from": ScalarParam(torch.int64, NO_POSITION_COUNTED),
         "repetition": ScalarParam(torch.float32, 1.0, "repetition_penalty"),
         "frequency": ScalarParam(torch.float32, 0.0, "frequency_penalty"),
         "presence": ScalarParam(torch.float32, 0.0, "presence_penalty"),
