@@ -1,4 +1,4 @@
-"""beam_search: finds a prompt's most likely outputs, by requests to an engine."""
+"""beam_search: finds a prompt's most likely outputs by submitting requests to an engine."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ async def beam_search(
         max_tokens: maximum number of output tokens; a beam also ends at the end of the context.
         length_penalty: in [-10, 10]; a value above 0 favours long outputs. See
             ``BeamOutput.score``.
-        early_stopping: when the search ends once ``beam_width`` outputs have ended. True: at once.
-            False: when no running beam, at its present length, scores better than the worst of
-            these outputs. "never": when no running beam can reach a better score at any length.
+        early_stopping: when to end the search, after ``beam_width`` outputs have ended. True: at
+            once. False: when no running beam, at its present length, scores better than the worst
+            of these outputs. "never": when no running beam can reach a better score at any length.
         ignore_eos: continue past the model's end-of-sequence tokens.
         stop_token_ids: further token ids that end a beam.
         priority, cache_salt, owner: as for ``AsyncLLMEngine.stream``.
@@ -132,8 +132,8 @@ class BeamSearch:
     """Beam search like transformers' (``GenerationMixin._beam_search``, 5.x), on fewer candidates.
 
     With w beams and s stop tokens, transformers takes the (1 + s) * w likeliest continuations over
-    all beams. It uses only the w likeliest, and the w likeliest that have no stop token. All of
-    these are among the w + s likeliest continuations of each beam.
+    all beams. It uses two sets of these: the w likeliest, and the w likeliest without a stop token.
+    Both sets lie among the w + s likeliest continuations of each beam.
 
     Attributes:
         running_beams: beams that have not ended, the most likely first.
@@ -178,8 +178,8 @@ class BeamSearch:
                 break
             ends = self.length == self.max_tokens or entry.token_id in self.stop_token_ids
             beams = self.ended_beams if ends else still_running
-            # Only the ``width`` likeliest candidates may end a beam. Others may only take the place
-            # of a beam that ended.
+            # A candidate ends its beam only if it is among the ``width`` likeliest. A less likely
+            # candidate may only continue its beam, in place of a beam that has ended.
             if rank < width if ends else len(still_running) < width:
                 beams.append(Beam((*beam.entries, entry), logprob, logprob / divisor))
         self.running_beams = still_running

@@ -58,7 +58,7 @@ class EngineConfig:
     """Settings of an engine, validated at construction. The only environment variable that is read
     is ``XDG_CACHE_HOME``, for ``packed_cache_dir``.
 
-    None means that the engine decides when it knows the model and the device. Numbers may be
+    None lets the engine choose a value once it knows the model and the device. Numbers may be
     numpy's; each has an upper bound, which its error names.
 
     Attributes:
@@ -95,8 +95,9 @@ class EngineConfig:
             with recurrent layers if there is no memory for ``num_state_snapshots``.
         num_state_snapshots: number of recurrent states to keep for cached prefixes, in addition to
             those of running requests, in a model with recurrent layers. Each is as large as the KV
-            of hundreds of tokens or more. "auto" is four times ``max_num_seqs``, within an eighth
-            of the memory that the weights leave, and on a CPU within 1 GiB.
+            of hundreds of tokens or more. "auto" is four times ``max_num_seqs``, or fewer, so
+            that the states take at most an eighth of the memory that the weights leave, and on a
+            CPU at most 1 GiB.
         attention_backend: "auto" ("triton" on CUDA, "native" or "torch" on a CPU), "torch",
             "native", "triton", "flash_attn", "flash_attn_3", or one that another distribution
             registers.
@@ -125,13 +126,13 @@ class EngineConfig:
             inputs of an output channel, and the output head to 8 bits. None does not quantise.
             Needs a CPU with native ops, and a checkpoint that is not quantised itself.
         load_format: "auto", "safetensors", or "dummy" for random weights.
-        packed_cache: files of packed weights, for native ops on a CPU. "auto" looks for one in
+        packed_cache: files of packed weights, for native ops on a CPU. "auto" looks for a file in
             ``packed_cache_dir`` and beside the model, and maps it instead of reading and packing
-            the checkpoint; if there is none, it is written after the start, in the background.
-            "shared" writes it before the start goes on, so that all processes with this model have
-            one copy of the weights, and verifies a file once after a boot of the machine instead of
-            at each start. "off" neither reads nor writes one. A model of less than 32 million
-            parameters has none.
+            the checkpoint; a missing file is written after the start, in the background. "shared"
+            writes a missing file before the start goes on, so that all processes with this model
+            have one copy of the weights, and verifies a file once after a boot of the machine
+            instead of at each start. "off" neither reads nor writes a file. A model of less than 32
+            million parameters has none.
         packed_cache_dir: folder of these files; None is ``asyncllm/packed`` in the user's cache
             directory, which is ``$XDG_CACHE_HOME`` or ``~/.cache``.
         packed_cache_size: bytes of all files in that folder, as a number or as "20GiB"; the least

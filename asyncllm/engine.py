@@ -39,7 +39,7 @@ from asyncllm.text.long_text import LONG_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
 
 EngineState = Literal["new", "starting", "running", "dead", "closed"]
 _THREAD_JOIN_SECONDS = 2.0
-"""Maximum number of seconds for which closing an engine waits to join its threads."""
+"""Maximum number of seconds that closing an engine spends on joining its threads."""
 
 
 class AsyncLLMEngine(UncopyableHandle):
@@ -151,7 +151,7 @@ class AsyncLLMEngine(UncopyableHandle):
 
         Args:
             drain: seconds that live requests may go on; 0 aborts them at once, None lets them
-                finish. After the drain, paused streams that nobody reads are aborted.
+                finish. Paused streams that nobody reads are aborted once only they are left.
 
         Idempotent, and safe to call from several tasks. Closing goes on if the call is cancelled.
         """
@@ -184,8 +184,8 @@ class AsyncLLMEngine(UncopyableHandle):
         return thread
 
     def _clean_up(self, thread: EngineThread) -> Iterator[tuple[threading.Thread, float]]:
-        """Drop the mailboxes and the queued jobs of worker threads. Yields the threads to join, and
-        the seconds that are left to wait for each."""
+        """Drop the mailboxes, and the worker threads' queued jobs. Yields each thread to join, with
+        the seconds that are left to wait for it."""
         assert self._input_processor is not None
         assert self._submitter is not None
         self._mailboxes.clear()
@@ -381,8 +381,8 @@ class AsyncLLMEngine(UncopyableHandle):
             done: keys of rows to leave out, such as those whose results an earlier run has stored.
             ordered: yield the results in the order of the rows; False yields them as they come, so
                 that no row waits for a longer one before it.
-            max_under_way: maximum number of rows that were drawn and whose results were not read.
-                The default and the largest value is ``max_queued_requests``.
+            max_under_way: maximum number of rows that were drawn but whose results were not read
+                yet. The default and the largest value is ``max_queued_requests``.
             progress: function called before each result is returned, with the number of rows done
                 (including those of ``done``) and the number of rows failed; its exceptions are
                 logged.

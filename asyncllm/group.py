@@ -78,8 +78,9 @@ class EngineGroup(AsyncLLMEngine):
         engines: engines, all new or all running. They have to agree in vocabulary, chat template,
             ``max_model_len``, and all other settings by which requests are checked. A group of
             running engines needs no ``start``.
-        retries: how often a request without a token may be sent again because its engine died. The
-            request is sent again when its stream is read, and fails if all other engines are full.
+        retries: how often a request that has no token yet may be sent again because its engine
+            died. The request is sent again when its stream is read, and fails if all other engines
+            are full.
 
     Raises:
         InvalidRequestError: for engines that cannot form a group.
@@ -138,13 +139,14 @@ class EngineGroup(AsyncLLMEngine):
         """Add an engine; a new one is started first. Later requests may go to it.
 
         Raises:
-            InvalidRequestError: for an engine whose model or settings differ from the others', that
-                is in a group, or that is neither new nor running.
-            AsyncLLMError: any exception of its start.
+            InvalidRequestError: for an engine that belongs to a group, for one that is neither new
+                nor running, and for one whose model or settings differ from the others'.
+            AsyncLLMError: any error of the engine's start.
         """
         self._require_input_processor()
         _check_can_join(engine)
-        self._queue.claim_engine(engine, -1)  # No other group can take the engine now.
+        # Claim the engine now: while it starts, another group could take it.
+        self._queue.claim_engine(engine, -1)
         try:
             await self._start_engines([engine])
             if self._is_paused:

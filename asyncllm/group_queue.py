@@ -1,4 +1,4 @@
-"""GroupQueue: chooses the engine of each request of a group."""
+"""GroupQueue: chooses which engine of an EngineGroup gets each request."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _MAX_TEXT_HASHES_PER_ENGINE = 4096
 """Maximum number of prompt-text hashes kept per engine; together they cover 8 MiB of text."""
 
 _MAX_HASHED_CHARACTERS = 1 << 16
-"""Maximum number of leading characters to hash of a prompt that is not tokenised yet."""
+"""Maximum number of characters to hash at the start of a prompt that is not tokenised yet."""
 
 _TOKENS_PER_TEXT_PIECE = TEXT_PIECE_CHARACTERS // 4
 """Estimated number of tokens of each piece of a text that ``text_hashes`` hashes."""
 
 
 class GroupQueue:
-    """Chooses an engine for each request of a group, and submits the request there.
+    """Chooses an engine of an EngineGroup for each request, and submits the request there.
 
     Attributes:
         engines: engines by number. Changes replace the dict, so readers need no lock.

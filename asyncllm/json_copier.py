@@ -1,4 +1,4 @@
-"""JsonCopier: bounded copies of a caller's values, made of JSON types."""
+"""JsonCopier: makes bounded copies of the JSON values that a caller passes."""
 
 from __future__ import annotations
 

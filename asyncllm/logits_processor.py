@@ -29,8 +29,8 @@ class BatchUpdate:
         removed: indices of requests that left.
         added: requests that entered. A request that continues after a preemption or a pause already
             has output.
-        moved: always empty, because a request keeps its index while it runs. For processors written
-            for vLLM.
+        moved: always empty, because a request keeps its index while it runs; processors written for
+            vLLM read it.
     """
 
     batch_size: int

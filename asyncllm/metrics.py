@@ -167,7 +167,7 @@ class _EngineRecord:
         """Do nothing: requests are counted when they end."""
 
     def on_first_token(self, request: Request) -> None:
-        """Record the time to first token now, because a slow request ends long after it."""
+        """Record the time to first token now: a slow request ends long after its first token."""
         assert request.first_token_at is not None
         waited = request.first_token_at - request.arrived_at
         with self.lock:
@@ -187,7 +187,7 @@ class _EngineRecord:
                 intervals.observe(usage.inter_token_time, usage.longest_output - 1)
 
     def stats(self) -> EngineStats:
-        """Statistics of the engine; after it has closed, its latest ones, without live requests."""
+        """Statistics of the engine; once it has closed, the last ones, without live requests."""
         engine = self.engine()
         try:
             if engine is None:

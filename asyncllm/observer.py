@@ -24,7 +24,7 @@ _OPTIONAL_METHODS = ("on_first_token", "on_engine_dead")
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """Call that submitted a request.
+    """The call that submitted a request.
 
     Attributes:
         operation: "chat" for a conversation, else "text_completion".
@@ -77,7 +77,7 @@ def outputs_of(request: Request) -> list[Request]:
 @dataclass(slots=True, eq=False)
 class ObserverNotifier:
     """Calls the observers of one request. Another thread may run ``notify_finish`` while
-    ``notify_submit`` still runs, for example if the engine dies during ``stream()``. The thread
+    ``notify_submit`` still runs, for example if the engine dies during ``stream()``. The method
     that ends last then calls ``on_finish``. A first token that arrives during ``on_submit`` is
     reported just before ``on_finish``."""
 

@@ -13,8 +13,8 @@ class OutputReader:
     """Collector of the deltas read from one output.
 
     Attributes:
-        num_read: number of tokens read, counted from the start of the request's output. The engine
-            thread only appends to that output.
+        num_read: number of tokens read: the first ones of the request's output, to which the engine
+            thread only appends.
         finish_reason, stop_reason: None until the output's last delta was read.
     """
 

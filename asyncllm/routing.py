@@ -63,13 +63,13 @@ _EMPTY_KEY_SET: frozenset[Key] = frozenset()
 
 @dataclass(slots=True)
 class Candidate:
-    """State of one engine, from which a Router chooses. It can be pickled.
+    """State of one engine that a Router may choose. Candidates can be pickled.
 
     Attributes:
         key: the engine's name.
         stats: its latest ``EngineStats``. ``num_queued_tokens``, ``num_running``,
             ``prompt_tokens_per_second`` and ``is_paused`` are read.
-        cached_tokens: how many leading tokens of this prompt it has cached.
+        cached_tokens: how many leading tokens of the prompt it has cached.
         retry_after: seconds until its queue is likely to have room for the request; 0 if it has
             room now.
         alive: whether it accepts requests. False for an engine that starts, closes or is dead.
@@ -420,7 +420,7 @@ class PrefixIndex:
         _check_hashes_and_time(hashes, now)
         with self._lock:
             num_blocks_by_key: dict[Key, int] = {}
-            # Bisect: ``keys`` have the first ``low`` blocks, and none has more than ``high``.
+            # Bisect: engines in ``keys`` have at least ``low`` and at most ``high`` leading blocks.
             ranges: list[tuple[Set[Key], int, int]] = [(self._blocks.keys(), 0, len(hashes))]
             while ranges:
                 keys, low, high = ranges.pop()

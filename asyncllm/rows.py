@@ -163,7 +163,7 @@ class RowJob:
         return not self.is_exhausted and len(self._under_way) < self.row_limit
 
     def is_over(self) -> bool:
-        """Whether no result is left. Raises the error that ended the job, if one did."""
+        """Whether the last result has been read. Raises the error that ended the job, if any."""
         if not self.is_exhausted or self._under_way:
             return False
         error, self.error = self.error, None
@@ -383,7 +383,7 @@ async def _read_row(job: RowJob, row: _Row) -> RowResult:
 
 class _RowFeeder:
     """Background task that draws and submits rows while there is room. It holds no
-    reference to the RowStream, so that dropping the RowStream collects it."""
+    reference to the RowStream, so that a dropped RowStream is collected."""
 
     def __init__(self, job: RowJob, submit: Submit) -> None:
         self._job = job
@@ -421,7 +421,7 @@ class _RowFeeder:
         if self._cancel is None:
             self._close_iterator()
         elif self._backend is not None:
-            with suppress(RuntimeError):  # The loop is closed, and its tasks with it.
+            with suppress(RuntimeError):  # A closed loop never resumes the task.
                 self._backend.post(self._cancel)
 
     def _close_iterator(self) -> None:

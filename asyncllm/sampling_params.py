@@ -135,7 +135,7 @@ class SamplingParams:
             ``structural_tag``; see docs/structured_output.md. Kept as a StructuredOutputs.
         prompt_logprobs: number of most likely tokens to report at each position of the prompt but
             the first, with the bounds of ``logprobs``; the prompt's own token is always reported.
-            Only the request's first output has them, and it does not read the prefix cache.
+            Only the request's first output has them; that output does not read the prefix cache.
         extra_args: parameters of the engine's logits processors by name: plain data (None,
             booleans, numbers, text, and lists and dicts of them), 16 deep, and 65,536 values and
             characters at most. A name that no processor reads is refused.

@@ -38,8 +38,8 @@ class EngineTracing:
     Args:
         engine: an engine in any state.
         tracer_provider: tracer provider; None uses OpenTelemetry's global one.
-        capture_content: record prompts and outputs too. If False, spans have no text of a request;
-            of an error they have only the type, because its message may quote a text.
+        capture_content: record prompts and outputs too. If False, spans have no text of a request,
+            and only the type of an error, because the error's message may quote such text.
     """
 
     def __init__(

@@ -265,8 +265,8 @@ def choice(name: str, value: Any, choices: Sequence[str], **options: Any) -> Any
 def bounded_tuple(
     name: str, value: Any, expected_text: str, max_items: int = MAX_LIST_ITEMS, **options: Any
 ) -> Any:
-    """Copy the items of a sequence or a set to a tuple, empty for None. More than ``max_items``
-    items are refused; of an endless iterable, only ``max_items + 1`` items are read."""
+    """Copy the items of a sequence or a set to a tuple; None gives an empty tuple. More than
+    ``max_items`` items are refused; of an endless iterable, only ``max_items + 1`` are read."""
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
     found_items: Any = value or () if value is None or type(value) is tuple else None
     if found_items is None and not is_text and isinstance(value, Iterable):
@@ -321,7 +321,7 @@ def token_ids(
     unique: bool = False,
     **options: Any,
 ) -> Any:
-    """Check a sequence of integers in ``[0, vocab_size)``; returns a tuple, empty for None.
+    """Check a sequence of integers in ``[0, vocab_size)``; returns a tuple; None gives ().
 
     Args:
         unique: drop repeats.

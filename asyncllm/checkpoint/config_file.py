@@ -104,7 +104,7 @@ class ConfigFile:
         high: float = 1e12,
         exclusive_low: bool = False,
     ) -> Any:
-        """Read a finite number in ``[low, high]``; with ``exclusive_low`` in ``(low, high]``."""
+        """Read a finite number in ``[low, high]``, or in ``(low, high]`` if ``exclusive_low``."""
         return self._read_field(
             name, default, partial(check.number, exclusive_low=exclusive_low), low, high
         )

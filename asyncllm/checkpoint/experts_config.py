@@ -97,9 +97,9 @@ class ExpertsConfig:
         has_shared_expert_gate: whether the shared expert's output is multiplied by
             ``sigmoid(logit)``; a projection of the hidden state to one number gives the logit.
         has_bias: whether the experts' projections have biases.
-        parallel_to_mlp: whether layers with experts also have an ordinary MLP; else experts replace
-            the MLP. The MLP, the router and the experts all read the residual, each through its own
-            norm.
+        parallel_to_mlp: whether layers with experts also have an ordinary MLP. If so, the MLP, the
+            router and the experts all read the residual, each through its own norm. Otherwise the
+            experts replace the MLP.
     """
 
     layers: tuple[bool, ...]

@@ -285,7 +285,7 @@ def _read_granite(config: ConfigFile, sizes: ModelSizes) -> Fields:
 
 
 def _is_dense_granite4(config: ConfigFile) -> bool:
-    """Whether a Granite 4 model has no experts, and attention in every layer."""
+    """Whether every layer of a Granite 4 model has attention, and no layer has experts."""
     kinds = config.values.get("layer_types")
     attends = isinstance(kinds, list) and all(
         each in ("attention", FULL_ATTENTION) for each in kinds

@@ -56,7 +56,7 @@ def choose_gguf(names: Iterable[str], quantization: str | None, location: str) -
 
 
 def split_part_names(name: str) -> list[str]:
-    """Names of all parts of a split GGUF file, one of which is ``name``; else ``name`` alone."""
+    """Names of all parts if ``name`` is one part of a split GGUF file; otherwise ``name`` alone."""
     match = _SPLIT_NAME_PATTERN.fullmatch(name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [name]

@@ -57,8 +57,8 @@ class GGUFFamily:
             size divided by its number of heads; all other models scale by their head size. 0 if the
             architecture has no such model.
         yarn_parameters: further RoPE parameters of YaRN, which the metadata lacks.
-        variant: pair ``(key, family)`` for an architecture name that two models share: files whose
-            metadata value of ``key`` is neither absent nor 0 are read by ``family``.
+        variant: pair ``(key, family)`` for an architecture name that two models share: a file
+            whose metadata has ``key``, with a value other than 0, is read by ``family``.
     """
 
     architecture: str

@@ -102,7 +102,7 @@ class GGUFTensor:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """List all parts of a split GGUF file; else only ``path``.
+    """List all parts if ``path`` is one part of a split GGUF file; otherwise only ``path``.
 
     Raises:
         ModelLoadError: if a part is missing.

@@ -44,7 +44,7 @@ def read_tokens(file: GGUFFile) -> list[str]:
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has no strings, expected one per token"
         )
-    # llama.cpp gives empty tokens the same names.
+    # Name empty tokens as llama.cpp does.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     if len(set(tokens)) < len(tokens):
         [(duplicate, _)] = Counter(tokens).most_common(1)

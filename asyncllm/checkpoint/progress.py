@@ -14,7 +14,7 @@ class ProgressCallback(Protocol):
     def __call__(self, done: int, total: int, stage: LoadStage = "weights") -> None:
         """Report that ``done`` of ``total`` units are complete.
 
-        A unit depends on the stage: a byte of the model's files that is downloaded ("download"), a
-        byte of weights that is read ("weights"), a step that compiles kernels ("kernels"), a
+        The unit depends on the stage: a downloaded byte of the model's files ("download"), a byte
+        of weights that was read ("weights"), a step that compiles kernels ("kernels"), or a
         captured CUDA graph ("graphs"). ``total`` grows while files are still being looked up.
         """

@@ -81,7 +81,7 @@ def read_rope(
 
     Args:
         rotary_dim: number of elements of a head that are rotated.
-        aliases: RoPE types by the other names that the file may have for them.
+        aliases: map from other names that the file may use for RoPE types to those types.
 
     Raises:
         ModelLoadError: if the file has separate parameters for each kind of layer; and as for

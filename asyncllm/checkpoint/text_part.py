@@ -28,9 +28,9 @@ _LM_HEAD_PREFIX_PATTERN = re.compile(r"^(?:model\.)?(?:language_model\.)?(lm_hea
 
 
 def text_model_tensor_name(name: str) -> str | None:
-    """Convert a tensor name of a multimodal checkpoint to that in the text-only model.
+    """Convert a tensor's name in a multimodal checkpoint to its name in the text-only model.
 
-    None for a tensor of a vision or audio tower.
+    Returns None for a tensor of a vision or audio tower.
     """
     head = _LM_HEAD_PREFIX_PATTERN.match(name)
     if head is not None:
@@ -42,14 +42,14 @@ def text_model_tensor_name(name: str) -> str | None:
 class TextModelReader:
     """CheckpointReader for the text model in a multimodal checkpoint.
 
-    It renames tensors as in a text-only model, and logs how many it leaves out.
+    It names tensors as a text-only model does, and logs how many tensors it leaves out.
 
     Args:
         reader: reader of the whole checkpoint, which this reader owns and closes.
         architecture: name for the log.
 
     Raises:
-        ModelLoadError: if the text model has no tensor but ``lm_head``; ``reader`` is then closed.
+        ModelLoadError: if the text model has no tensor besides ``lm_head``; closes ``reader``.
     """
 
     def __init__(self, reader: CheckpointReader, architecture: str) -> None:

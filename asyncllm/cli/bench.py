@@ -135,7 +135,7 @@ class Workload:
             yield [self._random.randrange(vocab_size) for _ in range(length)]
 
     async def warm_up(self) -> None:
-        """Run one request, so that the first row does not measure one-time initialisation."""
+        """Run one request, so that the first measurement excludes one-time initialisation."""
         await self._engine.generate(
             next(self._prompts), max_tokens=min(8, self._output_len), ignore_eos=True
         )

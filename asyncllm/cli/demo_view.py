@@ -49,7 +49,7 @@ class DemoView:
         self._short_streams = short_streams[: rows * self._short_columns]
 
     def _num_lines_above_status(self) -> int:
-        """Lines of the console between the header and the two lines of status."""
+        """Number of console lines between the header and the two lines of status."""
         return self._console.height - 4
 
     def live_frame(self) -> RenderableType:
@@ -69,8 +69,8 @@ class DemoView:
         return parts
 
     def _panels(self, tall_height: int | None, short_height: int | None) -> list[RenderableType]:
-        """Panels of the streams, in rows. If a height is None, each row is as high as its longest
-        text."""
+        """Rows of panels: long answers in rows of ``tall_height`` lines, then short answers in rows
+        of ``short_height`` lines. With None a row is as high as its longest text."""
         rows: list[RenderableType] = []
         for streams, max_columns, height in (
             (self._tall_streams, len(self._tall_streams), tall_height),

@@ -1,4 +1,4 @@
-"""``asyncllm pack``: packed weights beside a model, for containers and read-only disks."""
+"""``asyncllm pack``: writes packed weights beside a model, for containers and read-only disks."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def without_echo() -> Iterator[None]:
 
 
 def _bold_prompt(prompt: str) -> str:
-    """Make the prompt bold if readline is available. Importing readline gives ``input`` line
-    editing; some builds of Python lack the module, some have libedit under the same name. The
+    """Make the prompt bold if readline is available. Importing readline adds line editing to
+    ``input``; some builds of Python lack the module, others have libedit under the same name. The
     escape codes are marked as zero-width for readline."""
     try:
         import readline

@@ -53,7 +53,7 @@ def make_prompts(count: int, rng: random.Random) -> list[Prompt]:
 
 
 def _fixed_prompts() -> tuple[Prompt, ...]:
-    """First prompts of the demo, of every kind. Two share a context, and so a cached prefix."""
+    """The demo's first prompts, of every kind. Two begin with one context, and share its KV."""
     return (
         Prompt("story", "Tell me a story about Mia and a boat.", is_long=True),
         Prompt("story", "Write a short story about Tom and a kite.", is_long=True),

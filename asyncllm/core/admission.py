@@ -116,8 +116,7 @@ class Admission:
     def retry_after(
         self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
     ) -> float:
-        """Seconds after which ``reserve`` is likely to have room for a group; 0.0 if it has room
-        now."""
+        """Seconds until the queue is likely to have room for a group; 0.0 if it has room now."""
         with self._lock:
             shortage = self._find_shortage(group, num_tokens, num_caller_queues_ahead)
             return 0.0 if shortage is None else self._retry_after(shortage[1])
@@ -161,8 +160,9 @@ class Admission:
     ) -> tuple[str, int] | None:
         """Reason why a group cannot be queued now, as ``_check_room`` returns it; else None.
 
-        A group can be queued if the queue has room and no call waits before the group, or if it
-        fits its owner's share of the queue and no call of its owner waits before it.
+        A group can be queued if the queue has room and no other group waits before it. It can also
+        be queued if it fits its owner's share of the queue and no group of its owner waits before
+        it.
 
         Args:
             num_caller_queues_ahead: as for ``reserve``.
@@ -266,7 +266,7 @@ class Admission:
 
     def _retry_after(self, num_requests_ahead: int) -> float:
         if self._drain_rate == 0.0:
-            return 1.0  # The drain rate was not measured yet.
+            return 1.0  # The drain rate has not been measured yet.
         rate = self._drain_rate * 0.5 ** (
             (self._clock() - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS
         )

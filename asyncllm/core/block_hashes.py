@@ -1,4 +1,4 @@
-"""Block hashes: names of full blocks of tokens, each computed from all tokens before it."""
+"""Block hashes: names of full token blocks, each computed from all tokens up to the block's end."""
 
 from __future__ import annotations
 

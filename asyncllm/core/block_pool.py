@@ -117,7 +117,7 @@ class BlockPool:
         return True
 
     def uncache_block(self, block: Block) -> None:
-        """Remove a block from the prefix cache; if free, it is taken next."""
+        """Remove a block from the prefix cache. A free block is then the next to be allocated."""
         if block.hash is None:
             return
         del self._by_hash[block.hash]

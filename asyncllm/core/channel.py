@@ -102,9 +102,9 @@ class Channel:
         items: unread output in order, without the end.
         stream_end: the end, once there is one: a StreamEnd, or the exception that the reader gets.
         num_written, num_read: counts of tokens, kept by the engine thread and by the reader.
-        has_reader: whether a reader waits that has not been sent a wake-up yet.
+        has_reader: whether a reader waits and no wake-up has been sent to it yet.
         waiter: the mailbox's object for the reader that waits; touched on its loop's thread only.
-        is_backpressured: the group is paused because ``max_unread`` tokens are unread.
+        is_backpressured: whether the group is paused because ``max_unread`` tokens are unread.
     """
 
     max_unread: int = 256
@@ -132,8 +132,8 @@ class Channel:
         return self.stream_end is not None
 
     def put(self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0) -> None:
-        """Write a token other than its request's last one; drop it after the end. Engine thread
-        only."""
+        """Write a token that is not its request's last one. After the channel's end the token is
+        dropped. Engine thread only."""
         if self.stream_end is not None:
             return
         items = self.items

@@ -42,7 +42,7 @@ class Deadlines:
         """Add a request group that has a deadline.
 
         Args:
-            num_live_requests: requests of the engine that have not ended.
+            num_live_requests: number of the engine's requests that have not ended.
         """
         heap = self._heap
         if len(heap) > 64 and len(heap) > 4 * num_live_requests:

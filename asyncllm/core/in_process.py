@@ -15,8 +15,9 @@ from asyncllm.sampling_params import RequestLogitsProcessor, SamplingParams
 class UnpicklableObjects:
     """Unpicklable objects of requests and steps: callables, and exceptions with their causes.
 
-    The executor makes one, as its attribute ``in_process``, and the scheduler fills it in. An
-    executor in another process has none: its errors arrive as text.
+    The executor makes one, as its attribute ``in_process``. The scheduler adds the requests' logits
+    processors, and the executor adds the errors. An executor in another process has no such object:
+    its errors arrive as text.
 
     Attributes:
         processors: logits processors of each live request, by ``SlotAssignment.processors_key``.

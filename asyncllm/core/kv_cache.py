@@ -49,7 +49,7 @@ class FullAttentionGroup:
         return hit
 
     def truncate_hit(self, prompt: HashedTokens, hit: list[Block], num_tokens: int) -> list[Block]:
-        """Shorten a prefix hit, longer than ``num_tokens`` tokens, to at most that many."""
+        """Shorten ``hit``, a longer cached prefix, to at most ``num_tokens`` tokens."""
         return hit[: num_tokens // self.block_size]
 
     def cache_blocks(self, request: Request, end: int, newly_cached_blocks: list[Block]) -> None:

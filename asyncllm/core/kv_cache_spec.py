@@ -12,8 +12,8 @@ class KVCacheSpec:
     Attributes:
         layers: indices of the layers.
         block_size: tokens per block.
-        window: number of keys that a query sees, its own included: the tokens that no later query
-            sees lose their KV. None with full attention, where all tokens keep it.
+        window: number of keys that a query sees, its own included; tokens that no later query sees
+            lose their KV. None with full attention, where all tokens keep their KV.
 
     Raises:
         ValueError: ``window`` is below 1.

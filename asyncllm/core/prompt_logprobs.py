@@ -56,10 +56,11 @@ def prompt_logprob_spans(step: ScheduledStep, vocab_size: int) -> dict[int, Prom
 
 
 def append_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
-    """Append a step's prompt log-probabilities to requests not restarted since its launch.
+    """Append a step's prompt log-probabilities to those that its requests already have.
 
-    A recurrent request that is paused while a step is in flight starts over, and may compute the
-    positions of that step again. Each position is kept once."""
+    A request that ended, or was preempted or rolled back, since the launch is skipped. A recurrent
+    request that is paused while a step is in flight starts over, and may compute the positions of
+    that step again. Each position is kept once."""
     for row, values in result.prompt_logprobs.items():
         request = step.requests[row]
         if request.epoch == step.epochs[row]:

@@ -130,8 +130,9 @@ class RequestGrammar:
         """Bitmask of the tokens that may come next. During reasoning it is ``b""``, which allows
         all tokens. Returns None if the output is complete and no token can follow.
 
-        A stop token is allowed where the grammar names it, and from ``min_tokens`` on wherever the
-        grammar may end. A grammar that cannot go on ends the output even before ``min_tokens``.
+        A stop token is allowed where the grammar names it. From the output's ``min_tokens``-th
+        token on, it is also allowed wherever the grammar may end. A grammar that cannot go on ends
+        the output even earlier.
 
         Raises:
             Exception: RequestError if no token is allowed and the output is not complete, or any
@@ -201,7 +202,7 @@ def masked_rows(step: ScheduledStep) -> list[int]:
 
 
 _NUM_MASKS_AHEAD = 16
-"""Number of masks that are computed ahead of their steps after a slow mask, even quick ones."""
+"""After a slow mask, this many masks are made ahead of their steps, even if they are quick."""
 
 _SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
@@ -273,8 +274,8 @@ class MaskMaker:
         return masks, ends
 
     def make_masks_ahead(self, step: ScheduledStep) -> None:
-        """Start to compute, on another thread, the next masks of those requests of a step whose
-        masks are slow. Call this once the step's tokens are accepted."""
+        """Start to make the next masks, on another thread, for the step's requests with slow masks.
+        Call this once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:

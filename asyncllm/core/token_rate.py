@@ -44,7 +44,7 @@ class TokenRate:
         token_variance = count * self._token_squares - self._tokens * self._tokens
         time_variance = count * self._second_squares - self._seconds * self._seconds
         covariance = count * self._products - self._tokens * self._seconds
-        # The sums are rounded, so equal steps may differ in the last digits.
+        # The sums are rounded, so steps of equal size may have a tiny variance instead of 0.
         if (
             count <= 2.0
             or covariance <= 0.0

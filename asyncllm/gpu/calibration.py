@@ -187,8 +187,8 @@ def calibrate_token_budget(
 
     Steps of 8 and 32 tokens, and then of doubling size, are timed until one takes half of
     ``target_seconds``. Shorter steps predict a full step badly: most of their time goes into
-    reading the weights, which takes no longer in a larger step. A step of one token, not timed,
-    warms up.
+    reading the weights, which takes no longer in a larger step. A step of one token runs
+    first as a warm-up, and is not timed.
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.
@@ -228,8 +228,8 @@ def find_min_async_tokens(
     of the engine thread and the event loop, so that the library's thread would only wait for the
     GIL.
 
-    A step of one token warms up. Then a step of eight tokens is timed, so that the start of a
-    large, slow model is delayed little.
+    After a warm-up step of one token, a step of eight tokens is timed. If it takes too long, no
+    larger step runs, so that the start of a large, slow model is delayed little.
 
     Args:
         time_step: runs a step of the given number of tokens and returns its seconds.

@@ -22,12 +22,12 @@ from asyncllm.validation import value_error
 
 ESTIMATED_GRAPH_BYTES = 8 * 2**20
 """Estimated bytes of one graph of a whole step; CaptureStats has the measured bytes. Nothing is
-reserved for graphs of half a step and graphs with balanced splits: their activations share the same
-pool, and the driver's memory for their nodes is left out."""
+reserved for graphs of half a step and graphs with balanced splits: their activations use the
+memory pool of the other graphs, and the driver's memory for their nodes is not counted."""
 
 GPU_STEP_TIMEOUT_SECONDS = 60.0
-"""Default timeout of a step on a GPU, in seconds: no step compiles a kernel, and the largest takes
-a few seconds."""
+"""Default timeout of a step on a GPU, in seconds. It is generous: no step compiles a kernel, and
+the largest step takes a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def graph_batch_sizes(
     """Batch sizes for which decode steps are captured as CUDA graphs.
 
     Raises:
-        InvalidRequestError: a graph setting has no effect on this device, or a size exceeds
+        InvalidRequestError: a graph setting would have no effect, or a size exceeds
             ``max_num_seqs``.
     """
     sizes = config.cudagraph_capture_sizes
@@ -101,7 +101,7 @@ def graph_token_counts(
 def graph_reserve_bytes(
     batch_sizes: tuple[int, ...], max_num_seqs: int, vocab_size: int, logit_bytes: int
 ) -> int:
-    """Bytes to keep, beside the largest step, for CUDA graphs and sampling stages.
+    """Bytes to keep for CUDA graphs and sampling stages, beside the peak of the largest step.
 
     The sampling stages need a copy of the logits, grammar masks, the tables of rules and penalties,
     and two buffers of processed logits: one in the memory pool of the graphs, and one outside it

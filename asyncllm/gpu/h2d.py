@@ -1,4 +1,4 @@
-"""copy_to_device: copies without waiting for the device; lazy_zeros: zeros in untouched pages."""
+"""copy_to_device: copies without waiting for the device; lazy_zeros: allocates zeros lazily."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class LayerGroup:
         layers: indices of the layers' caches.
         window: number of keys that a query sees, its own included; older keys are not kept. None
             means that all keys are seen and kept.
-        scale: tokens per block, as a multiple of the tokens per block of the group with the fewest;
+        scale: the group's tokens per block, divided by the fewest tokens per block of any group;
             blocks of all groups have equal bytes.
     """
 
@@ -50,7 +50,7 @@ class LayerGroup:
         """Makes the KVCacheSpec.
 
         Args:
-            block_size: tokens per block of the group that has the fewest.
+            block_size: the fewest tokens per block of any group.
         """
         return KVCacheSpec(self.layers, block_size * self.scale, self.window)
 
@@ -172,7 +172,7 @@ class KVPlan:
         A model without attention gets blocks of one element, which only count tokens.
 
         Args:
-            block_size: tokens of the smallest block.
+            block_size: the fewest tokens per block of any group.
         """
         if not self.groups:
             return [KVGroup(KVCacheSpec((0,), block_size), BlockLayout((1,)))]

@@ -67,7 +67,8 @@ class LaunchedStep:
         host_rows: rows whose sampling needs the host.
         event: end of the step's work; None until all of it is queued.
         error: error of the step's work, which ``collect`` raises.
-        failures: by row, errors of requests that could not be assigned or sampled.
+        failures: by row, errors that fail only its request: in sampling parameters, grammar masks
+            or prompt log-probabilities.
     """
 
     buffer: HostBuffer

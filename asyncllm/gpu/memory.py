@@ -1,8 +1,8 @@
 """Device memory: the budget of the KV cache, and the release of memory when an engine closes.
 
 On a GPU the weights are loaded first. Then one step of the largest size is run to measure its
-memory beside the weights, and the KV cache gets the rest of the engine's share. Steps, weights and
-cache live in torch's own caching allocator, with the host application's tensors.
+memory beside the weights, and the KV cache gets the rest of the engine's share. The tensors
+of steps, weights and cache come from torch's own caching allocator, like the application's.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _explain_memory_error(self) -> Iterator[None]:
-        """Turns a MemoryError while the largest step is allocated into an EngineError."""
+        """Context that raises an EngineError if memory for the largest step cannot be allocated."""
         try:
             yield
         except MemoryError as error:
@@ -194,7 +194,7 @@ class ModelRunner:
     def enable_async_scheduling(self, min_step_tokens: int) -> None:
         """Sets the pipeline depth to 2, before the first step.
 
-        Steps of at least ``min_step_tokens`` then begin on the native library's thread.
+        Steps of at least ``min_step_tokens`` tokens are then queued behind the running step.
         """
         assert isinstance(self._stream, StepQueue)
         self.info = replace(self.info, pipeline_depth=2)
@@ -278,7 +278,7 @@ class ModelRunner:
         return self._runner
 
     def _prepare_current_thread(self) -> None:
-        """Sets the calling thread's op thread count and OS time slice, before its first step."""
+        """Sets the calling thread's time slice and number of op threads, before its first step."""
         thread = get_ident()
         if thread == self._thread:
             return
@@ -292,7 +292,7 @@ class ModelRunner:
     def _begin_steps(self) -> None:
         """Begins launched steps, in order, as far as the stream can run them now.
 
-        Steps behind a failed one, or one whose tokens the host samples, have to wait. ``collect``
+        A step behind a failed step, or behind one that is sampled on the host, waits. ``collect``
         raises a step's error when its turn comes, because earlier steps may have succeeded.
         """
         runner = self._require_runner()

@@ -84,8 +84,8 @@ class StepRunner:
         If the step awaits masks, its work stops at the logits; ``sample`` then queues the rest.
 
         Args:
-            is_early: whether the step begins ahead of the ``collect`` that returns its tokens, and
-                runs on another thread or a device until then.
+            is_early: whether the step begins before the ``collect`` that returns its tokens, and
+                meanwhile runs on another thread or a device.
         """
         self._apply_batch_changes(step)
         if not len(step.batch):
@@ -117,7 +117,7 @@ class StepRunner:
         step.event, step.is_sampling_queued = self.stream.record_event(), True
 
     def finish(self, step: LaunchedStep) -> SampleOutput:
-        """Waits for a step, and samples on the host the rows that need it."""
+        """Waits for a step, and samples the rows that need the host."""
         self.stream.wait(step)
         if not step.is_sampling_queued:
             if step.batch.prompt_logprobs:
@@ -245,7 +245,7 @@ class StepRunner:
         self.sampler.sample(logits, rows, memory.scalars, stages, tokens, top)
 
     def _sample_by_stages(self, step: LaunchedStep, logits: Tensor) -> None:
-        """Samples the rows that need sampling stages in a separate call: faster on a CPU."""
+        """Samples rows with sampling stages in a call of their own, which is faster on a CPU."""
         memory, count = self.memory, step.num_logits
         staged = step.row_stages[:count] != 0
         if step.masks is not None:

@@ -27,8 +27,8 @@ def set_thread_count(count: int) -> bool:
     function = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if function is None:
         return False
-    # A thread's first use of torch resets the thread to the process's thread count. Trigger that
-    # now, so that it cannot overwrite ``count`` later.
+    # A thread's first use of torch resets the thread to the process's thread count. Trigger the
+    # reset now, so that it cannot overwrite ``count`` later.
     torch.get_num_threads()
     function(ctypes.c_int(count))
     return True
@@ -45,7 +45,7 @@ def available_cpus(
     Args:
         cgroup_root: mount point of the control groups, of version 2 or 1.
         membership_file: file that names the process's control groups. In a container these names
-            may be the host's, and the group is the mount point itself.
+            may be the host's; the process's group is then the mount point itself.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 * 2**20
-"""Size of a buffer in bytes: its copy over PCIe takes hundreds of microseconds, far more than the
-launch."""
+"""Size of a buffer in bytes. Copying it over PCIe takes hundreds of microseconds, far longer than
+launching the copy."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,10 @@ class PinnedUploader:
     # --- copies on the thread's current stream; tests replace them with delayed ones ------------
 
     def queue_copy(self, source: Tensor, target: Tensor) -> None:
-        """Queues a copy, which may convert the dtype; ``source`` must not change until its end."""
+        """Queues a copy, which may convert the dtype.
+
+        ``source`` must not change until the copy is done.
+        """
         target.copy_(source, non_blocking=True)
 
     def record_event(self) -> Any:

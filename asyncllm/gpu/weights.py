@@ -56,10 +56,11 @@ def load_weights(
 ) -> Iterator[tuple[str, Tensor | LinearWeights]]:
     """Yields the decoder's parameters from a checkpoint, in the order of ``parameters``.
 
-    Each parameter is allocated once, and its checkpoint tensors are copied and converted into
-    their slices of it. All names, shapes and dtypes are checked before the first parameter is made.
-    Copies to a GPU go through ``PinnedUploader``, so that neither host nor device holds a tensor
-    twice. A yielded parameter is complete for work on the thread's current stream.
+    Each parameter is allocated once. Its tensors in the checkpoint are copied into slices of that
+    memory, and converted on the way. All names, shapes and dtypes are checked before the first
+    parameter is made. Copies to a GPU go through ``PinnedUploader``, so that neither host nor
+    device holds a tensor twice. A yielded parameter is complete for work on the thread's current
+    stream.
 
     Args:
         dtype: dtype of the model; a parameter may have a dtype of its own.

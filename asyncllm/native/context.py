@@ -77,7 +77,7 @@ class NativeContext:
             raise_for_status(op, status)
 
     def checksums(self, address: int, byte_ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """Checksums of ranges of memory, unsigned numbers of 64 bits. One call computes them all
+        """Checksums of ranges of memory, as unsigned 64-bit numbers. One call computes them all
         without the GIL.
 
         Args:

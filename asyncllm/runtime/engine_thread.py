@@ -32,7 +32,7 @@ from asyncllm.validation import describe_error
 
 _EXIT_JOIN_SECONDS = 2.0
 _NEVER_SECONDS = 1e9
-"""Timeout, in seconds (31 years), of a timer that never has to fire."""
+"""Timeout in seconds (31 years) of a timer that is not meant to fire."""
 
 logger = get_logger("asyncllm")
 
@@ -172,9 +172,9 @@ class EngineThread:
             self.close(0.0)
 
     def close(self, drain: float | None, reason: str = CLOSED_MESSAGE) -> None:
-        """Refuse requests from now on, and end the loop after ``drain`` seconds. Takes no lock, so
-        that a destructor may call it at any time. Only the ``reason`` of the first call counts;
-        ``error`` reports it."""
+        """Refuse requests from now on, and end the step loop after ``drain`` seconds. Takes no
+        lock, so that a destructor may call this method at any time. Only the ``reason`` of the
+        first call counts; ``error`` reports it."""
         if not self.closing:
             self.closing, self.core.close_reason = True, reason
         self.core.send(self.core.on_close, drain)
@@ -225,8 +225,8 @@ class EngineThread:
     # --- on the event loop that started the thread -------------------------------------
 
     def supervise(self) -> None:
-        """Start the background task on this loop. It ends with the thread, closes the engine when
-        the loop ends, and notices a step that hangs."""
+        """Start the background task on the running event loop. The task ends with the thread,
+        closes the engine when the event loop ends, and notices a step that hangs."""
         loop = running_loop()
         if isinstance(loop, asyncio.AbstractEventLoop):
             # Keep a reference to the task: the loop has only weak references to tasks.
@@ -246,8 +246,8 @@ class EngineThread:
             spawn_system_task(_watch_thread, self, name="asyncllm-engine")
 
     def close_after_loop_end(self) -> None:
-        """Close an engine whose loop has ended. Takes no lock: it may run wherever a loop is
-        closed."""
+        """Close an engine whose event loop has ended. Takes no lock, because this method may run
+        wherever an event loop is closed."""
         if not self.is_forked_child() and not self.exited.done():
             self.close(
                 0.0,

@@ -1,15 +1,15 @@
 """Event loop backends: asyncio (uvloop included) and trio.
 
 Nothing is configured: the loop that reads a stream is the loop that is woken. anyio detects the
-running loop, and serves everything that is not done per token: waits of the engine's methods, the
-shield of callbacks, the tasks of a server's connections. This module does three things for each
-loop:
+running loop, and serves everything that is not done per token: waits of the engine's methods,
+shielded scopes for callbacks, the tasks of a server's connections. This module does three things
+for each loop:
 
 - *Waiters*, which every reader needs in every step. An ``anyio.Event`` costs 2.6 times as much as a
   bare future on asyncio, and 3.1 times on uvloop; on trio both cost the same (``python -m
   benchmarks.engine --only wakes``, docs/performance.md).
-- *Calls from another thread.* ``anyio.from_thread`` waits until the loop has made the call, and
-  the engine thread waits for no loop.
+- *Calls from another thread.* ``anyio.from_thread`` waits until the loop has made the call, but
+  the engine thread must not wait for a loop.
 - *Timed waits* on asyncio. A task in an anyio cancel scope is never collected if its loop is
   closed, and before anyio 4.16 a deadline swallows a ``Task.cancel()`` of the same turn.
 """
@@ -50,8 +50,9 @@ class AsyncioBackend:
 
     def make_waiter(self) -> Any:
         """Make a future for a wait on this loop's thread; None if called on another thread, or if
-        the loop is closed. Every wait checks this, so the check is cheap: it compares threads. If
-        a second asyncio loop of the same thread awaits the future, asyncio raises RuntimeError."""
+        the loop is closed. Every wait checks this, so the check has to be cheap: it compares thread
+        ids. If a second asyncio loop of the same thread awaits the future, asyncio raises
+        RuntimeError."""
         if threading.get_ident() != self._thread or self.is_closed():
             return None
         return self._loop.create_future()

@@ -228,8 +228,8 @@ class InputProcessor:
         return request.max_model_len - 1 if num_kept == -1 else num_kept
 
     def _check_length(self, request: Request, num_characters: int, min_num_tokens: int) -> None:
-        """Refuse a text by its length alone. A prompt that will be truncated only has to be short
-        enough to be tokenised.
+        """Refuse a text by its length alone. For a prompt that will be truncated, the only limit is
+        _MAX_TRUNCATABLE_CHARACTERS.
 
         Args:
             min_num_tokens: lower bound on the number of the text's tokens.

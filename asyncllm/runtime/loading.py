@@ -111,7 +111,8 @@ def load_model(config: EngineConfig, progress: ProgressCallback) -> LoadedModel:
     try:
         executor = build_model_runner(config, model_config, report_progress)
     except BaseException:
-        # Prefer the tokenizer's error, if it has one: as if it had been read before the weights.
+        # Raise the tokenizer's error instead, if there is one, as if the tokenizer had been read
+        # before the weights.
         tokenizer_load.result()
         raise
     try:

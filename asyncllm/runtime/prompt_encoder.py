@@ -178,7 +178,7 @@ class PromptEncoder:
             accepted = "one text or its token ids; several prompts are a call each, or LLM.generate"
             raise check.value_error("prompt", prompt, accepted)
         max_tokens, length, num_cut = info.max_model_len, 0, 0
-        with suppress(Exception):  # The prompt has no length, or its length exceeds 64 bits.
+        with suppress(Exception):  # The prompt may have no length, or one of more than 64 bits.
             length = len(prompt)
         if max_kept_tokens is None:
             if length >= max_tokens:

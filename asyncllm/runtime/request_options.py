@@ -1,4 +1,4 @@
-"""Options of a call: scheduling and delivery of its request, and its conversation."""
+"""Options of a call, for the scheduling and delivery of its request and for its conversation."""
 
 from __future__ import annotations
 

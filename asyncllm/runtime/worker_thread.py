@@ -47,7 +47,7 @@ class Cooldown:
 
     @cached_property
     def short_job_cooldown(self) -> Cooldown:
-        """Cooldown of jobs of a few milliseconds, which must not wait for longer jobs."""
+        """Cooldown for jobs of a few milliseconds: these must not wait for longer jobs."""
         return Cooldown(self._is_needed)
 
     def wait(self, close_event: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Types of the JSON answers, for the writers and for ``/openapi.json``.
+"""Types of the JSON answers, for the code that writes them and for ``/openapi.json``.
 
 An answer may have further fields.
 """

@@ -117,7 +117,7 @@ def create_app(
         timeout: seconds an answer may take.
         ping_interval: seconds of silence after which a stream of events sends a comment.
         max_body_size: maximum number of bytes of a request's body, and of a WebSocket message.
-        body_timeout: seconds that a client has to send its body.
+        body_timeout: seconds that a client may take to send its body.
         max_frame_rate: maximum number of events with text per second, over all answers. Beyond it,
             tokens are merged, for at most a tenth of a second.
         max_stored_responses, max_stored_size: maximum number of responses, and of their bytes with
@@ -222,7 +222,7 @@ def _make_router(
 def _make_fallback_app(
     server_context: ServingContext, access_rules: AccessRules, page: Page | None, paths: set[str]
 ) -> ASGIApp:
-    """Make the application for paths without a route: it serves a file of ``page``, or an error.
+    """Make the application for paths without a route: it serves ``page``'s result, or an error.
 
     Args:
         paths: paths of the routes.

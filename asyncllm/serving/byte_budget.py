@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 LARGE_CLAIM_DELAY_BYTES_PER_SECOND = 1 << 20
-"""Number of bytes for which a claim is queued as if it had arrived one second later. So small
-claims overtake a large one that arrived shortly before them."""
+"""A claim of this many bytes is queued as if it had arrived one second later, and other claims in
+proportion to their bytes. So small claims overtake a large one that arrived shortly before them."""
 
 RATE_CHECK_SECONDS = 2.0
 """Seconds between two checks of how fast a claim's body or message arrives."""

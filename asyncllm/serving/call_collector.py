@@ -1,4 +1,4 @@
-"""ToolCallCollector: collects the tool calls of a stream until each is complete."""
+"""ToolCallCollector: holds back each tool call of a stream until the call is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ToolCallCollector:
     _open_calls: dict[int, tuple[str, str, list[str]]] = field(default_factory=dict)
 
     def push(self, fragments: tuple[ToolCallDelta, ...]) -> list[tuple[int, ToolCall]]:
-        """Add fragments; returns the calls that are now complete, with their numbers from 0 on."""
+        """Add fragments; returns the calls that they complete, each with its number from 0 on."""
         complete = []
         for fragment in fragments:
             if fragment.id is not None:

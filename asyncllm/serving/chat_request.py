@@ -112,7 +112,7 @@ class TemplateFields(RequestBody):
 
         Args:
             effort: the client's reasoning effort. "none" is accepted for every template.
-            effort_field: path of the request's field with the effort.
+            effort_field: path of the request's field for the effort; for messages.
 
         Raises:
             ProtocolError: for a variable or an effort that the template does not support.
@@ -135,7 +135,7 @@ class TemplateFields(RequestBody):
 
 
 class ConversationFields(TemplateFields, SamplingFields):
-    """Fields of request bodies with messages: of chat completions and of responses."""
+    """Fields that the bodies of chat completions and of responses share."""
 
     ACCEPTED_VALUES: ClassVar[AcceptedValues] = {
         "moderation": (),
@@ -166,7 +166,8 @@ class ConversationFields(TemplateFields, SamplingFields):
 
         Args:
             options: the server's own arguments, as from ``ServingContext.request_options``.
-            param_overrides: parameters that do not come from the field of the same name.
+            param_overrides: sampling parameters by name, used instead of the body's fields of
+                the same names.
         """
         return engine.chat(
             template_messages(messages, engine),

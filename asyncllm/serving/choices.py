@@ -78,7 +78,7 @@ async def _send_full_answer(
     streams: Sequence[TokenStream],
     writer: ChoicesWriter,
 ) -> None:
-    """Send a whole answer. Raises ProtocolError or AsyncLLMError before anything is sent."""
+    """Send a whole answer. If ProtocolError or AsyncLLMError is raised, nothing was sent."""
     completion_of: dict[TokenStream, Completion] = {}
 
     async def read(stream: TokenStream) -> None:
@@ -152,7 +152,7 @@ async def _send_chunks(
             if text:
                 await send(text)
             if stream.usage is None and (pause := pacer.pause_seconds) > 0:
-                # Tokens of each output that arrive meanwhile are merged into one chunk.
+                # Tokens that arrive meanwhile are merged into the next chunk of their output.
                 await anyio.sleep(pause)
 
     async with task_group() as tasks:

@@ -15,8 +15,8 @@ from asyncllm.validation import MAX_INTEGER, argument_error, value_error
 
 MAX_PROMPTS = 256
 MAX_ECHOED_CHARACTERS = 1 << 20
-"""Maximum number of characters of prompts that a request's outputs echo, summed over all outputs
-but the first. A token id counts as four characters."""
+"""Maximum number of prompt characters that an answer with ``echo`` repeats: all prompts count once
+for each output but the first. A token id counts as four characters."""
 
 DEFAULT_MAX_TOKENS = 16
 """Value of ``max_tokens`` for a request that leaves it out, as in OpenAI's protocol."""

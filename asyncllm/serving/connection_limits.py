@@ -14,15 +14,15 @@ class ConnectionLimits:
     Attributes:
         max_connections: maximum number of connections whose requests are served; requests of others
             are answered with 503. To send this answer, the server accepts twice as many
-            connections, but leaves 128 of the process's file descriptors free. At either bound, the
-            oldest connections that are between requests, or whose client has not sent a whole
-            request, are closed first.
+            connections, but leaves 128 of the process's file descriptors free. To stay within
+            either bound, the server first closes connections that wait for a request or for the
+            rest of one, beginning with the longest wait.
         max_header_size: maximum number of bytes of a request line with its header fields.
         max_message_size: maximum size of a WebSocket message in bytes.
-        header_timeout: seconds that a client has to send a header.
+        header_timeout: seconds that a client may take to send a header.
         send_timeout: seconds that a client may leave its answer unread.
         keep_alive: seconds that a connection may be idle between two requests.
-        close_timeout: seconds that a client has to answer a WebSocket's close.
+        close_timeout: seconds that a client may take to answer a WebSocket's close.
         ping_interval: seconds between pings of a WebSocket; None sends no pings.
         ping_timeout: seconds to wait for the answer to a ping; None waits without limit.
     """

@@ -22,11 +22,11 @@ from asyncllm.serving.parse_queue import ParseQueue, RequestStartQueue
 from asyncllm.serving.websocket_protocol import WebSocketProtocol
 
 RESERVED_FILE_DESCRIPTORS = 128
-"""Number of file descriptors that are left to the process beside its connections."""
+"""Number of file descriptors that connections leave to the rest of the process."""
 
 MAX_LONG_MESSAGES_BYTES = 1 << 24
-"""Maximum total of all long WebSocket messages that are read or decoded at the same time. A long
-message of any length counts as ``max_message_size`` bytes."""
+"""Maximum total bytes of the long WebSocket messages that are read or decoded at the same time. A
+long message of any length counts as ``max_message_size`` bytes."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:

@@ -51,10 +51,10 @@ class EventSender:
             self._has_started = True
 
     async def keep_alive(self, seconds: float) -> None:
-        """Send a comment after ``seconds`` without events, until the client is gone.
+        """Send a comment before ``seconds`` pass without an event, until the client is gone.
 
-        An event only sets a flag, which is read here. A timeout around each read of the next event
-        would cost several times as much.
+        Sending an event only sets a flag, which is read here. A timeout around each read of the
+        next event would cost several times as much.
         """
         with suppress(OSError):
             while True:

@@ -104,10 +104,10 @@ class Exchange:
                 while True:
                     is_large = max(content_length, len(data)) >= MIN_LARGE_JSON_BYTES
                     if self._claim is None and (is_large or self._has_read_body):
-                        # A small body claims memory only once it is received, else clients that
-                        # send a part of one would hold up others. A chunked body has no
-                        # Content-Length: claim the maximum. The timeout is for the client, so it
-                        # stops while the server waits for memory.
+                        # A small body claims memory only once it is received, so that a client
+                        # that sends only a part of its body does not hold up others. A chunked
+                        # body has no Content-Length: claim the maximum. The timeout is for the
+                        # client, so it stops while the server waits for memory.
                         scope.deadline = math.inf
                         num_claimed_bytes = (
                             len(data) if self._has_read_body else content_length or max_size
@@ -230,7 +230,7 @@ class Exchange:
         self.has_begun_answer, self._status = True, status
         fields = {"x-content-type-options": "nosniff", "x-request-id": self._id, **headers}
         if not self._has_read_body and "transfer-encoding" in self.headers:
-            # Close the connection: else the server would parse all remaining chunks. To skip the
+            # Close the connection: else the server would parse all remaining chunks. Skipping the
             # rest of a body of known length costs little.
             fields |= CLOSE_HEADERS
         encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]

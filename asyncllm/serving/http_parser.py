@@ -36,7 +36,7 @@ class HttpParser(h11.Connection):
         max_header_size: maximum number of bytes of a request line with its header fields.
 
     Attributes:
-        limit_error: message of the limit that the request exceeds, or None.
+        limit_error: error message if the request exceeds a limit, else None.
         needs_data: whether all received data has been parsed.
         has_used_up_turn: whether parsing stopped at MAX_EVENTS_PER_PARSE_TURN.
     """

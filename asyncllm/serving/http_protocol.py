@@ -172,7 +172,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         super().handle_websocket_upgrade(event)
         websocket: Any = self.transport.get_protocol()
         if not websocket.handshake_initiated:
-            # websockets refuses some headers, such as a Content-Length, and sends no answer.
+            # The websockets library refuses a Content-Length, for example, and sends no answer.
             self.connections.discard(websocket)
             self.connections.add(self)
             self.transport.set_protocol(self)
@@ -187,7 +187,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, self.conn.limit_error or msg)
         else:
-            self.transport.abort()  # The answer has begun, or is complete.
+            self.transport.abort()  # Too late for a 400: the answer has begun or ended.
 
     def _refuse(self, status: int, text: str, *more_headers: tuple[str, str]) -> None:
         """Answer in place of the application, and tell it that the client is gone."""

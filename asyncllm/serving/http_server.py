@@ -94,12 +94,12 @@ class HttpServer:
         address = self.host, self._port
         self._socket = socket.create_server(address, family=family, backlog=2048)
         # Connections inherit the option. asyncio sets it only for sockets whose protocol number is
-        # TCP's, and create_server leaves 0. With Nagle's algorithm a second event would wait 40 ms
-        # for the ACK of the first.
+        # TCP's; sockets of ``socket.create_server`` have the number 0. With Nagle's algorithm a
+        # second event would wait 40 ms for the ACK of the first.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def __aenter__(self) -> Self:
-        """Begin to listen. Raises OSError as ``bind``."""
+        """Begin to listen. Raises OSError as ``bind`` does."""
         if self._socket is None:
             self.bind()
         assert self._socket is not None

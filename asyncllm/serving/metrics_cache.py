@@ -1,4 +1,4 @@
-"""MetricsCache: renders the metrics once for all clients that wait."""
+"""MetricsCache: shares each rendering of the metrics among the clients that wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asyncllm.serving.parse_queue import PAUSE_TO_BUSY_RATIO
 
 
 class MetricsCache:
-    """Text of ``/metrics``, rendered once for all clients that wait.
+    """Text of ``/metrics``. All clients that wait get the same rendering.
 
-    After a rendering, the next waits for PAUSE_TO_BUSY_RATIO times its duration. So any number of
-    scrapes take at most a fifth of the event loop's time.
+    Each rendering is followed by a pause of PAUSE_TO_BUSY_RATIO times its duration. So any number
+    of scrapes take at most a fifth of the event loop's time.
 
     Args:
         metrics: metrics of the engine; a rendering takes some milliseconds.

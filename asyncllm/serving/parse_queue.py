@@ -81,8 +81,8 @@ class RequestStartQueue:
 
         Args:
             method: HTTP method of the request.
-            is_client_gone: function that returns whether the client has gone; its request then does
-                not count among those that start in the iteration.
+            is_client_gone: function that returns whether the client has gone. If so, the request
+                does not count among those that start in the iteration.
         """
         loop = asyncio.get_running_loop()
         if not (self._waiting_gets or self._waiting_others):

@@ -38,8 +38,8 @@ AcceptedValues = Mapping[str, tuple[Any, ...]]
 """Map from unsupported fields to the values that are accepted, because they have no effect."""
 
 _ERROR_SUFFIX_BY_TAG: Mapping[int | str, str] = {"#text": " or list", "#list": " or string"}
-"""Ends of error messages for a union of text and list. pydantic's message names only the type that
-it tried, and the tag tells which; the end names the other type."""
+"""Endings of error messages for a field that takes a text or a list, by the tag of the type that
+pydantic tried. pydantic's message names only this type; the ending names the other one."""
 
 
 def parse_json(data: bytes | str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class UnsupportedFieldPolicy:
 
         Args:
             name: a field that this server knows but does not support.
-            accepted: values of the field that the message names as accepted.
+            accepted: accepted values of the field, for the error message.
 
         Raises:
             ProtocolError: unless the policy is to ignore unsupported fields.
@@ -149,7 +149,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _equivalent_field(cls, param: str) -> str:
-        """Find the field of this body that matches another API's; empty if there is none."""
+        """Find this body's name for another API's field ``param``; empty if there is none."""
         name = re.sub(r"\[\d+\]", "[]", param)
         equivalent = OUR_NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
         if equivalent.partition("=")[0] in cls.model_fields:
@@ -167,8 +167,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def _to_client_error(cls, error: ValidationError) -> ProtocolError | InvalidRequestError:
-        """Convert pydantic's errors to one error for the client. An unknown field that this server
-        has under another name comes first, because the other name may be reported as missing."""
+        """Convert pydantic's errors to one error for the client. A field that has another
+        name on this server goes first, because pydantic may report the other name as missing."""
         errors = error.errors(include_url=False, include_context=True)
         unknown = [detail for detail in errors if detail["type"] == "extra_forbidden"]
         renamed = (

@@ -36,7 +36,7 @@ class ResponseEvents:
         num_tokens: tokens generated so far.
         should_generate: whether tokens are generated; false for a request that only fills the
             prefix cache.
-        response_json: response object of the last event, as JSON.
+        response_json: JSON of the response once it has ended; empty before.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ResponseEvents:
 
     @property
     def response_json(self) -> str:
-        """JSON of the response at its end; empty before."""
+        """JSON of the response once it has ended; empty before."""
         return self._insert_logprobs(self._final_response_json)
 
     def insert_logprobs(self, event: ResponseEvent) -> ResponseEvent:
@@ -100,7 +100,7 @@ class ResponseEvents:
         return message
 
     def created_events(self) -> Iterator[ResponseEvent]:
-        """Events of an accepted request."""
+        """First events of a response, sent once its request is accepted."""
         response = self._response_object("in_progress")
         yield self._make_event("response.created", response=response)
         yield self._make_event("response.in_progress", response=response)
@@ -156,7 +156,7 @@ class ResponseEvents:
         yield self._final_event(kind, self._response_object(status, usage))
 
     def failed_events(self, error: ProtocolError) -> Iterator[ResponseEvent]:
-        """Events of an error after the request was accepted."""
+        """Events for an error that ends an accepted request."""
         for item in self._items:
             item.status = "incomplete" if item.status == "in_progress" else item.status
         response = self._response_object("failed")
@@ -192,7 +192,7 @@ class ResponseEvents:
         yield self._text_event(text, self._encode_logprobs(logprobs))
 
     def _text_event(self, text: str, logprobs: str) -> ResponseEvent:
-        """Event of new text. Written without the slower JSON encoder: there is one per token."""
+        """Event of new text. Nearly every token has one, so the slow JSON encoder is not used."""
         number = self._sequence_number
         self._sequence_number = number + 1
         return (

@@ -17,8 +17,8 @@ Message = dict[str, Any]
 
 
 class TextContentPart(TypedDict):
-    """Text part of a message. The optional fields are ignored: clients send output texts back as
-    input."""
+    """Text part of a message. The optional fields are accepted and ignored, because clients send
+    output texts back as input."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str

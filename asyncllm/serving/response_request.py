@@ -1,4 +1,4 @@
-"""ResponseRequest: the body of ``/v1/responses``, and a ``response.create`` event."""
+"""ResponseRequest: the body of ``/v1/responses`` and of a ``response.create`` event."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from asyncllm.validation import MAX_INTEGER
 LOGPROBS_INCLUDE_VALUE = "message.output_text.logprobs"
 INCLUDE_VALUES = (
     LOGPROBS_INCLUDE_VALUE,
-    # Reasoning is not encrypted: clients send reasoning items back unchanged.
+    # Not needed: reasoning is not encrypted, so clients can send it back unchanged.
     "reasoning.encrypted_content",
-    # Parts of tools and input items that this server refuses anyway.
+    # These concern tools and input items, all of which this server refuses.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -51,8 +51,8 @@ Input = TextOr[
 
 
 class _FunctionType(TypedDict):
-    # A base class of its own, and the first of the bases, so that ``type`` is checked before the
-    # other fields: an error names the first invalid field.
+    # This is a class of its own, so that it can be the first base class: pydantic then checks
+    # ``type`` before the other fields, and an error names the first invalid field.
     type: Literal["function"]
 
 

@@ -93,7 +93,7 @@ class ResponseSession:
     async def _execute_message(self, message: str | bytes) -> None:
         if not isinstance(message, str):
             raise ProtocolError("binary message: expected text", code="invalid_message")
-        # Claim bytes before decoding: a decoded message takes several times its bytes.
+        # Claim bytes before decoding: decoded, a message takes several times its length.
         claim = await self.server_context.claim_body_bytes(len(message))
         streams: list[TokenStream] = []
         try:

@@ -41,8 +41,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Store of the latest responses, by owner and id. Conversations share their messages, but the
-    size of each counts in full.
+    """Store of the latest responses, by owner and id. Conversations share their messages, but
+    each conversation counts with its full size.
 
     Args:
         max_responses: maximum number of responses; 0 stores none.

@@ -127,7 +127,8 @@ class SamplingFields(RequestBody):
         """Convert the fields to SamplingParams, before anything is submitted.
 
         Args:
-            param_overrides: parameters that do not come from the field of the same name.
+            param_overrides: sampling parameters by name, used instead of the body's fields of
+                the same names.
 
         Raises:
             InvalidRequestError: for a value that SamplingParams refuses.

@@ -28,11 +28,11 @@ from asyncllm.validation import describe
 T = TypeVar("T")
 
 MIN_WORKER_JSON_BYTES = 4096
-"""Minimum number of bytes of JSON that a worker thread reads or writes, so that the event loop does
-not wait. A byte takes up to a quarter of a microsecond."""
+"""JSON of at least this many bytes is read or written on a worker thread, so that the event loop
+does not wait. A byte takes up to a quarter of a microsecond."""
 
 MIN_LARGE_JSON_BYTES = 1 << 16
-"""Minimum number of bytes of JSON that count in ``large_body_budget`` and ``answer_budget``."""
+"""JSON of at least this many bytes counts in ``large_body_budget`` and ``answer_budget``."""
 
 COPIES_OF_LOGPROBS = 3
 """Number of copies of a response's log-probabilities in memory while its last events are sent:
@@ -54,16 +54,16 @@ class ServingContext:
         openapi_json: OpenAPI description as JSON, made at first use.
         unsupported_fields: policy that refuses or ignores unsupported fields.
         max_body_size: maximum number of bytes of a request's body.
-        body_timeout: seconds that a client has to send the body.
+        body_timeout: seconds that a client may take to send the body.
         is_draining: whether the server is about to close, and refuses requests.
         sessions: sessions of the open WebSockets.
-        json_worker: thread that reads and writes long JSON. It shares its pauses with the engine's
-            threads for long texts, so that streams keep half their speed under any load of long
-            bodies.
+        json_worker: thread that reads and writes long JSON. After a job, it pauses together with
+            the engine's threads for long texts, so that streams keep half their speed under any
+            load of long bodies.
         small_body_budget: budget for bodies from MIN_WORKER_JSON_BYTES to MIN_LARGE_JSON_BYTES,
             while they are read, checked or tokenised. No small body waits for a large one.
-        large_body_budget: the same for larger bodies. Parsed, a body of many small tools takes 8
-            times its size.
+        large_body_budget: the same for larger bodies. A body of many small tools takes 8 times its
+            size once it is parsed.
         answer_budget: budget for answers that clients have not read yet, and for requests whose
             content the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not count.
         logprobs_budget: budget for the last events of streamed responses with log-probabilities,
@@ -226,8 +226,8 @@ async def _wait_for_claim(budget: ByteBudget, num_bytes: int) -> ByteClaim:
 
 
 def default_model_names(engine: AsyncLLMEngine) -> Sequence[str]:
-    """Names of the model for clients: ``EngineConfig.served_model_name``, else that of
-    ``EngineConfig.model``; for a path its last part."""
+    """Names of the model for clients: ``EngineConfig.served_model_name``, else the name of
+    ``EngineConfig.model``, or the last part of its path."""
     config = engine.config
     if config.served_model_name is not None:
         return config.served_model_name

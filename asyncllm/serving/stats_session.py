@@ -27,7 +27,7 @@ sends fewer."""
 
 @dataclass(eq=False, repr=False)
 class StatsSnapshots:
-    """The engine's statistics as JSON, made once for all connections that send them.
+    """The engine's statistics as JSON, shared by all connections that send them.
 
     Args:
         server_context: state whose engine and sessions are reported.

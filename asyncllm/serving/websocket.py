@@ -54,15 +54,16 @@ def serve(
         host, port: address to listen on; port 0 takes a free one. Without a token, the server logs
             a warning unless the address is a loopback one.
         token, origins, page, timeout, stats_interval, max_frame_rate: as for ``create_app``.
-        model_name: the model's name to clients; None is ``EngineConfig.served_model_name``, else
-            the model as given to the engine.
-        max_connections: maximum number of open connections; others are answered with 503.
+        model_name: the model's name for clients; None is ``EngineConfig.served_model_name``, else
+            the name of ``EngineConfig.model``, or the last part of its path.
+        max_connections: maximum number of connections whose requests are served; requests of others
+            are answered with 503.
         max_message_size: maximum number of bytes of a WebSocket message and of a request's body. A
             longer message closes its connection with 1009.
         ping_interval: seconds between pings of a WebSocket; None sends no pings.
         ping_timeout: seconds to wait for the answer to a ping; None waits without limit.
-        close_timeout: seconds that a client has to answer a close, and that HTTP answers in flight
-            may take when the server closes.
+        close_timeout: seconds that a client may take to answer a close, and that HTTP answers in
+            flight may take to end when the server closes.
         ssl: context for TLS; None serves without TLS.
 
     Raises:

@@ -25,7 +25,7 @@ MESSAGE_BYTES_PER_EXTRA_FRAME = 64
 MESSAGE_BYTES_PER_EXTRA_FRAME bytes. Pings and pongs between its fragments count as frames."""
 
 MESSAGE_TIMEOUT_SECONDS = 30.0
-"""Seconds that a client has to send a message of more than MAX_BYTES_PER_PARSE_TURN bytes."""
+"""Seconds that a client may take to send a message of more than MAX_BYTES_PER_PARSE_TURN bytes."""
 
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 256, 4096
 """Bounds of the number of bytes passed to the WebSocket parser at a time. The parser parses all
@@ -157,8 +157,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             frame.data = b""  # Free the data: websockets' parser keeps a frame until the next.
 
     def _exceeds_frame_limit(self, frame: Frame) -> bool:
-        """Count a frame that arrives while a message is fragmented. Returns whether the message has
-        more frames than allowed."""
+        """Count a frame of a fragmented message, or one between such frames. Returns whether the
+        message has more frames than allowed."""
         is_control = frame.opcode >= Opcode.CLOSE
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
             self._frames_left = BASE_MESSAGE_FRAME_LIMIT
@@ -189,12 +189,13 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     async def receive(self) -> Any:
         self._parse_next_message()
         message = await self.queue.get()
-        if self._claim is None:  # A long message is held until the application has decoded it.
+        # A long message keeps its claim until the application has decoded it and asks for the next.
+        if self._claim is None:
             self._parse_next_message()
         return message
 
     def _parse_next_message(self) -> None:
-        """Parse the next message, once the application has received the last one."""
+        """Parse the next message, once the application has received the previous one."""
         if self.read_paused and self.queue.empty():
             self.read_paused = False
             self._release_claim()

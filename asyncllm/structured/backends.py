@@ -66,7 +66,7 @@ class GrammarBackends:
         refusals = []
         names = self._backend_names()
         if spec.kind != "structural_tag":
-            # Besides structural tags, xgrammar adds only specs that exceed llguidance's limits.
+            # Of these specs, xgrammar would add only those that exceed llguidance's limits.
             names = names[:1]
         for name in names:
             try:

@@ -97,7 +97,7 @@ class Grammar:
     """Compiled grammar, shared by requests.
 
     Attributes:
-        new_matcher: makes a matcher for a new output, in microseconds; any thread may call it.
+        new_matcher: makes a matcher for a new output; takes microseconds; any thread may call it.
         special_token_ids: ids of the special tokens that the grammar may contain.
         memory: memory that the grammar shares with its matchers.
     """

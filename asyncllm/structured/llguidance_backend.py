@@ -163,7 +163,8 @@ class LLGuidanceMatcher:
 
     def release(self) -> None:
         self._matcher = None
-        self._memory = GrammarMemoryBound()  # The compiler does not count this object.
+        # Drop the grammar's memory bound; GrammarCompiler does not count the new one.
+        self._memory = GrammarMemoryBound()
 
     def _make_limit_error(self, message: str) -> Exception:
         """Make the error for an output whose next token exceeds the limits of the parser."""

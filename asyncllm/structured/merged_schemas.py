@@ -30,12 +30,12 @@ MAX_MULTIPLEOF_REMAINDERS = 16_384
 take 50 ms and 8 MB."""
 
 MAX_APPLIED_SCHEMAS = 200_000
-"""Maximum number of checked values plus schemas that apply to them, repetitions included. Checking
-this many takes 0.5 s."""
+"""Maximum total of the checked values and the schemas that apply to them, repetitions included.
+Checking this many takes 0.5 s."""
 
 MAX_EXPANDED_SCHEMAS = 4096
-"""Maximum number of a value's schemas after each reference is replaced by its target, as llguidance
-does. 30 nested levels with two references each give a billion schemas."""
+"""Maximum number of schemas of one value, counted with each reference replaced by its target, as in
+llguidance. 30 nested levels with two references each give a billion schemas."""
 
 MAX_PROPERTIES_PER_OBJECT = 3000
 """Maximum number of properties of one object. llguidance's time is quadratic in the number of

@@ -56,7 +56,7 @@ class _LarkBuilder:
         return name
 
     def add_format_rule(self, tag_format: Any) -> str:
-        """Add a rule for a format; returns its name."""
+        """Add a rule for a format; returns the rule's name."""
         kind = _require_field(tag_format, "type", str)
         if kind == "const_string":
             text = _require_field(tag_format, "value", str)

@@ -23,7 +23,7 @@ from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import convert_to_format, schemas_in_tag
 
 MAX_FREE_TEXT_SPANS = 4
-"""Maximum number of ``any_text`` formats in a structural tag; more may make it ambiguous."""
+"""Maximum number of ``any_text`` formats in a structural tag; more may make the tag ambiguous."""
 
 MAX_COMPILE_MILLISECONDS = 2000
 """Maximum result of ``estimate_compile_milliseconds``. Measured compilations at the maximum took up

@@ -85,11 +85,11 @@ class FakeExecutor:
     - KV groups have different digests, so a block of another group changes the output.
     - In a group with a window, a digest is computed from exactly the tokens in the window. So a
       block that is freed too early changes the output; a block that is freed too late does not.
-    - If ``info.max_tokens_per_row`` is above 1, it imitates speculative decoding: the digest
-      decides how many drafts are accepted, and rejected drafts leave wrong KV behind.
-    - With ``info.has_states`` it keeps one more digest per request index, like a recurrent layer's
-      state: a row at position 0 resets it, any other row continues it. State snapshots are copied
-      before and after the step, as on a device.
+    - If ``info.max_tokens_per_row`` is above 1, the executor imitates speculative decoding: the
+      digest decides how many drafts are accepted, and rejected drafts leave wrong KV behind.
+    - With ``info.has_states``, the executor keeps one more digest per request index, like a
+      recurrent layer's state: a row at position 0 resets this state, any other row continues it.
+      State snapshots are copied before and after the step, as on a device.
     - Prompt log-probabilities are computed from the digests: the token that follows from the
       digest has rank 1, the next higher ids have the next ranks, and rank r has -r / 10.
     - Under a grammar's mask, a row keeps its token if that is allowed; otherwise the digest selects

@@ -13,8 +13,8 @@ def bad_words_token_ids(
 ) -> tuple[tuple[int, ...], ...]:
     """Convert ``bad_words`` to token sequences, as vLLM does.
 
-    A word gives its own token sequence. The word with a space before it gives a second sequence if
-    that is as long as the first and begins with another token.
+    A word gives its own token sequence. The word with a space before it gives a second sequence, if
+    the second one is as long as the first and begins with another token.
 
     Raises:
         InvalidRequestError: for a word without tokens, or with tokens beyond the model's

@@ -112,7 +112,7 @@ class ControlTokens:
         self, texts: Iterable[str], render_prompt: Callable[[Callable[[str], str]], str]
     ) -> str:
         """Render a prompt for ``encode``. Where a message spells a special token, the token's
-        delimiter (such as "|") becomes a surrogate, so that ``encode`` makes plain text of it.
+        delimiter (such as "|") becomes a surrogate; ``encode`` then treats the token as text.
 
         Args:
             texts: all strings of a conversation.

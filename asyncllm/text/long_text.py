@@ -5,5 +5,5 @@ SHORT_TEXT_CHARACTERS = 512
 to a third of a millisecond for this length, and up to 3 ms for 4,095 characters."""
 
 LONG_TEXT_CHARACTERS = 4096
-"""Texts of at least this many characters are tokenised on a thread of their own, so that shorter
-texts do not wait for them. Lists of at least this many tokens are decoded there too."""
+"""Texts of at least this many characters are tokenised on the thread for long texts, so that
+shorter texts do not wait. The thread also decodes lists of at least this many tokens."""

@@ -323,7 +323,7 @@ class Tokenizer:
 
         Args:
             visible_ids: as for ``text_decoder``.
-            stop: matcher of ``params.stop``, shared by the outputs of a request; None makes one.
+            stop: the prepared ``params.stop``, shared by a request's outputs; None prepares it.
         """
         decoder = self.text_decoder(
             prompt_token_ids,
@@ -383,7 +383,7 @@ class Tokenizer:
 
 @contextmanager
 def _converting_load_errors(path: Path) -> Iterator[None]:
-    """Convert errors of ``tokenizers``, bare exceptions and Rust panics, to ModelLoadError."""
+    """Convert the bare exceptions and Rust panics of ``tokenizers`` to ModelLoadError."""
     try:
         yield
     except (AsyncLLMError, KeyboardInterrupt, SystemExit):

@@ -1,4 +1,4 @@
-"""Call readers: parse the text of tool calls to names and arguments.
+"""Call readers: parse the text of tool calls into names and arguments.
 
 Text arrives in pieces, and the result does not depend on the cuts between pieces. If a text turns
 out to be no call, all of the text is reported as text.

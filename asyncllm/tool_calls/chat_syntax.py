@@ -336,8 +336,8 @@ def _content_close_pattern(template_fields: Mapping[str, Mapping[str, Any]]) -> 
     The delimiter is not part of the text.
 
     Args:
-        template_fields: fields of the response template; that of the answer's text has no opening
-            delimiter.
+        template_fields: fields of the response template. The field without an opening delimiter
+            holds the answer's text.
     """
     import regex
 

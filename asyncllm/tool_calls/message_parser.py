@@ -15,8 +15,8 @@ from asyncllm.tool_calls.chat_syntax import IGNORED_DELIMITER_NAME, TOOL_CALLS_F
 from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
 
 _MAX_PIECE_CHARACTERS = 4096
-"""Maximum number of characters that are parsed at a time. After each call the rest of the piece is
-scanned again, so a long piece with many calls would take quadratic time."""
+"""Maximum number of characters that are parsed at a time. After each tool call the rest of the
+piece is scanned again, so a long piece with many calls would take quadratic time."""
 
 _CALL_ID_CHARACTERS = string.digits + string.ascii_lowercase
 

@@ -73,7 +73,7 @@ class BlockTable:
         return indices, self.table.reshape(-1)[indices]
 
     def slot_mapping(self, req_indices: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        """KV slots ``[T]`` int64 of tokens.
+        """KV slots of T tokens, ``[T]`` int64.
 
         A token at position p of request r has the slot
         ``table[r][p // block_size] * block_size + p % block_size``.

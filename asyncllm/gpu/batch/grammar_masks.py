@@ -82,9 +82,10 @@ def view_mask_words(packed_mask: bytes, expected_words: int) -> np.ndarray:
 
 
 def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> None:
-    """Sets ``logits [S, vocab_size]`` to minus infinity where a row's mask forbids the token.
+    """Sets logits to minus infinity where a row's mask forbids the token.
 
     Args:
+        logits: ``[S, vocab_size]``.
         slots: ``[S]``, see GrammarMasks.
     """
     allowed = unpack_bits(words.index_select(0, slots.clamp(min=0)), logits.shape[1])
@@ -93,7 +94,11 @@ def mask_logits(logits: Tensor, slots: Tensor, words: Tensor) -> None:
 
 
 def unpack_bits(words: Tensor, count: int) -> Tensor:
-    """Unpacks the first bits of ``words [R, W]`` int32 to ``[R, count]`` bool."""
+    """Unpacks the first ``count`` bits of each row of ``words``: ``[R, count]`` bool.
+
+    Args:
+        words: ``[R, W]`` int32.
+    """
     shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
     bits = words.unsqueeze(-1) >> shifts
     bits &= 1

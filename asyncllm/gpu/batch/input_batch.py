@@ -96,7 +96,7 @@ class InputBatch:
 
 
 def _token_span(batch: StepBatch, row: int | None) -> tuple[int, int]:
-    """First position of a row's tokens, and the position after the last."""
+    """First position of a row's tokens, and the position after the last; (0, 0) without a row."""
     if row is None:
         return 0, 0
     return batch.starts[row], batch.starts[row] + batch.counts[row]

@@ -137,7 +137,7 @@ class SamplingRows:
 
 
 class TopLogprobs:
-    """Top log-probabilities of a step's rows: an output, on the device or in host memory.
+    """Buffers for the top log-probabilities of a step's rows, on the device or in host memory.
 
     Attributes:
         values: ``[N, K + 1]`` float32, log-probabilities of the K likeliest tokens, then that of

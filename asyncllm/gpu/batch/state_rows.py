@@ -63,7 +63,7 @@ class StateRows:
         return cls(step.req_indices[:batched], is_fresh, spans[batched:], batch_spans)
 
     def gather(self, state: Tensor) -> Tensor:
-        """Copies the batch's states ``[D, *shape]`` from their slots; zeros for fresh rows."""
+        """Copies the batch's states from their slots, zeros for fresh rows: ``[D, *shape]``."""
         assert self.slots is not None
         gathered = state.index_select(0, self.slots)
         if self.is_fresh is not None:
@@ -73,6 +73,6 @@ class StateRows:
 
 
 def span_state(state: Tensor, span: RowSpan) -> Tensor:
-    """View ``[1, *shape]`` of a span's state in its slot; a fresh span's state is set to zero."""
+    """View of a span's state in its slot, set to zero for a fresh span: ``[1, *shape]``."""
     row_state = state[span.slot : span.slot + 1]
     return row_state.zero_() if span.is_fresh else row_state

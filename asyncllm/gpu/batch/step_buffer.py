@@ -27,7 +27,7 @@ class StepSizes(NamedTuple):
     Attributes:
         outputs: number of tokens whose hidden states are returned: first the last token of each
             sampled row, then the tokens of prompt log-probabilities.
-        logits: number of sampled rows whose logits are computed; they come first.
+        logits: number of sampled rows whose logits are computed; these rows come first.
         greedy: number of the other sampled rows, which need only the token of the largest
             logit.
     """
@@ -213,8 +213,8 @@ class StepBuffer(BufferSections):
         """
         rows, tokens, num_outputs, num_logits, num_greedy = sizes
         tensors, host_rows = self.tensors, host_buffer.row_arrays(rows)
-        # If all rows are decodes, and not reordered, the hidden states of every token are returned,
-        # so no indices are needed.
+        # If all rows are decodes in their original order, the hidden states of every token are
+        # returned, so no indices are needed.
         returns_all = num_decodes == rows and 0 in (num_logits, num_greedy)
         return StepInputs(
             num_decodes=num_decodes,

@@ -63,7 +63,7 @@ class WeightFormat(Protocol):
     def read(
         self, tensor: PackedTensor, parts: Mapping[str, Tensor]
     ) -> QuantisedTensor | RowReader:
-        """Read a tensor: a QuantisedTensor if stored as integers, a RowReader if as floats.
+        """Return a QuantisedTensor for integer values, or a RowReader for floating point values.
 
         Raises:
             ModelLoadError: values of the parts contradict their shapes.

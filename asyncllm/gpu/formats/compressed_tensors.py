@@ -131,7 +131,7 @@ class CompressedTensors(WeightFormat):
     def _make_packed_tensor(
         self, parts: PackedTensorParts, scheme: WeightScheme, shape: tuple[int, int]
     ) -> PackedTensor:
-        """Check the parts that packed and unpacked layouts share and make the PackedTensor."""
+        """Check the parts common to packed and unpacked layouts, and make the PackedTensor."""
         (rows, columns), block = shape, scheme.block
         grid = (1,)
         if block is not None:

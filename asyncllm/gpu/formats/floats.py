@@ -33,7 +33,8 @@ _MODULE_LIST_FIELDS = ("modules_to_not_convert", "modules_to_convert", "ignored_
 _KNOWN_FBGEMM_FIELDS = "quant_method activation_scale_ub modules_to_not_convert".split()
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5); 8 to 15 are negative."""
+"""Values of e2m1 codes 0 to 7 (OCP Microscaling Formats 1.0, table 5). Codes 8 to 15 have the same
+values, negated."""
 
 _E8M0_EXPONENT_BIAS = 127
 """Bias of the e8m0 exponents."""
@@ -97,7 +98,7 @@ class Fp8(WeightFormat):
 
 
 class Mxfp4(WeightFormat):
-    """WeightFormat of ``quant_method`` "mxfp4": e2m1 in blocks of 32 that share a power of two.
+    """WeightFormat of ``quant_method`` "mxfp4": e2m1 in blocks of 32, with an e8m0 scale per block.
 
     Its tensors are ``*_blocks [experts, out, in / 32, 16]`` uint8, with even inputs in the low half
     of each byte, and ``*_scales [experts, out, in / 32]`` e8m0. The dequantised tensor is

@@ -60,7 +60,7 @@ def model_tensors(file: GGUFFile, model: ModelConfig) -> dict[str, StoredTensor]
         model: the file's configuration.
 
     Raises:
-        ModelLoadError: if two tensors have one name, or a shape or type is not the expected one.
+        ModelLoadError: two tensors have the same name, or one has an unexpected shape or type.
     """
     mapper = _TensorMapper(file, model)
     tensors: dict[str, StoredTensor] = {}

@@ -1,4 +1,4 @@
-"""CudaGraphCapturer: CUDA graph capture through torch that survives failed captures."""
+"""CudaGraphCapturer: captures CUDA graphs through torch, and survives failed captures."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class CudaGraphCapturer(GraphCapturer):
     "thread_local": other threads of the application may launch and allocate meanwhile. docs/gpu.md
     says what they may not do, and what happens if they do.
 
-    A failed capture leaves its key without a graph and has no other effect, because the step has
-    already run eagerly. Each reason is logged once. Python's garbage collection is off during a
-    capture: a finaliser of the application that frees device memory on this thread would invalidate
-    the capture.
+    A failed capture yields no graph and has no other effect, because the step has already run
+    eagerly. Each reason is logged once. Python's garbage collection is off during a capture: a
+    finaliser of the application that frees device memory on this thread would invalidate the
+    capture.
     """
 
     def __init__(self, device: torch.device) -> None:

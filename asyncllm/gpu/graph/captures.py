@@ -12,8 +12,8 @@ import torch
 class CaptureGuard:
     """The process's lock for CUDA graph captures, and the graphs whose capture failed.
 
-    There is one lock per process, because a capture changes torch's allocators, torch's default
-    generator and Python's garbage collection, which a process has once. While any thread captures,
+    There is one lock per process, because a capture changes state of the whole process: torch's
+    allocators and default generator, and Python's garbage collection. While any thread captures,
     or sends its allocations to a pool of its own, torch fails if another thread calls
     ``torch.cuda.empty_cache``. So a thread takes the lock to capture, to use a pool of its own, and
     to empty torch's cache.

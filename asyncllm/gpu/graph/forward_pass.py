@@ -42,6 +42,5 @@ class ForwardPass:
         return self.model.forward(step.inputs, self.cache)
 
     def sample(self, step: LaunchedStep) -> bool:
-        """Samples the step and returns True if a CUDA graph includes the sampling; else returns
-        False."""
+        """Samples the step if a CUDA graph includes its sampling; returns whether one does."""
         return False

@@ -49,7 +49,7 @@ class GraphReplay(ForwardPass):
 
     A decode step is one graph. It is two graphs if logits are processed before sampling, or if the
     step waits for masks. A mixed step, which has a prefill, runs in PiecewiseGraphs, or op by op on
-    the same memory.
+    the same StepMemory.
 
     No method waits for the device; all work is queued on the current stream.
 

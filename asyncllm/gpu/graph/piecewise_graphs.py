@@ -104,12 +104,12 @@ class PiecewiseGraphs:
         return out[:count]
 
     def _run_eager_op(self, op: EagerOp, op_inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Runs attention or a recurrence on the step's tokens; does nothing if no step runs."""
+        """Runs attention or a recurrence on the step's tokens; does nothing outside a step."""
         if self._context is None:
             return
         count, key = self._num_tokens, (out.shape[1], out.dtype)
         out[:count] = op(self._context, *(tensor[:count] for tensor in op_inputs))
-        # Zero the values of padded tokens, which an earlier, longer step has written.
+        # An earlier, longer step has filled rows that are now padding: zero them.
         if (filled := self._num_filled_rows.get(key, 0)) > count:
             out[count:filled].zero_()
         self._num_filled_rows[key] = count

@@ -79,9 +79,9 @@ class StepQueue(DeviceStream):
     """Runs recorded steps one after the other, without the host in between.
 
     A step finds its input tokens in the persistent batch, where the previous step has written them.
-    The batch is not copied. So a step that reassigns a request index, or frees a request's blocks
-    that left a sliding window, has to wait for the steps in flight that have a row of this request
-    index.
+    The batch is not copied. So a step that reassigns a request index, or frees blocks behind a
+    request's sliding window, has to wait for the steps in flight that have a row of the same
+    request index.
 
     While a step is queued, no other op may run on the native library's context.
 
@@ -112,8 +112,8 @@ class StepQueue(DeviceStream):
     def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
         """Whether to run a step while earlier steps are in flight.
 
-        That pays if the step has ``min_step_tokens`` or awaits masks. It is possible if the step
-        does no more than append to the rows that steps in flight read.
+        That pays if the step has at least ``min_step_tokens`` tokens or awaits masks. It is
+        possible if the step changes rows of the earlier steps only by appending to them.
         """
         batch, least = step.batch, self.min_step_tokens
         # A step that loads or saves recurrent states cannot begin early: the host copies the states

@@ -37,7 +37,7 @@ def warm_up(runner: StepRunner, replay: GraphReplay, progress: Callable[[int, in
     - two small mixed steps, one without a cached prefix and one after the longest cached prefix;
     - a mixed step for each number of tokens at which experts switch to other kernels.
 
-    They run attention both with and without splitting a sequence among programs: a decode row is
+    They run attention both with and without splitting a row's keys among programs: a decode row is
     split in the smallest bucket but not in the mixed step without a prefix, and a prompt is split
     after the longest prefix but not without a prefix. All other kernels are the same for every
     bucket. Rows are padding or write the null block, so that no state is left behind.
@@ -102,8 +102,8 @@ def _run_mixed_step(
 ) -> None:
     """Runs a mixed step of one decode row and prefill rows.
 
-    The prefill rows have ``num_tokens`` tokens in total. The first of them follows a cached prefix
-    of ``prefix_tokens``. All rows write and read the null block.
+    The prefill rows have ``num_tokens`` tokens in total. The first prefill row follows a cached
+    prefix of ``prefix_tokens`` tokens. All rows write and read the null block.
     """
     info = runner.info
     full, rest = divmod(num_tokens, info.max_model_len)

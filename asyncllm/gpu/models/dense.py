@@ -58,8 +58,9 @@ def build_decoder(
     Args:
         attention: the Attention of each of ``attention_kinds``.
         weights: ``(name, weights)`` in the order of ``architectures.parameters``; the weights of a
-            linear layer are a tensor or LinearWeights in a form that ``ops`` accepts. Each goes to
-            its op as it arrives, so that at most one is in memory both as read and packed.
+            linear layer are a tensor or LinearWeights in a form that ``ops`` accepts. Each layer
+            is made as its weights arrive, so that at most one layer's weights are in memory twice,
+            as read and packed.
         quantisers: functions that quantise every linear layer's weights, and the output head's,
             before ``ops`` gets them; None for no quantisation.
         dtype: dtype of the model; needed only if the embedding arrives as LinearWeights, which have
@@ -86,7 +87,7 @@ class _OrderedWeightSource:
         return weights
 
     def check_exhausted(self) -> None:
-        """Raise RuntimeError for weights left over; reading to the end closes the files."""
+        """Read to the end, which closes the files; raise RuntimeError for weights left over."""
         for name, _ in self._weights:
             raise RuntimeError(f"weights left over: {name}")
 

@@ -144,7 +144,7 @@ def _expert_weights(
     parts: tuple[tuple[str, int], ...],
     width: int,
 ) -> LinearWeights:
-    """Weights of one linear layer of all experts, stored separately or in a fused tensor."""
+    """All experts' weights for linear layer ``name``, stored separately or in a fused tensor."""
     names, count, parameters = config.names, config.routing.num_experts, []
     layout = StackLayout(count, names.is_transposed, names.is_transposed and name == "gate_up")
     modules = [(f"{names.experts}.{i}.{part}", rows) for i in range(count) for part, rows in parts]

@@ -80,8 +80,8 @@ KV or state of all T tokens."""
 class Layer(Protocol):
     """One decoder layer.
 
-    The norm that follows adds a layer's output to the residual, in one fused op. Layers therefore
-    take and return the two separately.
+    The norm after a layer also adds the layer's output to the residual, in one fused op. Layers
+    therefore take and return output and residual separately.
 
     Attributes:
         kind: key that is equal for layers whose ops have the same shapes.
@@ -197,8 +197,8 @@ class DecoderLayer:
     """Mixer and MLP, each with a residual connection and norms before it, after it, or both.
 
     Attributes:
-        experts_beside_mlp: experts beside the MLP, or None; called with the MLP's output and
-            the residual, they return the MLP's output plus the experts'.
+        experts_beside_mlp: an ExpertsBesideMLP, called with the MLP's output and the residual; None
+            for a layer without experts beside the MLP.
     """
 
     kind: Hashable

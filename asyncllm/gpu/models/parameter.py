@@ -48,7 +48,7 @@ class Parameter:
     """A parameter of the decoder and the checkpoint tensors that are stacked into it.
 
     Attributes:
-        name: the decoder's own name, e.g. "layers.3.qkv.weight".
+        name: the parameter's name in the decoder, e.g. "layers.3.qkv.weight".
         shape: shape of all ``parts``, stacked along the first dimension.
         parts: ``(tensor name, number of rows)``, in order.
         dtype: torch's name of the parameter's dtype, e.g. "float32"; None is the model's.

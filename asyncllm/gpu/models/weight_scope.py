@@ -96,7 +96,7 @@ class WeightScope:
 
         Args:
             row_order: order of the rows; None keeps the checkpoint's.
-            keep_unquantised: whether the weight is neither read in quantised form nor quantised.
+            keep_unquantised: whether the weight is read as plain values and stays plain.
         """
         weight = self.parameter(name, modules, width, is_linear=not keep_unquantised)
         own_bias = self.parameter(name, modules, suffix=".bias") if bias else None

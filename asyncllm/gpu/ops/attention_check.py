@@ -89,8 +89,8 @@ class _Step:
     def max_error(self, attention: Attention, window: int | None) -> float:
         """Largest error of a head's output in any row, relative to the norm of the exact output.
 
-        Infinity if any output is not finite, that of a padded row too: from it later layers compute
-        keys and values, and write them to the null block.
+        Infinity if any output is not finite, even in a padded row: later layers compute keys and
+        values from that row, and write them to the null block.
         """
         output = self._run(attention, self.q, self.cache, window).double()
         if not bool(output.isfinite().all()):

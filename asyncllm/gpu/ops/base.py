@@ -23,7 +23,7 @@ class AttentionShape:
     """Attention geometry, score scale and soft cap.
 
     Attributes:
-        scale: factor on ``q @ k`` (``head_dim ** -0.5``).
+        scale: factor on ``q @ k``, usually ``head_dim ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         sinks: whether the softmax has an extra logit per query head, without a value. Each call
             gets these logits as an argument.

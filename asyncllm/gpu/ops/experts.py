@@ -125,7 +125,7 @@ def add_shared_expert(out: Tensor, shared: Tensor | None, gate: Tensor | None) -
 
 
 class TorchExperts(ABC):
-    """Base class of the plain torch ``Experts``; adds the shared experts to ``weighted_sum``.
+    """Base class of the plain torch ``Experts``; adds the shared experts' output to the sum.
 
     Args:
         gated_mul: activation, ``TorchOps.silu_mul`` or ``TorchOps.gelu_mul``; unused if

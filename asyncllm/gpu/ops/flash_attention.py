@@ -152,7 +152,7 @@ class FlashAttention(ABC):
         return out.view(q.shape[0], -1)
 
     def _attend_decode_rows(self, q: Tensor, cache: Tensor, plan: FlashPlan) -> Tensor:
-        """Attention of the decode rows of ``q [num_decodes, Hq, D]``; returns the same shape.
+        """Attention output of the decode rows, in the shape of ``q [num_decodes, Hq, D]``.
 
         The result of a padded row is finite.
         """
@@ -170,7 +170,7 @@ class FlashAttention(ABC):
     def _attend_prefill_rows(
         self, q: Tensor, cache: Tensor, rows: PrefillRows, window: tuple[int, int]
     ) -> Tensor:
-        """Attention of the prefill rows of ``q [tokens, Hq, D]``; returns the same shape."""
+        """Attention output of the prefill rows, in the shape of ``q [tokens, Hq, D]``."""
         return self._attend_varlen(
             q,
             cache[0],

@@ -116,8 +116,8 @@ def _compute_token(
     ``state`` is ``[D, heads, key_dim, value_dim]``, the other arguments are ``[D, heads, ...]``.
     """
     past = decay.exp().unsqueeze(-1)
-    # One pass over the old state S gives S^T k and S^T q, because the output of the new state is
-    # exp(g) S^T q + (q . k) change.
+    # One pass over the old state S gives S^T k and S^T q. The new state need not be read for the
+    # output, which is exp(g) S^T q + (q . k) change.
     found_k, found_q = (torch.stack((k, q), -2) @ state).unbind(-2)
     change = (v - found_k * past) * beta.unsqueeze(-1)
     state.mul_(past.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))

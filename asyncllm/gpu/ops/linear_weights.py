@@ -26,7 +26,7 @@ GGUF_BLOCK_SIZES: Mapping[QuantScheme, tuple[int, int]] = {
     "q6_k": (256, 210),
     "iq4_nl": (32, 18),
 }
-"""Number of weights and bytes per block, for the schemes of GGUF blocks."""
+"""Numbers of weights and of bytes per block, by scheme of GGUF blocks."""
 
 _STORAGE_BY_SCHEME: dict[QuantScheme, tuple[list[torch.dtype], tuple[int, int]]] = {
     "plain": ([torch.float32, torch.bfloat16, torch.float16], (1, 1)),
@@ -63,7 +63,7 @@ class PanelSource(Protocol):
     """Source of one parameter's weights in the native kernels' layout, such as a packed file."""
 
     def pack(self, context: Any, weights: LinearWeights) -> Any:
-        """Returns PackedWeights of a native context.
+        """Returns the PackedWeights of a linear layer, which belong to ``context``.
 
         Called once for each linear layer of the parameter, in order; each expert counts as one.
         """

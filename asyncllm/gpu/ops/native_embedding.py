@@ -17,7 +17,7 @@ class NativeEmbedding:
     The weights of embedding and head are thus in memory only once.
 
     Attributes:
-        dtype, device, shape: dtype, device and shape of an equal plain table ``[vocab_size, H]``.
+        dtype, device, shape: those of a plain table ``[vocab_size, H]`` with the same rows.
     """
 
     def __init__(self, head: NativeLinear, dtype: torch.dtype, multiplier: float = 1.0) -> None:

@@ -49,8 +49,12 @@ class NativeLinear:
         return y
 
     def project_into(self, x: Tensor, y: Tensor) -> None:
-        """Writes what ``project`` returns for ``x [T, in]`` to ``y [T, out]``, whose rows are
-        contiguous."""
+        """Writes the outputs of ``project`` to ``y [T, out]``.
+
+        Args:
+            x: as in ``project``.
+            y: tensor with contiguous rows.
+        """
         op = self._linear
         op.args.x_stride, op.args.y_stride = x.stride(0), y.stride(0)
         op.args.dtype = DTYPE_CODES[x.dtype]

@@ -93,8 +93,7 @@ def native_quantisers(context: NativeContext) -> Mapping[str, WeightQuantisers]:
 
 
 def pack_weights(context: NativeContext, weights: LinearWeights) -> PackedWeights:
-    """Returns weights in the layout of the kernels, from ``weights.panels`` if that is set; else as
-    ``pack_new_weights``."""
+    """Packs weights for the kernels: by ``weights.panels`` if set, else by ``pack_new_weights``."""
     if weights.panels is not None:
         return weights.panels.pack(context, weights)
     return pack_new_weights(context, weights)
@@ -135,7 +134,7 @@ def _pack_groupwise(
     (n, k), scales, block = weights.shape, weights.scales, weights.scale_block
     assert scales is not None
     assert block is not None
-    # The kernels take unsigned integers, so 128 is added to 8-bit values.
+    # The kernels take unsigned integers, so 128 is added to signed 8-bit values and zero points.
     offset = 128 if type_code == UINT8_CODE else 0
     values = weights.values.contiguous()
     if offset:

@@ -161,9 +161,9 @@ def find_backend(name: str) -> AttentionBackend:
 def make_ops(device: torch.device, attention: Attention | None) -> TorchOps:
     """Makes the op set that goes with an attention.
 
-    On CUDA it is the Triton op set, or plain torch's if the attention is plain torch or None, so
-    that nothing needs a compiler. On a CPU it is the native op set if the attention is native, on
-    the attention's threads; else oneDNN's or plain torch's.
+    On CUDA it is the Triton op set; if the attention is plain torch or None, it is plain torch's,
+    which needs no compiler. On a CPU it is the native op set, on the attention's threads, if the
+    attention is native; else it is oneDNN's, or plain torch's if oneDNN's does not work here.
 
     Raises:
         EngineError: Triton cannot compile kernels here.

@@ -236,8 +236,10 @@ class TorchAttention:
     def _attend_to_keys(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of ``q [rows * queries, Hq, D]`` to ``k`` and ``v [rows, Hk, keys, D]``;
-        returns the shape of q."""
+        """Attention of ``q [rows * queries, Hq, D]`` to ``k`` and ``v [rows, Hk, keys, D]``.
+
+        The result has the shape of ``q``.
+        """
         shape, rows = self.shape, len(k)
         if len(q) == rows and self._has_plain_softmax:
             grouped = q.reshape(rows, shape.num_kv_heads, shape.group_size, shape.head_dim)

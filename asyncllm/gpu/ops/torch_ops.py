@@ -48,7 +48,7 @@ class TorchLinear:
 
 
 class TorchEmbedding:
-    """Embedding with an unquantised table ``[vocab_size, H]``, times ``multiplier``."""
+    """Embedding that multiplies rows of an unquantised table by ``multiplier``."""
 
     def __init__(self, values: Tensor, multiplier: float) -> None:
         self.values, self.multiplier = values, multiplier
@@ -151,7 +151,11 @@ class TorchOps:
         return ()
 
     def embedding(self, values: Tensor, multiplier: float = 1.0) -> Embedding:
-        """Makes an embedding from ``values [vocab_size, H]``, times ``multiplier``."""
+        """Makes an embedding that multiplies rows of ``values`` by ``multiplier``.
+
+        Args:
+            values: ``[vocab_size, H]``.
+        """
         return TorchEmbedding(values, multiplier)
 
     def packed_embedding(

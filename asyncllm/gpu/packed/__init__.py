@@ -1,1 +1,1 @@
-"""Files of packed weights: the first start writes them, later starts map them."""
+"""Files of packed weights: an engine's first start writes them, later starts map them."""

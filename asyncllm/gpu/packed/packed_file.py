@@ -1,7 +1,8 @@
 """PackedFile: a model's weights in one file, as the native ops read them.
 
-Packing takes most of a start, and its result depends only on the checkpoint, the quantisation and
-the kernels' layout. So the first start writes the result to a file, and later starts map the file::
+Packing takes most of an engine's start, and its result depends only on the checkpoint, the
+quantisation and the kernels' layout. So the first start writes the result to a file, and later
+starts map the file::
 
     preamble, 64 bytes   magic, format version, size of the file, place and digest of the header
     tensors              each at a multiple of 64 bytes, in the order of the decoder's parameters

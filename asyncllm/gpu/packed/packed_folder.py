@@ -146,7 +146,7 @@ class PackedFolder:
     def mark_used(self, name: str) -> None:
         """Update a file's time of last use, by which files are evicted."""
         path = self.path / name
-        with suppress(OSError):  # In a read-only folder nothing is evicted.
+        with suppress(OSError):  # utime fails in a read-only folder, from which nothing is evicted.
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def _remove(self, path: Path) -> None:

@@ -75,7 +75,7 @@ class HostRows:
         Args:
             logits: ``[S, vocab_size]``, of all sampled rows of the step.
             rows: sampling inputs of all sampled rows of the step.
-            scalar_params: those of SAMPLE_OP_PARAMS, by request index.
+            scalar_params: the parameters named in SAMPLE_OP_PARAMS, by request index.
             stages: sampling stages of the whole step.
 
         Returns:

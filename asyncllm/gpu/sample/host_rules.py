@@ -34,7 +34,7 @@ class RequestWithProcessors:
 
 @dataclass(slots=True)
 class HostSamplingRules:
-    """Those of a request's sampling parameters that are applied on the host.
+    """A request's sampling parameters that are applied on the host.
 
     Attributes:
         token_rules: the request's token rules; None if no bad word has several tokens.
@@ -54,7 +54,8 @@ def mask_bad_words(row: Tensor, rules: HostSamplingRules, output: np.ndarray) ->
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    tokens: Any = output  # Not a Sequence, but excluded_tokens needs only its length and its items.
+    # An array is not a Sequence, but excluded_tokens needs only the array's length and items.
+    tokens: Any = output
     if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(tokens)):
         row[excluded] = -torch.inf
 

@@ -95,7 +95,7 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab_size]``, not changed.
-            scalar_params: those of SAMPLE_OP_PARAMS, by request index.
+            scalar_params: the parameters named in SAMPLE_OP_PARAMS, by request index.
             stages: union of the stages that the rows need.
             out_tokens: ``[S]`` int64, output: see ``TorchOps.sample``.
             out_logprobs: output, log-probabilities of the unprocessed logits; filled only if

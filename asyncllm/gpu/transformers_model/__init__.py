@@ -1,1 +1,1 @@
-"""Any decoder through transformers' own modules, on this engine's runner, KV cache and ops."""
+"""Runs transformers' own modules of any decoder on this engine's runner, KV cache and ops."""

@@ -1,4 +1,4 @@
-"""TransformersConfig: a checkpoint that transformers' own modules compute."""
+"""TransformersConfig: configuration of a checkpoint that runs in transformers' own modules."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def read_config(
 ) -> ModelConfig | TransformersConfig:
     """Read the configuration for the implementation that ``EngineConfig.model_impl`` names.
 
-    "auto" is the engine's own decoder if it has the architecture, else transformers' modules.
+    "auto" is the engine's own decoder if that has the architecture, else transformers' modules.
 
     Args:
         overrides: ``EngineConfig.hf_overrides``.
@@ -195,7 +195,7 @@ def converting_transformers_errors(path: Path, failure: str) -> Iterator[None]:
     """Convert errors of transformers or of a checkpoint's code to ModelLoadError.
 
     The message begins with ``path`` and ``failure``. SystemExit is converted too: no signal is
-    delivered on the thread that loads a model, so only called code can have raised it.
+    delivered on the thread that loads a model, so the called code itself must have raised it.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Functions that transformers' modules call instead of their own attention, masks and experts.
 
-Each function passes its call on to a handler, which is an attribute of the calling module. So the
-functions depend on no engine, although transformers' global tables have only one of each.
+transformers' global tables have one function per name, so each function serves all engines of the
+process: it passes its call on to a handler, which is an attribute of the calling module.
 """
 
 from __future__ import annotations

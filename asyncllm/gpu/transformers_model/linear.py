@@ -1,4 +1,4 @@
-"""OpSetLinear, OpSetExperts: transformers' layers on the op set's weights."""
+"""OpSetLinear, OpSetExperts: replace transformers' layers by layers of the op set."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ class _BaseModelOutput:
 
 
 def make_output_head(modules: Any, base_name: str) -> Any:
-    """Make a shallow copy of a model whose base model passes hidden states through.
+    """Make a shallow copy of a model, in which the base model passes hidden states through.
 
     Calling the copy runs only the model's own code for logits, such as soft caps and scales.
 

@@ -14,9 +14,9 @@ from asyncllm.gpu.transformers_model.recurrent_probe import RecurrentCacheAdapte
 
 
 class RecurrentModule:
-    """Splits a module's call on all T tokens of a step, ``[1, T, H]``, into calls for its rows.
+    """Splits a module's call on all tokens of a step into calls on the step's rows.
 
-    Each row is computed with its own states.
+    The call has the hidden states ``[1, T, H]``. Each row is computed with its own states.
 
     Args:
         forward: the module's own ``forward``, which this object replaces.

@@ -95,7 +95,7 @@ def cache_parameter_by_module(model: nn.Module) -> dict[str, str]:
 
 
 def modules_with_cache(model: nn.Module) -> list[str]:
-    """Names of the innermost modules that take a cache, which are attention or recurrent."""
+    """Names of the innermost modules that take a cache: attention and recurrent modules."""
     names = list(cache_parameter_by_module(model))
     outer = {name[:dot] for name in names for dot in range(len(name)) if name[dot] == "."}
     return [name for name in names if name not in outer]
@@ -248,7 +248,7 @@ def probe_recurrent(
 def _probe_module(
     module: nn.Module, name: str, cache_parameter: str, observed_call: ObservedCall
 ) -> RecurrentCall | None:
-    """Find out how a module uses its cache; None if it does not use it."""
+    """Find out how a module uses its cache; None if the cache stays unused."""
     names = list(inspect.signature(module.forward).parameters)
     call = RecurrentCall(name, type(module).__name__, names[0], cache_parameter, {})
     recorder = _StateRecorder()
@@ -296,7 +296,8 @@ def _unsupported_chunk_call(
 ) -> UnsupportedFeature | None:
     """Describe why a module cannot compute a second chunk or a batch of tokens; None if it can.
 
-    The result of each of these two calls has to depend on every state that the call begins with.
+    The module is called on each of the two. The result has to depend on every state that the call
+    begins with.
     """
     recorder = _StateRecorder()
     options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}

@@ -186,7 +186,7 @@ class TensorOwner:
         self._report_progress()
 
     def track_tensors(self, modules: nn.Module, mapped_tensors: Iterable[Tensor] = ()) -> None:
-        """Note the size of ``modules``, and the tensors that are views of mapped files."""
+        """Record the size of ``modules``, and which tensors are views of mapped files."""
         self._num_bytes = sum(parameter.nbytes for parameter in modules.parameters())
         self._mapped_addresses = {tensor.untyped_storage().data_ptr() for tensor in mapped_tensors}
 

@@ -1,4 +1,4 @@
-"""One step of paged attention: a tile of queries against a tile of cached keys.
+"""Loop body of the attention kernels: a tile of queries against a tile of cached keys.
 
 The online softmax is that of Milakov and Gimelshein (2018), as used by FlashAttention (Dao
 et al., 2022); the paging is that of PagedAttention (Kwon et al., 2023). Scores are kept in

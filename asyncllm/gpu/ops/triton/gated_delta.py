@@ -22,7 +22,7 @@ CHUNK_TOKENS = tl.constexpr(16)
 
 @triton.jit
 def _log_decay(a, dt_bias, log_rate, head):
-    """Logarithm of a head's decay, computed from its logits ``a``."""
+    """Log decay g of a head, as in ``DecayParameters``, from its logits ``a``."""
     rate = tl.exp(tl.load(log_rate + head))
     x = a.to(tl.float32) + tl.load(dt_bias + head)
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))

@@ -38,7 +38,7 @@ def keys_per_split(kv_len, splits, window, KEYS: tl.constexpr, WINDOW: tl.conste
 def balanced_keys_per_split(
     seq_lens, num_rows, num_extra_splits, KEYS: tl.constexpr, MAX_ROWS: tl.constexpr
 ):
-    """Keys per balanced split, and cumulative numbers of splits of the rows ``[MAX_ROWS]``.
+    """Keys per balanced split, and the cumulative number of splits by row, ``[MAX_ROWS]``.
 
     All splits of a row but the last are full, so that the number of splits is at most ``num_rows +
     num_extra_splits``.

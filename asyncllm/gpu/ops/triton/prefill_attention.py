@@ -1,10 +1,11 @@
 """PrefillAttention: paged attention of several query tokens per sequence, after a cached prefix.
 
 The rows of a tile are pairs of a query token and a query head of one key/value head, with the heads
-padded to a power of two. The grid is an upper bound that the host knows without the lengths: each
-program finds its tile's sequence by binary search, and returns if there is none. The last tiles,
-which have the most keys, are launched first, so that fewer multiprocessors idle at the end. If
-there are few tiles, the keys of each are split among programs (``merge_attention.py``).
+padded to a power of two. The grid is an upper bound on the number of tiles, which the host knows
+without the lengths. Each program finds its tile's sequence by binary search, and returns if there
+is none. The last tiles, which have the most keys, are launched first, so that fewer multiprocessors
+idle at the end. If there are few tiles, the keys of each are split among programs
+(``merge_attention.py``).
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false

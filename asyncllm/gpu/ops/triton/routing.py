@@ -48,8 +48,8 @@ def routing_kernel(
     choice = scores
     if correction_bias is not None:
         choice += tl.load(correction_bias + experts, mask=real, other=0.0)
-    # Choose NaN scores first, as torch.topk does, so that NaN reaches the output. NaN itself would
-    # equal no maximum, and the expert's id could be invalid.
+    # Choose NaN scores first, as torch.topk does, so that NaN reaches the output. If they stayed
+    # NaN, they would equal no maximum, and the expert's id could be invalid.
     choice = tl.where(choice == choice, choice, float("inf"))
     choice = tl.where(real, choice, -float("inf"))
     places = tl.arange(0, BLOCK_K)

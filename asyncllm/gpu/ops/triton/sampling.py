@@ -8,13 +8,13 @@ one program per row. If the row is not truncated, the program draws a chunk with
 proportional to the chunk's mass, then a token from that chunk. Otherwise:
 
 - top_k: the k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. Only
-  chunks with tokens above this bound, rarely many more than k, are read again; ``top_k.py`` finds
-  the top-k threshold in them.
+  chunks with a token at or above this bound are read again, rarely many more than k chunks;
+  ``top_k.py`` finds the top-k threshold in them.
 - top_p: the drawn token is the result if the tokens ahead of it have less than top_p of the mass.
   Otherwise top_p excludes the drawn token and every token after it, and the next draw is from the
   tokens ahead of it. That is rejection sampling with a pivot, as in FlashInfer's sampler. But here
-  a token's noise is the same in every draw, so that the loop ends with the same token as a single
-  draw from all tokens that survive truncation.
+  a token's noise is the same in every draw, so the last draw gives the same token as a single draw
+  from all tokens that survive truncation.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -192,7 +192,7 @@ def sample_ahead_of_pivot(
     pivot_value,
     pivot_token,
 ):
-    """Mass of the tokens ahead of a pivot in ``listed_chunks``, and a token drawn from them."""
+    """Mass of the tokens ahead of a pivot, and a token drawn from them; reads the listed chunks."""
     mass = tl.zeros([CHUNKS_PER_SCAN, CHUNK_TOKENS], tl.float32)
     best = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], float("-inf"), tl.float32)
     winner = tl.full([CHUNKS_PER_SCAN, CHUNK_TOKENS], 0, tl.int32)

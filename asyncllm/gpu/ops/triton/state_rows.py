@@ -47,5 +47,5 @@ class TritonStateRows:
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles of TILE_TOKENS tokens that suffices for rows of any lengths."""
+        """Upper bound of the number of tiles of TILE_TOKENS tokens, for rows of any lengths."""
         return self.positions.shape[0] // TILE_TOKENS + self.num_rows

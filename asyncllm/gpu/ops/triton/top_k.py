@@ -1,10 +1,10 @@
 """top_k_threshold: the smallest logit that top_k keeps in a row, and its token id.
 
 The k-th largest of the chunks' maxima is a lower bound of the k-th largest logit. There are rarely
-many more than k tokens at or above this bound. One pass over the chunks that contain such tokens,
-which the caller lists, collects the tokens, and a bitonic sort (Batcher, 1968) sorts them. If there
-are more than MAX_SORTED_TOKENS, because k is large or many logits are equal, quickselect (Hoare,
-1961) finds the threshold in several passes over the listed chunks.
+many more than k tokens at or above this bound. The caller lists the chunks that contain such
+tokens. One pass over the listed chunks collects these tokens, and a bitonic sort (Batcher, 1968)
+sorts them. If there are more than MAX_SORTED_TOKENS, because k is large or many logits are equal,
+quickselect (Hoare, 1961) finds the threshold in several passes over the listed chunks.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -171,9 +171,9 @@ def threshold_by_sort(
 ):
     """Finds the top-k threshold by a sort; see ``top_k_threshold``.
 
-    It sorts the tokens of the listed chunks that are at or above both ``min_logit`` and
-    ``min_sort_key``. Returns the threshold's value and id, and the number of tokens to sort. If
-    that is more than MAX_SORTED_TOKENS, the threshold is invalid.
+    It sorts the tokens of the listed chunks whose logit is at least ``min_logit`` and whose sort
+    key is at least ``min_sort_key``. Returns the threshold's value and id, and the number of such
+    tokens. If that is more than MAX_SORTED_TOKENS, the threshold is invalid.
 
     Args:
         candidates: ``[MAX_SORTED_TOKENS]`` int64, scratch memory of the row.

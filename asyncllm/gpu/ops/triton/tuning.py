@@ -19,7 +19,7 @@ MIN_SPLIT_TOKENS = 256
 slower."""
 
 MAX_WAVE_FILLING_SPLITS = 8
-"""Maximum number of splits of a sequence that serve only to fill the last wave of programs."""
+"""Maximum number of splits of a sequence, unless filling a single wave of programs takes more."""
 
 PROGRAMS_PER_SM = 4
 """Number of decode attention programs that fit a multiprocessor's shared memory and registers, for
@@ -60,10 +60,10 @@ class Tiles:
     stages: int
 
 
-# Keys are the lowest compute capability, values the tiles for heads of up to 64, 128, 256 and 512
-# elements. A prefetched tile needs two pipeline stages, one to load its block ids and one to load K
-# and V. One more stage computes, so that n prefetched tiles need 2n + 1 stages. With heads of 512
-# elements, a tile of 32 keys takes 32 KB for K and as much for V.
+# Tiles by minimum compute capability, for heads of up to 64, 128, 256 and 512 elements. A
+# prefetched tile needs two pipeline stages, one to load its block ids and one to load K and V. One
+# more stage computes, so that n prefetched tiles need 2n + 1 stages. With heads of 512 elements, a
+# tile of 32 keys takes 32 KB for K and as much for V.
 _DECODE_TILES = {
     80: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 2)),
     86: (Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 32, 4, 3), Tiles(16, 32, 4, 3)),
@@ -122,12 +122,12 @@ def _find_tiles(table: dict[int, tuple[Tiles, ...]], capability: int, head_dim: 
 
 
 def decode_programs_per_sm(capability: int, head_dim: int) -> int:
-    """Number of decode attention programs per multiprocessor for which splits are chosen.
+    """Number of decode attention programs per multiprocessor that the choice of splits assumes.
 
     It is the number of programs that run at the same time, except for heads of 65 to 128 elements
-    on Hopper. There three programs run. But with three as the result, short rows would be split,
-    and merging the splits costs more than a partly filled last wave (on an H100, 256 rows of 512
-    tokens took 0.87 of the time with one split instead of two).
+    on Hopper: three of those run, but the result is four. With three as the result, short rows
+    would be split, and merging the splits costs more than a partly filled last wave (on an H100,
+    256 rows of 512 tokens took 0.87 of the time with one split instead of two).
     """
     has_less = 86 <= capability < 90 or capability >= 110
     if head_dim > 256:
@@ -178,9 +178,9 @@ def num_splits(
 
     Programs run in waves, and a last wave of few programs takes as long as a full one. So the
     result is the smallest number of splits that keeps the GPU nearly as busy as the best number, as
-    in FlashAttention's num_splits_heuristic. If a sequence has ``max_len`` tokens, none of its
-    splits has fewer than MIN_SPLIT_TOKENS. The result depends on shapes alone, so that it is fixed
-    in a captured graph.
+    in FlashAttention's num_splits_heuristic. A sequence of ``max_len`` tokens has at most one split
+    per MIN_SPLIT_TOKENS, rounded up. The result depends on shapes alone, so that it is fixed in a
+    captured graph.
 
     Args:
         batch: number of rows of the launch, padding included.
@@ -197,7 +197,7 @@ def num_splits(
 
 
 def num_extra_splits(kv_heads: int, num_sms: int, programs_per_sm: int = PROGRAMS_PER_SM) -> int:
-    """Number of balanced splits, beyond one per row, for a skewed batch of decode rows.
+    """Maximum number of balanced splits, beyond one per row, of a skewed batch of decode rows.
 
     With one program per extra split and key/value head, the extra splits fill two waves.
     """
