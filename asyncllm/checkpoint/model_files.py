@@ -160,8 +160,8 @@ def _resolve_location(
 def _find_gguf_or_directory(
     directory: Path, names: list[str], quantization: str | None, preferred_names: tuple[str, ...]
 ) -> Path:
-    """Path of the GGUF file in ``directory``; ``directory`` itself if it has no GGUF file, or if
-    it has one of ``preferred_names``."""
+    """Path of the GGUF file in ``directory``, or ``directory`` itself if it has no GGUF file. A
+    file of ``preferred_names`` in the directory is preferred to a GGUF file."""
     has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
     if any((directory / name).is_file() for name in preferred_names) or not (
         has_gguf or quantization

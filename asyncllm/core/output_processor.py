@@ -162,7 +162,7 @@ class OutputProcessor:
         group = request.group
         channel = group.channel
         if not channel.ended:
-            self._propose_channel_end(request, error, last_delta)
+            self._propose_stream_end(request, error, last_delta)
             channel.end()
         # Queue the wake before ``forget_group``. So a thread that fails all live requests either
         # finds this group still registered or wakes its reader.
@@ -179,7 +179,7 @@ class OutputProcessor:
         # garbage collector.
         group.members = []
 
-    def _propose_channel_end(
+    def _propose_stream_end(
         self, request: Request, error: Exception | None, last_delta: Delta | None
     ) -> None:
         group, now = request.group, self._clock()

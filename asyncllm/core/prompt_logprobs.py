@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
 
-TOP_LOGPROBS_PER_TOKEN_COST = 32
+TOP_LOGPROBS_WORTH_ONE_TOKEN = 32
 """Cost ratio: to make the Python objects of this many top log-probabilities takes about as long as
 to compute one token in the model's layers."""
 
@@ -28,7 +28,7 @@ def budget_cost_per_token(request: Request, vocab_size: int) -> int:
     log-probabilities takes as long as any other step."""
     if not request.lacks_prompt_logprobs:
         return 1
-    return 2 + _num_top_logprobs(request, vocab_size) // TOP_LOGPROBS_PER_TOKEN_COST
+    return 2 + _num_top_logprobs(request, vocab_size) // TOP_LOGPROBS_WORTH_ONE_TOKEN
 
 
 def _num_top_logprobs(request: Request, vocab_size: int) -> int:

@@ -69,8 +69,8 @@ class ScheduledStep:
             )
 
     def _check_counts(self, result: StepResult, max_count: int) -> None:
-        """Check each row's number of tokens. Every sampling row has 1 token, except with drafts,
-        errors or a broken executor."""
+        """Check each row's number of tokens: 1 to ``max_count`` for a row that was sampled without
+        an error, else 0."""
         number, rows = self.batch.step, len(self.requests)
         if len(result.counts) != rows:
             raise ValueError(f"step {number} has {rows} rows, its result {len(result.counts)}")

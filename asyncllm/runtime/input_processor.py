@@ -96,7 +96,7 @@ class InputProcessor:
         if prompt is None or text == "":
             raise check.value_error("prompt", prompt, "text or token ids, not empty")
         call_arguments: CallArguments = ("text_completion", prompt)
-        request = self._make_group(sampling_params, sampling_overrides, request_options)
+        request = self._make_grouped_request(sampling_params, sampling_overrides, request_options)
         if text is None:
             token_ids, num_cut = self.prompts.checked_token_ids(
                 prompt, self._max_prompt_tokens(request)
@@ -134,7 +134,7 @@ class InputProcessor:
             sampling_overrides, calls_may_follow_text = with_tool_grammar(
                 sampling_overrides, sampling_params, tool_use, syntax
             )
-        request = self._make_group(sampling_params, sampling_overrides, request_options)
+        request = self._make_grouped_request(sampling_params, sampling_overrides, request_options)
         has_grammar = request.sampling.structured_outputs is not None
         if not request.sampling.detokenize and (syntax is not None or has_grammar):
             accepted = (
@@ -324,7 +324,7 @@ class InputProcessor:
                 bool(member.claiming_processors) or limits.exceeded_by(member.sampling, rules)
             )
 
-    def _make_group(
+    def _make_grouped_request(
         self,
         sampling_params: SamplingParams | None,
         sampling_overrides: dict[str, Any],

@@ -60,8 +60,8 @@ class Submission:
         self._members = list(self.request.group.members)
 
     def copy_for_retry(self, stream: TokenStream | None = None) -> Submission:
-        """Copy the submission of a request without output, to send it to another engine. The copy
-        has the same id, seeds, arrival and deadline, and the prompt if it was tokenised already."""
+        """Copy the submission of a request that has no output yet, for another engine. The copy has
+        the same id, seeds, arrival and deadline, and the prompt if it was tokenised already."""
         old_group = self.request.group
         channel = Channel(old_group.channel.max_unread, old_group.channel.on_slow)
         group = RequestGroup(

@@ -258,7 +258,7 @@ class ByteFallbackDecoder:
 def _trailing_byte_run(table: TokenPieceTable, token_ids: Sequence[int]) -> tuple[bytes, bool]:
     """Bytes of the byte tokens at the end of ``token_ids``, and whether any id has text or bytes.
 
-    Of a long run of byte tokens, only the last whole characters are returned.
+    A long run is cut at its beginning, before a whole character.
     """
     run: list[int] = []
     for token_id in reversed(token_ids):

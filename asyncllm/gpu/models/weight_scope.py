@@ -167,7 +167,7 @@ def _reorder_rows(weights: LinearWeights, row_order: Tensor) -> LinearWeights:
     """Reorder the rows of weights; scales and zero points have to be per row.
 
     Raises:
-        ModelLoadError: a row would move to a part of another quantisation scheme.
+        ModelLoadError: a row would move into a part with another quantisation scheme.
     """
     parts, first = [], 0
     for part in weights.single_scheme_parts:

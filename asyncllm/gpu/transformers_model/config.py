@@ -224,8 +224,9 @@ def _check_fields(file: ConfigFile) -> None:
     """Check counts and data types in the file and its sections, before transformers reads them.
 
     Raises:
-        ModelLoadError: a count is larger than in any real model, and transformers would loop that
-            often; or a data type is unknown, and transformers' own error would not name the field.
+        ModelLoadError: a count is larger than in any real model; transformers would run a loop of
+            that many iterations. Or a data type is unknown; transformers' own error would not name
+            the field.
     """
     parts = [file.section(name) for name, value in file.values.items() if isinstance(value, dict)]
     for part in (file, *parts):
