@@ -62,8 +62,8 @@ with a counted repetition that may begin anywhere, such as ``[a-z]*a[a-z]{200}``
 
 MAX_FORCED_REGEX_BYTES = 1024
 MAX_FORCED_LITERAL_BYTES = 2**14
-"""Maximum number of bytes of a text that a grammar forces, for llguidance to tokenise it. To compute
-one mask, llguidance follows such a text to its end: ``a{100000}`` takes 0.1 s and 40 MB."""
+"""Maximum number of bytes of forced text for llguidance to tokenise it. To compute one mask,
+llguidance follows such a text to its end: ``a{100000}`` takes 0.1 s and 40 MB."""
 
 _EXPRESSION_KEYWORDS = ('"pattern', '"regex"', '"grammar"')
 _INLINE_SCHEMA_PATTERN = re.compile(r"%json[ \t\r\n]*+\{")
