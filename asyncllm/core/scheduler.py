@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
+from asyncllm.core.idle_requests import IdleRequests
 from asyncllm.core.in_process import UnpicklableObjects, picklable_params
 from asyncllm.core.kv_cache import FreedEntries, KVCacheManager, block_ids
 from asyncllm.core.prompt_logprobs import (
@@ -73,7 +74,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
-        self._idle_requests_with_blocks: dict[Request, None] = {}
+        self._idle_requests = IdleRequests()
         self._free_req_indices = list(range(info.max_num_seqs - 1, -1, -1))
         self._released_req_indices: list[int] = []
         self._latest_step: ScheduledStep | None = None
@@ -92,7 +93,7 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         self._remove_from_schedule(request)
-        self._idle_requests_with_blocks.pop(request, None)
+        self._idle_requests.discard(request)
         self.kv.free(request)
         request.epoch += 1
         request.num_placeholders = 0
@@ -113,12 +114,14 @@ class Scheduler:
         if self.info.has_states:
             self.kv.free(request)
         elif request.blocks:
-            self._idle_requests_with_blocks[request] = None
+            self._idle_requests.add(request)
 
     def resume(self, request: Request) -> None:
         if request.status is Status.PAUSED:
             del self.paused[request]
             self.add(request)
+            if request in self._idle_requests:
+                self._idle_requests.add(request)
 
     def _remove_from_schedule(self, request: Request) -> None:
         if request.status is Status.RUNNING:
@@ -203,7 +206,7 @@ class Scheduler:
                 freed = self.kv.free_out_of_window(request)
                 block_ids = self.kv.grow(request, end)
                 while block_ids is None:
-                    victim = self._choose_idle_victim() or max(
+                    victim = self._idle_requests.next_victim() or max(
                         self.running, key=lambda r: r.sort_key
                     )
                     if victim is request and len(self.running) == 1:
@@ -253,20 +256,20 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
+        was_idle = request in self._idle_requests
+        self._idle_requests.discard(request)
         # Keep no blocks free while idle requests hold some: running requests can take those.
-        has_victims = len(self._idle_requests_with_blocks) > (
-            request in self._idle_requests_with_blocks
-        )
-        min_free_blocks = self.kv.watermark if self.running and not has_victims else 0
+        min_free_blocks = 0 if self._idle_requests or not self.running else self.kv.watermark
         while not self._take_blocks(request, min_free_blocks):
-            victim = self._choose_idle_victim(excluded=request)
+            victim = self._idle_requests.next_victim()
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
+                elif was_idle:
+                    self._idle_requests.add(request)
                 return False
             self._preempt(victim)
         self.waiting.admit(request)
-        self._idle_requests_with_blocks.pop(request, None)
         request.status = Status.RUNNING
         request.req_index = self._free_req_indices.pop()
         self.running[request] = None
@@ -407,12 +410,6 @@ class Scheduler:
 
     # --- preemption --------------------------------------------------------------------
 
-    def _choose_idle_victim(self, excluded: Request | None = None) -> Request | None:
-        """Choose a request to preempt among those that hold blocks without running: paused ones
-        first. None if there is none."""
-        candidates = [r for r in self._idle_requests_with_blocks if r is not excluded]
-        return max(candidates, key=lambda r: (r.status is Status.PAUSED, r.sort_key), default=None)
-
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         request.num_preemptions += 1
@@ -424,7 +421,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._remove_from_schedule(request)
             self.add(request)
-        self._idle_requests_with_blocks.pop(request, None)
+        self._idle_requests.discard(request)
         self.kv.free(request)
         request.num_placeholders = 0
         request.epoch += 1
