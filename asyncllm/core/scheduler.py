@@ -254,9 +254,8 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         # Keep no blocks free while idle requests hold some: running requests can take those.
-        has_victims = len(self._idle_requests_with_blocks) > (
-            request in self._idle_requests_with_blocks
-        )
+        idle = self._idle_requests_with_blocks
+        has_victims = len(idle) > (request in idle)
         min_free_blocks = self.kv.watermark if self.running and not has_victims else 0
         while not self._take_blocks(request, min_free_blocks):
             victim = self._choose_idle_victim(excluded=request)
