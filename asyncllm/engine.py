@@ -554,11 +554,9 @@ class AsyncLLMEngine(UncopyableHandle):
         """
         prompts = self._require_input_processor().prompts
         length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
-        return (
-            decode()
-            if length < LONG_TEXT_CHARACTERS
-            else await prompts.tokenizer_threads.long_thread.call(decode, length)
-        )
+        if length < LONG_TEXT_CHARACTERS:
+            return decode()
+        return await prompts.tokenizer_threads.long_thread.call(decode, length)
 
     # --- the engine as a whole ---------------------------------------------------------
 

@@ -77,11 +77,9 @@ class JsonCopier:
         self.texts: list[str] = []
         self.max_values, self.max_characters, self.max_depth = max_values, max_characters, max_depth
         self.num_values = self.num_characters = 0
-        self._convert, self._scalar_types, self._require_text_keys = (
-            convert,
-            scalar_types,
-            require_text_keys,
-        )
+        self._convert = convert
+        self._scalar_types = scalar_types
+        self._require_text_keys = require_text_keys
         self._copies: dict[int, tuple[Any, ...]] = {}
         """Copies by the id of their source. An entry keeps its source alive, so that no other
         object gets the id."""

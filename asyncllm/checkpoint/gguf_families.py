@@ -77,7 +77,6 @@ class GGUFFamily:
 
 
 _LLAMA_FAMILY = GGUFFamily("LlamaForCausalLM", permutes_heads=True)
-_OLMO2_FAMILY = GGUFFamily("Olmo2ForCausalLM")
 _SLIDING_ROPE_KEY = "rope.freq_base_swa"
 _ATTENTION_TEMPERATURE_KEY = "attention.temperature_scale"
 _SIGMOID_GATING_VALUES = {"expert_gating_func": 2}
@@ -176,13 +175,12 @@ GGUF_FAMILIES: dict[str, GGUFFamily] = {
         full_attention_interval=0,
         has_partial_rope=True,
     ),
-    "olmo2": replace(
-        _OLMO2_FAMILY,
+    "olmo2": GGUFFamily(
+        "Olmo2ForCausalLM",
         variant=(
             "attention.sliding_window",
-            replace(
-                _OLMO2_FAMILY,
-                architecture="Olmo3ForCausalLM",
+            GGUFFamily(
+                "Olmo3ForCausalLM",
                 extra_keys=(_SLIDING_ROPE_KEY,),
                 full_attention_interval=4,
             ),

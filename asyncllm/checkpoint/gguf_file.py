@@ -259,7 +259,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GGUFTensor]
         start_offset = begin + offset
         if start_offset < end:
             raise cursor.error(f"tensors {previous!r} and {name!r} overlap")
-        end, previous = start_offset + _tensor_num_bytes(cursor.path, name, shape, ggml_type), name
+        end, previous = start_offset + _tensor_num_bytes(cursor, name, shape, ggml_type), name
         if end > len(cursor.data):
             raise cursor.error(
                 f"the file ends after {len(cursor.data)} bytes, within or before tensor "
@@ -278,16 +278,14 @@ def _read_tensor_entry(cursor: _Cursor) -> tuple[int, str, tuple[int, ...], int]
     return offset, name, shape, ggml_type
 
 
-def _tensor_num_bytes(path: Path, name: str, shape: tuple[int, ...], ggml_type: int) -> int:
+def _tensor_num_bytes(cursor: _Cursor, name: str, shape: tuple[int, ...], ggml_type: int) -> int:
     if ggml_type not in GGML_TYPES:
         known = ", ".join(name for name, _, _ in GGML_TYPES.values())
-        raise ModelLoadError(
-            f"{path}: tensor {name!r} is of GGML type {ggml_type}, expected one of {known}"
-        )
+        raise cursor.error(f"tensor {name!r} is of GGML type {ggml_type}, expected one of {known}")
     label, elements, size = GGML_TYPES[ggml_type]
     if shape[-1] % elements or 0 in shape:
-        raise ModelLoadError(
-            f"{path}: tensor {name!r} of type {label} has shape {shape}, expected rows of "
+        raise cursor.error(
+            f"tensor {name!r} of type {label} has shape {shape}, expected rows of "
             f"a multiple of {elements} elements, and no dimension of 0"
         )
     return math.prod(shape) // elements * size

@@ -386,11 +386,9 @@ def _read_gemma4_layers(config: ConfigFile, is_sliding: tuple[bool, ...]) -> lis
 
 
 def _read_gemma4_rope(config: ConfigFile, sizes: ModelSizes, kind: str) -> RopeConfig:
-    sections = (
-        config.section(ROPE_PARAMETERS_FIELD)
-        if ROPE_PARAMETERS_FIELD in config
-        else ConfigFile(config.path, _GEMMA4_DEFAULT_ROPES)
-    )
+    sections = config.section(ROPE_PARAMETERS_FIELD)
+    if ROPE_PARAMETERS_FIELD not in config:
+        sections = ConfigFile(config.path, _GEMMA4_DEFAULT_ROPES)
     section = sections.section(kind)
     section.choice("rope_type", ("default", "proportional"))
     theta = section.number("rope_theta", exclusive_low=True)

@@ -137,7 +137,11 @@ def _resolve_location(
             names = [entry.name for entry in path.iterdir()]
         else:
             names, preferred_names = list_directory(path), ()
-        return _find_gguf_or_directory(path, names, quantization, preferred_names)
+        has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
+        is_preferred = any((path / name).is_file() for name in preferred_names)
+        if is_preferred or not (has_gguf or quantization):
+            return path
+        return path / choose_gguf(names, quantization, str(path))[0]
     if isinstance(location, os.PathLike) or _looks_like_a_path(location):
         reason = "is a file" if path.is_file() else "does not exist"
         raise ModelLoadError(
@@ -155,19 +159,6 @@ def _resolve_location(
         names = list_files(location, revision, hub)
     chosen = choose_gguf(names, quantization, where)
     return download_files(location, revision, chosen, hub)[0]
-
-
-def _find_gguf_or_directory(
-    directory: Path, names: list[str], quantization: str | None, preferred_names: tuple[str, ...]
-) -> Path:
-    """Path of the GGUF file in ``directory``, or ``directory`` itself if it has no GGUF file. A
-    file of ``preferred_names`` in the directory is preferred to a GGUF file."""
-    has_gguf = any(name.endswith(GGUF_SUFFIX) for name in names)
-    if any((directory / name).is_file() for name in preferred_names) or not (
-        has_gguf or quantization
-    ):
-        return directory
-    return directory / choose_gguf(names, quantization, str(directory))[0]
 
 
 def _looks_like_a_path(location: str) -> bool:

@@ -45,9 +45,8 @@ def _start_streams(engine: AsyncLLMEngine, arguments: argparse.Namespace) -> Dem
         if seed is not None:
             sampling["seed"] = (seed + i) % 2**64
         began_at = time.perf_counter()
-        demo.streams.append(
-            DemoStream(i + 1, prompt, _start_stream(engine, prompt, sampling), began_at)
-        )
+        stream = _start_stream(engine, prompt, sampling)
+        demo.streams.append(DemoStream(i + 1, prompt, stream, began_at))
     return demo
 
 

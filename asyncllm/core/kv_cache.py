@@ -156,11 +156,10 @@ class KVCacheManager:
         ]
         self._sliding_groups = [g for g in self.groups if isinstance(g, SlidingWindowGroup)]
         self._step_tokens = step_tokens
-        # Blocks become full only at multiples of the greatest common divisor of the block sizes.
-        common_divisor = math.gcd(*(spec.block_size for spec in specs))
-        self._caching_interval_tokens = (
-            common_divisor if enable_prefix_caching else UNREACHABLE_NUM_TOKENS
-        )
+        self._caching_interval_tokens = UNREACHABLE_NUM_TOKENS
+        if enable_prefix_caching:
+            # Blocks become full only at multiples of the greatest common divisor of their sizes.
+            self._caching_interval_tokens = math.gcd(*(spec.block_size for spec in specs))
         self.watermark = max(1, self.pool.num_usable // 100)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
@@ -347,9 +346,8 @@ class KVCacheManager:
 
     def _set_num_tokens_in_prefix_cache(self, request: Request, num_tokens: int) -> None:
         request.num_tokens_in_prefix_cache = num_tokens
-        request.cache_blocks_at = (
-            num_tokens // self._caching_interval_tokens + 1
-        ) * self._caching_interval_tokens
+        interval = self._caching_interval_tokens
+        request.cache_blocks_at = (num_tokens // interval + 1) * interval
 
     def uncache_blocks(self, blocks: list[Block], snapshots: list[Block]) -> None:
         """Remove from the prefix cache the blocks and snapshots of a step that failed."""

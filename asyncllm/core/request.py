@@ -283,11 +283,9 @@ class Request:
         """Hashes of all full blocks of ``token_ids``; each is computed once."""
         hashes = self.block_hashes.get(block_size)
         if hashes is None:
-            shared = (
-                []
-                if self.first_member is None
-                else self.first_member.block_hashes.get(block_size, [])
-            )
+            shared: list[bytes] = []
+            if self.first_member is not None:
+                shared = self.first_member.block_hashes.get(block_size, [])
             hashes = shared[: self.num_prompt_tokens // block_size]
             self.block_hashes[block_size] = hashes
         append_block_hashes(hashes, self.token_ids, block_size, self.cache_salt)

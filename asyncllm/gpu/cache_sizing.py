@@ -187,13 +187,11 @@ def size_cache(
     def blocks_for(num_tokens: int) -> int:
         return blocks_per_seq(groups, num_tokens, step_tokens)
 
+    setting_name = "kv_cache_memory" if config.num_blocks is None else "num_blocks"
     if config.num_blocks is not None:
-        num_usable, setting_name = config.num_blocks, "num_blocks"
+        num_usable = config.num_blocks
     elif config.kv_cache_memory is not None:
-        num_usable, setting_name = (
-            int(config.kv_cache_memory) // bytes_per_block - 1,
-            "kv_cache_memory",
-        )
+        num_usable = int(config.kv_cache_memory) // bytes_per_block - 1
     else:
         full, most = blocks_for(longest), available_bytes // bytes_per_block - 1
         if shares_memory:
@@ -202,7 +200,7 @@ def size_cache(
             )
         else:
             useful = 2 * max_num_seqs * full
-        num_usable, setting_name = min(most, useful), "kv_cache_memory"
+        num_usable = min(most, useful)
     if num_usable < blocks_for(config.max_model_len or 1):
         raise _too_small_error(
             config.max_model_len, num_usable, groups, step_tokens, bytes_per_block, setting_name

@@ -118,8 +118,7 @@ def load_or_calibrate(
     Returns:
         ``{file name: calibration}``, which the store writes; empty if no file is to be written.
     """
-    name = store.sidecar_name(
-        "calibration",
+    name = store.calibration_name(
         {
             "processor": cpu_model(),
             "threads": store.num_threads,
@@ -128,7 +127,7 @@ def load_or_calibrate(
             "max_model_len": runner.info.max_model_len,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "async_scheduling": config.async_scheduling,
-        },
+        }
     )
     kept = Calibration.from_json(store.read_sidecar(name))
     if kept is not None:

@@ -102,7 +102,7 @@ def load_decoder(
         decoder = build(read(), False) if isinstance(store, str) else store.build(read, build)
     else:
         assert plan is not None
-        from asyncllm.gpu.transformers_model.loading import load_transformers_decoder
+        from asyncllm.gpu.transformers_model.build import load_transformers_decoder
 
         decoder = load_transformers_decoder(
             config, model, plan, ops, attention, groups, dtype, device, quantisers, progress

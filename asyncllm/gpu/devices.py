@@ -73,10 +73,8 @@ def _cuda_device_index(name: str, cuda_module: Any) -> int:
         has_gpu = not str(error).startswith(_NO_GPU_MESSAGES)
         raise _CudaProblemError(f"CUDA cannot be used: {error}", has_gpu=has_gpu) from error
     wanted = None if name == "auto" else torch.device(name).index
-    index, count = (
-        cuda_module.current_device() if wanted is None else wanted,
-        cuda_module.device_count(),
-    )
+    index = cuda_module.current_device() if wanted is None else wanted
+    count = cuda_module.device_count()
     if index >= count:
         raise _CudaProblemError(f"there are {count} CUDA devices, numbered from 0")
     found = cuda_module.get_device_capability(index)

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,55 +113,6 @@ def pool_bytes(pool: tuple[int, int], device: torch.device) -> int:
     return sum(each["total_size"] for each in segments if each["device"] == device.index)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheBudget:
-    """Division of a GPU's memory, in bytes.
-
-    Attributes:
-        total_bytes: memory of the device.
-        free_at_start: free memory before the engine took any.
-        gpu_memory_utilization: fraction of ``total_bytes`` that the engine may use.
-        weights_bytes: memory of the model's weights.
-        peak_bytes: memory of the largest step, beside weights and cache.
-        graph_reserve_bytes: memory to keep for CUDA graphs.
-        free_bytes: free memory at present, with the weights on the device and no step running.
-    """
-
-    total_bytes: int
-    free_at_start: int
-    gpu_memory_utilization: float
-    weights_bytes: int
-    peak_bytes: int
-    graph_reserve_bytes: int
-    free_bytes: int
-
-    @property
-    def allowed_bytes(self) -> int:
-        """Bytes that the engine may use, if they are free."""
-        return int(self.gpu_memory_utilization * self.total_bytes)
-
-    @property
-    def available_bytes(self) -> int:
-        """Bytes for the KV cache; negative if weights, step and graphs alone exceed the share.
-
-        The share is ``gpu_memory_utilization`` of the GPU's memory, or what was free at the start
-        if that was less. Memory that other processes or the driver have taken since the start is
-        subtracted.
-        """
-        share = min(self.allowed_bytes, self.free_at_start) - self.graph_reserve_bytes
-        left = min(share - self.weights_bytes, self.free_bytes - self.graph_reserve_bytes)
-        left -= self.peak_bytes
-        return left // SEGMENT_BYTES * SEGMENT_BYTES
-
-    def __str__(self) -> str:
-        return (
-            f"of {self.total_bytes} bytes on the GPU, {self.free_at_start} were free at start and "
-            f"gpu_memory_utilization={self.gpu_memory_utilization:g} allows {self.allowed_bytes}; "
-            f"weights take {self.weights_bytes}, the largest step {self.peak_bytes}, CUDA graphs "
-            f"{self.graph_reserve_bytes}, and {self.free_bytes} are free now"
-        )
-
-
 def cuda_cache_bytes(
     config: EngineConfig,
     device: torch.device,
@@ -206,29 +156,31 @@ def cuda_cache_bytes(
     peak, failure = _measure_peak_bytes(profile_run, device)
     GPU_MEMORY_PROBE.empty_cache(device)
     free, total = GPU_MEMORY_PROBE.free_and_total_bytes(device)
-    budget = CacheBudget(
-        total_bytes=total,
-        free_at_start=free_at_start,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        weights_bytes=weights_bytes,
-        peak_bytes=peak,
-        graph_reserve_bytes=graph_reserve_bytes + math.ceil(captured_step_fraction * peak),
-        free_bytes=free,
+    allowed = int(config.gpu_memory_utilization * total)
+    reserve = graph_reserve_bytes + math.ceil(captured_step_fraction * peak)
+    division = (
+        f"of {total} bytes on the GPU, {free_at_start} were free at start and "
+        f"gpu_memory_utilization={config.gpu_memory_utilization:g} allows {allowed}; "
+        f"weights take {weights_bytes}, the largest step {peak}, CUDA graphs "
+        f"{reserve}, and {free} are free now"
     )
     smaller_step = "lower max_num_batched_tokens, max_num_seqs or max_model_len"
     if failure is not None:
         raise EngineError(
-            f"the largest step does not fit beside the weights ({budget}): {smaller_step}"
+            f"the largest step does not fit beside the weights ({division}): {smaller_step}"
         ) from failure
-    if budget.available_bytes < min_bytes:
-        is_limited = budget.allowed_bytes < free_at_start
+    # Memory that other processes or the driver have taken since the start is missing in ``free``.
+    left = min(min(allowed, free_at_start) - weights_bytes, free) - reserve - peak
+    available = left // SEGMENT_BYTES * SEGMENT_BYTES
+    if available < min_bytes:
+        is_limited = allowed < free_at_start
         remedy = "raise gpu_memory_utilization" if is_limited else "free memory on the GPU"
         raise KVCacheTooSmallError(
-            f"{max(budget.available_bytes, 0)} bytes are left for the KV cache, the smallest needs "
-            f"{min_bytes} ({budget}): {remedy}, or {smaller_step}"
+            f"{max(available, 0)} bytes are left for the KV cache, the smallest needs "
+            f"{min_bytes} ({division}): {remedy}, or {smaller_step}"
         )
-    logger.info("%d bytes for the KV cache: %s", budget.available_bytes, budget)
-    return budget.available_bytes
+    logger.info("%d bytes for the KV cache: %s", available, division)
+    return available
 
 
 def _measure_peak_bytes(

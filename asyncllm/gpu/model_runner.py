@@ -120,7 +120,7 @@ class ModelRunner:
             return
         found.make_program()
         runner.forward_pass, self.execution = found, found.description
-        runner.stream = self._stream = StepQueue(found, memory, runner.input_batch, runner.sampler)
+        runner.stream = self._stream = StepQueue(found, memory, runner.sampler)
 
     @contextlib.contextmanager
     def _explain_memory_error(self) -> Iterator[None]:

@@ -50,10 +50,9 @@ class StepMemory:
     ) -> None:  # fmt: skip
         self.info, self.device, self.on_device = info, device, on_device
         self._input_batch, self._ops, self._state = input_batch, ops, state
-        limits = StepLimits.from_executor_info(
-            info, on_device=on_device, padded_tokens=padded_tokens
-        )
-        rows = info.max_num_seqs
+        rows, tokens = info.max_num_seqs, info.max_num_batched_tokens
+        table_rows = rows + 1 if on_device else 0
+        limits = StepLimits(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
         self.last_sampled_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.tables = LogitsTables(rows, info.vocab_size, device)
         self.masks: GrammarMasks | None = None

@@ -256,11 +256,8 @@ class StepRunner:
         if len(some) in (0, count):
             self.sample_logits(logits, step.stages)
             return
-        index, rows, tokens = (
-            torch.from_numpy(some),
-            memory.sampling_rows(count),
-            memory.sampled_tokens,
-        )
+        index, rows = torch.from_numpy(some), memory.sampling_rows(count)
+        tokens = memory.sampled_tokens
         own, found, top = rows.select(index), tokens[index], None
         if step.stages & SamplingStages.LOGPROBS:
             top = TopLogprobs(len(some), self.sampler.state.num_logprobs, self.device)

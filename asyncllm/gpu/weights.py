@@ -87,10 +87,8 @@ def load_weights(
         if uploader is None and device.type == "cuda":
             uploader = PinnedUploader(device)
         tensors = reader.tensors
-        done, num_bytes = (
-            0,
-            sum(tensors[name].num_bytes for p in model_params for name, _ in p.parts),
-        )
+        num_bytes = sum(tensors[name].num_bytes for p in model_params for name, _ in p.parts)
+        done = 0
         packed = PackedWeightStats()
         short_lived = _TransientWeights(model_params, dtype, reader) if is_transient else None
         for parameter in model_params:
@@ -193,11 +191,10 @@ def join_quantised_parts(
         found = [part for part in group if part is not None]
         blocks = [part for part in found if isinstance(part, GGUFQuantisedTensor)]
         codes = [part for part in found if isinstance(part, QuantisedTensor)]
-        stack = (
-            _concatenate_blocks(blocks, accepts_weights)
-            if blocks
-            else _concatenate_codes(codes, accepts_weights)
-        )
+        if blocks:
+            stack = _concatenate_blocks(blocks, accepts_weights)
+        else:
+            stack = _concatenate_codes(codes, accepts_weights)
         if stack is None:
             return None
         stacks.append(stack)

@@ -140,6 +140,5 @@ class PackedWeights:
 
 def raise_for_status(op: str, status: int) -> NoReturn:
     """Raises MemoryError or RuntimeError for a status of the library other than 0."""
-    if status == 2:
-        raise MemoryError(f"native {op}: {_STATUS_MESSAGES[status]}")
-    raise RuntimeError(f"native {op}: {_STATUS_MESSAGES[status]}")
+    error = MemoryError if status == 2 else RuntimeError
+    raise error(f"native {op}: {_STATUS_MESSAGES[status]}")

@@ -31,10 +31,8 @@ class DelimiterTokens:
 
     @classmethod
     def of(cls, syntax: ChatSyntax, tokenizer: Tokenizer) -> DelimiterTokens:
-        begin, end = (
-            tokenizer.encode_delimiter(syntax.reasoning_begin),
-            tokenizer.encode_delimiter(syntax.reasoning_end),
-        )
+        begin = tokenizer.encode_delimiter(syntax.reasoning_begin)
+        end = tokenizer.encode_delimiter(syntax.reasoning_end)
         before_call = tokenizer.encode_delimiter(syntax.reasoning_end_before_call)
         return cls(tokenizer.special_ids_where(syntax.delimiters_contain), begin, end, before_call)
 

@@ -209,9 +209,8 @@ class InputProcessor:
             if made is None:
                 return False
             if request.token_rules is None:
-                self._set_token_rules(
-                    request.group.members, self._make_token_rules(request.sampling)
-                )
+                rules = self._make_token_rules(request.sampling)
+                self._set_token_rules(request.group.members, rules)
             self._set_prompt(request, made, parser)
             return True
 

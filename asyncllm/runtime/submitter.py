@@ -79,15 +79,7 @@ class Submission:
             )  # The constructor adds the request to the group.
         request = group.members[0]
         make_prompt = None if request.token_ids else self.make_prompt
-        return Submission(
-            request,
-            self.call,
-            self.num_tokens,
-            self.parser,
-            make_prompt,
-            self.num_characters,
-            stream=stream,
-        )
+        return replace(self, request=request, make_prompt=make_prompt, observers=(), stream=stream)
 
 
 class RequestQueue(Protocol):

@@ -236,11 +236,9 @@ def _make_fallback_app(
         else:
             # The client's base URL lacks /v1, or has it twice.
             intended_paths = {f"/v1{path}", path.removeprefix("/v1")} & paths
-            hint = (
-                f"; {min(intended_paths)} is"
-                if intended_paths
-                else _ERROR_HINT_BY_PATH.get(path, "; /openapi.json has all paths")
-            )
+            hint = _ERROR_HINT_BY_PATH.get(path, "; /openapi.json has all paths")
+            if intended_paths:
+                hint = f"; {min(intended_paths)} is"
             refuse = partial(_refuse_path, hint)
             handlers = {"GET": refuse, method or "WEBSOCKET": refuse}
             endpoint = Endpoint(server_context, handlers, access_rules, {})

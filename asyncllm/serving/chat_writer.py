@@ -22,11 +22,9 @@ class ChatWriter(ChoicesWriter):
         tokenizer: the engine's tokenizer.
     """
 
-    ID_PREFIX, OBJECT_TYPE, CHUNK_OBJECT_TYPE = (
-        "chatcmpl",
-        "chat.completion",
-        "chat.completion.chunk",
-    )
+    ID_PREFIX = "chatcmpl"
+    OBJECT_TYPE = "chat.completion"
+    CHUNK_OBJECT_TYPE = "chat.completion.chunk"
 
     def __init__(self, model: str, request: ChatRequest, tokenizer: Any) -> None:
         super().__init__(model, request, service_tier="default")

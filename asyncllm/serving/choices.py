@@ -101,12 +101,10 @@ async def _send_full_answer(
             code="answer_too_large",
             param="logprobs",
         )
-    await exchange.respond(
-        200,
-        await server_context.run_json_job(
-            lambda: to_json(writer.full_answer(completions)), num_bytes
-        ),
+    answer = await server_context.run_json_job(
+        lambda: to_json(writer.full_answer(completions)), num_bytes
     )
+    await exchange.respond(200, answer)
 
 
 def _num_completion_logprobs_bytes(completion: Completion) -> int:

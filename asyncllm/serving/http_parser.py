@@ -80,10 +80,8 @@ class HttpParser(h11.Connection):
             self._events_left -= 1
             self._num_chunks += event.chunk_start
             self._num_body_bytes += len(event.data)
-            if (
-                self._num_chunks
-                > BASE_MAX_CHUNKS + self._num_body_bytes // BODY_BYTES_PER_EXTRA_CHUNK
-            ):
+            max_chunks = BASE_MAX_CHUNKS + self._num_body_bytes // BODY_BYTES_PER_EXTRA_CHUNK
+            if self._num_chunks > max_chunks:
                 raise self._make_error(
                     f"body: has {self._num_chunks} chunks in {self._num_body_bytes} bytes, "
                     f"expected at most {BASE_MAX_CHUNKS} and one more for each "

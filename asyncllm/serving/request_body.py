@@ -154,9 +154,8 @@ class RequestBody(BaseModel):
         equivalent = OUR_NAMES_BY_FOREIGN_NAME["sampling parameter"].get(name, "")
         if equivalent.partition("=")[0] in cls.model_fields:
             return equivalent
-        return OUR_NAMES_BY_FOREIGN_NAME["field"].get(name) or OUR_NAMES_BY_FOREIGN_NAME[
-            cls.FOREIGN_NAMES_SECTION
-        ].get(name, "")
+        names_at_path = OUR_NAMES_BY_FOREIGN_NAME[cls.FOREIGN_NAMES_SECTION]
+        return OUR_NAMES_BY_FOREIGN_NAME["field"].get(name) or names_at_path.get(name, "")
 
     @classmethod
     def _unknown_field_error(cls, param: str) -> ProtocolError:

@@ -166,11 +166,9 @@ class ResponseRequest(ConversationFields):
         for item in include:
             if item not in INCLUDE_VALUES:
                 raise unsupported_error("include", item, INCLUDE_VALUES)
-        return (
-            (self.top_logprobs or 0)
-            if LOGPROBS_INCLUDE_VALUE in include
-            else self.top_logprobs or None
-        )
+        if LOGPROBS_INCLUDE_VALUE in include:
+            return self.top_logprobs or 0
+        return self.top_logprobs or None
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -17,12 +17,8 @@ async def list_models(server_context: ServingContext, exchange: Exchange) -> Non
 
 
 async def get_model(server_context: ServingContext, exchange: Exchange) -> None:
-    await exchange.respond_json(
-        _model_entry(
-            server_context,
-            server_context.resolve_model_name(exchange.scope["path_params"]["model"]),
-        )
-    )
+    name = server_context.resolve_model_name(exchange.scope["path_params"]["model"])
+    await exchange.respond_json(_model_entry(server_context, name))
 
 
 def _model_entry(server_context: ServingContext, name: str) -> Model:
@@ -37,25 +33,20 @@ def _model_entry(server_context: ServingContext, name: str) -> Model:
 async def show_health(server_context: ServingContext, exchange: Exchange) -> None:
     """Answer whether requests are accepted. The answer has only the state, because anyone may
     ask; reasons are in the log."""
-    await exchange.respond_json(
-        _health_state(server_context), 200 if _is_ready(server_context) else 503
-    )
+    state = _health_state(server_context)
+    await exchange.respond_json(state, 200 if state["ready"] else 503)
 
 
 async def show_liveness(server_context: ServingContext, exchange: Exchange) -> None:
     """Answer with 503 if the process should be restarted: a dead engine does not recover."""
-    await exchange.respond_json(
-        _health_state(server_context), 503 if server_context.engine.state == "dead" else 200
-    )
+    state = _health_state(server_context)
+    await exchange.respond_json(state, 200 if state["live"] else 503)
 
 
 def _health_state(server_context: ServingContext) -> HealthState:
     state = server_context.engine.state
-    return {"status": state, "live": state != "dead", "ready": _is_ready(server_context)}
-
-
-def _is_ready(server_context: ServingContext) -> bool:
-    return server_context.engine.state == "running" and not server_context.is_draining
+    is_ready = state == "running" and not server_context.is_draining
+    return {"status": state, "live": state != "dead", "ready": is_ready}
 
 
 async def show_metrics(server_context: ServingContext, exchange: Exchange) -> None:

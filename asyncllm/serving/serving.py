@@ -102,11 +102,9 @@ class ServingContext:
         Args:
             num_bytes: approximate number of JSON bytes that the job reads or writes.
         """
-        return (
-            job()
-            if num_bytes < MIN_WORKER_JSON_BYTES
-            else await self.json_worker.call(job, num_bytes)
-        )
+        if num_bytes < MIN_WORKER_JSON_BYTES:
+            return job()
+        return await self.json_worker.call(job, num_bytes)
 
     async def claim_body_bytes(self, num_bytes: int) -> ByteClaim | None:
         """Reserve memory for a request body, waiting until ``num_bytes`` are free. The caller

@@ -63,11 +63,8 @@ async def run_session(
         make_session: makes a session from a connection and the owner of its responses.
         server_context: has the set of open sessions.
     """
-    subprotocol = (
-        WEBSOCKET_SUBPROTOCOL
-        if WEBSOCKET_SUBPROTOCOL in exchange.scope.get("subprotocols", ())
-        else None
-    )
+    offered = exchange.scope.get("subprotocols", ())
+    subprotocol = WEBSOCKET_SUBPROTOCOL if WEBSOCKET_SUBPROTOCOL in offered else None
     connection = WebSocketConnection(*await exchange.accept(subprotocol))
     session = make_session(connection, exchange.owner)
     server_context.sessions.add(session)

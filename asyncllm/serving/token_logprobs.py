@@ -81,11 +81,9 @@ class LegacyLogprobFormatter:
         lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in token_logprobs:
             if item is None:
-                text = (
-                    ""
-                    if unscored_token_id is None
-                    else self.id_to_text_and_bytes(unscored_token_id)[0]
-                )
+                text = ""
+                if unscored_token_id is not None:
+                    text = self.id_to_text_and_bytes(unscored_token_id)[0]
                 logprob, top = None, None
             else:
                 sampled, likeliest = item._ids_and_logprobs()

@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_core import to_json
 
-from asyncllm.errors import InvalidRequestError
 from asyncllm.serving.answers import DetokenizeResponse, TokenizeResponse
 from asyncllm.serving.chat_request import (
     Messages,
@@ -22,7 +21,7 @@ from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import MIN_WORKER_JSON_BYTES, ServingContext
 from asyncllm.text.long_text import SHORT_TEXT_CHARACTERS
-from asyncllm.validation import MAX_LIST_ITEMS
+from asyncllm.validation import MAX_LIST_ITEMS, argument_error
 
 
 class TokenizeRequest(TemplateFields):
@@ -60,11 +59,9 @@ async def answer_text_request(
     threads.
     """
     body = await exchange.read_body()
-    answer = (
-        make_answer(server_context, body, SHORT_TEXT_CHARACTERS)
-        if len(body) < MIN_WORKER_JSON_BYTES
-        else None
-    )
+    answer = None
+    if len(body) < MIN_WORKER_JSON_BYTES:
+        answer = make_answer(server_context, body, SHORT_TEXT_CHARACTERS)
     if answer is None:
         threads = server_context.engine._require_input_processor().prompts.tokenizer_threads
         answer = await threads.call(partial(make_answer, server_context, body), len(body))
@@ -79,7 +76,7 @@ def tokenize(
     server_context.resolve_model_name(request.model)
     engine, messages = server_context.engine, request.messages
     if (request.prompt is None) == (messages is None):
-        raise InvalidRequestError("prompt: expected either prompt or messages", param="prompt")
+        raise argument_error("prompt", "expected either prompt or messages")
     _, encode = engine._require_input_processor().prompts.prepare_tokenize(
         request.prompt or "" if messages is None else template_messages(messages, engine),
         add_special_tokens=request.add_special_tokens,
@@ -105,12 +102,8 @@ def detokenize(server_context: ServingContext, body: bytes, _: int | None) -> by
     max_ids = server_context.engine.max_model_len
     if len(request.tokens) > max_ids:
         # An answer may take forty times the memory of its ids, so limit the ids.
-        raise InvalidRequestError(
-            f"tokens: has {len(request.tokens)} ids, expected at most {max_ids}, the context's "
-            "length",
-            param="tokens",
-        )
-    decode = server_context.engine._require_input_processor().prompts.prepare_detokenize(
-        request.tokens, False
-    )[1]
+        problem = f"has {len(request.tokens)} ids, expected at most {max_ids}, the context's length"
+        raise argument_error("tokens", problem)
+    prompts = server_context.engine._require_input_processor().prompts
+    _, decode = prompts.prepare_detokenize(request.tokens, False)
     return to_json(DetokenizeResponse(prompt=decode()))

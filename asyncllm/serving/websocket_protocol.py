@@ -163,9 +163,8 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY):
             self._frames_left = BASE_MESSAGE_FRAME_LIMIT
         if self._is_fragmented or not (is_control or frame.fin):
-            self._frames_left += (
-                0 if is_control else len(frame.data) / MESSAGE_BYTES_PER_EXTRA_FRAME
-            ) - 1
+            num_extra = 0 if is_control else len(frame.data) / MESSAGE_BYTES_PER_EXTRA_FRAME
+            self._frames_left += num_extra - 1
         if not is_control:
             self._is_fragmented = not frame.fin
         return self._frames_left < 0

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.grammar import Grammar, GrammarBackend, GrammarError, Vocabulary
 from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.validation import argument_error
 
 StructuredOutputsBackend = Literal["auto", "llguidance", "xgrammar"]
 
@@ -40,11 +40,10 @@ class GrammarBackends:
         """Raise InvalidRequestError, which names the extra to install, if there is no backend."""
         if not self._backend_names():
             name = "llguidance" if self._backend_choice == "auto" else self._backend_choice
-            raise InvalidRequestError(
-                f"structured_outputs: {name} is not installed, expected "
-                f"`pip install asyncllm[{_PIP_EXTRAS[name]}]`",
-                param="structured_outputs",
+            problem = (
+                f"{name} is not installed, expected `pip install asyncllm[{_PIP_EXTRAS[name]}]`"
             )
+            raise argument_error("structured_outputs", problem)
 
     def prepare(self) -> None:
         """Import the first backend, and pass it the vocabulary.
@@ -117,8 +116,6 @@ def check_first_mask(grammar: Grammar) -> None:
     matcher = grammar.new_matcher()
     mask = matcher.bitmask()
     if mask == bytes(len(mask)):
-        raise GrammarError(
-            "admits nothing, or nothing that the tokenizer can spell"
-            if not matcher.may_end()
-            else "admits no output but the empty one"
-        )
+        if matcher.may_end():
+            raise GrammarError("admits no output but the empty one")
+        raise GrammarError("admits nothing, or nothing that the tokenizer can spell")

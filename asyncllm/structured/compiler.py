@@ -197,10 +197,8 @@ class GrammarCompiler:
         while True:
             with self._lock:
                 self._drop_unwanted_jobs()
-                if (
-                    not self._queue
-                    or len(self._threads) - self._num_overdue_jobs > MAX_COMPILE_THREADS
-                ):
+                num_timely_threads = len(self._threads) - self._num_overdue_jobs
+                if not self._queue or num_timely_threads > MAX_COMPILE_THREADS:
                     self._threads.discard(threading.current_thread())
                     if not self._threads:
                         atexit.unregister(self._at_exit)

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def walk_json(value: Any) -> Iterator[tuple[Any, int]]:
-    """Iterate over ``value`` and its nested values, each with its depth. ``value`` has depth 1.
+def walk_json(value: Any) -> Iterator[Any]:
+    """Iterate over ``value`` and its nested values.
 
     The iteration does not end if an object contains itself.
     """
-    pending = [(value, 1)]
+    pending = [value]
     while pending:
-        item, depth = pending.pop()
-        yield item, depth
+        item = pending.pop()
+        yield item
         if isinstance(item, Mapping):
-            pending += [(nested, depth + 1) for nested in item.values()]
+            pending += item.values()
         elif isinstance(item, (list, tuple)):
-            pending += [(nested, depth + 1) for nested in item]
+            pending += item

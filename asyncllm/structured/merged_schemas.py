@@ -144,9 +144,8 @@ class _MergeChecker:
             if isinstance(choices := schema.get(keyword), list) and id(choices) not in expanded_ids
         ]
         self._check_patterns(applied_schemas, alternative_lists)
-        if (
-            count := len(_property_names(applied_schemas, "properties"))
-        ) > MAX_PROPERTIES_PER_OBJECT:
+        count = len(_property_names(applied_schemas, "properties"))
+        if count > MAX_PROPERTIES_PER_OBJECT:
             raise GrammarError(
                 f"an object has {count} properties, expected at most {MAX_PROPERTIES_PER_OBJECT}"
             )

@@ -56,7 +56,7 @@ def forbid_additional_properties(schema: dict[str, Any]) -> dict[str, Any]:
 
     Objects that already set ``additionalProperties`` are not changed.
     """
-    for item, _ in walk_json(schema):
+    for item in walk_json(schema):
         is_object = isinstance(item, dict) and item.get("type") == "object"
         if is_object and isinstance(item.get("properties"), dict):
             item.setdefault("additionalProperties", False)

@@ -115,9 +115,8 @@ def _check_grammar(value: Any) -> str:
     name = f"{_PARAM_NAME}.grammar"
     text = check.string(name, value, max_length=MAX_SPEC_CHARACTERS)
     # Count escapes too: in a %json schema, "\u0024ref" is a "$ref".
-    return _check_reference_count(
-        name, text, len(_RULE_START_PATTERN.findall(text)) + text.count("\\u00")
-    )
+    num_rules = len(_RULE_START_PATTERN.findall(text)) + text.count("\\u00")
+    return _check_reference_count(name, text, num_rules)
 
 
 def _check_choice(value: Any) -> str:

@@ -190,21 +190,15 @@ def estimate_compile_milliseconds(text: str, schemas: Iterable[Any], num_tokens:
         num_properties = len(values)
         is_closed = part.get("additionalProperties") is False
         num_true = sum(value is True for value in values)  # ``subschemas`` omits the schema true.
-        milliseconds += (
-            2 + 4 * num_true + 2 * sum(keyword in part for keyword in _NUMBER_BOUND_KEYWORDS)
-        )
+        num_bounds = sum(keyword in part for keyword in _NUMBER_BOUND_KEYWORDS)
+        milliseconds += 2 + 4 * num_true + 2 * num_bounds
         milliseconds += num_properties**2 // (160 if is_closed else 40)
-        mask_units += (
-            3
-            + 3 * num_true
-            + num_properties * sum(map(_values_lack_closing_delimiter, values)) // 5
-        )
+        num_unclosed = sum(map(_values_lack_closing_delimiter, values))
+        mask_units += 3 + 3 * num_true + num_properties * num_unclosed // 5
         if part.get("type") == "object" and not is_closed:
             mask_units += 14 + 16 * num_properties
-    return (
-        milliseconds
-        + mask_units * max(0, num_tokens - _SMALL_VOCABULARY_TOKENS) // _TOKENS_PER_MASK_MILLISECOND
-    )
+    num_more_tokens = max(0, num_tokens - _SMALL_VOCABULARY_TOKENS)
+    return milliseconds + mask_units * num_more_tokens // _TOKENS_PER_MASK_MILLISECOND
 
 
 def _values_lack_closing_delimiter(schema: Any) -> bool:

@@ -17,7 +17,7 @@ from asyncllm.checkpoint.small_file import read_small_file
 from asyncllm.errors import InvalidRequestError, ModelLoadError
 from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.template_sandbox import RenderLimits, TemplateLimitError, TemplateSandbox
-from asyncllm.validation import value_error
+from asyncllm.validation import argument_error, value_error
 
 _MAX_SOURCE_CHARACTERS = 1 << 17
 """Maximum number of characters of a template: ten times the longest known one. Compiling a template
@@ -148,11 +148,8 @@ class ChatTemplate:
         # A template is the model author's program. Any exception that it raises must end only this
         # request.
         except Exception as error:
-            raise InvalidRequestError(
-                f"messages: the chat template refused them "
-                f"({type(error).__name__}: {error!s:.1000})",
-                param="messages",
-            ) from error
+            problem = f"the chat template refused them ({type(error).__name__}: {error!s:.1000})"
+            raise argument_error("messages", problem) from error
 
     def _choose_source(self, conversation: TemplateInput) -> str:
         if conversation.chat_template is not None:
@@ -163,14 +160,10 @@ class ChatTemplate:
             return self.sources["default"]
         if self.sources:
             names = ", ".join(sorted(self.sources))
-            raise InvalidRequestError(
-                f"chat_template: the model has no default one, expected one of {names}",
-                param="chat_template",
-            )
-        raise InvalidRequestError(
-            "messages: the model has no chat template; pass chat_template, or a prompt",
-            param="messages",
-        )
+            problem = f"the model has no default one, expected one of {names}"
+            raise argument_error("chat_template", problem)
+        problem = "the model has no chat template; pass chat_template, or a prompt"
+        raise argument_error("messages", problem)
 
     def _find_source(self, chat_template: str) -> str:
         """Source of the template that ``chat_template`` names, or ``chat_template`` itself.
@@ -186,19 +179,14 @@ class ChatTemplate:
 
     def _compile(self, source: str) -> jinja2.Template:
         if len(source) > _MAX_SOURCE_CHARACTERS:
-            raise InvalidRequestError(
-                f"chat_template: has {len(source)} characters, expected at most "
-                f"{_MAX_SOURCE_CHARACTERS}",
-                param="chat_template",
-            )
+            problem = f"has {len(source)} characters, expected at most {_MAX_SOURCE_CHARACTERS}"
+            raise argument_error("chat_template", problem)
         try:
             template = self._sandbox.from_string(source)
         # Python's compiler raises a SyntaxError of its own, for example for too many nested loops.
         except Exception as error:
-            raise InvalidRequestError(
-                f"chat_template: does not compile ({type(error).__name__}: {error!s:.1000})",
-                param="chat_template",
-            ) from error
+            problem = f"does not compile ({type(error).__name__}: {error!s:.1000})"
+            raise argument_error("chat_template", problem) from error
         if source in self.sources.values():
             self._compiled_templates[source] = template
         return template

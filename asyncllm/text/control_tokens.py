@@ -14,6 +14,7 @@ import tokenizers
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.text.literal_pattern import literal_pattern
+from asyncllm.validation import argument_error
 
 _FIRST_SURROGATE = 0xD800
 _SURROGATE_PATTERN = re.compile(r"[\ud800-\udfff]")
@@ -121,9 +122,7 @@ class ControlTokens:
         """
         text = "".join(texts)
         if _SURROGATE_PATTERN.search(text):
-            raise InvalidRequestError(
-                "messages: have a lone surrogate, expected Unicode text", param="messages"
-            )
+            raise argument_error("messages", "have a lone surrogate, expected Unicode text")
         try:
             prompt = self._render_hiding_fewest_tokens(
                 set(self._token_pattern.findall(text)), render_prompt
@@ -158,10 +157,10 @@ class ControlTokens:
         except InvalidRequestError as error:
             if not isinstance(error.__cause__, UnicodeEncodeError):
                 raise
-            refusal = InvalidRequestError(
-                "messages: the chat template encodes text that spells a special token; "
+            refusal = argument_error(
+                "messages",
+                "the chat template encodes text that spells a special token; "
                 "split_special_tokens=False lets it",
-                param="messages",
             )
             if message_tokens:
                 raise refusal from error
@@ -248,10 +247,10 @@ class ControlTokens:
             ids = [i for i in ids if i >= 0]
             if [i for i in ids if i in self._control_ids] == expected_ids:
                 return ids
-        raise InvalidRequestError(
-            "messages: this tokenizer makes a special token of text in them; "
+        raise argument_error(
+            "messages",
+            "this tokenizer makes a special token of text in them; "
             "split_special_tokens=False lets it",
-            param="messages",
         )
 
 

@@ -26,10 +26,8 @@ _LLAMA3_PATTERN = (
 _QWEN2_PATTERN = rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SPACES_PATTERN}"
 
 _NOT_LOWER_CLASS, _NOT_UPPER_CLASS = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
-_NOT_LOWER_OR_MARK_CLASS, _NOT_UPPER_OR_MARK_CLASS = (
-    r"[\p{L}\p{M}&&[^a-z]]",
-    r"[\p{L}\p{M}&&[^A-Z]]",
-)
+_NOT_LOWER_OR_MARK_CLASS = r"[\p{L}\p{M}&&[^a-z]]"
+_NOT_UPPER_OR_MARK_CLASS = r"[\p{L}\p{M}&&[^A-Z]]"
 
 
 def _cased_word_pattern(lower: str, upper: str, suffix: str = "") -> str:
@@ -87,154 +85,129 @@ class PreTokenizer:
     merges_characters: bool = False
 
 
+def _split_by(*patterns: str, **options: bool) -> PreTokenizer:
+    """Make a PreTokenizer that splits by these patterns; ``options`` are its other fields."""
+    return PreTokenizer(patterns, **options)
+
+
 _GGUF_NAMES_BY_PRE_TOKENIZER: dict[PreTokenizer, str] = {
-    PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
-    PreTokenizer((_GPT2_PATTERN,)): (
+    _split_by(r"[\p{P}$+<=>^~|]+", _GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]"): "default",
+    _split_by(_GPT2_PATTERN): (
         "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
         "jina-v1-en jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4"
     ),
-    PreTokenizer((r"\p{N}", _GPT2_PATTERN)): (
+    _split_by(r"\p{N}", _GPT2_PATTERN): (
         "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"
     ),
-    PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2_PATTERN, "[0-9][0-9][0-9]")): "falcon",
-    PreTokenizer((_LLAMA3_PATTERN,), ignore_merges=True, add_bos=True): (
+    _split_by(r"[\p{P}$+<=>^~|`]+", _GPT2_PATTERN, "[0-9][0-9][0-9]"): "falcon",
+    _split_by(_LLAMA3_PATTERN, ignore_merges=True, add_bos=True): (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
     ),
-    PreTokenizer((_LLAMA3_PATTERN,)): "dbrx smaug-bpe chatglm-bpe",
-    PreTokenizer((_LLAMA3_PATTERN,), ignore_merges=True): "glm4 glm5",
-    PreTokenizer(
-        (
-            rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}{{1,3}}|{_PUNCTUATION_PATTERN}|\s*[\r\n]+|"
-            + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
-            + r"|\s{1}",
-        )
+    _split_by(_LLAMA3_PATTERN): "dbrx smaug-bpe chatglm-bpe",
+    _split_by(_LLAMA3_PATTERN, ignore_merges=True): "glm4 glm5",
+    _split_by(
+        rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}{{1,3}}|{_PUNCTUATION_PATTERN}|\s*[\r\n]+|"
+        + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+        + r"|\s{1}",
     ): "jais-2",
-    PreTokenizer((_QWEN2_PATTERN,)): (
+    _split_by(_QWEN2_PATTERN): (
         "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2 "
         "bailingmoe bailingmoe2 llada-moe"
     ),
-    PreTokenizer(
-        (
-            rf"{_CONTRACTION_PATTERN}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINE_ENDS_OR_SPACES_PATTERN}",
-        )
+    _split_by(
+        rf"{_CONTRACTION_PATTERN}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINE_ENDS_OR_SPACES_PATTERN}",
     ): "qwen35",
-    PreTokenizer(
-        (
-            _cased_word_pattern(_NOT_UPPER_CLASS, _NOT_LOWER_CLASS)
-            + rf"|\p{{N}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
-        ),
+    _split_by(
+        _cased_word_pattern(_NOT_UPPER_CLASS, _NOT_LOWER_CLASS)
+        + rf"|\p{{N}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
         ignore_merges=True,
         add_bos=True,
     ): "tekken",
-    PreTokenizer(
-        (
-            _cased_word_pattern(_NOT_UPPER_CLASS, _NOT_LOWER_CLASS, f"{_CONTRACTION_PATTERN}?")
-            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
-        )
+    _split_by(
+        _cased_word_pattern(_NOT_UPPER_CLASS, _NOT_LOWER_CLASS, f"{_CONTRACTION_PATTERN}?")
+        + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
     ): "gpt-4o llama4 kanana2 talkie minimax-m2",
-    PreTokenizer(
-        (
-            _cased_word_pattern(
-                _NOT_UPPER_OR_MARK_CLASS, _NOT_LOWER_OR_MARK_CLASS, f"{_CONTRACTION_PATTERN}?"
-            )
-            + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
-        ),
+    _split_by(
+        _cased_word_pattern(
+            _NOT_UPPER_OR_MARK_CLASS, _NOT_LOWER_OR_MARK_CLASS, f"{_CONTRACTION_PATTERN}?"
+        )
+        + rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
         ignore_merges=True,
     ): "granite-embed-multi-97m",
-    PreTokenizer(
-        (
-            _DIGIT_TRIPLES_PATTERN,
-            rf"{_ANY_CASE_WORD_PATTERN}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
-        )
+    _split_by(
+        _DIGIT_TRIPLES_PATTERN,
+        rf"{_ANY_CASE_WORD_PATTERN}|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
     ): "tiny_aya cohere2moe",
-    PreTokenizer(
-        (
-            "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
-            f"\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_HAN_OR_KANA_PATTERN}",
-            rf"{_ANY_CASE_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
-        ),
+    _split_by(
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
+        f"\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_HAN_OR_KANA_PATTERN}",
+        rf"{_ANY_CASE_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SLASHES_PATTERN}",
         ignore_merges=True,
     ): "youtu",
-    PreTokenizer(
-        (
-            r"[\r\n]",
-            rf"\s?[{_ALPHABET_LETTER_RANGES}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002]+",
-            r"\s+\z",
-            _HAN_TO_HANGUL_PATTERN,
-            r"\p{N}+",
-        )
+    _split_by(
+        r"[\r\n]",
+        rf"\s?[{_ALPHABET_LETTER_RANGES}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002]+",
+        r"\s+\z",
+        _HAN_TO_HANGUL_PATTERN,
+        r"\p{N}+",
     ): "deepseek-llm",
-    PreTokenizer(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL_PATTERN, r"\p{N}")
+    _split_by(
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL_PATTERN, r"\p{N}"
     ): "deepseek-coder",
-    PreTokenizer((r"\p{N}{1,3}", _HAN_OR_KANA_PATTERN, _DEEPSEEK3_PATTERN)): (
+    _split_by(r"\p{N}{1,3}", _HAN_OR_KANA_PATTERN, _DEEPSEEK3_PATTERN): (
         "deepseek-v3 hunyuan-dense joyai-llm hy_v4"
     ),
-    PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            _HAN_OR_KANA_PATTERN,
-            rf"{_PUNCTUATED_WORD_PATTERN}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES_PATTERN}",
-            r"\p{N}",
-        )
+    _split_by(
+        r"\p{N}{1,3}",
+        _HAN_OR_KANA_PATTERN,
+        rf"{_PUNCTUATED_WORD_PATTERN}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES_PATTERN}",
+        r"\p{N}",
     ): "spark2_5",
-    PreTokenizer((_BLOOM_PATTERN,)): "poro-chat bloom gpt3-finnish",
-    PreTokenizer((_BLOOM_PATTERN, r"\p{N}")): "viking",
-    PreTokenizer(
-        (
-            "<sentinel:[0-9]+>",
-            "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-            r"([\t\n]|    |  )",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2_PATTERN,
-        ),
+    _split_by(_BLOOM_PATTERN): "poro-chat bloom gpt3-finnish",
+    _split_by(_BLOOM_PATTERN, r"\p{N}"): "viking",
+    _split_by(
+        "<sentinel:[0-9]+>",
+        "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        r"([\t\n]|    |  )",
+        r"\p{N}",
+        r"[\p{P}!-/:-@\[-`{-~]",
+        _GPT2_PATTERN,
         add_bos=True,
     ): "chameleon",
-    PreTokenizer(
-        (
-            rf"[{_HAN_RANGES}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN_RANGES}]]+{_CONTRACTION_PATTERN}?"
-            rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES_PATTERN}",
-        )
+    _split_by(
+        rf"[{_HAN_RANGES}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN_RANGES}]]+{_CONTRACTION_PATTERN}?"
+        rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_OR_SPACES_PATTERN}",
     ): "kimi-k2",
-    PreTokenizer((r"\p{N}+", "(?=([0-9]{3})+(?![0-9]))")): "superbpe",
-    PreTokenizer(
-        (
-            rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+"
-            rf"|{_LINE_ENDS_OR_SPACES_PATTERN}",
-        )
+    _split_by(r"\p{N}+", "(?=([0-9]{3})+(?![0-9]))"): "superbpe",
+    _split_by(
+        rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+"
+        rf"|{_LINE_ENDS_OR_SPACES_PATTERN}",
     ): "seed-coder",
-    PreTokenizer((rf"{_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SPACES_PATTERN}",)): "ufakzeka",
-    PreTokenizer(
-        (
-            _DIGIT_TRIPLES_PATTERN,
-            "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
-            "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
-            "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
-            _DEEPSEEK3_PATTERN,
-        )
+    _split_by(rf"{_WORD_PATTERN}|\p{{N}}|{_PUNCTUATION_OR_SPACES_PATTERN}"): "ufakzeka",
+    _split_by(
+        _DIGIT_TRIPLES_PATTERN,
+        "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
+        "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
+        "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+        _DEEPSEEK3_PATTERN,
     ): "afmoe",
-    PreTokenizer((_NEWLINE_RUNS_PATTERN, _QWEN2_PATTERN)): "laguna",
-    PreTokenizer(
-        (
-            rf"{_CONTRACTION_PATTERN}"
-            rf"|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
-            rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES_PATTERN}",
-        )
+    _split_by(_NEWLINE_RUNS_PATTERN, _QWEN2_PATTERN): "laguna",
+    _split_by(
+        rf"{_CONTRACTION_PATTERN}"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES_PATTERN}",
     ): "exaone-moe",
-    PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}+|{_PUNCTUATION_OR_SPACES_PATTERN}",
-        ),
+    _split_by(
+        r"\p{N}{1,3}",
+        rf"{_CONTRACTION_PATTERN}|{_WORD_PATTERN}|\p{{N}}+|{_PUNCTUATION_OR_SPACES_PATTERN}",
         ignore_merges=True,
     ): "minicpm5",
-    PreTokenizer((_NEWLINE_RUNS_PATTERN,), add_bos=True, merges_characters=True): (
+    _split_by(_NEWLINE_RUNS_PATTERN, add_bos=True, merges_characters=True): (
         "gemma4 granite-embed-multi-311m"
     ),
-    PreTokenizer((_NEWLINE_RUNS_PATTERN,), merges_characters=True): "sarvam-moe",
+    _split_by(_NEWLINE_RUNS_PATTERN, merges_characters=True): "sarvam-moe",
 }
 
 PRE_TOKENIZERS = {

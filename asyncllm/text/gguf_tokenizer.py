@@ -158,16 +158,9 @@ def _sentencepiece_tokenizer(
     tokens of trained vocabularies have different scores, so pairs of equal score make the same
     token, and two such pairs rarely overlap in a text.
     """
-    scores = file.read_array("tokenizer.ggml.scores")
-    if len(scores) < len(vocabulary):
-        raise ModelLoadError(
-            f"{file.path}: metadata 'tokenizer.ggml.scores' has {len(scores)} values for "
-            f"{len(vocabulary)} tokens, expected one each"
-        )
-    if (
-        sum(len(token) ** 2 for token in vocabulary if token not in added_tokens)
-        > _MAX_SQUARED_TOKEN_LENGTHS
-    ):
+    scores = _read_values_by_token(file, "tokenizer.ggml.scores", len(vocabulary))
+    squares = sum(len(token) ** 2 for token in vocabulary if token not in added_tokens)
+    if squares > _MAX_SQUARED_TOKEN_LENGTHS:
         longest = max(map(len, vocabulary))
         raise ModelLoadError(
             f"{file.path}: metadata 'tokenizer.ggml.tokens' has tokens of up to {longest} "
@@ -208,6 +201,16 @@ def _sentencepiece_tokenizer(
     return backend
 
 
+def _read_values_by_token(file: GGUFFile, key: str, num_tokens: int) -> Any:
+    values = file.read_array(key)
+    if len(values) < num_tokens:
+        raise ModelLoadError(
+            f"{file.path}: metadata {key!r} has {len(values)} values for {num_tokens} tokens, "
+            "expected one each"
+        )
+    return values
+
+
 def _sentencepiece_decoder(*, strip_start: bool) -> decoders.Decoder:
     stages: list[Any] = [
         decoders.Replace(_WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(),
@@ -222,12 +225,9 @@ def _added_tokens(file: GGUFFile, vocabulary: Mapping[str, int]) -> Iterator[Add
     show them. Here they stay control tokens, so that the text of a message cannot spell them.
     """
     key, name = "tokenizer.ggml.token_type", file.metadata.get("general.name")
-    types = file.read_array(key) if key in file.metadata else [1] * len(vocabulary)
-    if len(types) < len(vocabulary):
-        raise ModelLoadError(
-            f"{file.path}: metadata {key!r} has {len(types)} values for {len(vocabulary)} tokens, "
-            "expected one each"
-        )
+    types: Any = [1] * len(vocabulary)
+    if key in file.metadata:
+        types = _read_values_by_token(file, key, len(vocabulary))
     # Infer from names, as llama.cpp does, which tokens strip spaces: the metadata does not say.
     strips = isinstance(name, str) and any(phi in name.lower() for phi in ("phi-3", "phi3"))
     is_jina = "jina-v2-" in str(file.metadata.get("tokenizer.ggml.pre"))

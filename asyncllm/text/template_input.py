@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncllm.errors import InvalidRequestError
 from asyncllm.json_copier import JsonCopier, NotJsonError, convert_scalar_subclass
-from asyncllm.validation import describe, describe_error
+from asyncllm.validation import argument_error, describe, describe_error
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
@@ -62,9 +62,7 @@ class TemplateInput:
     ) -> None:
         for name in _RESERVED_VARIABLES:
             if name in variables:
-                raise InvalidRequestError(
-                    f"chat_template_kwargs: {name!r} cannot be set", param="chat_template_kwargs"
-                )
+                raise argument_error("chat_template_kwargs", f"{name!r} cannot be set")
         others = dict(variables)
         tools = others.pop("tools", None)
         template = others.pop("chat_template", None)

@@ -137,11 +137,9 @@ class RenderMeter:
     def _argument_size(self, value: Any) -> int:
         if isinstance(value, int):
             return abs(value)
-        return (
-            sum(map(self._argument_size, value))
-            if isinstance(value, tuple)
-            else self.charge_text(value)
-        )
+        if isinstance(value, tuple):
+            return sum(map(self._argument_size, value))
+        return self.charge_text(value)
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

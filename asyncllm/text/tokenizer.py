@@ -40,7 +40,7 @@ from asyncllm.text.text_decoder import (
     make_token_table,
 )
 from asyncllm.text.token_bytes import make_id_to_bytes, token_bytes
-from asyncllm.validation import describe_error
+from asyncllm.validation import argument_error, describe_error
 
 _MAX_PROMPT_CHARACTERS = 1 << 24
 _FAST_TEMPLATE_RENDER_LIMITS = RenderLimits(
@@ -418,9 +418,7 @@ def _encode(
 
 
 def _template_limit_error(error: TemplateLimitError) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"messages: the chat template {error}, expected one that needs less", param="messages"
-    )
+    return argument_error("messages", f"the chat template {error}, expected one that needs less")
 
 
 def _max_token_characters(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:

@@ -229,32 +229,29 @@ class ChatSyntaxes:
             (fields[name] for name in REASONING_FIELD_NAMES if name in fields), None
         )
         ignored = _content_close_pattern(fields)
-        reasoning_family: ReasoningFamily | None = None
+        self._reasoning_family: ReasoningFamily | None = None
         if reasoning_parser == "auto" and own_reasoning is not None:
             begin, end = own_reasoning.get("open"), own_reasoning.get("close")
             if not isinstance(begin, str) or not isinstance(end, str):
                 begin = end = ""
-            reasoning_family = ReasoningFamily(
+            self._reasoning_family = ReasoningFamily(
                 own_reasoning, begin, end, ignored_pattern=ignored, prompt_end=begin
             )
         elif reasoning_parser == "auto" and template is None:
-            reasoning_family = _recognise_family(REASONING_FAMILIES, sources)
+            self._reasoning_family = _recognise_family(REASONING_FAMILIES, sources)
         elif reasoning_parser is not None and reasoning_parser != "auto":
-            reasoning_family = REASONING_FAMILIES[reasoning_parser]
-        tool_family: ToolCallFamily | None = None
-        recognised = _recognise_family(TOOL_CALL_FAMILIES, sources)
+            self._reasoning_family = REASONING_FAMILIES[reasoning_parser]
+        recognised: ToolCallFamily | None = _recognise_family(TOOL_CALL_FAMILIES, sources)
         if tool_call_parser == "auto" and TOOL_CALLS_FIELD in fields:
             form = recognised.call_syntax if recognised is not None else None
             as_text = recognised is not None and recognised.expects_text_arguments
-            tool_family = ToolCallFamily(
+            self._tool_family = ToolCallFamily(
                 fields[TOOL_CALLS_FIELD], form, as_text, ignored_pattern=ignored
             )
+        elif tool_call_parser == "auto":
+            self._tool_family = recognised
         else:
-            tool_family = (
-                recognised if tool_call_parser == "auto" else TOOL_CALL_FAMILIES[tool_call_parser]
-            )
-        self._reasoning_family = reasoning_family
-        self._tool_family = tool_family
+            self._tool_family = TOOL_CALL_FAMILIES[tool_call_parser]
         self._syntaxes: dict[bool, ChatSyntax] = {}
 
     @classmethod

@@ -246,24 +246,19 @@ TOOL_CALL_FAMILIES: Mapping[str, ToolCallFamily] = {
     ),
 }
 
-_THINK_TAG_FAMILY = ReasoningFamily(
-    {"open": "<think>", "close": "</think>"},
-    "<think>",
-    "</think>",
-    markers=(("<think>",), ("</think>",)),
-    prompt_end="<think>",
-)
+
+def _tag_family(begin: str, end: str, markers: tuple[tuple[str, ...], ...]) -> ReasoningFamily:
+    """Family that writes its thoughts between two fixed texts."""
+    field = {"open": begin, "close": end}
+    return ReasoningFamily(field, begin, end, markers=markers, prompt_end=begin)
+
+
+_THINK_TAG_FAMILY = _tag_family("<think>", "</think>", (("<think>",), ("</think>",)))
 
 REASONING_FAMILIES: Mapping[str, ReasoningFamily] = {
     "deepseek_r1": _THINK_TAG_FAMILY,
     "qwen3": _THINK_TAG_FAMILY,
-    "mistral": ReasoningFamily(
-        {"open": "[THINK]", "close": "[/THINK]"},
-        "[THINK]",
-        "[/THINK]",
-        markers=(("[THINK]",),),
-        prompt_end="[THINK]",
-    ),
+    "mistral": _tag_family("[THINK]", "[/THINK]", (("[THINK]",),)),
     "gpt_oss": ReasoningFamily(
         {
             "open_pattern": rf"{_HARMONY_START_PATTERN}<\|channel\|>analysis\s*<\|message\|>",

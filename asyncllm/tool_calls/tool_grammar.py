@@ -14,6 +14,7 @@ from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.families import CallSyntax
 from asyncllm.tool_calls.tool_use import ToolUse
+from asyncllm.validation import argument_error
 
 _PLAIN_OBJECT_SCHEMA_KEYWORDS = ANNOTATION_KEYWORDS | {"type", "properties", "required"}
 """Keywords that do not concern additional properties. If the schema of a tool's parameters has only
@@ -53,35 +54,28 @@ def with_tool_grammar(
         not tool_use.is_constrained or _ends_with_first_call(tool_use, call_syntax)
     ):
         if tool_use.is_strict:
-            raise InvalidRequestError(
-                "tools: strict=true with tool_choice='auto' and a model whose calls stand before "
-                "its answer, where no grammar begins; expected tool_choice='required' or "
-                "strict=false",
-                param="tools",
+            raise argument_error(
+                "tools",
+                "strict=true with tool_choice='auto' and a model whose calls stand before its "
+                "answer, where no grammar begins; expected tool_choice='required' or strict=false",
             )
         return sampling_fields, True
     if answer_spec is not None and call_syntax is not None and call_syntax.restart_text:
-        raise InvalidRequestError(
-            f"{answer_spec.param}: with tools of a model that writes a header before its answer, "
-            "expected None",
-            param=answer_spec.param,
-        )
+        problem = "with tools of a model that writes a header before its answer, expected None"
+        raise argument_error(answer_spec.param, problem)
     if answer_spec is not None and (
         tool_use.choice != "auto" or answer_spec.kind not in ("json", "json_object")
     ):
         accepted = "a JSON schema or any JSON object" if tool_use.choice == "auto" else "None"
-        raise InvalidRequestError(
-            f"{answer_spec.param}: with tools and tool_choice={tool_use.choice!r}, expected "
-            f"{accepted}",
-            param=answer_spec.param,
-        )
+        problem = f"with tools and tool_choice={tool_use.choice!r}, expected {accepted}"
+        raise argument_error(answer_spec.param, problem)
     grammar = tool_grammar(
         syntax, tool_use.schemas, tool_use.choice, tool_use.parallel, answer_spec
     )
     try:
         spec = parse_structured_outputs({"structural_tag": grammar})
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"tools: their grammar: {error}", param="tools") from error
+        raise argument_error("tools", f"their grammar: {error}") from error
     assert spec is not None
     calls_may_follow_text = tool_use.choice == "auto" and answer_spec is None
     return {
@@ -115,10 +109,10 @@ def tool_grammar(
     """
     call_syntax = syntax.call_syntax
     if call_syntax is None:
-        raise InvalidRequestError(
-            "tool_choice: how the model's chat template writes calls is not known, expected "
+        raise argument_error(
+            "tool_choice",
+            "how the model's chat template writes calls is not known, expected "
             "EngineConfig.tool_call_parser to name it",
-            param="tool_choice",
         )
     name = tool_choice["name"] if isinstance(tool_choice, dict) else None
     functions = [tool["function"] for tool in tools]

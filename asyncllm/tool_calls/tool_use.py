@@ -133,7 +133,7 @@ def _check_parameters(schema: Any, location: str) -> None:
     _check_valid(is_map, f"{location}.properties", properties, "names to JSON schemas")
     is_list = isinstance(required, (list, tuple)) and all(isinstance(r, str) for r in required)
     _check_valid(is_list, f"{location}.required", required, "a list of names")
-    for value, _ in walk_json(schema):
+    for value in walk_json(schema):
         if isinstance(value, dict) and "$ref" in value:
             _check_reference(value, schema, location)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.batch import StepBatch
-from asyncllm.core.executor import ExecutorInfo
 from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_table import scalar_param_sections
 from asyncllm.gpu.batch.sections import BufferSections, SectionTable
@@ -54,14 +53,6 @@ class StepLimits:
     num_groups: int
     table_rows: int = 0
     padded_tokens: int = 0
-
-    @classmethod
-    def from_executor_info(
-        cls, info: ExecutorInfo, *, on_device: bool, padded_tokens: int
-    ) -> StepLimits:
-        rows, tokens = info.max_num_seqs, info.max_num_batched_tokens
-        table_rows = rows + 1 if on_device else 0
-        return cls(rows, max(rows, tokens), len(info.kv_groups), table_rows, padded_tokens)
 
     def section_table(self) -> SectionTable:
         """Dtypes and sizes of the sections.

@@ -120,10 +120,8 @@ class PackedTensorParts:
         if shape is not None:
             accepted, fits = f"{accepted} of shape {shape}", fits and info.shape == shape
         elif num_dims is not None:
-            accepted, fits = (
-                f"{accepted} of {num_dims} dimensions",
-                fits and len(info.shape) == num_dims,
-            )
+            accepted = f"{accepted} of {num_dims} dimensions"
+            fits = fits and len(info.shape) == num_dims
         if not fits:
             raise self.part_error(suffix, accepted)
         return info

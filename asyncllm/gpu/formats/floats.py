@@ -70,22 +70,18 @@ class Fp8(WeightFormat):
         self.ignored_quantisation = f"{scheme} FP8 activations"
 
     def find_tensors(self, reader: CheckpointReader) -> Iterator[PackedTensor]:
-        yield from map(
-            self._make_packed_tensor, PackedTensorParts.find_all_with(reader, "weight", ["F8_E4M3"])
-        )
-
-    def _make_packed_tensor(self, parts: PackedTensorParts) -> PackedTensor:
-        shape = parts.require("weight", ["F8_E4M3"], num_dims=2).shape
-        suffix = next(
-            (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]
-        )
-        scale = parts.require(suffix, (*SCALE_DTYPES, "F8_E8M0"))
-        accepted = [(), (1,), (shape[0],), (shape[0], 1)]
-        if self.block is not None:
-            accepted = [(-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1]))]
-        if scale.shape not in accepted:
-            raise parts.part_error(suffix, "shape " + " or ".join(map(str, accepted)))
-        return PackedTensor(parts.stem + "weight", shape, parts.names)
+        for parts in PackedTensorParts.find_all_with(reader, "weight", ["F8_E4M3"]):
+            shape = parts.require("weight", ["F8_E4M3"], num_dims=2).shape
+            suffix = next(
+                (s for s in _SCALE_SUFFIXES if parts.find(s)), _SCALE_SUFFIXES[self.block is None]
+            )
+            scale = parts.require(suffix, (*SCALE_DTYPES, "F8_E8M0"))
+            accepted = [(), (1,), (shape[0],), (shape[0], 1)]
+            if self.block is not None:
+                accepted = [(-(-shape[0] // self.block[0]), -(-shape[1] // self.block[1]))]
+            if scale.shape not in accepted:
+                raise parts.part_error(suffix, "shape " + " or ".join(map(str, accepted)))
+            yield PackedTensor(parts.stem + "weight", shape, parts.names)
 
     def read(self, tensor: PackedTensor, parts: Mapping[str, Tensor]) -> RowReader:
         weight = parts["weight"]

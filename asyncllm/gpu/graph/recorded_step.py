@@ -25,7 +25,6 @@ class RecordedStep(ForwardPass):
     Not thread-safe: the output of a run is valid until the next run.
 
     Args:
-        recorder: recorder of the model's op set.
         input_batch: the persistent batch, whose tables the program reads in place.
         buffer: the step's inputs: the program reads the host sections and computes the derived
             ones.
@@ -47,13 +46,11 @@ class RecordedStep(ForwardPass):
     greedy: Tensor | None
 
     def __init__(
-        self,
-        recorder: Recorder,
-        model: LanguageModel,
-        cache: KVCache,
-        input_batch: InputBatch,
-        buffer: StepBuffer,
+        self, model: LanguageModel, cache: KVCache, input_batch: InputBatch, buffer: StepBuffer
     ) -> None:
+        recorder = model.ops.recorder()
+        if recorder is None:
+            raise UnrecordableError(f"the op set {model.ops.name!r} has no programs")
         for attention in model.attention.values():
             if not getattr(attention, "is_recordable", False):
                 raise UnrecordableError(f"attention {attention.name!r} has no native kernel")
@@ -100,11 +97,8 @@ def record_step(
     model: LanguageModel, cache: KVCache, input_batch: InputBatch, buffer: StepBuffer
 ) -> RecordedStep | str:
     """Records a model's forward pass; if that fails, returns the reason instead."""
-    recorder = model.ops.recorder()
-    if recorder is None:
-        return f"the op set {model.ops.name!r} has no programs"
     try:
-        return RecordedStep(recorder, model, cache, input_batch, buffer)
+        return RecordedStep(model, cache, input_batch, buffer)
     except UnrecordableError as reason:
         return str(reason)
 

@@ -9,7 +9,6 @@ from itertools import cycle
 import numpy as np
 
 from asyncllm.gpu.batch.host_buffer import HostBuffer
-from asyncllm.gpu.batch.input_batch import InputBatch
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
 from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION_NAME
 from asyncllm.gpu.graph.recorded_step import RecordedStep
@@ -33,29 +32,23 @@ class _Job(HostBuffer):
             buffer, runs the program, samples, and writes the tokens to the persistent batch.
     """
 
-    def __init__(
-        self,
-        recorded_step: RecordedStep,
-        memory: StepMemory,
-        input_batch: InputBatch,
-        num_logprobs: int,
-    ) -> None:
-        own = memory.buffer
-        super().__init__(own.limits, memory.info.vocab_size, num_logprobs)
+    def __init__(self, recorded_step: RecordedStep, memory: StepMemory, sampler: Sampler) -> None:
+        own, token_ids = memory.buffer, sampler.input_batch.token_ids
+        super().__init__(own.limits, memory.info.vocab_size, sampler.state.num_logprobs)
         given, tokens = own.tensors, self.tokens
         indices, positions = given["sampled_req_indices"], given[LAST_DECODE_SECTION_NAME]
         rows = RowsToSample(indices, positions, memory.last_sampled_tokens)
         # If the output head has no argmax op, the sampler samples all rows, and nothing reads
         # the greedy tokens.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
-        lines, width = input_batch.token_ids.shape
+        lines, width = token_ids.shape
         self.args = STRUCTS["Job"](
             program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
             draw=sample_args(recorded_step.logits, memory.scalars, rows, tokens),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
             lines=indices.data_ptr(), positions=positions.data_ptr(),
-            table=input_batch.token_ids.ctypes.data, table_lines=lines, table_width=width,
+            table=token_ids.ctypes.data, table_lines=lines, table_width=width,
         )  # fmt: skip
 
     def set_sizes(self, step: LaunchedStep) -> None:
@@ -90,22 +83,12 @@ class StepQueue(DeviceStream):
             None if only steps with grammar masks are queued there.
     """
 
-    def __init__(
-        self,
-        recorded_step: RecordedStep,
-        memory: StepMemory,
-        input_batch: InputBatch,
-        sampler: Sampler,
-    ) -> None:
+    def __init__(self, recorded_step: RecordedStep, memory: StepMemory, sampler: Sampler) -> None:
         self.recorded_step = recorded_step
         self.min_step_tokens: int | None = None
         self._memory, self._sampler = memory, sampler
-        num_logprobs = sampler.state.num_logprobs
         self._jobs = cycle(
-            [
-                _Job(recorded_step, memory, input_batch, num_logprobs)
-                for _ in range(MAX_STEPS_IN_FLIGHT)
-            ]
+            [_Job(recorded_step, memory, sampler) for _ in range(MAX_STEPS_IN_FLIGHT)]
         )
         self._last_job: _Job | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,30 +66,21 @@ def build_decoder(
         dtype: dtype of the model; needed only if the embedding arrives as LinearWeights, which have
             no model dtype.
     """
-    source, by_layer = _OrderedWeightSource(iter(weights)), attention_by_layer(model, attention)
-    builder = DecoderBuilder(model, ops, by_layer, source, quantisers, dtype)
-    ropes = list(dict.fromkeys(rope_specs(model)))
-    decoder = builder.decoder(range(model.num_layers), attention, ropes)
-    source.check_exhausted()
-    return decoder
+    remaining, by_layer = iter(weights), attention_by_layer(model, attention)
 
-
-class _OrderedWeightSource:
-    """Source of weights that arrive in the order in which they are requested."""
-
-    def __init__(self, weights: Iterator[tuple[str, Tensor | LinearWeights]]) -> None:
-        self._weights = weights
-
-    def __call__(self, parameter: Parameter) -> Tensor | LinearWeights:
-        name, weights = next(self._weights)
+    def next_weights(parameter: Parameter) -> Tensor | LinearWeights:
+        name, values = next(remaining)
         if name != parameter.name:
             raise RuntimeError(f"weights out of order: {name} where {parameter.name} is due")
-        return weights
+        return values
 
-    def check_exhausted(self) -> None:
-        """Read to the end, which closes the files; raise RuntimeError for weights left over."""
-        for name, _ in self._weights:
-            raise RuntimeError(f"weights left over: {name}")
+    builder = DecoderBuilder(model, ops, by_layer, next_weights, quantisers, dtype)
+    ropes = list(dict.fromkeys(rope_specs(model)))
+    decoder = builder.decoder(range(model.num_layers), attention, ropes)
+    # Reading to the end closes the files.
+    for name, _ in remaining:
+        raise RuntimeError(f"weights left over: {name}")
+    return decoder
 
 
 class DecoderBuilder:
@@ -116,12 +107,10 @@ class DecoderBuilder:
     ) -> None:
         self.model, self.ops, self.dtype = model, ops, dtype
         self.attention_by_layer = attention_by_layer
-        self.scope = WeightScope(
-            model, ops, source, None if quantisers is None else quantisers.linear
-        )
-        self.head_scope = replace(
-            self.scope, quantise=None if quantisers is None else quantisers.output_head
-        )
+        self.scope = self.head_scope = WeightScope(model, ops, source)
+        if quantisers is not None:
+            self.scope = replace(self.scope, quantise=quantisers.linear)
+            self.head_scope = replace(self.scope, quantise=quantisers.output_head)
         rotary_dim = model.rotary_dim or model.head_dim
         self.head_row_order = rotary_order(
             model.head_dim, rotary_dim, interleaved=model.interleaved_rope
@@ -211,11 +200,8 @@ class DecoderBuilder:
         model, shape = self.model, attention_shape(self.model, index)
         sizes, layer_attention = model.layer(index), self.attention_by_layer[index]
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        names, gates, order = (
-            model.names.qkv,
-            queries * model.gated_attention,
-            self.qkv_row_order(shape),
-        )
+        names, gates = model.names.qkv, queries * model.gated_attention
+        order = self.qkv_row_order(shape)
         reads_shared_kv, v_norm = sizes.kv_layer is not None, None
         if sizes.value_is_key:
             # If values equal keys, stack the rows of the key projection twice: this costs less than

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -126,12 +125,11 @@ def _router_parameter(
 ) -> Parameter:
     """The router's weight or bias, never quantised: rounding would change the routing."""
     names, routing = config.names, config.routing
-    fields: dict[str, Any] = {
-        "suffix": f".{kind}",
-        "dtype": "float32" if routing.is_float32 else None,
-    }
+    dtype = "float32" if routing.is_float32 else None
     own, fused = (
-        scope.parameter("router", ((name, routing.num_experts),), *width, **fields)
+        scope.parameter(
+            "router", ((name, routing.num_experts),), *width, suffix=f".{kind}", dtype=dtype
+        )
         for name in (names.router, "mlp.gate")
     )
     return replace(own, alternative=fused)

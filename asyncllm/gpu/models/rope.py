@@ -62,11 +62,10 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_positions: int = 
         long = max_positions > rope.original_max_position
         factors = torch.tensor(rope.long_factors if long else rope.short_factors, device="cpu")
         return 1.0 / (factors * rope.theta**exponents)
-    extrapolation_factor = (
-        _llama3_smooth_factor(rope, freqs)
-        if rope.kind == "llama3"
-        else _yarn_extrapolation_factor(rope, freqs)
-    )
+    if rope.kind == "llama3":
+        extrapolation_factor = _llama3_smooth_factor(rope, freqs)
+    else:
+        extrapolation_factor = _yarn_extrapolation_factor(rope, freqs)
     return (1 - extrapolation_factor) * freqs / rope.factor + extrapolation_factor * freqs
 
 

@@ -62,11 +62,8 @@ def _compute_recurrence_inputs(
         q and k ``[T, num_value_heads, key_dim]``, v ``[T, num_value_heads, value_dim]``, beta and
         the decay g ``[T, num_value_heads]``.
     """
-    group, wide, keys = (
-        shape.num_value_heads // shape.num_key_heads,
-        qkv.float(),
-        shape.total_key_dim,
-    )
+    group = shape.num_value_heads // shape.num_key_heads
+    wide, keys = qkv.float(), shape.total_key_dim
     q, k = (
         _normalise_rows(part.unflatten(1, (-1, shape.key_dim))).repeat_interleave(group, 1)
         for part in (wide[:, :keys], wide[:, keys : 2 * keys])

@@ -66,11 +66,8 @@ class NativeRMSNorm:
         x = contiguous_rows(x, x.dtype if weight.dtype == torch.float32 else weight.dtype)
         op.check_shape("x", x, (len(x), num_parts * self.width))
         args, out = op.args, op.empty_output(x, num_parts * self.width)
-        args.x_stride, args.parts, args.dtype = (
-            x.stride(0) // num_parts,
-            num_parts,
-            DTYPE_CODES[x.dtype],
-        )
+        args.x_stride, args.parts = x.stride(0) // num_parts, num_parts
+        args.dtype = DTYPE_CODES[x.dtype]
         tensors = {"x": x, "out": out}
         args.residual = None
         if residual is not None:

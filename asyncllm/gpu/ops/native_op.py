@@ -51,10 +51,8 @@ class NativeOp:
             num_writing_ops=1,
             capacity=(NO_ROW_LIMIT,) * NUM_STEP_SIZES,
         )
-        self._sizes, self._failed_op_index = (
-            (ctypes.c_int64 * NUM_STEP_SIZES)(),
-            (ctypes.c_int64 * 1)(),
-        )
+        self._sizes = (ctypes.c_int64 * NUM_STEP_SIZES)()
+        self._failed_op_index = (ctypes.c_int64 * 1)()
 
     def check_shape(self, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         """Raises ValueError for a tensor of another shape than ``expected``.

@@ -92,10 +92,8 @@ class OneDNNOps(CpuOps):
 
     def make_linear(self, weights: LinearWeights) -> Linear:
         """Makes a linear layer; packs no copy of a large weight that a tied embedding reads."""
-        dtype, small = (
-            weights.values.dtype,
-            weights.values.numel() <= MAX_TORCH_LINEAR_MULTIPLY_ADDS,
-        )
+        dtype = weights.values.dtype
+        small = weights.values.numel() <= MAX_TORCH_LINEAR_MULTIPLY_ADDS
         if weights.is_tied and not small and dtype != torch.float32:
             # Pad to buckets for plain weights too: torch calls oneDNN, which caches primitives.
             return RowBucketedLinear(TorchLinear(weights))

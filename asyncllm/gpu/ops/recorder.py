@@ -185,11 +185,9 @@ class Recorder(TorchDispatchMode):
         for pointer, tensor in tensors.items():
             # The library itself skips the first SAMPLED_TOKENS rows of x, because their number
             # varies by step.
-            skipped_rows = (
-                FAKE_ROW_COUNTS[DynamicSize.SAMPLED_TOKENS]
-                if (name, pointer) == ("argmax", "x")
-                else 0
-            )
+            skipped_rows = 0
+            if (name, pointer) == ("argmax", "x"):
+                skipped_rows = FAKE_ROW_COUNTS[DynamicSize.SAMPLED_TOKENS]
             location = op.pointers[pointer] = self._find_buffer(name, tensor, skipped_rows)
             location[0].last_op = len(self._ops)
         self._ops.append(op)

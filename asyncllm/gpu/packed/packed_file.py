@@ -152,6 +152,11 @@ class PackedWeightRecorder:
         self.weights: list[PackedWeights] = []
         self.forms: list[StoredWeightFormat] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of the packed weights."""
+        return sum(weights.num_bytes for weights in self.weights)
+
     def pack(self, context: NativeContext, weights: LinearWeights) -> PackedWeights:
         """Pack weights, and record them with their format."""
         packed = pack_new_weights(context, weights)
@@ -289,11 +294,8 @@ class PackedFile:
             byte_ranges = [(entry.offset, entry.num_bytes)]
             byte_ranges += [(part.offset, part.num_bytes) for part in entry.parts]
             for offset, num_bytes in byte_ranges:
-                if (
-                    offset % TENSOR_ALIGNMENT_BYTES
-                    or offset < _PREAMBLE_STRUCT.size
-                    or num_bytes < 1
-                ):
+                is_misplaced = offset % TENSOR_ALIGNMENT_BYTES or offset < _PREAMBLE_STRUCT.size
+                if is_misplaced or num_bytes < 1:
                     raise PackedFileError(f"has {entry.name} at an impossible place")
                 if offset + num_bytes > self._end:
                     raise PackedFileError(f"ends within {entry.name}")
@@ -317,10 +319,8 @@ class PackedFile:
         device. Linear weights are already quantised if ``key`` has a quantisation.
         """
         for entry in self.entries:
-            yield (
-                entry.name,
-                self._linear_weights(entry) if entry.parts else self._plain_tensor(entry),
-            )
+            read = self._linear_weights if entry.parts else self._plain_tensor
+            yield entry.name, read(entry)
 
     def _plain_tensor(self, entry: TensorEntry) -> Tensor:
         # The tensor keeps the buffer alive, and the buffer keeps the mapping alive.
@@ -434,11 +434,10 @@ def _make_entry(
         return TensorEntry(
             name, _dtype_name(tensor.dtype), [*tensor.shape], offset, num_bytes, 0, [], []
         )
-    parts: list[PackedWeightEntry] = []
-    for each, (start, size) in zip(tensor.weights, byte_ranges, strict=True):
-        parts.append(
-            PackedWeightEntry([getattr(each.form, field) for field in _PANEL_FIELDS], start, size)
-        )
+    parts = [
+        PackedWeightEntry([getattr(each.form, field) for field in _PANEL_FIELDS], start, size)
+        for each, (start, size) in zip(tensor.weights, byte_ranges, strict=True)
+    ]
     return TensorEntry(name, "", [], offset, num_bytes, 0, parts, tensor.forms)
 
 

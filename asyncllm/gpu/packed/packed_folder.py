@@ -111,8 +111,7 @@ class PackedFolder:
             write(fd)
             os.rename(temporary, self.path / name)
         except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
+            _unlink(temporary)
             raise
         finally:
             os.close(fd)
@@ -135,7 +134,8 @@ class PackedFolder:
             for path, status in sorted(files, key=lambda each: each[1].st_atime_ns):
                 if total <= self.max_bytes:
                     break
-                self._remove(path)
+                for each in (path, *self.path.glob(f"{path.stem}.*.json")):
+                    _unlink(each)
                 total -= status.st_size
         disk = os.statvfs(self.path)
         min_free = int(disk.f_blocks * disk.f_frsize * MIN_FREE_DISK_SHARE)
@@ -148,10 +148,6 @@ class PackedFolder:
         path = self.path / name
         with suppress(OSError):  # utime fails in a read-only folder, from which nothing is evicted.
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-
-    def _remove(self, path: Path) -> None:
-        for each in (path, *self.path.glob(f"{path.stem}.*.json")):
-            _unlink(each)
 
 
 def _unlink(path: Path) -> None:

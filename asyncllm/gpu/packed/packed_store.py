@@ -90,6 +90,8 @@ class PackedStore:
         self._write_failed = False
         self.state = "packed at this start"
         self._identity = WeightsIdentity.of(model.path)
+        # Leave out the fields that affect no weight.
+        weights_config = replace(model, path=Path(), generation_defaults=None, eos_token_ids=())
         form = {
             "version": VERSION,
             "format": FORMAT_VERSION,
@@ -97,7 +99,7 @@ class PackedStore:
             "layout": context.weights_layout,
             "dtype": str(dtype),
             "quantization": config.quantization,
-            "model": _digest(repr(_weights_config(model))),
+            "model": _digest(repr(weights_config)),
             "config": self._identity.config_digest,
         }
         self._cache_key = form | {"files": [*self._identity.files]}
@@ -279,12 +281,7 @@ class PackedStore:
         checkpoint_checksums = self._checkpoint_checksums(context)
         if WeightsIdentity.of(self._model.path) != self._identity:
             raise ModelLoadError(f"{self._model.path}: was changed while it was loaded")
-        num_bytes = sum(
-            tensor.nbytes
-            if isinstance(tensor, Tensor)
-            else sum(each.num_bytes for each in tensor.weights)
-            for _, tensor in recorded
-        )
+        num_bytes = sum(tensor.nbytes for _, tensor in recorded)
         self._folder.make_room(num_bytes)
 
         def write(fd: int) -> None:
@@ -326,15 +323,14 @@ class PackedStore:
 
     # --- sidecars: small JSON files beside a packed file ---------------------------------------
 
-    def sidecar_name(self, kind: str, conditions: Mapping[str, Any]) -> str:
-        """Name of a sidecar file.
+    def calibration_name(self, conditions: Mapping[str, Any]) -> str:
+        """Name of the sidecar that stores a calibration.
 
         Args:
-            kind: what the file stores, such as "calibration".
             conditions: JSON values on which the content depends; the name contains their digest.
         """
         digest = _digest(json.dumps(conditions, sort_keys=True))
-        return f"{_file_stem(self._key)}.{kind}-{digest}.json"
+        return f"{_file_stem(self._key)}.calibration-{digest}.json"
 
     def read_sidecar(self, name: str) -> Any:
         """Read a sidecar, a small JSON file; None if there is no such file."""
@@ -405,11 +401,6 @@ def cache_folder(config: EngineConfig) -> Path:
     # The XDG convention ignores a relative path.
     base = Path(xdg_folder) if os.path.isabs(xdg_folder) else Path.home() / ".cache"
     return base / "asyncllm" / "packed"
-
-
-def _weights_config(model: ModelConfig) -> ModelConfig:
-    """The configuration without the fields that affect no weight."""
-    return replace(model, path=Path(), generation_defaults=None, eos_token_ids=())
 
 
 def _file_stem(key: Any) -> str:

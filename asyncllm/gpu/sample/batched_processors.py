@@ -137,7 +137,7 @@ class _ProcessorBatch:
                 (
                     i,
                     claimed.assignment.sampling,
-                    _prompt_token_ids(claimed.assignment),
+                    list(claimed.assignment.token_ids[: claimed.assignment.num_prompt_tokens]),
                     claimed.output,
                 )
                 for i, claimed in entered.items()
@@ -151,10 +151,6 @@ class _ProcessorBatch:
             for request in self._requests.values():
                 request.error = request.error or failure
             self._requests = {}
-
-
-def _prompt_token_ids(assignment: SlotAssignment) -> list[int]:
-    return list(assignment.token_ids[: assignment.num_prompt_tokens])
 
 
 def make_processors(config: EngineConfig, device: torch.device) -> tuple[LogitsProcessor, ...]:

@@ -119,11 +119,8 @@ class SamplingState:
         has_host = req_index in self.host_rules or req_index in self.host_logprobs
         is_random = scalars["temperature"][req_index] >= MIN_TEMPERATURE
         self.needs_logits[req_index] = bool(update.stages) or has_host or is_random
-        return (
-            update
-            if update.stages & (SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES)
-            else None
-        )
+        needs_tables = update.stages & (SamplingStages.TOKEN_CONSTRAINTS | SamplingStages.PENALTIES)
+        return update if needs_tables else None
 
     def _set_num_logprobs(self, update: LogitsTableUpdate, num_logprobs: int) -> None:
         if 0 <= num_logprobs <= self.num_logprobs:

@@ -1,14 +1,17 @@
-"""build_transformers_decoder: transformers' modules with the engine's attention and op set."""
+"""load_transformers_decoder: transformers' modules with the engine's attention and op set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from asyncllm.checkpoint.progress import ProgressCallback
+from asyncllm.config import EngineConfig
+from asyncllm.gpu.kv_cache import KVGroup
 from asyncllm.gpu.kv_groups import KVPlan
 from asyncllm.gpu.models.layers import AttentionKind
 from asyncllm.gpu.ops.base import Attention, Linear
@@ -17,8 +20,10 @@ from asyncllm.gpu.ops.quantise import WeightQuantisers
 from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.state_cache import StateSpec
 from asyncllm.gpu.transformers_model.attention import CurrentStep, PagedAttention, attention_kinds
+from asyncllm.gpu.transformers_model.check import ReferenceLogprobs
 from asyncllm.gpu.transformers_model.config import TransformersConfig
 from asyncllm.gpu.transformers_model.decoder import TransformersDecoder
+from asyncllm.gpu.transformers_model.families import is_tested
 from asyncllm.gpu.transformers_model.interface import (
     ENGINE_IMPLEMENTATION_NAME,
     experts_implementation,
@@ -32,7 +37,8 @@ from asyncllm.gpu.transformers_model.linear import (
 from asyncllm.gpu.transformers_model.probe import ProbeResult, linear_classes, probe_model
 from asyncllm.gpu.transformers_model.recurrent import RecurrentModule
 from asyncllm.gpu.transformers_model.rules import check_calls, check_modules
-from asyncllm.gpu.transformers_model.weights import TensorOwner, has_tied_head
+from asyncllm.gpu.transformers_model.weights import TensorOwner, dummy_modules, load_modules
+from asyncllm.validation import value_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,43 @@ class ProbedModelPlan:
         return cls(probe, KVPlan.of(kinds, sources, model.max_position_embeddings), states)
 
 
-def build_transformers_decoder(
+def load_transformers_decoder(
+    config: EngineConfig,
+    model: TransformersConfig,
+    plan: ProbedModelPlan,
+    ops: TorchOps,
+    attention: Mapping[AttentionKind, Attention],
+    groups: Sequence[KVGroup],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantisers: WeightQuantisers | None,
+    progress: ProgressCallback | None,
+) -> TransformersDecoder:
+    """Load the modules and build the decoder.
+
+    Unless the architecture is tested, its results are compared with those of the unchanged modules.
+
+    Raises:
+        InvalidRequestError: ``quantization`` for an architecture that is not tested.
+    """
+    load = dummy_modules if config.load_format == "dummy" else load_modules
+    modules, owner = load(model, dtype, device, progress)
+    reference = None
+    if not is_tested(model):
+        if quantisers is not None:
+            raise value_error(
+                "quantization", config.quantization,
+                f"None for {model.architecture}, which is not among the tested architectures: "
+                "rounded weights cannot be compared with the model's own results",
+            )  # fmt: skip
+        reference = ReferenceLogprobs.compute(modules, model, dtype, device)
+    decoder = _build_decoder(model, plan, ops, attention, modules, owner, dtype, quantisers)
+    if reference is not None:
+        reference.check(decoder, list(groups))
+    return decoder
+
+
+def _build_decoder(
     model: TransformersConfig,
     plan: ProbedModelPlan,
     ops: TorchOps,
@@ -67,7 +109,7 @@ def build_transformers_decoder(
     modules: Any,
     owner: TensorOwner,
     dtype: torch.dtype,
-    quantisers: WeightQuantisers | None = None,
+    quantisers: WeightQuantisers | None,
 ) -> TransformersDecoder:
     """Replace parts of transformers' modules by the engine's ops and return the decoder.
 
@@ -135,12 +177,10 @@ def _replace_tied_head(
 ) -> None:
     """Replace a tied output head, and its embedding too if both can read one table."""
     head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
+    if type(head) is not nn.Linear or head.weight is not getattr(embedding, "weight", None):
+        return
     names = {module: name for name, module in modules.named_modules()}
-    if (
-        type(head) is not nn.Linear
-        or names[head] not in probe.linears
-        or not has_tied_head(modules)
-    ):
+    if names[head] not in probe.linears:
         return
     bias = None if head.bias is None else owner.take_tensor(head.bias.detach())
     head.weight.data = owner.take_tensor(head.weight.data)

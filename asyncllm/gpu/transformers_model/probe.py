@@ -112,7 +112,7 @@ class _CallRecorder:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         attention_mask: Any = None, scaling: float | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        set_options = {name: value for name, value in options.items() if _is_option_set(value)}
+        in_use = {name: value for name, value in options.items() if _is_option_in_use(name, value)}
         kv_call = next((i for i, earlier in enumerate(self.keys) if earlier is key), None)
         self.keys.append(key)
         self.probe.attention_calls.append(
@@ -126,15 +126,11 @@ class _CallRecorder:
                 num_keys=key.shape[2],
                 scale=None if scaling is None else float(scaling),
                 mask=attention_mask,
-                window=set_options.pop("sliding_window", None),
-                softcap=set_options.pop("softcap", None),
-                has_sinks=set_options.pop("s_aux", None) is not None,
+                window=in_use.pop("sliding_window", None),
+                softcap=in_use.pop("softcap", None),
+                has_sinks=in_use.pop("s_aux", None) is not None,
                 kv_call=kv_call,
-                options={
-                    name: value
-                    for name, value in set_options.items()
-                    if name not in _IGNORED_ATTENTION_OPTIONS
-                },
+                options=in_use,
             )
         )
         return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
@@ -144,8 +140,10 @@ class _CallRecorder:
         return torch.empty_like(hidden)
 
 
-def _is_option_set(value: Any) -> bool:
-    return value is not None and not (isinstance(value, (bool, int, float)) and not value)
+def _is_option_in_use(name: str, value: Any) -> bool:
+    """Whether an option of attention is set, and is not one that may be ignored."""
+    is_set = value is not None and not (isinstance(value, (bool, int, float)) and not value)
+    return is_set and name not in _IGNORED_ATTENTION_OPTIONS
 
 
 def linear_classes() -> tuple[type[nn.Module], ...]:

@@ -250,20 +250,17 @@ def _probe_module(
 ) -> RecurrentCall | None:
     """Find out how a module uses its cache; None if the cache stays unused."""
     names = list(inspect.signature(module.forward).parameters)
+    args, options = observed_call
     call = RecurrentCall(name, type(module).__name__, names[0], cache_parameter, {})
     recorder = _StateRecorder()
     try:
         with torch.enable_grad():
-            arguments = dict(zip(names, observed_call.args, strict=False)) | observed_call.options
+            arguments = dict(zip(names, args, strict=False)) | options
             module(**arguments | {cache_parameter: recorder})
             if not recorder.was_used:
                 return None
-            options = dict(observed_call.options)
-            hidden = (
-                observed_call.args[0]
-                if observed_call.args
-                else options.pop(call.hidden_parameter, None)
-            )
+            options = dict(options)
+            hidden = args[0] if args else options.pop(call.hidden_parameter, None)
             call.unsupported_feature = _unsupported_arguments(
                 hidden, observed_call, call, names
             ) or _unsupported_chunk_call(

@@ -70,12 +70,11 @@ def check_calls(model: TransformersConfig, probe: ProbeResult) -> list[int | Non
     Raises:
         ModelLoadError: a call is not supported; the message names the calling module.
     """
-    unsupported = (
+    for feature, accepted in chain(
         _unsupported_recurrence(probe),
         _unsupported_layers(probe, model.config),
         _unsupported_calls(probe),
-    )
-    for feature, accepted in chain(*unsupported):
+    ):
         raise _unsupported_model_error(model, feature, accepted)
     return [_attention_window(model, call) for call in probe.attention_calls]
 
@@ -97,19 +96,14 @@ def _unsupported_layers(probe: ProbeResult, config: Any) -> Iterator[Unsupported
         return
     prefix = min(lists, key=len)
     layer = re.compile(rf"{re.escape(prefix)}\.(\d+)\b")
+    attending = [call.module for call in probe.attention_calls]
+    recurrent = [call.module for call in probe.recurrent_calls]
+    outside = [module for module in attending + recurrent if not layer.match(module)]
     num_attention_calls, num_recurrent_calls = (
-        Counter(match and int(match[1]) for match in map(layer.match, modules))
-        for modules in (
-            [call.module for call in probe.attention_calls],
-            [c.module for c in probe.recurrent_calls],
-        )
+        Counter(int(match[1]) for match in map(layer.match, modules) if match)
+        for modules in (attending, recurrent)
     )
-    if None in num_attention_calls or None in num_recurrent_calls:
-        outside = [
-            c.module
-            for c in (*probe.attention_calls, *probe.recurrent_calls)
-            if not layer.match(c.module)
-        ]
+    if outside:
         yield f"{outside[0]} attends or keeps a state", "calls by layers alone"
     without_attention = _layers_without_mixer(config)
     for index in range(count):

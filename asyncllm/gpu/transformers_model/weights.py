@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -218,15 +217,7 @@ class TensorOwner:
 
     def _report_progress(self) -> None:
         if self._progress is not None:
-            taken = (
-                self._total_bytes * self._num_bytes_taken // self._num_bytes
-                if self._num_bytes
-                else 0
-            )
+            taken = 0
+            if self._num_bytes:
+                taken = self._total_bytes * self._num_bytes_taken // self._num_bytes
             self._progress((self._num_bytes_read + taken) // 2, self._total_bytes)
-
-
-def has_tied_head(modules: Any) -> bool:
-    """Whether the output head shares the embedding's weight."""
-    head, embedding = modules.get_output_embeddings(), modules.get_input_embeddings()
-    return getattr(head, "weight", None) is getattr(embedding, "weight", 0)
