@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -10,6 +11,7 @@ import pytest
 from asyncllm.core.batch import RowError
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.kv_cache import block_ids
+from asyncllm.core.request import Status
 from asyncllm.errors import KVCacheTooSmallError
 from tests.hypothesis_settings import quick_and_slow
 from tests.integrity import check_scheduler
@@ -238,6 +240,30 @@ def test_paused_request_is_the_first_victim():
     assert [r.num_preemptions for r in others] == [0, 0]
     rig.scheduler.resume(paused)
     rig.finish_all(paused, *others)
+
+
+def test_paused_streams_recompute_no_more_than_is_generated():
+    rig = Rig(num_blocks=33, max_num_seqs=8)
+    neighbour = rig.add(range(900, 904), max_tokens=60)
+    streams = [rig.add([i, *range(100, 139)], max_tokens=60) for i in range(4)]
+    num_computed = 0
+    # Each stream is read in turn, and paused again at its next token.
+    for turn in itertools.cycle(range(4)):
+        num_computed += sum(rig.step().values())
+        for i, stream in enumerate(streams):
+            if i == turn:
+                rig.scheduler.resume(stream)
+            elif stream.status is Status.RUNNING and len(stream.token_ids) > 40:
+                rig.scheduler.pause(stream)
+        if neighbour.is_finished:
+            break
+    assert rig.scheduler.num_generated_tokens > 70
+    num_prompt_tokens = 4 + 4 * 40
+    # Each token of a paused stream alone would take 40 more.
+    assert num_computed <= num_prompt_tokens + 2 * rig.scheduler.num_generated_tokens + 60
+    for stream in streams:
+        rig.scheduler.resume(stream)
+    rig.finish_all(neighbour, *streams)
 
 
 def test_preempting_step_admits_nothing():

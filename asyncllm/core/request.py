@@ -123,6 +123,7 @@ class Request:
             yet. Also 1 while the next grammar mask is made ahead, so that the request is not
             scheduled.
         epoch: incremented when in-flight results become void, by preemption or rollback.
+        is_evicted: whether it lost its blocks while it was paused, and has not run since.
         blocks: per KV group the blocks held, in order of position; empty if it holds none. The KV
             cache manager owns this attribute and the next five.
         num_out_of_window: per KV group the number of leading entries of ``blocks`` that are the
@@ -181,6 +182,7 @@ class Request:
     sort_key: tuple[float, ...] = field(init=False)
     req_index: int = field(init=False, default=-1)
     epoch: int = field(init=False, default=0)
+    is_evicted: bool = field(init=False, default=False)
     num_computed_tokens: int = field(init=False, default=0)
     budget_cost_per_token: int = field(init=False, default=1)
     num_placeholders: int = field(init=False, default=0)

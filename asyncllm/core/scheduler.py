@@ -75,6 +75,7 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self._idle_requests = IdleRequests()
+        self._next_recompute_at = 0
         self._free_req_indices = list(range(info.max_num_seqs - 1, -1, -1))
         self._released_req_indices: list[int] = []
         self._latest_step: ScheduledStep | None = None
@@ -113,6 +114,7 @@ class Scheduler:
         self.paused[request] = None
         if self.info.has_states:
             self.kv.free(request)
+            request.is_evicted = True
         elif request.blocks:
             self._idle_requests.add(request)
 
@@ -256,12 +258,15 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        was_idle = request in self._idle_requests
+        may_recompute = self._may_recompute(request)
+        if self.info.has_states and not may_recompute:
+            return False
+        was_idle, evicts = request in self._idle_requests, self.info.has_states
         self._idle_requests.discard(request)
         # Keep no blocks free while idle requests hold some: running requests can take those.
         min_free_blocks = 0 if self._idle_requests or not self.running else self.kv.watermark
         while not self._take_blocks(request, min_free_blocks):
-            victim = self._idle_requests.next_victim()
+            victim = self._idle_requests.next_victim() if may_recompute else None
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
@@ -269,6 +274,11 @@ class Scheduler:
                     self._idle_requests.add(request)
                 return False
             self._preempt(victim)
+            evicts = True
+        if request.is_evicted and evicts:
+            num_recomputed = len(request.token_ids) - request.num_computed_tokens
+            self._next_recompute_at = self.num_generated_tokens + num_recomputed
+        request.is_evicted = False
         self.waiting.admit(request)
         request.status = Status.RUNNING
         request.req_index = self._free_req_indices.pop()
@@ -276,6 +286,16 @@ class Scheduler:
         if request.first_scheduled_at is None:
             self.num_prompt_tokens += request.num_prompt_tokens
         return True
+
+    def _may_recompute(self, request: Request) -> bool:
+        """Whether a request that lost its blocks while paused may take those of other idle ones.
+
+        If more streams pause than the cache holds, each resumed one evicts another, and computes
+        its prompt again for a few tokens. So tokens have to be generated, by any request, as many
+        as were computed again for the last such request.
+        """
+        is_paid = self.num_generated_tokens >= self._next_recompute_at
+        return not request.is_evicted or is_paid or not self.running
 
     def _take_blocks(self, request: Request, min_free_blocks: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
@@ -413,6 +433,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         request.num_preemptions += 1
+        request.is_evicted = request.status is not Status.RUNNING
         self._reset_for_recompute(request)
 
     def _reset_for_recompute(self, request: Request) -> None:
