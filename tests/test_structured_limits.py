@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from asyncllm import InvalidRequestError
 from asyncllm.serving.protocol_error import to_protocol_error
 from asyncllm.structured.backends import GrammarBackends
-from asyncllm.structured.grammar import GrammarError, Vocabulary
+from asyncllm.structured.grammar import GrammarError, Vocabulary, is_gbnf
+from asyncllm.structured.json_schema import refuse_unsupported_by_xgrammar
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
 from asyncllm.structured.merged_schemas import refuse_large_merges
-from asyncllm.structured.references import refuse_infinite_references
+from asyncllm.structured.references import refuse_infinite_references, resolve_pointer
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
+from asyncllm.structured.structural_tag import to_lark
 from tests.refusals import refused
 from tests.structured import ByteRig, accepts, byte_vocabulary, tokens_of
 
@@ -625,6 +628,137 @@ def chained(count: int, link) -> dict:
     """A schema whose definitions lead from each to the next."""
     defs = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
     return {"$defs": defs | {f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+class CountedDict(dict):
+    """A schema that counts how often the keywords of all of them are read."""
+
+    num_reads = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        CountedDict.num_reads += 1
+        return super().get(key, default)
+
+
+def nested_objects(depth: int, end: str, **others: Any) -> dict[str, Any]:
+    schema: dict[str, Any] = {"$ref": f"#/$defs/{end}"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]} | others
+    return {"$ref": "#/$defs/x", "$defs": {"x": schema, "end": {}}}
+
+
+def overlapping_targets(count: int, depth: int) -> dict[str, Any]:
+    """A long schema that references decide one by one, itself the target of many references."""
+    refs = [{"$ref": f"#/$defs/{i}"} for i in range(count)]
+    inner: Any = {"allOf": [{}] * 500 + refs}
+    for _ in range(depth):
+        inner = {"anyOf": [inner]}
+    ways = [{"$ref": "#/$defs/inner" + "/anyOf/0" * i} for i in range(depth + 1)]
+    return {"$defs": {"inner": inner} | {f"{i}": {} for i in range(count)}, "prefixItems": ways}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested_objects(12, "end", required=["a"] * 2),
+        nested_objects(12, "x", type=["object"] * 2),
+        overlapping_targets(60, 20),
+    ],
+    ids=["required", "type", "targets"],
+)
+def test_the_search_for_endless_references_is_linear(schema) -> None:
+    made: list[CountedDict] = []
+
+    def make(pairs: list[tuple[str, Any]]) -> CountedDict:
+        made.append(CountedDict(pairs))
+        return made[-1]
+
+    root = json.loads(json.dumps(schema), object_pairs_hook=make)
+    CountedDict.num_reads = 0
+    with suppress(GrammarError):
+        refuse_infinite_references(root)
+    assert CountedDict.num_reads <= 25 * len(made)
+
+
+def test_a_reference_is_resolved_once_for_all_alternatives(monkeypatch) -> None:
+    resolved: list[str] = []
+
+    def resolve(pointer: str, root: Any) -> Any:
+        resolved.append(pointer)
+        return resolve_pointer(pointer, root)
+
+    monkeypatch.setattr("asyncllm.structured.merged_schemas.resolve_pointer", resolve)
+    others = {"additionalProperties": {"$ref": "#" + "/" * 1000}}
+    refuse_large_merges(strings(20, **others, anyOf=[{"minProperties": i} for i in range(50)]))
+    assert len(resolved) == 1
+
+
+def test_only_a_text_is_a_pattern() -> None:
+    refuse_large_merges({"allOf": [{"pattern": [i], "format": {"f": i}} for i in range(40)]})
+    with pytest.raises(GrammarError, match="9 patterns and formats"):
+        refuse_large_merges({"allOf": [{"pattern": str(i)} for i in range(9)]})
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"items": [0] * 20_000}, {"prefixItems": [0] * 20_000}, {"allOf": [True] * 2500}],
+    ids=lambda one: next(iter(one)),
+)
+def test_entries_that_are_no_schemas_count_too(llguidance, others) -> None:
+    schema = {**others, "anyOf": [{"minItems": i} for i in range(1500)]}
+    with pytest.raises(GrammarError, match="too many combinations of schemas"):
+        compiled(llguidance, json=schema)
+    refuse_large_merges({**others, "anyOf": schema["anyOf"][:50]})
+
+
+def test_required_names_are_not_searched_in_a_list() -> None:
+    class Names(list):
+        def __contains__(self, name: object) -> bool:
+            raise AssertionError("each name would be compared with all")
+
+    schema = {"type": "object", "properties": Names("abc"), "required": ["c"]}
+    refuse_unsupported_by_xgrammar(schema)
+    with pytest.raises(GrammarError, match="the required 'd'"):
+        refuse_unsupported_by_xgrammar(schema | {"required": ["d"]})
+
+
+def test_a_trigger_is_found_without_trying_each() -> None:
+    class Begin(str):
+        def startswith(self, *_: Any) -> bool:
+            raise AssertionError("each tag would try all triggers")
+
+    tag = {"type": "tag", "begin": Begin("<ab>"), "end": "",
+           "content": {"type": "const_string", "value": "x"}}  # fmt: skip
+    for triggers, head in ((["x", 3, "<a", "<", "<ab", "<a"], "<a"), (["<ab>c", "<"], "<")):
+        form = {"type": "triggered_tags", "triggers": triggers, "tags": [tag]}
+        assert f'TEXT "{head}"' in to_lark({"type": "structural_tag", "format": form})
+    for triggers in ([], ["b"], ["", "<"]):
+        form = {"type": "triggered_tags", "triggers": triggers, "tags": [tag]}
+        with pytest.raises(GrammarError, match="no trigger begins"):
+            to_lark({"type": "structural_tag", "format": form})
+
+
+def test_gbnf_is_recognised_in_one_pass() -> None:
+    """With a pass for each line this takes seconds, and 131,072 lines minutes."""
+    began = time.process_time()
+    assert not is_gbnf("\n" * 20_000)
+    assert time.process_time() - began < 1
+    for text in ("root ::= x", "\n\n\troot::=x", "# a\n r-1 \n ::= x", "a\nb ::= c"):
+        assert is_gbnf(text)
+    assert not is_gbnf('start: "a ::= b"')
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["".join(f"{i} ::= {i + 1}\n" for i in range(900)) + 'root ::= "a"',
+     "#\n" * 20_000 + 'root ::= "a"'],
+    ids=["rules", "comments"],
+)  # fmt: skip
+def test_gbnf_that_takes_long_to_convert_is_refused(llguidance, text) -> None:
+    with pytest.raises(GrammarError, match=r"takes a work of \d+ to convert .* at most 8388608"):
+        compiled(llguidance, grammar=text)
+    rules = "".join(f"r{i} ::= r{i + 1}\n" for i in range(60)) + 'r60 ::= "a"\nroot ::= r0'
+    assert accepts(compiled(llguidance, grammar="# letters\n" * 60 + rules), "a")
 
 
 @pytest.mark.parametrize(

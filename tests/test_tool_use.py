@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from asyncllm.errors import InvalidRequestError
+from asyncllm.structured.references import resolve_pointer
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.families import TOOL_CALL_FAMILIES
 from asyncllm.tool_calls.function_schema import function_schema
@@ -112,6 +113,23 @@ def test_errors_name_the_argument(tools: Any, choice: Any, param: str, says: str
 
 def test_a_schema_that_holds_itself_is_a_tree() -> None:
     assert use([{"name": "a", "parameters": TREE}]).parameter_schemas["a"] == TREE
+
+
+def test_each_reference_of_a_chain_is_resolved_once(monkeypatch) -> None:
+    resolved: list[str] = []
+
+    def resolve(pointer: str, root: Any) -> Any:
+        resolved.append(pointer)
+        return resolve_pointer(pointer, root)
+
+    monkeypatch.setattr("asyncllm.tool_calls.tool_use.resolve_pointer", resolve)
+    links = [(f"d{i}", {"$ref": f"#/d{i + 1}"}) for i in range(2000)]
+    for chain in (dict(links), dict(reversed(links))):
+        resolved.clear()
+        assert use([{"name": "a", "parameters": chain | {"d2000": {}}}])
+        assert sorted(resolved) == sorted(f"#/d{i + 1}" for i in range(2000))
+        with refused("tools", "a circle of"):
+            use([{"name": "a", "parameters": chain | {"d2000": {"$ref": "#/d1000"}}}])
 
 
 def test_parallel_tool_calls_is_true_or_false() -> None:

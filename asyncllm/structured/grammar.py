@@ -25,7 +25,7 @@ def is_gbnf(text: str) -> bool:
     string or comment. Lark's ``start:`` is not looked for, because it may also be written
     ``?start:`` or ``start[…]:``.
     """
-    return re.search(r"(?m)^\s*[\w-]+\s*::=", text) is not None
+    return re.search(r"(?m)^[^\S\n]*+[\w-]++\s*+::=", text) is not None
 
 
 class GrammarMatcher(Protocol):

@@ -106,7 +106,7 @@ def refuse_unsupported_by_xgrammar(schema: Any) -> None:
                     continue
                 names = ", ".join(sorted(keywords))
                 raise GrammarError(f"{names} without a single type are not enforced")
-            required, properties = part.get("required", ()), part.get("properties", {})
+            required, properties = part.get("required", ()), set(part.get("properties") or ())
             for name in required:
                 if name not in properties:
                     raise GrammarError(f"the required {name!r}, not in properties, is not enforced")

@@ -59,6 +59,14 @@ _MAX_FORCED_BYTES = 64
 tokenises again for each mask."""
 
 
+MAX_GBNF_WORK = 2**23
+"""Maximum number of rules of a GBNF grammar times its characters. The conversion, in Python, may
+read all rules again for each rule. The maximum takes up to 1 s."""
+
+COMMENTS_PER_RULE = 16
+"""Number of GBNF comments that count as a rule. The conversion copies all comments for each."""
+
+
 class LLGuidanceBackend:
     """Default grammar backend; it refuses JSON Schema keywords that llguidance does not enforce."""
 
@@ -227,6 +235,12 @@ class _TokenizerAdapter:
 def _grammar_to_lark(text: str) -> str:
     if not is_gbnf(text):
         return text
+    work = (text.count("::=") + text.count("#") // COMMENTS_PER_RULE) * len(text)
+    if work > MAX_GBNF_WORK:
+        raise GrammarError(
+            f"GBNF takes a work of {work} to convert (its rules times its characters), expected at "
+            f"most {MAX_GBNF_WORK}: fewer rules or comments"
+        )
     convert = importlib.import_module("llguidance.gbnf_to_lark").gbnf_to_lark
     try:
         return convert(text)

@@ -29,9 +29,12 @@ MAX_MULTIPLEOF_REMAINDERS = 16_384
 """Maximum number of remainders modulo the ``multipleOf`` of a schema. This many automaton states
 take 50 ms and 8 MB."""
 
-MAX_APPLIED_SCHEMAS = 200_000
-"""Maximum total of the checked values and the schemas that apply to them, repetitions included.
-Checking this many takes 0.5 s."""
+MAX_CHECK_STEPS = 200_000
+"""Maximum number of steps of the check: the checked values and the schemas that apply to them,
+repetitions included. NON_SCHEMAS_PER_STEP other entries of a list, such as ``true``, count as one.
+This many steps take 0.5 s."""
+
+NON_SCHEMAS_PER_STEP = 8
 
 MAX_EXPANDED_SCHEMAS = 4096
 """Maximum number of schemas of one value, counted with each reference replaced by its target, as in
@@ -72,12 +75,13 @@ class _MergeChecker:
     def __init__(self) -> None:
         self._root: Any = None
         self._comparison_costs: dict[tuple[frozenset[int], frozenset[int]], int] = {}
-        self._seen_divisors: set[frozenset[Fraction]] = set()
-        self._total_remainders = self._num_applied_schemas = self._total_comparison_cost = 0
+        self._seen_divisors: set[frozenset[int | float]] = set()
+        self._total_remainders = self._num_steps = self._total_comparison_cost = 0
         self._expanded_counts: dict[int, int] = {}
+        self._ref_targets: dict[int, list[Any]] = {}
 
     def check_root_schema(self, root: Any) -> None:
-        self._root = root
+        self._root, self._ref_targets = root, {}
         for schema in subschemas(root):
             if self.count_expanded_schemas(schema) > MAX_EXPANDED_SCHEMAS:
                 raise GrammarError(
@@ -105,16 +109,20 @@ class _MergeChecker:
                 for part in members
             ]
             count = self._expanded_counts[id(schema)] = 1 + sum(
-                map(self.count_expanded_schemas, [*parts, *self._ref_targets(schema)])
+                map(self.count_expanded_schemas, [*parts, *self._resolve_ref(schema)])
             )
         return count
 
-    def _ref_targets(self, schema: Schema) -> list[Any]:
+    def _resolve_ref(self, schema: Schema) -> list[Any]:
         """List with the target of the schema's local reference; empty without one."""
-        if is_local_ref(pointer := schema.get("$ref")):
+        if not is_local_ref(pointer := schema.get("$ref")):
+            return []
+        targets = self._ref_targets.get(id(schema))
+        if targets is None:
+            targets = self._ref_targets[id(schema)] = []
             with suppress(LookupError):  # The backend refuses an unknown reference.
-                return [resolve_pointer(pointer, self._root)]
-        return []
+                targets.append(resolve_pointer(pointer, self._root))
+        return targets
 
     def check_value_schemas(
         self, schemas: list[Any], expanded_ids: frozenset[int] = frozenset()
@@ -128,9 +136,9 @@ class _MergeChecker:
             The cost of the comparisons of ``patternProperties``; 0 for a single schema that was
             checked before, because llguidance compiles it once.
         """
-        applied_schemas, num_merged = self._collect_applied_schemas(schemas)
-        self._num_applied_schemas += 1 + num_merged
-        if self._num_applied_schemas > MAX_APPLIED_SCHEMAS:
+        applied_schemas, num_merged, num_others = self._collect_applied_schemas(schemas)
+        self._num_steps += 1 + num_merged + num_others // NON_SCHEMAS_PER_STEP
+        if self._num_steps > MAX_CHECK_STEPS:
             raise GrammarError("too many combinations of schemas apply to one value")
         key = frozenset(map(id, applied_schemas)), expanded_ids
         if key in self._comparison_costs:
@@ -175,18 +183,20 @@ class _MergeChecker:
                 "shorter ones"
             )
 
-    def _collect_applied_schemas(self, schemas: Iterable[Any]) -> tuple[list[Schema], int]:
+    def _collect_applied_schemas(self, schemas: Iterable[Any]) -> tuple[list[Schema], int, int]:
         """Collect ``schemas`` and the schemas that they include by ``allOf`` and ``$ref``.
 
         Returns:
-            The collected schemas without repetitions, and their number with repetitions.
+            The collected schemas without repetitions, their number with repetitions, and the number
+            of other entries.
         """
         by_id: dict[int, Schema] = {}
         pending = list(schemas)
-        count = 0
+        count = num_others = 0
         while pending:
             schema = pending.pop()
             if not isinstance(schema, Mapping):
+                num_others += 1
                 continue
             count += 1
             if id(schema) in by_id:
@@ -194,8 +204,8 @@ class _MergeChecker:
             by_id[id(schema)] = schema
             if isinstance(included := schema.get("allOf"), list):
                 pending += included
-            pending += self._ref_targets(schema)
-        return list(by_id.values()), count
+            pending += self._resolve_ref(schema)
+        return list(by_id.values()), count, num_others
 
     def _count_patterns(self, schema: Any) -> int:
         return len(_patterns_and_formats(self._collect_applied_schemas([schema])[0]))
@@ -213,7 +223,7 @@ class _MergeChecker:
                 f"{MAX_PATTERNS_PER_VALUE}"
             )
         divisors = frozenset(
-            Fraction(Decimal(repr(number)))
+            number
             for number in (schema.get("multipleOf") for schema in applied_schemas)
             if isinstance(number, int | float) and number > 0
         )
@@ -264,11 +274,17 @@ def _pattern_comparison_cost(schemas: list[Schema]) -> int:
 
 def _patterns_and_formats(schemas: list[Schema]) -> set[tuple[str, str]]:
     names = ("pattern", "format")
-    return {(name, str(schema[name])) for schema in schemas for name in names if name in schema}
+    return {
+        (name, value)
+        for schema in schemas
+        for name in names
+        if isinstance(value := schema.get(name), str)
+    }
 
 
-def _count_multipleof_remainders(divisors: frozenset[Fraction]) -> int:
+def _count_multipleof_remainders(divisors: Iterable[int | float]) -> int:
     """Count the remainders that an automaton distinguishes to check divisibility by all
     ``divisors``."""
-    unit = math.lcm(*(number.denominator for number in divisors))
-    return math.lcm(*(int(number * unit) for number in divisors)) if divisors else 0
+    fractions = [Fraction(Decimal(repr(number))) for number in divisors]
+    unit = math.lcm(*(number.denominator for number in fractions))
+    return math.lcm(*(int(number * unit) for number in fractions)) if fractions else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeGuard
 
@@ -11,6 +11,9 @@ from asyncllm.structured.grammar import GrammarError
 from asyncllm.validation import describe
 
 _CONTAINER_TYPES = ("object", "array")
+
+_MAX_POINTER_PARTS = 128
+"""Maximum number of parts of a pointer; schemas of requests have at most 100 levels."""
 
 
 def is_local_ref(pointer: Any) -> TypeGuard[str]:
@@ -24,7 +27,7 @@ def resolve_pointer(pointer: str, root: Any) -> Any:
         LookupError: if the pointer refers to no value.
     """
     value = root
-    for part in pointer.split("/")[1:]:
+    for part in pointer.split("/", _MAX_POINTER_PARTS)[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, Mapping):
             value = value[part]
@@ -40,27 +43,11 @@ def refuse_infinite_references(root: Any) -> None:
 
     An example is a schema that requires a reference to itself. A grammar would admit the beginning
     of an endless value, and the output would go on for ever.
-
-    A reference is satisfiable if some value of its schema needs no references, or only satisfiable
-    ones (a least fixed point). The time is linear in the size of the schema, unless one schema has
-    a long list of references.
     """
     targets = dict(_reachable_references(root))
-    finite_refs: set[str] = set()
-    dependent_refs: dict[str, list[str]] = defaultdict(list)
-    pending = list(targets)
-    while pending:
-        pointer = pending.pop()
-        if pointer in finite_refs:
-            continue
-        undecided_refs: list[str] = []
-        if _has_finite_value(targets[pointer], finite_refs, targets, undecided_refs):
-            finite_refs.add(pointer)
-            pending += dependent_refs.pop(pointer, ())
-        for undecided_ref in undecided_refs:
-            dependent_refs[undecided_ref].append(pointer)
-    for pointer in targets:
-        if pointer not in finite_refs:
+    finite_ids = _ids_of_finite_schemas(targets)
+    for pointer, target in targets.items():
+        if id(target) not in finite_ids:
             raise GrammarError(
                 f"the $ref {describe(pointer)} leads to values that never end: each holds another"
             )
@@ -71,16 +58,18 @@ def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
 
     Backends refuse other references.
     """
-    pending, seen = [root], set[str]()
+    pending, seen_pointers, seen_ids = [root], set[str](), set[int]()
     while pending:
         schema = pending.pop()
-        if isinstance(schema, (list, tuple)):
-            pending += schema
+        if not isinstance(schema, (list, tuple, Mapping)) or id(schema) in seen_ids:
+            continue
+        seen_ids.add(id(schema))
         if not isinstance(schema, Mapping):
+            pending += schema
             continue
         pointer = schema.get("$ref")
-        if is_local_ref(pointer) and pointer not in seen:
-            seen.add(pointer)
+        if is_local_ref(pointer) and pointer not in seen_pointers:
+            seen_pointers.add(pointer)
             with suppress(LookupError):
                 target = resolve_pointer(pointer, root)
                 yield pointer, target
@@ -93,39 +82,75 @@ def _reachable_references(root: Any) -> Iterator[tuple[str, Any]]:
         pending += [schema.get("additionalProperties"), schema.get("additionalItems")]
 
 
-def _has_finite_value(
-    schema: Any, finite_refs: set[str], ref_targets: Mapping[str, Any], undecided_refs: list[str]
-) -> bool:
-    """Whether some finite JSON value is known to satisfy a schema.
+def _ids_of_finite_schemas(ref_targets: Mapping[str, Any]) -> set[int]:
+    """Ids of the targets, and of the schemas within them, that some finite value satisfies.
+
+    These are a least fixed point. It is computed as that of propositional Horn clauses, in time
+    linear in the size of the schemas, however they refer to each other.
 
     Args:
-        finite_refs: references that a finite value is known to satisfy.
         ref_targets: target of every reference.
-        undecided_refs: list that receives the other references on which the answer depends.
     """
+    clauses_by_part: dict[int, list[list[int]]] = defaultdict(list)
+    proved_ids: list[int] = []
 
-    def is_finite(subschema: Any) -> bool:
-        return _has_finite_value(subschema, finite_refs, ref_targets, undecided_refs)
+    def add_clause(head_id: int, part_ids: list[int]) -> None:
+        """Add that the head is finite if all parts are. The clause counts its unproved parts."""
+        clause = [len(part_ids), head_id]
+        for part_id in part_ids:
+            clauses_by_part[part_id].append(clause)
+        if not part_ids:
+            proved_ids.append(head_id)
 
+    pending, seen_ids, num_conditions = list(ref_targets.values()), set[int](), 0
+    while pending:
+        schema = pending.pop()
+        if id(schema) in seen_ids:
+            continue
+        seen_ids.add(id(schema))
+        condition_ids = []
+        for alternatives in _finiteness_conditions(schema, ref_targets):
+            num_conditions += 1
+            condition_ids.append(-num_conditions)  # The id of an object is positive.
+            for parts in alternatives:
+                add_clause(-num_conditions, list(map(id, parts)))
+                pending += parts
+        add_clause(id(schema), condition_ids)
+    finite_ids: set[int] = set()
+    while proved_ids:
+        proved_id = proved_ids.pop()
+        finite_ids.add(proved_id)
+        for clause in clauses_by_part.pop(proved_id, ()):
+            clause[0] -= 1
+            if not clause[0]:
+                proved_ids.append(clause[1])
+    return finite_ids
+
+
+def _finiteness_conditions(
+    schema: Any, ref_targets: Mapping[str, Any]
+) -> Iterator[Iterable[list[Any]]]:
+    """Iterate over the conditions that together let some finite value satisfy a schema.
+
+    Each is a list of alternatives; an alternative is a list of schemas that all need such a value.
+    """
     if not isinstance(schema, Mapping):
-        return True
+        return
     pointer = schema.get("$ref")
-    if isinstance(pointer, str) and pointer in ref_targets and pointer not in finite_refs:
-        undecided_refs.append(pointer)
-        return False
+    if isinstance(pointer, str) and pointer in ref_targets:
+        yield [[ref_targets[pointer]]]
     if "enum" in schema or "const" in schema:
-        return True
-    for keyword, quantifier in (("allOf", all), ("anyOf", any), ("oneOf", any)):
-        parts = schema.get(keyword)
-        if isinstance(parts, list) and parts and not quantifier(map(is_finite, parts)):
-            return False
+        return
+    if isinstance(parts := schema.get("allOf"), list):
+        yield [parts]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(keyword), list) and parts:
+            yield ([part] for part in parts)
     kinds = schema.get("type", "null")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    children = {"object": _required_property_schemas, "array": _required_item_schemas}
-    return any(
-        kind not in _CONTAINER_TYPES or all(map(is_finite, children[kind](schema)))
-        for kind in kinds
-    )
+    if all(kind in _CONTAINER_TYPES for kind in kinds):
+        children = {"object": _required_property_schemas, "array": _required_item_schemas}
+        yield (list(children[kind](schema)) for kind in _CONTAINER_TYPES if kind in kinds)
 
 
 def _required_property_schemas(schema: Mapping[str, Any]) -> Iterator[Any]:

@@ -99,10 +99,13 @@ class _LarkBuilder:
         triggers = _require_field(tag_format, "triggers", list)
         if tag_format.get("at_least_one", False) or tag_format.get("excludes"):
             raise GrammarError(f"triggered_tags with conditions {_XGRAMMAR_HINT}")
+        places = {t: -i for i, t in enumerate(reversed(triggers)) if isinstance(t, str)}
+        lengths = sorted(set(map(len, places)))  # 131,072 characters have at most 512 of them.
         tags = []
         for tag in _require_field(tag_format, "tags", list):
             begin = _require_field(tag, "begin", str)
-            trigger = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
+            heads = (begin[:length] for length in lengths if length <= len(begin))
+            trigger = min(filter(places.__contains__, heads), key=places.__getitem__, default="")
             if not trigger:
                 raise GrammarError(f"no trigger begins {begin!r}")
             # Free text cannot contain a special token. So only a text trigger needs a lazy match,

@@ -133,15 +133,22 @@ def _check_parameters(schema: Any, location: str) -> None:
     _check_valid(is_map, f"{location}.properties", properties, "names to JSON schemas")
     is_list = isinstance(required, (list, tuple)) and all(isinstance(r, str) for r in required)
     _check_valid(is_list, f"{location}.required", required, "a list of names")
+    checked_pointers: set[str] = set()
     for value in walk_json(schema):
         if isinstance(value, dict) and "$ref" in value:
-            _check_reference(value, schema, location)
+            _check_reference(value, schema, location, checked_pointers)
 
 
-def _check_reference(schema: dict[str, Any], root: dict[str, Any], location: str) -> None:
+def _check_reference(
+    schema: dict[str, Any], root: dict[str, Any], location: str, checked_pointers: set[str]
+) -> None:
     """Check that the ``$ref`` of a schema leads to a schema within ``root``.
 
     Refuses references that lead only to each other; accepts a recursive schema, such as a tree's.
+
+    Args:
+        checked_pointers: pointers that lead to a schema, to which this function adds. So each
+            reference of a chain is resolved once.
     """
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
@@ -150,6 +157,8 @@ def _check_reference(schema: dict[str, Any], root: dict[str, Any], location: str
             raise _tool_error(
                 location, f"$ref {check.describe(pointer)}", "one into this schema, #/…"
             )
+        if pointer in checked_pointers:
+            break
         if pointer in seen:
             raise _tool_error(
                 location, f"a circle of $ref at {pointer!r}", "one that leads to a schema"
@@ -161,6 +170,7 @@ def _check_reference(schema: dict[str, Any], root: dict[str, Any], location: str
             raise _tool_error(
                 location, f"$ref {pointer!r}, which leads nowhere", "one to a schema"
             ) from None
+    checked_pointers |= seen
 
 
 def _check_valid(is_valid: bool, location: str, value: object, accepted_values: str) -> None:
