@@ -702,9 +702,9 @@ async def test_outputs_do_not_repeat_a_long_prompt_without_end(monkeypatch):
 async def test_outputs_that_wait_together_are_not_one_long_write(monkeypatch):
     sent, send = [], EventSender.send
 
-    def record(sender, text):
-        sent.append(text)
-        return send(sender, text)
+    def record(sender, data):
+        sent.append(data)
+        return send(sender, data)
 
     monkeypatch.setattr(EventSender, "send", record)
     fields = {"prompt": "1", "n": 8, "max_tokens": 6, "logprobs": 2, "ignore_eos": True}
@@ -714,7 +714,7 @@ async def test_outputs_that_wait_together_are_not_one_long_write(monkeypatch):
         sent.clear()
         async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
             assert (await client.post("/v1/completions", json=fields)).status_code == 200
-        counts = [text.count('"finish_reason"') for text in sent]
+        counts = [data.count(b'"finish_reason"') for data in sent]
         assert (max(counts) == 1) == is_split
         assert sum(counts) >= 8
 

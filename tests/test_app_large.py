@@ -143,6 +143,33 @@ async def test_a_body_is_not_held_while_its_answer_is_made(path):
             assert one.status == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_wide_character_makes_no_request_take_four_times_its_bytes(path):
+    """Tools: an answer of ``/v1/responses`` repeats them in each of its first events."""
+    function = {"name": "f", "parameters": {"description": "\U0001f600" + "x" * 500_000}}
+    is_chat = path == "/v1/chat/completions"
+    tool = {"type": "function", **({"function": function} if is_chat else function)}
+    limit = "max_tokens" if is_chat else "max_output_tokens"
+    fields = json.dumps(BODIES[path]("a") | {"tools": [tool], "stream": True, limit: 2})
+    engine = AsyncLLMEngine(num_blocks=64)
+    app = create_app(engine)
+    async with engine, contextlib.AsyncExitStack() as stack:
+        await engine.pause()
+        with held_by(6) as held:
+            requests = [
+                await stack.enter_async_context(RawRequest(app, fields.encode(), path))
+                for _ in range(6)
+            ]
+            try:
+                await until(lambda: engine.stats().num_waiting == 6)
+                await until(lambda: held() < (100_000 if is_chat else 1_800_000), 5.0)
+            finally:
+                await engine.resume()
+        for one in requests:
+            await one.whole()
+            assert one.status == 200
+
+
 async def test_a_message_is_not_held_once_it_is_answered():
     async with served(fake_engine("x"), max_message_size=1 << 21) as server:
         async with contextlib.AsyncExitStack() as stack:

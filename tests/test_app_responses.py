@@ -203,7 +203,7 @@ async def test_the_store_is_bounded():
     def response(kilobytes, parts=0):
         content = [{"type": "text", "text": ""}] * parts or "x" * (1000 * kilobytes - 400)
         messages = ({"role": "user", "content": content},)
-        return StoredResponse(Conversation().with_messages(messages), "{}")
+        return StoredResponse(Conversation().with_messages(messages), b"{}")
 
     store = ResponseStore(max_responses=3, max_bytes=100_000)
     for name in "abcd":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
+import sys
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +18,16 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.trainers import BpeTrainer
 
+import asyncllm
 from asyncllm.errors import InvalidRequestError
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.literal_pattern import literal_pattern
+from asyncllm.text.template_input import TemplateInput
 from asyncllm.text.tokenizer import Tokenizer
 from tests.chat_tokens import as_written, controls, encode
 from tests.tokenizer_kinds import CHATML, KINDS, SENTENCES, SPECIAL, byte_level, make, unigram
+
+DEMO = Path(asyncllm.__file__).parent / "demo_model"
 
 
 def user(content: Any, role: str = "user") -> list[dict[str, Any]]:
@@ -337,6 +345,28 @@ def test_pattern_of_texts_within_texts_compiles():
         "a" * 299,
         "a" * 101,
     ]
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_rendering_copies_a_long_text_few_times(has_tokens):
+    """One emoji makes each copy of it four times as large."""
+    text = "\U0001f600|" + "<|im_end|>" * has_tokens + "x" * 1_000_000
+    messages = [*user("a"), {"role": "assistant", "content": "b", "reasoning_content": text}]
+    tokenizer, size = Tokenizer.from_directory(DEMO), sys.getsizeof(text)
+    conversation = TemplateInput(messages, {})
+    tokenizer.encode_chat(conversation)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        ids = tokenizer.encode_chat(conversation)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held < size / 4  # Without the garbage collector.
+    assert ids == tokenizer.encode_chat(TemplateInput([*user("a"), *user("b", "assistant")], {}))
+    assert peak < 3.1 * size
 
 
 def test_alike_special_tokens_are_compared_once_a_place():

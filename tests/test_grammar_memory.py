@@ -15,13 +15,21 @@ from typing import Any
 
 import pytest
 
-from asyncllm import AsyncLLMEngine, DeadlineExceededError, InvalidRequestError, SamplingParams
+from asyncllm import (
+    AsyncLLMEngine,
+    DeadlineExceededError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from asyncllm.core import admission as admission_module
 from asyncllm.core.request import Request
 from asyncllm.core.structured_output import RequestGrammar
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar, GrammarMemoryBound, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
+from asyncllm.structured.parser_limits import estimate_memory
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from tests.fakes import thread_of
 from tests.idle import blocking_until, until
@@ -122,6 +130,41 @@ async def test_abandoned_compile_does_not_begin(sized):
     assert backends.begun == ["first", "shared", "last"]
     assert "leftx" not in told
     assert not compiler._jobs
+
+
+async def test_unwanted_compiles_keep_no_text_behind_others(sized, monkeypatch):
+    backends, compiler = sized
+    monkeypatch.setattr(compiler_module, "MAX_WAITING_SPEC_BYTES", 20_000)
+    backends.gate.clear()
+    wanted = {"first", "second"}
+    for name in ("first", "second", *(f"{i:04d}" + "\U0001f600" * 1000 for i in range(50))):
+        compiler.submit(
+            spec_of(name), lambda grammar, error: None, lambda name=name: name in wanted
+        )
+        if name == "first":
+            await until(lambda: backends.begun == ["first"])
+    assert len(compiler._queue) <= 5
+    assert len(compiler._jobs) <= 6
+    backends.gate.set()
+    await until(lambda: not compiler._jobs)
+    assert backends.begun == ["first", "second"]
+
+
+async def test_texts_of_waiting_grammars_count_in_the_queue(monkeypatch):
+    monkeypatch.setattr(admission_module, "MAX_WAITING_TEXT_BYTES", 500_000)
+    async with ByteRig().engine() as engine:
+        await engine.pause()
+        for prompt in ([1, 2], "a" * 520):
+            streams = []
+            with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
+                for i in range(9):
+                    outputs = {"choice": [f"{i:04d}" + "\U0001f600" * 40_000]}
+                    streams.append(engine.stream(prompt, structured_outputs=outputs))
+            assert len(streams) == 3
+            streams.append(engine.stream([1], structured_outputs={"choice": ["a"]}))
+            for stream in streams:
+                stream.abort()
+            await until(lambda: not engine._thread.core.admission._text_bytes_by_group)
 
 
 async def test_aborted_requests_compile_nothing():
@@ -451,6 +494,15 @@ def test_grammar_memory_is_within_estimate(asked):
             assert grammar.memory.is_exhausted
             break
     assert _allocated() - before <= grammar.memory.num_bytes < LIMIT // 4
+
+
+def test_memory_is_estimated_from_bytes():
+    estimates = set()
+    for text in ("a" * 120_000, "\U0001f600" * 30_000):
+        spec = parse_structured_outputs({"choice": [text]})
+        assert spec is not None
+        estimates.add(estimate_memory(spec).compiled_bytes)
+    assert len(estimates) == 1
 
 
 async def test_a_grammar_at_its_limit_of_states_is_compiled_anew():

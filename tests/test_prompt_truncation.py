@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from asyncllm import (
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.testing import fake_engine, fake_llm
 from tests.app_clients import app_client, events_of, user
+from tests.idle import until
 from tests.refusals import refused
 
 TEXT = "abcdefghij" * 3
@@ -97,7 +101,60 @@ async def test_a_text_is_bounded_all_the_same() -> None:
                 engine.stream(wrong, truncate_prompt_tokens=5)
         with pytest.raises(ContextLengthExceededError, match=r"has 10485\d\d characters"):
             engine.chat(user(huge), truncate_prompt_tokens=5)
+        # The tokenizer's memory depends on the bytes in UTF-8.
+        wide = "\U0001f600" * 2**18
+        with pytest.raises(ContextLengthExceededError, match="has 1048577 UTF-8 bytes"):
+            engine.stream(wide + "a", truncate_prompt_tokens=5)
+        with pytest.raises(ContextLengthExceededError, match=r"has 10485\d\d UTF-8 bytes"):
+            engine.chat(user(wide), truncate_prompt_tokens=5)
         assert engine.stats().num_waiting == 0
+
+
+@contextlib.contextmanager
+def held_up(engine: Any) -> Any:
+    """Holds up the thread of long texts inside the block."""
+    go, input_processor = threading.Event(), engine._require_input_processor()
+    input_processor.submitter._tokenizer_threads.long_thread.submit(go.wait, -1)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_waiting_texts_count_by_their_memory(is_chat: bool) -> None:
+    """However few of their tokens will be kept. Short texts are not refused for them."""
+    async with fake_engine("xy", max_model_len=500) as engine:
+        for character, most in (("a", 64), ("\U0001f600", 16)):
+            text = "a" * (2**20 - 40) + character
+            with held_up(engine):
+                streams = []
+                with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
+                    for _ in range(99):
+                        prompt = user(text) if is_chat else text
+                        call = engine.chat if is_chat else engine.stream
+                        streams.append(call(prompt, max_tokens=1, truncate_prompt_tokens=5))
+                assert abs(len(streams) - most) <= 1
+                assert (await engine.generate("b", max_tokens=1)).text == "x"
+                submit = engine.submit(text, max_tokens=1, truncate_prompt_tokens=5)
+                waiting = asyncio.ensure_future(submit)
+                await until(lambda: len(engine._thread.core.admission.caller_queue) == 1)
+                for stream in streams:
+                    stream.abort()
+                (await waiting).abort()
+                await until(lambda: not engine._thread.core.admission._text_bytes_by_group)
+
+
+async def test_an_aborted_request_keeps_no_text_until_its_turn() -> None:
+    async with fake_engine("xy", max_model_len=500) as engine:
+        with held_up(engine):
+            stream = engine.stream("a" * 2**16, truncate_prompt_tokens=5)
+            assert stream._group.make_prompt is not None
+            stream.abort()
+            await until(lambda: stream._group.make_prompt is None)
+            kept = engine.stream("a" * 2**16, truncate_prompt_tokens=5, max_tokens=1)
+        assert (await kept.result()).text == "x"
+        assert kept._group.make_prompt is None
 
 
 @pytest.mark.parametrize("value", [0, -2, 20, 2**63, 1.5, "3", True])

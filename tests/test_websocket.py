@@ -182,7 +182,7 @@ async def test_a_response_that_begins_beside_the_last_events_of_another_is_one_t
 
     async def hold_first_end(session, events):
         events = list(events)
-        if any('"response.incomplete"' in data for _, data in events) and not go_on.is_set():
+        if any(kind == "response.incomplete" for kind, _ in events) and not go_on.is_set():
             await go_on.wait()
         await send_all(session, events)
 

@@ -23,6 +23,16 @@ from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequest
 _RATE_HALF_LIFE_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 60.0
 
+MAX_WAITING_TEXT_BYTES = 2**26
+"""Maximum memory in bytes of the long texts of queued requests: prompts until they are tokenised,
+and grammars. Requests without long texts are not refused for it."""
+
+MIN_LONG_TEXT_BYTES = 2**14
+"""Groups whose texts take fewer bytes count for none."""
+
+MAX_COUNTED_TEXT_BYTES = MAX_WAITING_TEXT_BYTES // 4
+"""Maximum number of bytes that a group counts for, so that one conversation keeps no other out."""
+
 
 class Admission:
     """Registry of live requests by id, and the limits of the waiting queue.
@@ -60,6 +70,7 @@ class Admission:
         self._next_arrival_index = 0
         self.queued_requests: dict[Request, int] = {}
         self.num_queued_tokens = 0
+        self._text_bytes_by_group: dict[RequestGroup, int] = {}
         self._queued_counts_by_owner: dict[str | None, list[int]] = {}
         self.caller_queue = CallerQueue()
         self.caller_queues: tuple[CallerQueue, ...] = (self.caller_queue,)
@@ -173,6 +184,10 @@ class Admission:
             shortage = f"{num_waiting} wait for a place in the queue", num_waiting
         else:
             shortage = self._check_room(len(group.members), num_tokens)
+        num_text_bytes = _num_counted_bytes(group)
+        num_waiting_bytes = sum(self._text_bytes_by_group.values()) if num_text_bytes else 0
+        if num_waiting_bytes + num_text_bytes > MAX_WAITING_TEXT_BYTES:
+            return f"{num_waiting_bytes} bytes of long texts are queued", 1
         if shortage is None:
             return None
         owner = group.members[0].owner
@@ -207,6 +222,8 @@ class Admission:
         self._live_groups[group.request_id] = group
         self._num_members += count
         self._count_queued(owner, count, count * num_tokens)
+        if num_text_bytes := _num_counted_bytes(group):
+            self._text_bytes_by_group[group] = num_text_bytes
         for i, request in enumerate(members, self._next_arrival_index):
             self.queued_requests[request] = num_tokens
             request.arrival_index = i
@@ -281,6 +298,9 @@ class Admission:
                 if request in self.queued_requests:
                     self._count_queued(request.owner, 0, num_tokens - self.queued_requests[request])
                     self.queued_requests[request] = num_tokens
+            group.num_text_bytes = 0
+            if group in self._text_bytes_by_group:
+                self._text_bytes_by_group[group] = _num_counted_bytes(group)
         self._advance_caller_queues()
 
     def remove_from_queue(self, request: Request) -> None:
@@ -291,6 +311,7 @@ class Admission:
             num_tokens = self.queued_requests.pop(request, None)
             if num_tokens is None:
                 return
+            self._text_bytes_by_group.pop(request.group, None)
             self._count_queued(request.owner, -1, -num_tokens)
             now = self._clock()
             decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
@@ -327,3 +348,9 @@ class Admission:
         self.caller_queue.fail_all(error)
         self._advance_caller_queues()  # Calls to an EngineGroup may have waited for this engine.
         return live
+
+
+def _num_counted_bytes(group: RequestGroup) -> int:
+    """Bytes of a group's texts that count in the queue."""
+    num_bytes = group.num_text_bytes + group.num_grammar_bytes
+    return min(num_bytes, MAX_COUNTED_TEXT_BYTES) if num_bytes >= MIN_LONG_TEXT_BYTES else 0

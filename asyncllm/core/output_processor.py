@@ -177,7 +177,7 @@ class OutputProcessor:
                 grammar.release()
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
-        group.members = []
+        group.members, group.make_prompt = [], None
 
     def _propose_stream_end(
         self, request: Request, error: Exception | None, last_delta: Delta | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +74,10 @@ class RequestGroup:
         notifier: calls the observers; None without any.
         num_truncated_tokens: tokens cut from the prompt's start.
         engine: number of its engine in an EngineGroup; None without an EngineGroup.
+        make_prompt: tokenises the prompt, which it holds; None once the prompt is tokenised or the
+            group has ended.
+        num_text_bytes: memory of the texts that ``make_prompt`` holds.
+        num_grammar_bytes: memory of the grammar's text.
     """
 
     request_id: str
@@ -85,6 +90,9 @@ class RequestGroup:
     notifier: LifecycleNotifier | None = None
     num_truncated_tokens: int = 0
     engine: int | None = None
+    make_prompt: Callable[[int | None], bool] | None = None
+    num_text_bytes: int = 0
+    num_grammar_bytes: int = 0
 
     def restart_timeout(self, now: float) -> None:
         """Restart the timeout at ``now``, which also becomes the arrival time, after a wait for a

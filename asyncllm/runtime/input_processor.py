@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import threading
 import uuid
 from collections import OrderedDict
@@ -42,9 +43,8 @@ _ANSWER_SEARCH_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
 _MAX_TRUNCATABLE_CHARACTERS = 2**20
-"""Maximum number of characters of a prompt with ``truncate_prompt_tokens``. All of it is tokenised,
-which takes up to 180 bytes per character."""
-
+"""Maximum number of characters of a prompt with ``truncate_prompt_tokens``, and of its bytes in
+UTF-8. All of it is tokenised, which takes up to 200 bytes per byte."""
 
 _MAX_INLINE_BAD_WORDS = 8
 _MAX_INLINE_WORD_CHARACTERS = 256
@@ -102,14 +102,14 @@ class InputProcessor:
                 prompt, self._max_prompt_tokens(request)
             )
             request.group.num_truncated_tokens = num_cut
-            return self._prepare_submission(request, call_arguments, lambda _: token_ids, 0)
+            return self._prepare_submission(request, call_arguments, lambda _: token_ids, 0, ())
         min_num_tokens = 0
         if len(text) > SHORT_TEXT_CHARACTERS:
             min_num_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
-            self._check_length(request, len(text), min_num_tokens)
+            self._check_length(request, (text,), min_num_tokens)
         encode = partial(self.prompts.encode_text, text, True)
         return self._prepare_submission(
-            request, call_arguments, encode, len(text), min_num_tokens=min_num_tokens
+            request, call_arguments, encode, len(text), (text,), min_num_tokens=min_num_tokens
         )
 
     def make_chat_submission(
@@ -146,18 +146,19 @@ class InputProcessor:
         if syntax is not None:
             parser = MessageParser(
                 syntax,
-                {} if tool_use is None else tool_use.parameter_schemas,
+                {} if tool_use is None else syntax.schemas_to_parse(tool_use.parameter_schemas),
                 one_call=tool_use is not None and not tool_use.parallel,
                 calls_may_follow_text=calls_may_follow_text if tool_use else not has_grammar,
             )
         call_arguments: CallArguments = ("chat", messages)
         is_truncated = self._max_prompt_tokens(request) is not None
         max_tokens = None if is_truncated else request.max_model_len - 1
-        self._check_length(request, template_input.num_characters, 0)
+        self._check_length(request, template_input.texts, 0)
         split = chat_options.split_special_tokens
         encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
+        num_characters, texts = template_input.num_characters, template_input.texts
         return self._prepare_submission(
-            request, call_arguments, encode, template_input.num_characters, parser
+            request, call_arguments, encode, num_characters, texts, parser
         )
 
     def make_submission(
@@ -188,6 +189,7 @@ class InputProcessor:
         call_arguments: CallArguments,
         encode: EncodeFunction,
         num_characters: int,
+        texts: Sequence[str],
         parser: MessageParser | None = None,
         min_num_tokens: int = 0,
     ) -> Submission:
@@ -196,8 +198,11 @@ class InputProcessor:
 
         Args:
             num_characters: number of characters that ``encode`` tokenises.
+            texts: the texts that ``encode`` holds.
             min_num_tokens: lower bound on the number of tokens of these characters.
         """
+        group, spec = request.group, request.sampling.structured_outputs
+        group.num_grammar_bytes = 0 if spec is None else sys.getsizeof(spec.text)
         token_ids = encode(SHORT_TEXT_CHARACTERS)
         has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
         if token_ids is not None and has_rules:
@@ -216,6 +221,7 @@ class InputProcessor:
 
         estimate = max(num_characters // 4, min_num_tokens) if token_ids is None else len(token_ids)
         estimate = min(estimate, self._max_prompt_tokens(request) or request.max_model_len)
+        group.num_text_bytes = sum(map(sys.getsizeof, texts))
         words = request.sampling.bad_words
         num_characters += sum(map(len, words)) + _CHARACTERS_PER_BAD_WORD * len(words)
         return Submission(request, call_arguments, estimate, parser, make_prompt, num_characters)
@@ -226,19 +232,24 @@ class InputProcessor:
         num_kept = request.sampling.truncate_prompt_tokens
         return request.max_model_len - 1 if num_kept == -1 else num_kept
 
-    def _check_length(self, request: Request, num_characters: int, min_num_tokens: int) -> None:
+    def _check_length(self, request: Request, texts: Sequence[str], min_num_tokens: int) -> None:
         """Refuse a text by its length alone. For a prompt that will be truncated, the only limit is
         _MAX_TRUNCATABLE_CHARACTERS.
 
         Args:
+            texts: the text, or the strings of a conversation.
             min_num_tokens: lower bound on the number of the text's tokens.
         """
         if self._max_prompt_tokens(request) is None:
             if min_num_tokens >= request.max_model_len:
                 raise self.prompts.too_long_error(min_num_tokens, "at least ")
-        elif num_characters > _MAX_TRUNCATABLE_CHARACTERS:
+            return
+        size, unit = sum(map(len, texts)), "characters"
+        if size <= _MAX_TRUNCATABLE_CHARACTERS < 4 * size:
+            size, unit = sum(len(text.encode("utf-8", "replace")) for text in texts), "UTF-8 bytes"
+        if size > _MAX_TRUNCATABLE_CHARACTERS:
             raise ContextLengthExceededError(
-                f"prompt: has {num_characters} characters, expected at most "
+                f"prompt: has {size} {unit}, expected at most "
                 f"{_MAX_TRUNCATABLE_CHARACTERS} with truncate_prompt_tokens"
             )
 

@@ -70,6 +70,8 @@ class Submission:
             old_group.arrived_at,
             old_group.deadline,
             num_truncated_tokens=old_group.num_truncated_tokens,
+            num_text_bytes=old_group.num_text_bytes,
+            num_grammar_bytes=old_group.num_grammar_bytes,
         )
         for member in self._members:
             prompt = member.token_ids[: member.num_prompt_tokens]
@@ -197,13 +199,18 @@ class Submitter:
         group = request.group
         if group.deadline < math.inf:
             core.send(core.on_add_deadline, group)
+        num_characters = submission.num_characters
+        # The group holds the text, so that one that ends earlier holds none until its turn.
+        group.make_prompt = partial(make_prompt, request)
 
         def make_prompt_and_send(max_characters: int | None) -> bool:
-            if group.cancelled:
+            make_prompt = group.make_prompt
+            if group.cancelled or make_prompt is None:
                 return True
             try:
-                if not make_prompt(request, max_characters):
+                if not make_prompt(max_characters):
                     return False
+                group.make_prompt = None
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
                 self._send_when_grammar_ready(request)
             except BaseException as error:
@@ -214,7 +221,7 @@ class Submitter:
             return True
 
         try:
-            self._tokenizer_threads.submit(make_prompt_and_send, submission.num_characters)
+            self._tokenizer_threads.submit(make_prompt_and_send, num_characters)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

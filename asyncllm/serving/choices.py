@@ -61,15 +61,15 @@ async def handle_completion_request(
     exchange.release_body(untokenized_streams=streams)
     if is_streamed:
         async with open_event_sender(
-            server_context, exchange, streams, writer.first_chunks(), _error_event
+            server_context, exchange, streams, writer.first_chunks().encode(), _error_event
         ) as sender:
             await _send_chunks(server_context, streams, writer, sender)
     else:
         await _send_full_answer(server_context, exchange, streams, writer)
 
 
-def _error_event(error: ProtocolError) -> str:
-    return f"data: {encode_json(error.body())}\n\n"
+def _error_event(error: ProtocolError) -> bytes:
+    return f"data: {encode_json(error.body())}\n\n".encode()
 
 
 async def _send_full_answer(
@@ -141,14 +141,14 @@ async def _send_chunks(
                     num_bytes = writer.num_logprobs_bytes(unsent_delta, first_choice_index, stream)
                     text += await server_context.run_json_job(job, num_bytes)
                     if len(text) >= MIN_LARGE_JSON_BYTES:
-                        await send(text)
+                        await send(text.encode())
                         text = ""
                 unsent.clear()
                 num_read = 0
             else:  # Nearly every token takes this fast path.
                 text = chunks(delta, first_choice_index, stream)
             if text:
-                await send(text)
+                await send(text.encode())
             if stream.usage is None and (pause := pacer.pause_seconds) > 0:
                 # Tokens that arrive meanwhile are merged into the next chunk of their output.
                 await anyio.sleep(pause)
@@ -159,7 +159,7 @@ async def _send_chunks(
             tasks.start_soon(send_stream, stream, first_choice_index)
             first_choice_index += stream.num_outputs
     usages = [stream.usage for stream in streams]
-    await sender.send(writer.final_chunks(usages) + "data: [DONE]\n\n")
+    await sender.send(f"{writer.final_chunks(usages)}data: [DONE]\n\n".encode())
 
 
 def join_deltas(earlier: Delta, later: Delta) -> Delta:

@@ -16,7 +16,7 @@ from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import ServingContext
 from asyncllm.stream import TokenStream
 
-PING_COMMENT = ": ping\n\n"
+PING_COMMENT = b": ping\n\n"
 """Comment that clients ignore and proxies count as traffic."""
 
 
@@ -30,24 +30,24 @@ class EventSender:
         first_events: events to send before all others.
     """
 
-    def __init__(self, exchange: Exchange, first_events: str) -> None:
+    def __init__(self, exchange: Exchange, first_events: bytes) -> None:
         self._exchange = exchange
         self._first_events = first_events
         self._start_lock = anyio.Lock()
         self._has_started = False
         self._has_sent_since_check = False
 
-    def send(self, text: str) -> Awaitable[None]:
+    def send(self, data: bytes) -> Awaitable[None]:
         self._has_sent_since_check = True
-        return self._exchange.send_events(text) if self._has_started else self._start(text)
+        return self._exchange.send_events(data) if self._has_started else self._start(data)
 
-    async def _start(self, text: str) -> None:
-        """Send the first events and then ``text``; concurrent calls wait until both are sent."""
+    async def _start(self, data: bytes) -> None:
+        """Send the first events and then ``data``; concurrent calls wait until both are sent."""
         async with self._start_lock:
             if not self._has_started:
                 await self._exchange.start_events()
-                text, self._first_events = self._first_events + text, ""
-            await self._exchange.send_events(text)
+                data, self._first_events = self._first_events + data, b""
+            await self._exchange.send_events(data)
             self._has_started = True
 
     async def keep_alive(self, seconds: float) -> None:
@@ -69,8 +69,8 @@ async def open_event_sender(
     server_context: ServingContext,
     exchange: Exchange,
     streams: Sequence[TokenStream],
-    first_events: str,
-    write_error: Callable[[ProtocolError], str],
+    first_events: bytes,
+    write_error: Callable[[ProtocolError], bytes],
 ) -> AsyncIterator[EventSender]:
     """Context manager that yields the sender of an answer's events; its exit ends the answer.
 

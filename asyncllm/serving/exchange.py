@@ -218,8 +218,8 @@ class Exchange:
             },
         )
 
-    async def send_events(self, text: str) -> None:
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    async def send_events(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_event_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})

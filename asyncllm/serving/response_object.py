@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncllm.outputs import Usage
 from asyncllm.serving.choices_writer import truncation_field
+from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.response_request import ResponseRequest
 
 
@@ -24,10 +25,12 @@ class ResponseObject:
         id: id of the response.
     """
 
+    __slots__ = ("_constant_json", "id")
+
     def __init__(self, request: ResponseRequest, model: str, defaults: Mapping[str, Any]) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         reasoning: Any = request.reasoning or {}
-        self._constant_fields = {
+        constant_fields = {
             "id": self.id,
             "object": "response",
             "created_at": time.time(),
@@ -52,21 +55,27 @@ class ResponseObject:
             "user": request.user,
             "safety_identifier": request.safety_identifier,
         }
+        # Long texts are kept as UTF-8: one emoji makes a ``str`` four times as large.
+        self._constant_json = encode_json(constant_fields).encode()[:-1]
 
-    def as_dict(
-        self, status: str, output: list[dict[str, Any]], usage: Usage | None = None
-    ) -> dict[str, Any]:
+    def to_json(
+        self,
+        status: str,
+        output: list[dict[str, Any]],
+        usage: Usage | None = None,
+        error: dict[str, Any] | None = None,
+    ) -> bytes:
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            **self._constant_fields,
+        fields = {
             "completed_at": time.time() if status == "completed" else None,
             "status": status,
-            "error": None,
+            "error": error,
             "incomplete_details": incomplete,
             "output": output,
             "usage": None if usage is None else _usage_fields(usage),
             "timings": None if usage is None else _timings(usage),
         }
+        return b"%b,%b" % (self._constant_json, encode_json(fields)[1:].encode())
 
 
 def _usage_fields(usage: Usage) -> dict[str, Any]:

@@ -94,15 +94,14 @@ class ResponseSession:
         if not isinstance(message, str):
             raise ProtocolError("binary message: expected text", code="invalid_message")
         # Claim bytes before decoding: decoded, a message takes several times its length.
-        claim = await self.server_context.claim_body_bytes(len(message))
+        num_bytes = len(message.encode("utf-8", "surrogatepass"))
+        claim = await self.server_context.claim_body_bytes(num_bytes)
         streams: list[TokenStream] = []
         try:
-            event = await self.server_context.run_json_job(
-                partial(parse_json, message), len(message)
-            )
+            event = await self.server_context.run_json_job(partial(parse_json, message), num_bytes)
             kind = event.pop("type", None)
             if kind == "response.create":
-                streams.append(await self._create_response(event, len(message)))
+                streams.append(await self._create_response(event, num_bytes))
             elif kind == "response.cancel":
                 if self.current_turn is None:
                     raise ProtocolError("no response is in flight", code="response_not_in_flight")
@@ -191,4 +190,4 @@ class ResponseSession:
     async def _send_all(self, events: Iterable[ResponseEvent]) -> None:
         send = self.connection.send
         for _, data in events:
-            await send(data)
+            await send(data if isinstance(data, str) else data.decode())

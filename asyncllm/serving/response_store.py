@@ -33,11 +33,11 @@ class StoredResponse:
     """Stored data of a response that has ended.
 
     Attributes:
-        body: the response object, as JSON.
+        body: the response object, as JSON in UTF-8.
     """
 
     conversation: Conversation
-    body: str
+    body: bytes
 
 
 class ResponseStore:

@@ -139,7 +139,7 @@ class ResponseTurn:
             turn = (events.assistant_message(),) if should_generate else ()
             # A response with ``store=false`` can be continued, but not read again.
             body = (
-                events.response_json if self._store is self._server_context.response_store else ""
+                events.response_json if self._store is self._server_context.response_store else b""
             )
             stored = StoredResponse(self._conversation.with_messages(turn), body)
             self._store.add(self._owner, events.id, stored)

@@ -29,8 +29,10 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
         connection_store=ResponseStore(0, 0),
     )
     exchange.release_body(untokenized_streams=[turn.stream])
+    is_streamed = request.stream
+    del request  # Free its texts.
     try:
-        if request.stream:
+        if is_streamed:
             await _send_events(server_context, exchange, turn)
             return
         async with abort_on_disconnect(exchange, [turn.stream]):
@@ -40,7 +42,7 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
         # Release the turn's claim first: ``respond`` claims memory for the whole answer, whose JSON
         # repeats the request.
         turn.release()
-        await exchange.respond(200, turn.events.response_json.encode())
+        await exchange.respond(200, turn.events.response_json)
     finally:
         turn.release()
 
@@ -68,8 +70,12 @@ async def _send_events(
         await turn.run(send)
 
 
-def _encode_events(events: Iterable[ResponseEvent]) -> str:
-    return "".join([f"event: {kind}\ndata: {data}\n\n" for kind, data in events])
+def _encode_events(events: Iterable[ResponseEvent]) -> bytes:
+    return b"".join(
+        b"event: %b\ndata: %b\n\n"
+        % (kind.encode(), data if isinstance(data, bytes) else data.encode())
+        for kind, data in events
+    )
 
 
 async def get_response(server_context: ServingContext, exchange: Exchange) -> None:
@@ -77,7 +83,7 @@ async def get_response(server_context: ServingContext, exchange: Exchange) -> No
     stored = server_context.response_store.get(exchange.owner, response_id)
     if stored is None:
         raise response_not_found_error(response_id)
-    await exchange.respond(200, stored.body.encode())
+    await exchange.respond(200, stored.body)
 
 
 async def delete_response(server_context: ServingContext, exchange: Exchange) -> None:

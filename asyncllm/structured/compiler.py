@@ -45,6 +45,10 @@ MAX_GRAMMAR_BYTES = 192 * 2**20
 """Maximum estimated memory in bytes of the grammars that are cached or in use. No compilation
 begins while the grammars in use take more."""
 
+MAX_WAITING_SPEC_BYTES = 32 * 2**20
+"""Memory in bytes of the texts of queued compilations, beyond which those that no request waits for
+are dropped at once. The texts of waiting requests count in the engine's queue."""
+
 _MEMORY_CHECK_SECONDS = 0.02
 """Seconds between a thread's checks whether memory allows a compilation."""
 
@@ -68,6 +72,11 @@ class _CompileJob:
     spec: StructuredOutputs
     waiting_requests: list[tuple[DoneCallback, IsWanted]] | None = field(default_factory=list)
     timer: threading.Timer | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any request still waits for the grammar."""
+        return any(is_wanted() for _, is_wanted in self.waiting_requests or ())
 
 
 class GrammarCompiler:
@@ -138,6 +147,12 @@ class GrammarCompiler:
                 self._queue.append(job)
             assert job.waiting_requests is not None
             job.waiting_requests.append((done_callback, is_wanted))
+            texts = (queued.spec.text for queued in self._queue)
+            if sum(map(sys.getsizeof, texts)) > MAX_WAITING_SPEC_BYTES:
+                for queued in self._queue:
+                    if not queued.is_wanted:
+                        self._drop_job(queued)
+                self._queue = deque(one for one in self._queue if one.waiting_requests is not None)
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
@@ -217,9 +232,7 @@ class GrammarCompiler:
     def _drop_unwanted_jobs(self) -> None:
         """Drop jobs from the front of the queue while no request waits for them. The caller holds
         the lock."""
-        while self._queue and not any(
-            is_wanted() for _, is_wanted in self._queue[0].waiting_requests or ()
-        ):
+        while self._queue and not self._queue[0].is_wanted:
             self._drop_job(self._queue.popleft())
 
     def _evict_cached_grammars(self) -> bool:

@@ -52,9 +52,9 @@ MAX_COMPILE_LEXER_FUEL = 100_000
 
 # Measured upper bounds on a grammar's memory.
 BASE_BYTES_PER_GRAMMAR = 2**20
-BYTES_PER_GRAMMAR_CHARACTER = 32
+BYTES_PER_GRAMMAR_BYTE = 32
 BYTES_PER_MULTIPLEOF_REMAINDER = 576
-BYTES_PER_FORCED_CHARACTER = 480
+BYTES_PER_FORCED_BYTE = 480
 BYTES_PER_LEXER_STATE = 1024
 BYTES_PER_ACCEPTED_TOKEN = 65_536
 """Measured upper bound on the memory that a grammar gains per accepted token. Worst are expressions
@@ -73,7 +73,7 @@ _COSTLY_NUMBER_KEYWORDS = ('"minLength"', '"maxLength"', '"multipleOf"')
 
 def can_follow_forced_text(spec: StructuredOutputs) -> bool:
     """Whether the text that a grammar forces is short enough for llguidance to follow."""
-    text, size = spec.text, len(spec.text)
+    text, size = spec.text, _num_utf8_bytes(spec.text)
     if spec.kind == "regex":
         counts = map(int, _REPETITION_COUNT_PATTERN.findall(text))
         return size * math.prod(max(1, count) for count in counts) <= MAX_FORCED_REGEX_BYTES
@@ -81,11 +81,16 @@ def can_follow_forced_text(spec: StructuredOutputs) -> bool:
     return not has_expression and size <= MAX_FORCED_LITERAL_BYTES
 
 
+def _num_utf8_bytes(text: str) -> int:
+    """Length of a text for llguidance, whose automata are over bytes."""
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
 def estimate_memory(spec: StructuredOutputs) -> GrammarMemoryBound:
     """Estimate an upper bound on a grammar's memory from its length and its accepted tokens."""
     text, forces_text = spec.text, can_follow_forced_text(spec)
-    per_character = BYTES_PER_GRAMMAR_CHARACTER + BYTES_PER_FORCED_CHARACTER * forces_text
-    size = BASE_BYTES_PER_GRAMMAR + len(text) * per_character
+    per_byte = BYTES_PER_GRAMMAR_BYTE + BYTES_PER_FORCED_BYTE * forces_text
+    size = BASE_BYTES_PER_GRAMMAR + _num_utf8_bytes(text) * per_byte
     if '"multipleOf"' in text:
         size += BYTES_PER_MULTIPLEOF_REMAINDER * MAX_MULTIPLEOF_REMAINDERS
     counts = any(name in text for name in _COSTLY_NUMBER_KEYWORDS)

@@ -6,8 +6,9 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -20,6 +21,9 @@ _FIRST_SURROGATE = 0xD800
 _SURROGATE_PATTERN = re.compile(r"[\ud800-\udfff]")
 _PUNCTUATION_BY_FREQUENCY = "[]<>{}()#*=\"'`-/:;!?.,\n "
 """Punctuation of ordinary text, rarest first. Punctuation that is not listed is rarer still."""
+
+_PART_CHARACTERS = 1 << 16
+"""Number of characters that are compared at a time."""
 
 
 class ControlTokens:
@@ -123,15 +127,16 @@ class ControlTokens:
         text = "".join(texts)
         if _SURROGATE_PATTERN.search(text):
             raise argument_error("messages", "have a lone surrogate, expected Unicode text")
+        message_tokens = {match[0] for match in self._token_pattern.finditer(text)}
+        has_escaped_surrogate = "\\ud8" in text
+        del text  # It may take 64 MiB, and so may each rendering.
         try:
-            prompt = self._render_hiding_fewest_tokens(
-                set(self._token_pattern.findall(text)), render_prompt
-            )
+            prompt = self._render_hiding_fewest_tokens(message_tokens, render_prompt)
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 self._restore_delimiters(str(error)), param=error.param
             ) from error
-        if "\\ud8" not in text:
+        if not has_escaped_surrogate:
             # Restore surrogates that a filter such as tojson has escaped as "\ud8…".
             for surrogate in self._surrogate_by_delimiter.values():
                 prompt = prompt.replace(f"\\u{ord(surrogate):x}", surrogate)
@@ -184,6 +189,7 @@ class ControlTokens:
             ):
                 return prompt
             hidden_tokens |= set(Counter(tokens) - Counter(template_tokens))
+            del prompt  # Free it before the next rendering.
         if refusal is not None:
             raise refusal
         return strict_prompt
@@ -192,17 +198,26 @@ class ControlTokens:
         """Whether ``prompt`` is ``strict_prompt`` with text between control tokens left out. If so,
         no text of a message has added, removed or shifted a control token."""
         pairs = zip(
-            self._token_pattern.split(prompt),
-            self._token_pattern.split(strict_prompt),
+            self._texts_between_tokens(prompt),
+            self._texts_between_tokens(strict_prompt),
             strict=True,
         )
-        for text, strict_text in pairs:
-            rest = iter(self._restore_delimiters(strict_text))
-            if not all(character in rest for character in self._restore_delimiters(text)):
-                return False
-        return True
+        return all(all(character in rest for character in characters) for characters, rest in pairs)
+
+    def _texts_between_tokens(self, prompt: str) -> Iterator[Iterator[str]]:
+        """Characters of each text between control tokens, with delimiters restored. They are
+        restored in parts, because a copy of the whole prompt may take 64 MiB."""
+        begin = 0
+        tokens = (match.span() for match in self._token_pattern.finditer(prompt))
+        for end, next_begin in chain(tokens, [(len(prompt), 0)]):
+            starts = range(begin, end, _PART_CHARACTERS)
+            parts = (prompt[i : min(i + _PART_CHARACTERS, end)] for i in starts)
+            yield chain.from_iterable(map(self._restore_delimiters, parts))
+            begin = next_begin
 
     def _hide_tokens(self, hidden_tokens: Collection[str], text: str) -> str:
+        if not hidden_tokens:
+            return text  # Without a copy.
         return self._token_pattern.sub(
             lambda match: (
                 self._hidden_text_by_token[match[0]] if match[0] in hidden_tokens else match[0]

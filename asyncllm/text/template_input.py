@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
@@ -92,6 +93,8 @@ class TemplateInput:
         Args:
             unchanged_names: names of variables that are not changed.
         """
+        # A text that occurs twice, as reasoning does, stays one object.
+        change_string = cache(change_string)
         return {
             name: value if name in unchanged_names else _change_strings(value, change_string)
             for name, value in self.values.items()

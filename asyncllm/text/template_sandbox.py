@@ -187,8 +187,9 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """
         self._thread_state.meter = RenderMeter(limits)
         pieces, length = [], 0
+        context = template.new_context(values)
         try:
-            for piece in template.root_render_func(template.new_context(values)):
+            for piece in template.root_render_func(context):
                 pieces.append(piece)
                 length += len(piece)
                 if length > limits.max_output_characters:
@@ -197,6 +198,10 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                     )
         finally:
             del self._thread_state.meter
+            # Macros and their context refer to each other. Break the cycle, so that a conversation
+            # is freed without the garbage collector.
+            context.parent.clear()
+            context.vars.clear()
         return "".join(pieces)
 
     @property

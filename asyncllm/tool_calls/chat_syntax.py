@@ -107,6 +107,13 @@ class ChatSyntax:
         prompt_end = prompt_end.rstrip()
         return next((end for end in self.prompt_ends if prompt_end.endswith(end)), "")
 
+    def schemas_to_parse(
+        self, tools: Mapping[str, Mapping[str, Any]]
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """The schemas that ``make_call_reader`` needs as long as an answer is read: only the names
+        of the tools if calls are JSON."""
+        return tools if self.json_syntax is None else {name: {} for name in tools}
+
     def make_call_reader(
         self, tools: Mapping[str, Mapping[str, Any]], opening_delimiter: DelimiterMatch
     ) -> CallReader:
