@@ -325,6 +325,8 @@ def _prompt_beginning(submission: Submission) -> tuple[str, str | None]:
         return prompt[:_MAX_HASHED_CHARACTERS], salt
     text = ""
     for message in prompt:
+        if not isinstance(message, Mapping):  # A token id, or an object of the caller's own.
+            break
         content = message.get("content")
         content = content if isinstance(content, str) else str(content)
         text += f"{message.get('role')}\0{content[:_MAX_HASHED_CHARACTERS]}\0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
@@ -175,6 +175,10 @@ class SamplingParams:
     _set_field = object.__setattr__
 
     def __post_init__(self) -> None:
+        self._check_fields(self.__dataclass_fields__)
+
+    def _check_fields(self, changed: Collection[str]) -> None:
+        """Check all numbers, and the collections in ``changed``: others were checked before."""
         for name, bounds in INTEGER_FIELD_BOUNDS.items():
             check.validate_field(self, check.integer, name, *bounds)
         for name, bounds in NUMBER_FIELD_BOUNDS.items():
@@ -189,9 +193,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             accepted = f"at most max_tokens={self.max_tokens}"
             raise check.value_error("min_tokens", self.min_tokens, accepted)
-        check.validate_field(self, check.plain_data, "extra_args")
+        if "extra_args" in changed:
+            check.validate_field(self, check.plain_data, "extra_args")
         self._check_greedy()
-        self._freeze_collections()
+        self._freeze_collections(changed)
         if self.structured_outputs is not None:
             self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
@@ -208,27 +213,32 @@ class SamplingParams:
             accepted = "1 with temperature=0, which gives every output the same tokens"
             raise check.value_error("n", self.n, accepted)
 
-    def _freeze_collections(self) -> None:
-        """Make every collection immutable: a caller that changes its list later cannot reach a
-        running request."""
+    def _freeze_collections(self, changed: Collection[str]) -> None:
+        """Make every collection in ``changed`` immutable: a caller that changes its list later
+        cannot reach a running request."""
         if isinstance(self.stop, str):
             self._set_field("stop", (self.stop,))
-        for name, *limits in (
-            ("stop", MAX_STOP_STRINGS, MAX_STOP_STRING_CHARACTERS),
-            ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
+        for name, limits in (
+            ("stop", (MAX_STOP_STRINGS, MAX_STOP_STRING_CHARACTERS)),
+            ("bad_words", (MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)),
         ):
+            if name not in changed:
+                continue
             if getattr(self, name) is None:
                 self._set_field(name, ())
             check.validate_field(self, check.strings, name, *limits)
         if self.stop and not self.detokenize:
             accepted = "true with stop strings, which are looked for in the text"
             raise check.value_error("detokenize", self.detokenize, accepted)
-        self._check_bad_words()
+        if self.bad_words:
+            self._check_bad_words()
         for name in TOKEN_ID_LIST_FIELDS:
+            if name not in changed:
+                continue
             check.validate_field(self, check.token_ids, name, max_items=MAX_TOKEN_IDS, unique=True)
         if self.allowed_token_ids == ():
             raise check.value_error("allowed_token_ids", (), "at least one token id, or None")
-        if self.logit_bias is not None:
+        if self.logit_bias is not None and "logit_bias" in changed:
             bias: Any = self.logit_bias
             if not isinstance(bias, Mapping):
                 raise check.value_error("logit_bias", bias, "a mapping of token id to number")
@@ -241,7 +251,7 @@ class SamplingParams:
         check.validate_field(
             self, check.bounded_tuple, "logits_processors", "callables", MAX_LOGITS_PROCESSORS
         )
-        if not all(callable(processor) for processor in self.logits_processors):
+        if not all(map(callable, self.logits_processors)):
             raise check.value_error("logits_processors", self.logits_processors, "callables")
 
     def _check_bad_words(self) -> None:
@@ -314,7 +324,7 @@ class SamplingParams:
                 value = check.bounded_tuple(name, value, "token ids", vocab_size)
             resolved._set_field(name, value)
         if overrides:
-            resolved.__post_init__()
+            resolved._check_fields(overrides)
         for name, neutral in NEUTRAL_VALUES.items():
             if getattr(resolved, name) is None:
                 resolved._set_field(name, defaults.get(name, neutral))

@@ -44,6 +44,8 @@ MAX_PLAIN_DATA_DEPTH = 16
 MAX_DURATION_SECONDS = 1e7
 """Maximum duration: 115 days, less than any platform's longest wait for a lock."""
 
+_BUILTIN_COLLECTIONS = frozenset({list, set, frozenset, type({}.keys()), type({}.values())})
+
 ErrorFactory = Callable[[str, object, str], Exception]
 """Function that makes an exception from a field's name, its value and the accepted values."""
 
@@ -178,8 +180,15 @@ def number(
 
 def numbers_in_range(name: str, values: Collection[Any], low: float, high: float) -> list[float]:
     """Check that all values are numbers in ``[low, high]``; returns them as floats."""
-    # Plain numbers are checked together, in a tenth of the time.
-    if set(map(type, values)) <= {int, float} and all(low <= value <= high for value in values):
+    # Plain numbers are checked together, in a twentieth of the time.
+    if (
+        values
+        and set(map(type, values)) <= {int, float}
+        # ``min`` and ``max`` may overlook a NaN, but no number.
+        and low <= min(values)
+        and max(values) <= high
+        and not math.isnan(sum(values))
+    ):
         return [value + 0.0 for value in values]
     return [number(name, value, low, high) for value in values]
 
@@ -269,6 +278,8 @@ def bounded_tuple(
     ``max_items`` items are refused; of an endless iterable, only ``max_items + 1`` are read."""
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
     found_items: Any = value or () if value is None or type(value) is tuple else None
+    if type(value) in _BUILTIN_COLLECTIONS and len(value) <= max_items:
+        found_items = tuple(value)  # Several times as fast as ``islice``.
     if found_items is None and not is_text and isinstance(value, Iterable):
         length = 0
         # ``len`` raises an error for an iterator, and for a length above 64 bits.
@@ -276,8 +287,10 @@ def bounded_tuple(
             length = len(value)  # pyright: ignore[reportArgumentType]
         if length > max_items:
             return _refuse(name, value, f"at most {max_items} {expected_text}", **options)
-        with suppress(TypeError):  # Iterating over an array without dimensions raises TypeError.
+        try:
             found_items = tuple(itertools.islice(value, max_items + 1))
+        except Exception:  # As of an array without dimensions; the error becomes the context.
+            return _refuse(name, value, expected_text, **options)
     if found_items is not None and len(found_items) <= max_items:
         return found_items
     return _refuse(
@@ -306,6 +319,12 @@ def strings(
     if value is None:
         return _refuse(name, value, expected_text, **options)
     texts = bounded_tuple(name, value, expected_text, max_items, **options)
+    # Plain texts are checked together.
+    if set(map(type, texts)) <= {str} and max(map(len, texts), default=0) <= max_length:
+        with suppress(UnicodeEncodeError):
+            # UTF-32 is made in half of the time of UTF-8.
+            if all(text.isascii() or text.encode("utf-32") for text in texts) and all(texts):
+                return texts
     if any(isinstance(text, str) and str.__len__(text) > max_length for text in texts):
         _refuse(name, texts, expected_text, **options)
     # ``optional`` concerns the field; its items may not be None.
@@ -328,13 +347,17 @@ def token_ids(
     """
     expected_text = f"token ids, integers from 0 to {vocab_size - 1}"
     all_ids = bounded_tuple(name, value, expected_text, max_items, **options)
+    # Read the list as few times as possible: callers wait while thousands of ids are checked.
     with suppress(Exception):
-        kinds = set(map(type, all_ids))
-        ids = all_ids if kinds <= {int} else tuple(array("q", all_ids))
-        # Long lists repeat most ids, so check each distinct id once.
-        distinct = dict.fromkeys(ids)
-        if not ids or (min(distinct) >= 0 and max(distinct) < vocab_size and bool not in kinds):
-            return tuple(distinct) if unique else ids
+        kinds = list(map(type, all_ids))
+        is_plain = kinds.count(int) == len(kinds)
+        unsigned = array("Q", all_ids)  # OverflowError for a negative id.
+        ids = all_ids if is_plain else tuple(unsigned)
+        # Without a vocabulary the sum is enough, which no id exceeds.
+        in_range = vocab_size == MAX_INTEGER and sum(ids) < vocab_size
+        if (is_plain or bool not in kinds) and (in_range or max(ids, default=0) < vocab_size):
+            is_unique = not unique or len(set(ids)) == len(ids)
+            return ids if is_unique else tuple(dict.fromkeys(ids))
     invalid_ids = (one for one in all_ids if _parse_integer(one, 0, vocab_size - 1) is None)
     # ``optional`` concerns the field; its items may not be None.
     return _refuse(name, next(invalid_ids, value), expected_text, **{**options, "optional": False})

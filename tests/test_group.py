@@ -192,6 +192,15 @@ async def test_a_long_text_goes_where_its_beginning_was():
 # --- ids, places, full queues -----------------------------------------------------------
 
 
+async def test_token_ids_with_many_bad_words_have_no_text_to_hash():
+    rig = fake_group(2)
+    async with rig.engine() as group:
+        words = [str(i) for i in range(20)]
+        assert (
+            await group.generate([1, 2], max_tokens=1, bad_words=words)
+        ).usage.prompt_tokens == 2
+
+
 async def test_an_id_is_unique_in_the_group():
     rig = fake_group(4, step_time=0.001)
     async with rig.engine() as group:

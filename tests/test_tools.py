@@ -17,6 +17,7 @@ from asyncllm import (
     ToolCall,
     ToolCallDelta,
 )
+from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.cli.chat import _print_answer
 from asyncllm.core.reasoning import ReasoningTracker
 from asyncllm.testing import byte_tokenizer, fake_engine, fake_llm
@@ -283,6 +284,39 @@ def test_past_arguments_match_the_template_form() -> None:
     assert not ChatTemplate({"default": "{{ my_tools }}"}, {}).reads_variable("tools")
     with pytest.raises(InvalidRequestError, match="nested"):
         rendered('{"a":' + "[" * 200 + "]" * 200 + "}", False)
+
+
+@pytest.mark.parametrize("value", [1, True, 1.5, "add", {"name": "add"}])
+async def test_tool_calls_of_a_message_are_a_list(value: Any) -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": value}
+    async with fake_engine("") as engine:
+        for call in (
+            lambda: engine.chat([message]).result(),
+            lambda: engine.tokenize([message]),
+            lambda: stream_with_callbacks(engine, [message]).result(),
+        ):
+            with pytest.raises(InvalidRequestError, match=r"^messages\[0\]\.tool_calls") as caught:
+                await call()
+            assert caught.value.param == "messages"
+
+
+def test_arguments_that_json_does_not_have_are_refused() -> None:
+    for arguments in ({(1, 2): 3}, {"a": 10**5000}):
+        message = {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}
+        with pytest.raises(InvalidRequestError, match=r"^messages\[0\]\.tool_calls") as caught:
+            TemplateInput([message], {}, arguments_as_text=True)
+        assert caught.value.param == "messages"
+
+
+def test_messages_that_cannot_be_read_are_refused() -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError("on purpose")
+
+    for name in ("__iter__", "__len__"):
+        messages = type("Failing", (list,), {name: fail})([{"role": "user", "content": "x"}])
+        with pytest.raises(InvalidRequestError, match=r"^messages: cannot be read") as caught:
+            TemplateInput(messages, {})
+        assert caught.value.param == "messages"
 
 
 END_THINK = 259

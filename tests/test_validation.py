@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -199,6 +201,79 @@ def test_repeated_token_ids_are_dropped() -> None:
     params = SamplingParams(stop_token_ids=repeated, allowed_token_ids=repeated)
     assert (params.stop_token_ids, params.allowed_token_ids) == ((5, 3), (5, 3))
     params.check_limits(6, 0)
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Number of calls that the interpreter makes in ``function``; a generator's steps count."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in events)
+
+
+def lists_of(count: int) -> dict[str, Any]:
+    """Fields of SamplingParams with ``count`` entries each, as far as they may have so many."""
+    return {
+        "logit_bias": {i: -0.5 * (i % 7) for i in range(min(count, 1024))},
+        "stop_token_ids": list(range(count)),
+        "allowed_token_ids": list(range(count, 0, -1)),
+        "stop": [f"\N{SNOWMAN}{i}" for i in range(min(count, 64))],
+    }
+
+
+def test_long_lists_are_checked_by_as_many_calls_as_short_ones() -> None:
+    """A request at the limits took 1 ms of its caller's thread, most of it in calls per entry."""
+    long, short = lists_of(2045), lists_of(2)
+    # A stop string takes three calls, and an id or a bias none.
+    SamplingParams(**short)  # The first use of a codec imports it.
+    few = num_calls(lambda: SamplingParams(**short))
+    assert num_calls(lambda: SamplingParams(**long)) == few + 3 * (64 - 2)
+    params = SamplingParams(**long)
+    assert params.stop_token_ids == tuple(range(2045))
+    assert params.allowed_token_ids == tuple(range(2045, 0, -1))
+    assert params.stop == tuple(long["stop"])
+    assert params.logit_bias == long["logit_bias"]
+    biases = list((params.logit_bias or {}).values())
+    assert {math.copysign(1, bias) for bias in biases if not bias} == {1}
+
+
+def test_overrides_leave_the_other_lists_unchecked() -> None:
+    params = SamplingParams(**lists_of(2045), extra_args={"a": [1]})
+    found = params.resolve({"top_k": -1, "stop": "a"}, {}, lambda: 1)
+    assert (found.top_k, found.stop, found.seed) == (0, ("a",), 1)
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "extra_args"):
+        assert getattr(found, name) is getattr(params, name), name
+    with pytest.raises(InvalidRequestError, match="detokenize"):
+        params.resolve({"detokenize": False}, {}, lambda: 1)
+
+
+def test_numbers_and_ids_at_their_bounds() -> None:
+    assert check.token_ids("field", [2**62, 2**62, 0]) == (2**62, 2**62, 0)
+    assert check.token_ids("field", [2**63 - 2, 1]) == (2**63 - 2, 1)
+    for value in ([2**63 - 1], [2**63], [2**64], [0, -1], [-1, 2**62]):
+        refused(check.token_ids, value)
+    assert check.numbers_in_range("field", [-2, 0.5, -0.0, 2], -2, 2) == [-2.0, 0.5, 0.0, 2.0]
+    for value in ([math.nan], [0, math.nan, 1], [1, math.nan, 10**400], [math.inf, -math.inf]):
+        refused(check.numbers_in_range, value, -2, 2)
+    assert check.numbers_in_range("field", [], -2, 2) == []
+
+
+def failing(base: type, *names: str) -> Any:
+    def fail(*args: Any) -> Any:
+        raise ValueError("on purpose")
+
+    return type("Failing", (base,), dict.fromkeys(names, fail))
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "allowed_token_ids", "bad_words"])
+def test_list_that_cannot_be_read_is_refused(name: str) -> None:
+    for value in (failing(list, "__iter__", "__len__")(["a"]), failing(set, "__iter__")()):
+        with pytest.raises(InvalidRequestError, match=f"^{name}=") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
 
 
 def test_stop_tokens_read_per_step_are_bounded() -> None:

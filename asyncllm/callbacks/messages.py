@@ -83,13 +83,13 @@ class CallbackMessage(_ModelDump):
     @classmethod
     def from_chat(cls, message: Mapping[str, Any]) -> Self:
         """Convert a chat message ``{"role": …, "content": …}``."""
-        role = str(message.get("role"))
+        role, calls = str(message.get("role")), message.get("tool_calls")
         return cls(
             content=message.get("content") or "",
             type=_MESSAGE_TYPES.get(role, "chat"),
             role=role,
             name=message.get("name"),
-            tool_calls=list(message.get("tool_calls") or ()),
+            tool_calls=list(calls) if isinstance(calls, (list, tuple)) else [],
         )
 
 

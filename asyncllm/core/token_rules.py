@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-_ASCII_ZERO, _ASCII_ONE = b"01"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +50,13 @@ class TokenRules:
             return None
         allowed = None
         if allowed_token_ids is not None or single_tokens:
-            size = -(-vocab_size // 32) * 32
-            bits = bytearray((b"1" if allowed_token_ids is None else b"0") * size)
-            for token in allowed_token_ids or ():
-                bits[token] = _ASCII_ONE
-            for token in single_tokens:
-                bits[token] = _ASCII_ZERO
-            allowed = int(bits[::-1], 2).to_bytes(size // 8, "little")
+            import numpy as np  # Not with ``import asyncllm``, which is to be quick.
+
+            bits = np.full(-(-vocab_size // 32) * 32, allowed_token_ids is None)
+            # An array of the standard library takes integers in a third of numpy's time.
+            bits[np.asarray(array("Q", allowed_token_ids or ()))] = True
+            bits[np.asarray(single_tokens, np.int64)] = False
+            allowed = np.packbits(bits, bitorder="little").tobytes()
         return cls(allowed, trie, last_tokens)
 
     def excluded_tokens(self, output: Sequence[int]) -> list[int]:

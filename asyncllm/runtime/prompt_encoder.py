@@ -171,7 +171,9 @@ class PromptEncoder:
             not read if the prompt can be sliced.
         """
         info = self.loaded_model.executor.info
-        first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+        first = None
+        with suppress(Exception):  # Methods of the caller's object may raise.
+            first = prompt[0] if isinstance(prompt, (list, tuple)) else None
         if isinstance(prompt, dict) or isinstance(first, dict):
             raise check.value_error("prompt", prompt, "text or token ids; messages are for chat()")
         if isinstance(first, (str, list)):

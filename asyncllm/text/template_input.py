@@ -128,12 +128,12 @@ class TemplateInputCopier:
         return _MAX_VALUES - self._copier.num_values
 
     def copy_value(self, value: Any, location: str, param: str) -> Any:
-        return self._copy_or_raise(lambda: self._copier.copy(value), location, param)
+        return self.copy_or_raise(lambda: self._copier.copy(value), location, param)
 
     def copy_items(self, values: Collection[Any], location: str, param: str) -> list[Any]:
-        return self._copy_or_raise(lambda: self._copier.copy_items(values), location, param)
+        return self.copy_or_raise(lambda: self._copier.copy_items(values), location, param)
 
-    def _copy_or_raise(self, copy_function: Callable[[], Any], location: str, param: str) -> Any:
+    def copy_or_raise(self, copy_function: Callable[[], Any], location: str, param: str) -> Any:
         try:
             return copy_function()
         except NotJsonError as error:
@@ -161,18 +161,17 @@ def _copied_messages(
     if not isinstance(messages, (list, tuple)):
         accepted = "a list of at least one message; a prompt is for stream() or generate()"
         raise _invalid_input_error("messages", f"a {type(messages).__name__}", accepted)
-    if not messages:
+    copied = copier.copy_items(messages, "messages", "messages")
+    if not copied:
         raise _invalid_input_error("messages", "empty", "a list of at least one message")
     chat = []
-    for i, plain in enumerate(copier.copy_items(messages, "messages", "messages")):
+    for i, plain in enumerate(copied):
         if _has_only_role_and_text(plain):
             chat.append(plain)
             continue
         location = f"messages[{i}]"
         if not isinstance(plain, dict):
-            raise _invalid_input_error(
-                location, f"a {type(messages[i]).__name__}", "a dict with a role"
-            )
+            raise _invalid_input_error(location, f"a {type(plain).__name__}", "a dict with a role")
         # Clients send null for an absent field, but templates test only for presence.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
@@ -182,6 +181,8 @@ def _copied_messages(
             plain["content"] = _join_content(plain["content"], f"{location}.content")
         if calls := plain.get("tool_calls"):
             location = f"{location}.tool_calls"
+            if not isinstance(calls, (list, tuple)):
+                raise _invalid_input_error(location, describe(calls), "a list of tool calls")
             plain["tool_calls"] = [
                 _convert_arguments(call, copier, arguments_as_text, location) for call in calls
             ]
@@ -231,7 +232,10 @@ def _convert_arguments(
         return call
     arguments = function.get("arguments")
     if arguments_as_text and isinstance(arguments, dict):
-        converted: Any = json.dumps(arguments, ensure_ascii=False)
+        # JSON has no key that is a tuple, and Python's writes no integer of 4,301 digits.
+        converted: Any = copier.copy_or_raise(
+            lambda: json.dumps(arguments, ensure_ascii=False), location, "messages"
+        )
     elif (
         not arguments_as_text and isinstance(arguments, str) and arguments.lstrip().startswith("{")
     ):

@@ -134,11 +134,11 @@ class SamplingState:
         req_index, params, scalars = update.req_index, assignment.sampling, self._scalars
         if params.logit_bias:
             update.rows["bias_ids"] = ids = self._checked_token_ids(
-                list(params.logit_bias), MAX_LOGIT_BIASES
+                params.logit_bias, MAX_LOGIT_BIASES
             )
+            values = np.fromiter(params.logit_bias.values(), np.float64, len(ids))
             with np.errstate(over="raise", invalid="raise"):
-                values = np.array(list(params.logit_bias.values()), np.float32)
-            update.rows["bias_values"] = values
+                update.rows["bias_values"] = values.astype(np.float32)
             scalars["num_bias"][req_index] = len(ids)
         if params.min_tokens:
             stop_ids = [*assignment.eos_token_ids, *params.stop_token_ids]
@@ -173,7 +173,7 @@ class SamplingState:
     def _checked_token_ids(self, token_ids: Any, max_count: int) -> np.ndarray:
         """Converts token ids to int32; IndexError for an id outside the vocabulary or too many
         ids."""
-        ids = np.array(token_ids, np.int64)
+        ids = np.fromiter(token_ids, np.int64, len(token_ids))
         if len(ids) > max_count:
             raise IndexError(f"{len(ids)} token ids, expected at most {max_count}")
         if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
