@@ -277,9 +277,11 @@ def bounded_tuple(
     """Copy the items of a sequence or a set to a tuple; None gives an empty tuple. More than
     ``max_items`` items are refused; of an endless iterable, only ``max_items + 1`` are read."""
     is_text = isinstance(value, (str, bytes, bytearray, Mapping))
-    found_items: Any = value or () if value is None or type(value) is tuple else None
+    found_items: Any = None
     if type(value) in _BUILTIN_COLLECTIONS and len(value) <= max_items:
         found_items = tuple(value)  # Several times as fast as ``islice``.
+    elif value is None or type(value) is tuple:
+        found_items = value or ()
     if found_items is None and not is_text and isinstance(value, Iterable):
         length = 0
         # ``len`` raises an error for an iterator, and for a length above 64 bits.
