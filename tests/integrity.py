@@ -22,7 +22,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(held) == len(scheduler.running), "two requests share a slot"
     assert held.isdisjoint(free), "a slot is both held and free"
     assert len(held) + len(free) == scheduler.info.max_num_seqs, "a slot leaked"
-    evictable = scheduler._idle_requests
+    evictable = scheduler._idle_requests.entries
     for request in live:
         assert request.num_computed_tokens <= len(request.token_ids) + request.num_placeholders
         assert request.num_placeholders >= 0, request

@@ -94,7 +94,7 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         self._remove_from_schedule(request)
-        self._idle_requests.discard(request)
+        self._idle_requests.entries.pop(request, None)
         self.kv.free(request)
         request.epoch += 1
         request.num_placeholders = 0
@@ -122,7 +122,7 @@ class Scheduler:
         if request.status is Status.PAUSED:
             del self.paused[request]
             self.add(request)
-            if request in self._idle_requests:
+            if request in self._idle_requests.entries:
                 self._idle_requests.add(request)
 
     def _remove_from_schedule(self, request: Request) -> None:
@@ -258,20 +258,20 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        may_recompute = self._may_recompute(request)
+        may_recompute = not request.is_evicted or self._is_recompute_paid()
         if self.info.has_states and not may_recompute:
             return False
-        was_idle, evicts = request in self._idle_requests, self.info.has_states
-        self._idle_requests.discard(request)
+        idle, evicts = self._idle_requests, self.info.has_states
+        was_idle = idle.entries.pop(request, None) is not None
         # Keep no blocks free while idle requests hold some: running requests can take those.
-        min_free_blocks = 0 if self._idle_requests or not self.running else self.kv.watermark
+        min_free_blocks = 0 if idle.entries or not self.running else self.kv.watermark
         while not self._take_blocks(request, min_free_blocks):
-            victim = self._idle_requests.next_victim() if may_recompute else None
+            victim = idle.next_victim() if may_recompute else None
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
                 elif was_idle:
-                    self._idle_requests.add(request)
+                    idle.add(request)
                 return False
             self._preempt(victim)
             evicts = True
@@ -287,15 +287,14 @@ class Scheduler:
             self.num_prompt_tokens += request.num_prompt_tokens
         return True
 
-    def _may_recompute(self, request: Request) -> bool:
+    def _is_recompute_paid(self) -> bool:
         """Whether a request that lost its blocks while paused may take those of other idle ones.
 
         If more streams pause than the cache holds, each resumed one evicts another, and computes
         its prompt again for a few tokens. So tokens have to be generated, by any request, as many
         as were computed again for the last such request.
         """
-        is_paid = self.num_generated_tokens >= self._next_recompute_at
-        return not request.is_evicted or is_paid or not self.running
+        return self.num_generated_tokens >= self._next_recompute_at or not self.running
 
     def _take_blocks(self, request: Request, min_free_blocks: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
@@ -442,7 +441,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._remove_from_schedule(request)
             self.add(request)
-        self._idle_requests.discard(request)
+        self._idle_requests.entries.pop(request, None)
         self.kv.free(request)
         request.num_placeholders = 0
         request.epoch += 1
