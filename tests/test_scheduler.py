@@ -246,7 +246,7 @@ def test_paused_streams_recompute_no_more_than_is_generated():
     rig = Rig(num_blocks=33, max_num_seqs=8)
     neighbour = rig.add(range(900, 904), max_tokens=60)
     streams = [rig.add([i, *range(100, 139)], max_tokens=60) for i in range(4)]
-    num_computed = 0
+    num_computed, late = 0, None
     # Each stream is read in turn, and paused again at its next token.
     for turn in itertools.cycle(range(4)):
         num_computed += sum(rig.step().values())
@@ -255,10 +255,14 @@ def test_paused_streams_recompute_no_more_than_is_generated():
                 rig.scheduler.resume(stream)
             elif stream.status is Status.RUNNING and len(stream.token_ids) > 40:
                 rig.scheduler.pause(stream)
+        if late is None and len(rig.scheduler.evicted):
+            late = rig.add([7], max_tokens=3)
         if neighbour.is_finished:
             break
+    assert late is not None
+    assert late.is_finished  # Those that wait to compute their prompts again hold up no other.
     assert rig.scheduler.num_generated_tokens > 70
-    num_prompt_tokens = 4 + 4 * 40
+    num_prompt_tokens = 4 + 1 + 4 * 40
     # Each token of a paused stream alone would take 40 more.
     assert num_computed <= num_prompt_tokens + 2 * rig.scheduler.num_generated_tokens + 60
     for stream in streams:

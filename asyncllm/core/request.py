@@ -131,7 +131,7 @@ class Request:
             yet. Also 1 while the next grammar mask is made ahead, so that the request is not
             scheduled.
         epoch: incremented when in-flight results become void, by preemption or rollback.
-        is_evicted: whether it lost its blocks while it was paused, and has not run since.
+        is_evicted: whether it lost its blocks without running, and is not to be admitted yet.
         blocks: per KV group the blocks held, in order of position; empty if it holds none. The KV
             cache manager owns this attribute and the next five.
         num_out_of_window: per KV group the number of leading entries of ``blocks`` that are the

@@ -68,6 +68,7 @@ class Scheduler:
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.budget = TokenBudget(info.max_num_batched_tokens)
         self.waiting = WaitingQueue(policy)
+        self.evicted = WaitingQueue(policy)
         self.running: dict[Request, None] = {}
         self.paused: dict[Request, None] = {}
         self.failed: list[tuple[Request, Exception]] = []
@@ -121,7 +122,11 @@ class Scheduler:
     def resume(self, request: Request) -> None:
         if request.status is Status.PAUSED:
             del self.paused[request]
-            self.add(request)
+            if request.is_evicted:
+                request.status = Status.WAITING
+                self.evicted.push(request)
+            else:
+                self.add(request)
             if request in self._idle_requests.entries:
                 self._idle_requests.add(request)
 
@@ -134,6 +139,7 @@ class Scheduler:
             request.req_index = -1
         elif request.status is Status.WAITING:
             self.waiting.discard(request)
+            self.evicted.discard(request)
         elif request.status is Status.PAUSED:
             del self.paused[request]
 
@@ -141,10 +147,11 @@ class Scheduler:
         """Iterate over the requests that have not finished."""
         yield from self.running
         yield from self.waiting
+        yield from self.evicted
         yield from self.paused
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.evicted)
 
     # --- one step ----------------------------------------------------------------------
 
@@ -230,6 +237,7 @@ class Scheduler:
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admit waiting requests in the queue's order while slots, blocks and budget last. If one
         does not fit, no later request is admitted before it, so that it does not starve."""
+        self._release_evicted()
         states, max_num_seqs = self.kv.states, self.info.max_num_seqs
         skipped: list[Request] = []
         while budget > 0 and len(self.running) < max_num_seqs:
@@ -258,15 +266,12 @@ class Scheduler:
             self.waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        may_recompute = not request.is_evicted or self._is_recompute_paid()
-        if self.info.has_states and not may_recompute:
-            return False
-        idle, evicts = self._idle_requests, self.info.has_states
+        idle = self._idle_requests
         was_idle = idle.entries.pop(request, None) is not None
         # Keep no blocks free while idle requests hold some: running requests can take those.
         min_free_blocks = 0 if idle.entries or not self.running else self.kv.watermark
         while not self._take_blocks(request, min_free_blocks):
-            victim = idle.next_victim() if may_recompute else None
+            victim = idle.next_victim()
             if victim is None:
                 if not self.running:
                     self._fail_too_large(request, self._num_reserved_tokens(request))
@@ -274,11 +279,6 @@ class Scheduler:
                     idle.add(request)
                 return False
             self._preempt(victim)
-            evicts = True
-        if request.is_evicted and evicts:
-            num_recomputed = len(request.token_ids) - request.num_computed_tokens
-            self._next_recompute_at = self.num_generated_tokens + num_recomputed
-        request.is_evicted = False
         self.waiting.admit(request)
         request.status = Status.RUNNING
         request.req_index = self._free_req_indices.pop()
@@ -287,14 +287,26 @@ class Scheduler:
             self.num_prompt_tokens += request.num_prompt_tokens
         return True
 
-    def _is_recompute_paid(self) -> bool:
-        """Whether a request that lost its blocks while paused may take those of other idle ones.
+    def _release_evicted(self) -> None:
+        """Let the first of ``evicted`` wait for admission, if that slows others little.
 
         If more streams pause than the cache holds, each resumed one evicts another, and computes
-        its prompt again for a few tokens. So tokens have to be generated, by any request, as many
-        as were computed again for the last such request.
+        its prompt again for a few tokens. So there have to be free blocks for it, or as many
+        generated tokens as the last such request computed again, or no other work.
         """
-        return self.num_generated_tokens >= self._next_recompute_at or not self.running
+        request = self.evicted.peek()
+        if request is None:
+            return
+        num_tokens = self._num_reserved_tokens(request)
+        num_free = self.kv.pool.num_free - self.kv.watermark
+        is_free = not self.info.has_states and self.kv.max_blocks_for(num_tokens) <= num_free
+        is_paid = self.num_generated_tokens >= self._next_recompute_at
+        if is_free or is_paid or not (self.running or self.waiting):
+            self.evicted.discard(request)
+            self.waiting.push(request)
+            request.is_evicted = False
+            if not is_free:
+                self._next_recompute_at = self.num_generated_tokens + num_tokens
 
     def _take_blocks(self, request: Request, min_free_blocks: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
@@ -433,6 +445,9 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.is_evicted = request.status is not Status.RUNNING
+        if request.status is Status.WAITING:
+            self.waiting.discard(request)
+            self.evicted.push(request)
         self._reset_for_recompute(request)
 
     def _reset_for_recompute(self, request: Request) -> None:
