@@ -205,9 +205,9 @@ class Scheduler:
             total = len(request.token_ids) + request.num_placeholders
             if request.num_placeholders and total >= request.run_ahead_end:
                 continue
-            count = total - request.num_computed_tokens
-            if count * request.budget_cost_per_token > budget:
-                count = max(1, budget // request.budget_cost_per_token)
+            count, cost = total - request.num_computed_tokens, request.budget_cost_per_token
+            if count * cost > budget:
+                count = max(1, budget // cost)
             end = request.num_computed_tokens + count + lookahead
             if end > request.num_covered_tokens:
                 end = min(end, self.info.max_model_len, request.snapshot_at)
@@ -231,7 +231,7 @@ class Scheduler:
                     continue
                 block_table_updates[request] = block_ids, freed
             scheduled[request] = count
-            budget -= count * request.budget_cost_per_token
+            budget -= count * cost
         return budget, preempted
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
