@@ -68,6 +68,7 @@ class Scheduler:
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.budget = TokenBudget(info.max_num_batched_tokens)
         self.waiting = WaitingQueue(policy)
+        # Requests that lost their blocks without running, until ``_release_evicted``.
         self.evicted = WaitingQueue(policy)
         self.running: dict[Request, None] = {}
         self.paused: dict[Request, None] = {}

@@ -60,7 +60,7 @@ class MemoryProbe:
 
     @contextmanager
     def private_pool(self, device: torch.device) -> Iterator[Callable[[], int]]:
-        """Context in which the calling thread allocates from a private memory pool.
+        """Context manager: the calling thread allocates from a private memory pool in it.
 
         Yields a function that returns the bytes that the pool has taken from the device; the pool
         never shrinks within the context. Until the context ends, no other engine captures a graph

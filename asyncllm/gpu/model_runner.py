@@ -124,7 +124,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _explain_memory_error(self) -> Iterator[None]:
-        """Context that raises an EngineError if memory for the largest step cannot be allocated."""
+        """Context manager that raises EngineError if the largest step does not fit into memory."""
         try:
             yield
         except MemoryError as error:
@@ -308,7 +308,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _defer_errors(self, step: LaunchedStep) -> Iterator[None]:
-        """Context that stores an error of a step's work in the step, for ``collect`` to raise."""
+        """Context manager that stores an error in its step, for ``collect`` to raise."""
         try:
             with torch.inference_mode(), self._stream.context():
                 yield

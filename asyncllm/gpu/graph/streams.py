@@ -25,11 +25,11 @@ class DeviceStream:
     is_async = False
 
     def context(self) -> AbstractContextManager[object]:
-        """Context in which torch's allocations and queued work belong to this stream."""
+        """Context manager: torch's allocations and queued work in it belong to this stream."""
         return nullcontext()
 
     def use_side_stream(self) -> AbstractContextManager[object]:
-        """Context that queues work on a side stream, which does not wait for this stream.
+        """Context manager that queues work on a side stream, which does not wait for this stream.
 
         Use it for work on results of finished steps. The exit waits for that work, so that the
         caller may release the tensors.
