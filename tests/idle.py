@@ -1,9 +1,11 @@
-"""Waits for a condition or for an idle engine."""
+"""Waits for a condition or for an idle engine, and threads that wait."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import anyio
 
@@ -53,3 +55,14 @@ async def all_free(engine: AsyncLLMEngine) -> None:
     await wait_for(core.call(check_scheduler, core.scheduler))
     assert core.admission.num_live_requests == 0
     assert len(core.admission.queued_requests) == 0
+
+
+@contextlib.contextmanager
+def held_up(engine: AsyncLLMEngine) -> Iterator[None]:
+    """The thread of long texts waits inside the block."""
+    go, processor = threading.Event(), engine._require_input_processor()
+    processor.submitter._tokenizer_threads.long_thread.submit(go.wait, -1)
+    try:
+        yield
+    finally:
+        go.set()

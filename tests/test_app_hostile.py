@@ -8,7 +8,6 @@ import json
 import logging
 import resource
 import socket
-import threading
 import time
 
 import h11
@@ -48,7 +47,7 @@ from tests.app_clients import (
     user,
 )
 from tests.fakes import connections_of
-from tests.idle import until
+from tests.idle import held_up, until
 from tests.websocket_frames import BINARY, CLOSE, FIN, PING, PONG, TEXT, UPGRADE, frame, heard
 
 
@@ -519,17 +518,6 @@ async def test_a_page_of_another_origin_reaches_nothing(caplog):
 LONG = json.dumps({"prompt": "a" * 5000}).encode()
 
 
-@contextlib.contextmanager
-def held_up(worker):
-    """Holds up a worker thread inside the block."""
-    go = threading.Event()
-    worker.submit(go.wait, -1)
-    try:
-        yield
-    finally:
-        go.set()
-
-
 async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch):
     """Three at once; the others wait unread, and small ones do not wait behind them."""
     read, body_of = [], Exchange.read_body
@@ -545,7 +533,7 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
         server._server.config.app._server_context.large_body_budget = ByteBudget(3 * len(large))
-        with held_up(engine._require_input_processor().submitter._tokenizer_threads.long_thread):
+        with held_up(engine):
             for data, count in ((large, 6), (LONG, 1)):
                 sent = f"{head}{len(data)}\r\n\r\n".encode() + data
                 for _ in range(count):

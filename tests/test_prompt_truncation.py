@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from asyncllm import (
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.testing import fake_engine, fake_llm
 from tests.app_clients import app_client, events_of, user
-from tests.idle import until
+from tests.idle import held_up, until
 from tests.refusals import refused
 
 TEXT = "abcdefghij" * 3
@@ -69,10 +67,13 @@ async def test_long_texts_are_truncated_on_thread_without_estimate() -> None:
         with pytest.raises(ContextLengthExceededError, match="at least"):
             engine.stream(text)
         await engine.pause()
-        streams = [engine.stream(text, truncate_prompt_tokens=9, max_tokens=1) for _ in range(2)]
-        with pytest.raises(EngineOverloadedError, match="max_queued_tokens=20"):
-            engine.stream(text, truncate_prompt_tokens=9)
-        assert streams[0].prompt_token_ids is None
+        with held_up(engine):
+            streams = [
+                engine.stream(text, truncate_prompt_tokens=9, max_tokens=1) for _ in range(2)
+            ]
+            with pytest.raises(EngineOverloadedError, match="max_queued_tokens=20"):
+                engine.stream(text, truncate_prompt_tokens=9)
+            assert streams[0].prompt_token_ids is None
         await engine.resume()
         for stream in streams:
             done = await stream.result()
@@ -108,17 +109,6 @@ async def test_a_text_is_bounded_all_the_same() -> None:
         with pytest.raises(ContextLengthExceededError, match=r"has 10485\d\d UTF-8 bytes"):
             engine.chat(user(wide), truncate_prompt_tokens=5)
         assert engine.stats().num_waiting == 0
-
-
-@contextlib.contextmanager
-def held_up(engine: Any) -> Any:
-    """Holds up the thread of long texts inside the block."""
-    go, input_processor = threading.Event(), engine._require_input_processor()
-    input_processor.submitter._tokenizer_threads.long_thread.submit(go.wait, -1)
-    try:
-        yield
-    finally:
-        go.set()
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
