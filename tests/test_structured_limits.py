@@ -16,7 +16,7 @@ from asyncllm import InvalidRequestError
 from asyncllm.serving.protocol_error import to_protocol_error
 from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import GrammarError, Vocabulary, is_gbnf
-from asyncllm.structured.json_schema import refuse_unsupported_by_xgrammar
+from asyncllm.structured.json_schema import refuse_many_schemas, refuse_unsupported_by_xgrammar
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
 from asyncllm.structured.merged_schemas import refuse_large_merges
 from asyncllm.structured.references import refuse_infinite_references, resolve_pointer
@@ -147,7 +147,7 @@ def deep(count: int) -> dict[str, Any]:
         (lambda n: {"allOf": [{"properties": {f"p{i}": {}}} for i in range(n)]}, 3000,
          "has 3001 properties, expected at most 3000"),
         (lambda n: {"properties": {f"p{i}": {} for i in range(600)},
-                    "anyOf": [{"minProperties": i} for i in range(n)]}, 162,
+                    "anyOf": [{"minProperties": i} for i in range(n)]}, 38,
          "too many combinations of schemas"),
         (lambda n: {"type": ["object", "string", "object"][:n]}, 2, "'type' has a type twice"),
     ],
@@ -701,7 +701,7 @@ def test_only_a_text_is_a_pattern() -> None:
 
 @pytest.mark.parametrize(
     "others",
-    [{"items": [0] * 20_000}, {"prefixItems": [0] * 20_000}, {"allOf": [True] * 2500}],
+    [{"items": [0] * 5000}, {"prefixItems": [0] * 5000}, {"allOf": [True] * 2500}],
     ids=lambda one: next(iter(one)),
 )
 def test_entries_that_are_no_schemas_count_too(llguidance, others) -> None:
@@ -709,6 +709,22 @@ def test_entries_that_are_no_schemas_count_too(llguidance, others) -> None:
     with pytest.raises(GrammarError, match="too many combinations of schemas"):
         compiled(llguidance, json=schema)
     refuse_large_merges({**others, "anyOf": schema["anyOf"][:50]})
+
+
+@pytest.mark.parametrize("kind", ["json", "grammar", "structural_tag"])
+def test_subschemas_of_a_form_are_bounded(llguidance, kind) -> None:
+    schema = {"properties": {"a": {"anyOf": [{}] * 8_190}}}
+    refuse_many_schemas(schema)
+    schema["properties"]["b"] = {}
+    forms = {
+        "json": schema,
+        "grammar": f"start: %json {json.dumps(schema)}",
+        "structural_tag": tags(schema),
+    }
+    with pytest.raises(GrammarError, match="has 8193 subschemas, expected at most 8192"):
+        compiled(llguidance, **{kind: forms[kind]})
+    with pytest.raises(GrammarError, match="has 8194 subschemas"):
+        refuse_unsupported_by_xgrammar({"not": schema})
 
 
 def test_required_names_are_not_searched_in_a_list() -> None:

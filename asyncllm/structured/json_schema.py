@@ -11,6 +11,10 @@ from typing import Any
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.structured.references import refuse_infinite_references
 
+MAX_SCHEMAS = 8192
+"""Maximum number of subschemas of a specification. The checks hold the GIL for 20
+microseconds per subschema."""
+
 ANNOTATION_KEYWORDS = frozenset(
     """$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions
     deprecated description discriminator example examples externalDocs id readOnly title
@@ -54,6 +58,17 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
                 pending.append(value)
 
 
+def refuse_many_schemas(*roots: Any) -> None:
+    """Raise GrammarError for more than MAX_SCHEMAS subschemas.
+
+    Args:
+        roots: all schemas of one specification.
+    """
+    count = sum(1 for root in roots for _ in subschemas(root))
+    if count > MAX_SCHEMAS:
+        raise GrammarError(f"has {count} subschemas, expected at most {MAX_SCHEMAS}")
+
+
 def refuse_unenforced_keywords(schema: Any, enforced_keywords: frozenset[str]) -> None:
     """Raise GrammarError for a keyword that is neither enforced nor an annotation."""
     for part in subschemas(schema):
@@ -87,6 +102,7 @@ def refuse_unsupported_by_xgrammar(schema: Any) -> None:
     xgrammar reads a schema as a reference, as constants, as alternatives, or as a type with its
     keywords. It ignores all other keywords of the schema.
     """
+    refuse_many_schemas(schema)
     refuse_infinite_references(schema)
     for part in subschemas(schema):
         keywords = part.keys() - ANNOTATION_KEYWORDS

@@ -17,7 +17,11 @@ import re
 from typing import Any
 
 from asyncllm.structured.grammar import GrammarError, GrammarMemoryBound
-from asyncllm.structured.json_schema import LLGUIDANCE_KEYWORDS, refuse_unenforced_keywords
+from asyncllm.structured.json_schema import (
+    LLGUIDANCE_KEYWORDS,
+    refuse_many_schemas,
+    refuse_unenforced_keywords,
+)
 from asyncllm.structured.merged_schemas import MAX_MULTIPLEOF_REMAINDERS, refuse_large_merges
 from asyncllm.structured.references import refuse_infinite_references
 from asyncllm.structured.spec import StructuredOutputs
@@ -117,6 +121,7 @@ def refuse_unsupported_by_llguidance(*schemas: Any) -> None:
     Args:
         schemas: all schemas of one specification.
     """
+    refuse_many_schemas(*schemas)
     for schema in schemas:
         refuse_unenforced_keywords(schema, LLGUIDANCE_KEYWORDS)
         refuse_infinite_references(schema)
@@ -138,6 +143,7 @@ def refuse_unsupported_in_lark(grammar: str) -> None:
             schemas.append(json.JSONDecoder().raw_decode(grammar, start)[0])
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"no JSON behind %json at character {start} ({error})") from None
+    refuse_many_schemas(*schemas)
     for schema in schemas:
         refuse_infinite_references(schema)
     refuse_large_merges(*schemas)
