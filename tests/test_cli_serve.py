@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from asyncllm.cli import main
+from asyncllm.errors import InvalidRequestError
 from tests.app_clients import events_of, user
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
@@ -39,6 +40,18 @@ async def serving(*arguments):
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+def test_the_engine_thread_soon_gets_the_gil(monkeypatch):
+    def fail(engine):
+        raise InvalidRequestError("ended here")
+
+    intervals = []
+    monkeypatch.setattr("asyncllm.cli.serve._log_to_stderr", lambda level: None)
+    monkeypatch.setattr("asyncllm.cli.serve.running_engine", fail)
+    monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
+    assert main(["serve", "--port", "0"]) == 2
+    assert intervals == [0.0005]
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
