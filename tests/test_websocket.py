@@ -590,10 +590,11 @@ async def test_the_token_is_asked_for():
         (["*"], "https://evil.example", 200),
     ],
 )
-async def test_pages_of_other_origins_are_kept_out(origins, origin, status):
+async def test_pages_of_other_origins_are_kept_out(origins, origin, status, caplog):
     async with served(fake().engine(), origins=origins) as server:
         value = None if origin is None else origin.format(port=server.port)
         assert await status_of(server, origin=value) == status
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_name_that_resolves_to_here_is_not_here():

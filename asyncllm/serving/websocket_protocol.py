@@ -68,6 +68,9 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     async def send(self, message: Any) -> None:
         if not self.handshake_complete:
             await super().send(message)
+            if self.close_sent:
+                # Else uvicorn logs a refused handshake as an error of the application.
+                self.handshake_complete = True
             if self.handshake_complete and not self.transport.is_closing():
                 self._resume_parsing()
             return
