@@ -26,13 +26,14 @@ LENGTH = 12
 
 
 class SlowMatcher:
-    """Admits everything. Masks, or the accepting of tokens, take 10 ms on the engine thread; on
-    another they wait for a gate."""
+    """Admits everything. Masks, or the accepting of tokens, take ``seconds`` on the engine thread;
+    on another they wait for a gate."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.gate = threading.Event()
         self.slow = True
+        self.seconds = 0.01
         self.slow_call = "bitmask"
         self.last_token: int | None = None
         self.error: BaseException | None = None
@@ -61,7 +62,7 @@ class SlowMatcher:
             if self.error is not None:
                 raise self.error
         elif self.slow:
-            self.rig.now += 0.01
+            self.rig.now += self.seconds
 
     def accept(self, token_id: int) -> bool:
         with self.alone():
@@ -164,6 +165,26 @@ def test_slow_masks_with_spare_time_are_made_in_their_step() -> None:
     rig.core.abort(rig.neighbour.group)
     rig.finish()
     assert rig.matcher.num_elsewhere == 0
+
+
+@pytest.mark.parametrize(("num_others", "expected"), [(0, []), (1, list(range(9, 24)))])
+def test_many_quick_masks_delay_no_rows_without_masks(num_others: int, expected: list[int]) -> None:
+    """The nine cheapest are made within the millisecond that a step may wait."""
+    rig = Rig(max_queued_requests=32, max_num_seqs=32, num_blocks=201)
+    grammars = []
+    for i in range(24):
+        matcher = SlowMatcher(rig)
+        matcher.seconds = 1e-4 * (1 + i / 1000)
+        matcher.gate.set()
+        grammar = RequestGrammar(matcher, clock=rig.clock)
+        rig.group(LENGTH, name=f"{i}").members[0].structured_output = grammar
+        grammars.append(grammar)
+    for i in range(num_others):
+        rig.group(LENGTH, name=f"other {i}")
+    rig.steps(3)
+    ahead = [i for i, grammar in enumerate(grammars) if grammar.num_masks_ahead]
+    assert ahead == expected
+    rig.core._mask_maker.close()
 
 
 def test_an_abort_leaves_the_mask_in_the_making_to_its_thread(rig: SlowRig) -> None:

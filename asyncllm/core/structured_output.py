@@ -201,8 +201,41 @@ def masked_rows(step: ScheduledStep) -> list[int]:
     ]
 
 
+def _grammar_of(request: Request) -> RequestGrammar:
+    grammar = request.structured_output
+    assert isinstance(grammar, RequestGrammar)
+    return grammar
+
+
+def _rows_to_make_ahead(
+    step: ScheduledStep, slow: list[int], waits: dict[int, float], limit: float
+) -> list[int]:
+    """Rows whose next masks are to be made ahead of their step.
+
+    Args:
+        slow: rows whose masks are slow.
+        waits: seconds that the step waited for its masks, by row.
+        limit: seconds that a step may wait.
+    """
+    if sum(waits.values()) <= limit or len(slow) == len(step.requests):
+        return [row for row in slow if _grammar_of(step.requests[row]).num_masks_ahead]
+    rows, seconds = list(slow), 0.0
+    if len(waits) < len(step.requests):
+        for row in sorted(waits.keys() - slow, key=waits.__getitem__):
+            seconds += waits[row]
+            if seconds > limit:
+                rows.append(row)
+    return rows
+
+
 _NUM_MASKS_AHEAD = 16
 """After a slow mask, this many masks are made ahead of their steps, even if they are quick."""
+
+_MIN_STEP_WAIT_SECONDS = 0.001
+"""A step may wait this long for its masks, or a tenth of its time if that is longer."""
+
+_GIL_YIELD_SECONDS = 0.00005
+"""Sleep of the thread before each mask: the shortest with which the engine thread got the GIL."""
 
 _SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
@@ -211,10 +244,12 @@ _SLOW_MASK_WAIT_FRACTION = 1 / 8
 class MaskMaker:
     """Makes the masks of steps; slow masks are made ahead of their step on a thread.
 
-    A step may wait ``max(2 ms, a tenth of its time)`` for its masks, and for grammars to accept the
+    A step may wait ``max(1 ms, a tenth of its time)`` for its masks, and for grammars to accept the
     tokens before those masks. If this takes longer and delays other rows, a request with slow masks
     is scheduled from then on only once its next mask is made: until then its last token is treated
-    as if still in flight. So a slow grammar delays only its own request, and changes no token.
+    as if still in flight. If rows without masks are delayed, this holds also for the requests with
+    the slowest of the quick masks, until the rest are made in time. So a grammar delays only its
+    own request, and changes no token.
 
     Args:
         send: function that asks the engine thread to call a function with arguments.
@@ -237,15 +272,15 @@ class MaskMaker:
         batch = step.batch
         masks = GrammarMask(batch.step)
         ends: list[tuple[Request, BaseException | None]] = []
-        slow, total = [], 0.0
-        limit = max(0.002, step_time / 10)
+        slow: list[int] = []
+        waits: dict[int, float] = {}
+        limit = max(_MIN_STEP_WAIT_SECONDS, step_time / 10)
         for row in batch.masked_rows:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
                 continue  # The request has ended or was preempted: its token is discarded.
-            grammar = request.structured_output
+            grammar = _grammar_of(request)
             try:
-                assert isinstance(grammar, RequestGrammar)
                 waited, grammar.accept_seconds = grammar.accept_seconds, 0.0
                 if grammar.next_mask is None:
                     mask, seconds = self._make_mask(grammar, request)
@@ -254,12 +289,12 @@ class MaskMaker:
                 else:  # The mask is done, unless the request was preempted while it was made.
                     mask, seconds = grammar.next_mask.result()
                     grammar.next_mask = None
-                total += waited
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
+            waits[row] = waited
             if seconds > limit * _SLOW_MASK_WAIT_FRACTION:
-                slow.append((request, grammar))
+                slow.append(row)
             elif grammar.num_masks_ahead:
                 self._decrement_num_masks_ahead(request, grammar)
             if mask is None:
@@ -267,10 +302,10 @@ class MaskMaker:
             elif mask:
                 masks.rows.append(row)
                 masks.masks.append(mask)
-        for request, grammar in slow:
-            if grammar.num_masks_ahead or (total > limit and len(slow) < len(step.requests)):
-                grammar.num_masks_ahead = _NUM_MASKS_AHEAD
-                request.run_ahead_end = 0
+        for row in _rows_to_make_ahead(step, slow, waits, limit):
+            request = step.requests[row]
+            _grammar_of(request).num_masks_ahead = _NUM_MASKS_AHEAD
+            request.run_ahead_end = 0
         return masks, ends
 
     def make_masks_ahead(self, step: ScheduledStep) -> None:
@@ -280,15 +315,14 @@ class MaskMaker:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
                 continue
-            grammar = request.structured_output
-            assert isinstance(grammar, RequestGrammar)
+            grammar = _grammar_of(request)
             # If the request's next step is already scheduled, that step makes the mask.
             if not grammar.num_masks_ahead or request.num_placeholders:
                 continue
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
             try:
-                grammar.next_mask = self._worker.submit(self._make_mask, grammar, request)
+                grammar.next_mask = self._worker.submit(self._make_mask_ahead, grammar, request)
             except RuntimeError:
                 self._worker = None  # No thread can be started: the step makes the mask.
                 continue
@@ -305,6 +339,13 @@ class MaskMaker:
     def _make_mask(self, grammar: RequestGrammar, request: Request) -> tuple[bytes | None, float]:
         began = grammar.clock()
         return grammar.compute_mask(request), grammar.clock() - began
+
+    def _make_mask_ahead(
+        self, grammar: RequestGrammar, request: Request
+    ) -> tuple[bytes | None, float]:
+        # The engine thread gets the GIL, which a matcher holds while it accepts a token.
+        time.sleep(_GIL_YIELD_SECONDS)
+        return self._make_mask(grammar, request)
 
     def _on_mask_made(self, request: Request, epoch: int) -> None:
         self.num_pending_masks -= 1
