@@ -14,6 +14,7 @@ import pytest
 from asyncllm import AsyncLLMEngine
 from asyncllm.sampling_params import MAX_LOGIT_BIASES
 from asyncllm.serving import create_app
+from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.request_body import RequestBody
 from asyncllm.serving.response_events import ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
@@ -141,6 +142,43 @@ async def test_a_body_is_not_held_while_its_answer_is_made(path):
         for one in requests:
             await one.whole()
             assert one.status == 200
+
+
+async def test_a_truncated_list_is_not_held_while_its_answer_is_made():
+    body = {"prompt": [*range(250)] * 1000, "truncate_prompt_tokens": 4, "stream": True, "n": 2}
+    engine, fields = fake_engine("x"), json.dumps(body)
+    app = create_app(engine)
+    async with engine, contextlib.AsyncExitStack() as stack:
+        await engine.pause()
+        with held_by(6) as held:
+            requests = [
+                await stack.enter_async_context(RawRequest(app, fields.encode(), "/v1/completions"))
+                for _ in range(6)
+            ]
+            try:
+                await until(lambda: engine.stats().num_waiting == 12)
+                await until(lambda: held() < 200_000, 5.0)
+            finally:
+                await engine.resume()
+        for one in requests:
+            await one.whole()
+            assert one.status == 200
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "is_here"), [(1, 64, True), (15, 1, True), (16, 1, False), (2, 8, False)]
+)
+async def test_a_list_of_prompts_is_submitted_on_the_thread(threads_of, num_prompts, n, is_here):
+    submitted, here = threads_of(CompletionRequest, "submit"), threading.get_ident()
+    async with app_client(fake_engine("x")) as client:
+        body = {"prompt": [[1]] * num_prompts, "n": n, "max_tokens": 1}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert len(answer["choices"]) == num_prompts * n
+        body["prompt"][-1] = [999_999]
+        refused = await client.post("/v1/completions", json=body)
+        assert refused.json()["error"]["param"] == "prompt"
+    assert (submitted["threads"] == {here}) is is_here
+    assert len(submitted["threads"]) == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])

@@ -249,6 +249,10 @@ async def test_policy_orders_requests_by_priority():
         ([1], {"priority": 1.5}, "priority", "integer"),
         ([1], {"request_id": ""}, "request_id", "non-empty"),
         ([1], {"cache_salt": 5}, "cache_salt", "string"),
+        *(
+            ([1], {name: "a" * 257}, name, "at most 256 characters; a digest of a longer one")
+            for name in ("request_id", "cache_salt", "owner")
+        ),
         ([1], {"sampling_params": {"n": 1}}, "sampling_params", "SamplingParams"),
     ],
     ids=check.describe,

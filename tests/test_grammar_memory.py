@@ -164,7 +164,7 @@ async def test_texts_of_waiting_grammars_count_in_the_queue(monkeypatch):
             streams.append(engine.stream([1], structured_outputs={"choice": ["a"]}))
             for stream in streams:
                 stream.abort()
-            await until(lambda: not engine._thread.core.admission._text_bytes_by_group)
+            await until(lambda: not engine._thread.core.admission._groups_with_long_texts)
 
 
 async def test_aborted_requests_compile_nothing():

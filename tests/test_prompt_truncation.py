@@ -132,7 +132,42 @@ async def test_waiting_texts_count_by_their_memory(is_chat: bool) -> None:
                 for stream in streams:
                     stream.abort()
                 (await waiting).abort()
-                await until(lambda: not engine._thread.core.admission._text_bytes_by_group)
+                await until(lambda: not engine._thread.core.admission._groups_with_long_texts)
+
+
+async def test_the_containers_of_waiting_conversations_count() -> None:
+    async with fake_engine("xy", max_model_len=500) as engine:
+        message = {"role": "user", "content": "a" * 5000, "parts": [{} for _ in range(20_000)]}
+        streams = []
+        with held_up(engine):
+            with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
+                for _ in range(99):
+                    streams.append(engine.chat([message], truncate_prompt_tokens=5))
+            assert len(streams) == 2**26 // (80 * 20_000)
+            for stream in streams:
+                stream.abort()
+
+
+@pytest.mark.parametrize(
+    ("make_params", "num_bytes"),
+    [
+        (lambda: {"stop": [f"{i:02}" + "\U0001f600" * 1022 for i in range(64)]}, 64 * 4172),
+        (lambda: {"structured_outputs": {"choice": ["a" * 120_000]}}, 120_053),
+    ],
+    ids=["stop", "choice"],
+)
+async def test_the_parameters_of_waiting_requests_count(make_params: Any, num_bytes: int) -> None:
+    """An object that several requests share counts once."""
+    async with fake_engine("xy", max_queued_requests=1200) as engine:
+        await engine.pause()
+        shared = SamplingParams(**make_params())
+        streams = [engine.stream([1], shared, max_tokens=1 + i % 9) for i in range(600)]
+        with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
+            for _ in range(600):
+                streams.append(engine.stream([1], **make_params()))
+        assert 2**26 // num_bytes - 9 < len(streams) - 600 < 2**26 // num_bytes
+        for stream in streams:
+            stream.abort()
 
 
 async def test_an_aborted_request_keeps_no_text_until_its_turn() -> None:

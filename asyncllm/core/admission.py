@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ _MAX_RETRY_SECONDS = 60.0
 
 MAX_WAITING_TEXT_BYTES = 2**26
 """Maximum memory in bytes of the long texts of queued requests: prompts until they are tokenised,
-and grammars. Requests without long texts are not refused for it."""
+grammars, and lists of parameters. Requests without long texts are not refused for it."""
 
 MIN_LONG_TEXT_BYTES = 2**14
 """Groups whose texts take fewer bytes count for none."""
@@ -70,7 +70,7 @@ class Admission:
         self._next_arrival_index = 0
         self.queued_requests: dict[Request, int] = {}
         self.num_queued_tokens = 0
-        self._text_bytes_by_group: dict[RequestGroup, int] = {}
+        self._groups_with_long_texts: dict[RequestGroup, None] = {}
         self._queued_counts_by_owner: dict[str | None, list[int]] = {}
         self.caller_queue = CallerQueue()
         self.caller_queues: tuple[CallerQueue, ...] = (self.caller_queue,)
@@ -184,10 +184,11 @@ class Admission:
             shortage = f"{num_waiting} wait for a place in the queue", num_waiting
         else:
             shortage = self._check_room(len(group.members), num_tokens)
-        num_text_bytes = _num_counted_bytes(group)
-        num_waiting_bytes = sum(self._text_bytes_by_group.values()) if num_text_bytes else 0
-        if num_waiting_bytes + num_text_bytes > MAX_WAITING_TEXT_BYTES:
-            return f"{num_waiting_bytes} bytes of long texts are queued", 1
+        if _has_long_texts(group):
+            groups = self._groups_with_long_texts
+            num_waiting_bytes = _num_text_bytes(groups)
+            if _num_text_bytes([*groups, group]) > MAX_WAITING_TEXT_BYTES:
+                return f"{num_waiting_bytes} bytes of long texts are queued", 1
         if shortage is None:
             return None
         owner = group.members[0].owner
@@ -222,8 +223,8 @@ class Admission:
         self._live_groups[group.request_id] = group
         self._num_members += count
         self._count_queued(owner, count, count * num_tokens)
-        if num_text_bytes := _num_counted_bytes(group):
-            self._text_bytes_by_group[group] = num_text_bytes
+        if _has_long_texts(group):
+            self._groups_with_long_texts[group] = None
         for i, request in enumerate(members, self._next_arrival_index):
             self.queued_requests[request] = num_tokens
             request.arrival_index = i
@@ -299,8 +300,6 @@ class Admission:
                     self._count_queued(request.owner, 0, num_tokens - self.queued_requests[request])
                     self.queued_requests[request] = num_tokens
             group.num_text_bytes = 0
-            if group in self._text_bytes_by_group:
-                self._text_bytes_by_group[group] = _num_counted_bytes(group)
         self._advance_caller_queues()
 
     def remove_from_queue(self, request: Request) -> None:
@@ -311,7 +310,7 @@ class Admission:
             num_tokens = self.queued_requests.pop(request, None)
             if num_tokens is None:
                 return
-            self._text_bytes_by_group.pop(request.group, None)
+            self._groups_with_long_texts.pop(request.group, None)
             self._count_queued(request.owner, -1, -num_tokens)
             now = self._clock()
             decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
@@ -350,7 +349,17 @@ class Admission:
         return live
 
 
-def _num_counted_bytes(group: RequestGroup) -> int:
-    """Bytes of a group's texts that count in the queue."""
-    num_bytes = group.num_text_bytes + group.num_grammar_bytes
-    return min(num_bytes, MAX_COUNTED_TEXT_BYTES) if num_bytes >= MIN_LONG_TEXT_BYTES else 0
+def _has_long_texts(group: RequestGroup) -> bool:
+    num_bytes = group.num_text_bytes
+    if group.param_bytes:
+        num_bytes += sum(group.param_bytes.values())
+    return num_bytes >= MIN_LONG_TEXT_BYTES
+
+
+def _num_text_bytes(groups: Iterable[RequestGroup]) -> int:
+    """Counted bytes of the groups' texts; objects that several groups share count once."""
+    num_bytes, param_bytes = 0, dict[int, int]()
+    for group in groups:
+        num_bytes += min(group.num_text_bytes, MAX_COUNTED_TEXT_BYTES)
+        param_bytes |= group.param_bytes
+    return num_bytes + sum(param_bytes.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,8 +76,9 @@ class RequestGroup:
         engine: number of its engine in an EngineGroup; None without an EngineGroup.
         make_prompt: tokenises the prompt, which it holds; None once the prompt is tokenised or the
             group has ended.
-        num_text_bytes: memory of the texts that ``make_prompt`` holds.
-        num_grammar_bytes: memory of the grammar's text.
+        num_text_bytes: memory of the texts and messages that ``make_prompt`` holds.
+        param_bytes: memory of the grammar's text and of long lists of ``sampling``, by the id of
+            the object. Groups that share an object share its memory.
     """
 
     request_id: str
@@ -92,7 +93,7 @@ class RequestGroup:
     engine: int | None = None
     make_prompt: Callable[[int | None], bool] | None = None
     num_text_bytes: int = 0
-    num_grammar_bytes: int = 0
+    param_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def restart_timeout(self, now: float) -> None:
         """Restart the timeout at ``now``, which also becomes the arrival time, after a wait for a

@@ -57,6 +57,9 @@ and many requests with small lists would fill an event loop."""
 _CHARACTERS_PER_BAD_WORD = 16
 """Fixed cost of encoding a bad word, as the number of characters whose encoding takes as long."""
 
+BYTES_PER_INTEGER = 32
+"""Memory of a token id or a number, apart from its place in a list."""
+
 _MAX_CACHED_TOKEN_RULES = 16
 """Maximum number of cached TokenRules, one per long ``bad_words`` list: about 10 MB together."""
 
@@ -102,14 +105,19 @@ class InputProcessor:
                 prompt, self._max_prompt_tokens(request)
             )
             request.group.num_truncated_tokens = num_cut
-            return self._prepare_submission(request, call_arguments, lambda _: token_ids, 0, ())
+            return self._prepare_submission(request, call_arguments, lambda _: token_ids, 0, 0)
         min_num_tokens = 0
         if len(text) > SHORT_TEXT_CHARACTERS:
             min_num_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
             self._check_length(request, (text,), min_num_tokens)
         encode = partial(self.prompts.encode_text, text, True)
         return self._prepare_submission(
-            request, call_arguments, encode, len(text), (text,), min_num_tokens=min_num_tokens
+            request,
+            call_arguments,
+            encode,
+            len(text),
+            sys.getsizeof(text),
+            min_num_tokens=min_num_tokens,
         )
 
     def make_chat_submission(
@@ -156,9 +164,9 @@ class InputProcessor:
         self._check_length(request, template_input.texts, 0)
         split = chat_options.split_special_tokens
         encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
-        num_characters, texts = template_input.num_characters, template_input.texts
+        num_characters, num_bytes = template_input.num_characters, template_input.num_bytes
         return self._prepare_submission(
-            request, call_arguments, encode, num_characters, texts, parser
+            request, call_arguments, encode, num_characters, num_bytes, parser
         )
 
     def make_submission(
@@ -189,7 +197,7 @@ class InputProcessor:
         call_arguments: CallArguments,
         encode: EncodeFunction,
         num_characters: int,
-        texts: Sequence[str],
+        num_text_bytes: int,
         parser: MessageParser | None = None,
         min_num_tokens: int = 0,
     ) -> Submission:
@@ -198,11 +206,11 @@ class InputProcessor:
 
         Args:
             num_characters: number of characters that ``encode`` tokenises.
-            texts: the texts that ``encode`` holds.
+            num_text_bytes: memory of the texts and messages that ``encode`` holds.
             min_num_tokens: lower bound on the number of tokens of these characters.
         """
-        group, spec = request.group, request.sampling.structured_outputs
-        group.num_grammar_bytes = 0 if spec is None else sys.getsizeof(spec.text)
+        group = request.group
+        group.param_bytes = _measure_params(request.sampling)
         token_ids = encode(SHORT_TEXT_CHARACTERS)
         has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
         if token_ids is not None and has_rules:
@@ -221,7 +229,7 @@ class InputProcessor:
 
         estimate = max(num_characters // 4, min_num_tokens) if token_ids is None else len(token_ids)
         estimate = min(estimate, self._max_prompt_tokens(request) or request.max_model_len)
-        group.num_text_bytes = sum(map(sys.getsizeof, texts))
+        group.num_text_bytes = num_text_bytes
         words = request.sampling.bad_words
         num_characters += sum(map(len, words)) + _CHARACTERS_PER_BAD_WORD * len(words)
         return Submission(request, call_arguments, estimate, parser, make_prompt, num_characters)
@@ -423,3 +431,18 @@ class InputProcessor:
 def _token_rule_params(sampling: SamplingParams) -> _TokenRuleParams:
     """``allowed_token_ids`` and ``bad_words``, from which token rules are made."""
     return sampling.allowed_token_ids, tuple(sampling.bad_words)
+
+
+def _measure_params(sampling: SamplingParams) -> dict[int, int]:
+    """Memory in bytes of the grammar's text and of the lists of ``sampling``, by object id."""
+    num_bytes: dict[int, int] = {}
+    if sampling.structured_outputs is not None:
+        text = sampling.structured_outputs.text
+        num_bytes[id(text)] = sys.getsizeof(text)
+    for texts in (sampling.stop, sampling.bad_words):
+        if texts:
+            num_bytes[id(texts)] = sum(map(sys.getsizeof, texts))
+    for ids in (sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logit_bias):
+        if ids:
+            num_bytes[id(ids)] = sys.getsizeof(ids) + BYTES_PER_INTEGER * len(ids)
+    return num_bytes

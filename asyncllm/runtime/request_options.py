@@ -11,7 +11,8 @@ from asyncllm.core.channel import OnSlow
 
 T = TypeVar("T")
 
-_MAX_OWNER_LENGTH = 256
+MAX_NAME_LENGTH = 256
+"""Maximum number of characters of ``request_id``, ``cache_salt`` and ``owner``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,16 @@ class RequestOptions:
     owner: str | None = None
 
     def __post_init__(self) -> None:
-        check.validate_field(self, check.string, "request_id")
+        for name in ("request_id", "cache_salt", "owner"):
+            check.validate_field(self, check.string, name, allow_empty=name == "cache_salt")
+            value = getattr(self, name)
+            if value is not None and len(value) > MAX_NAME_LENGTH:
+                accepted = f"at most {MAX_NAME_LENGTH} characters; a digest of a longer one"
+                raise check.value_error(name, value, accepted)
         check.validate_field(self, check.integer, "priority", -check.MAX_INTEGER)
         check.validate_field(self, check.seconds, "timeout", exclusive_low=True)
         check.validate_field(self, check.integer, "max_unread", 1)
         check.validate_field(self, check.choice, "on_slow", get_args(OnSlow))
-        check.validate_field(self, check.string, "cache_salt", allow_empty=True)
-        check.validate_field(self, check.string, "owner")
-        if self.owner is not None and len(self.owner) > _MAX_OWNER_LENGTH:
-            accepted = f"at most {_MAX_OWNER_LENGTH} characters; a digest of a longer name"
-            raise check.value_error("owner", self.owner, accepted)
 
 
 @dataclass(frozen=True, slots=True)

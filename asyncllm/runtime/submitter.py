@@ -71,7 +71,7 @@ class Submission:
             old_group.deadline,
             num_truncated_tokens=old_group.num_truncated_tokens,
             num_text_bytes=old_group.num_text_bytes,
-            num_grammar_bytes=old_group.num_grammar_bytes,
+            param_bytes=old_group.param_bytes,
         )
         for member in self._members:
             prompt = member.token_ids[: member.num_prompt_tokens]

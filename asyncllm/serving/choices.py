@@ -33,6 +33,9 @@ MAX_FULL_ANSWER_LOGPROBS_BYTES = 3 << 24
 """Maximum number of JSON bytes of the log-probabilities in a whole answer. Writing the answer takes
 four times as much memory."""
 
+BYTES_PER_OUTPUT = 256
+"""Bytes of JSON that take as long to read as one output of a list of prompts takes to submit."""
+
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
@@ -49,15 +52,24 @@ async def handle_completion_request(
         writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
 
-    def submit(body: bytes) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
-        request = request_type.parse(parse_json(body), server_context.unsupported_fields)
+    def submit(request: RequestT) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
         model = server_context.resolve_model_name(request.model)
         streams = request.submit(
             server_context.engine, server_context.request_options(exchange.owner)
         )
         return request.stream, streams, writer_type(model, request, server_context.engine.tokenizer)
 
-    is_streamed, streams, writer = await exchange.process_body(submit)
+    def parse_and_submit_one(body: bytes) -> Any:
+        request = request_type.parse(parse_json(body), server_context.unsupported_fields)
+        return submit(request) if request.num_prompts == 1 else request
+
+    submitted = await exchange.process_body(parse_and_submit_one)
+    if isinstance(submitted, ChoicesRequest):
+        num_outputs = submitted.num_prompts * submitted.num_outputs
+        job = partial(submit, submitted)
+        submitted = await server_context.run_json_job(job, num_outputs * BYTES_PER_OUTPUT)
+        del job  # It holds the prompts.
+    is_streamed, streams, writer = submitted
     exchange.release_body(untokenized_streams=streams)
     if is_streamed:
         async with open_event_sender(

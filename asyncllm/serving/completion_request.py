@@ -64,6 +64,10 @@ class CompletionRequest(ChoicesRequest):
         return list(self.prompt) if is_list else [self.prompt]
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
     def should_generate(self) -> bool:
         """Whether tokens are generated; false for a request that only scores its prompts."""
         return self.max_tokens != 0

@@ -29,11 +29,16 @@ class CompletionWriter(ChoicesWriter):
 
     def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
         super().__init__(model, request)
-        self._request = request
+        # Keep no reference to the request: its prompts may take megabytes.
+        self._should_generate, self._num_outputs = request.should_generate, request.num_outputs
         self._tokenizer = tokenizer
         top = request.logprobs
-        num_choices = len(request.prompts) * request.num_outputs
+        prompts = request.prompts
+        num_choices = len(prompts) * request.num_outputs
         self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
+        self._echoed_texts = [
+            prompt if request.echo and isinstance(prompt, str) else None for prompt in prompts
+        ]
         self._logprobs = [
             None if top is None else LegacyLogprobFormatter(tokenizer.id_to_text_and_bytes, top)
             for _ in range(num_choices)
@@ -55,7 +60,7 @@ class CompletionWriter(ChoicesWriter):
 
     def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
         usage = super()._usage(usages)
-        if not self._request.should_generate:
+        if not self._should_generate:
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
 
@@ -73,12 +78,12 @@ class CompletionWriter(ChoicesWriter):
         index = first_choice_index + output.index
         formatter, text, first_token_id = self._logprobs[index], output.text, None
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or ()
-        if not self._request.should_generate:
+        if not self._should_generate:
             text, logprobs = "", ()
         if index in self._unechoed_choices:
             self._unechoed_choices.discard(index)
             prompt_token_ids = list(completion.prompt_token_ids or ())
-            text = self._prompt_text(index // self._request.num_outputs, prompt_token_ids) + text
+            text = self._prompt_text(index // self._num_outputs, prompt_token_ids) + text
             if completion.prompt_logprobs is not None:
                 first_token_id = prompt_token_ids[0]
                 logprobs = (*completion.prompt_logprobs, *logprobs)
@@ -90,7 +95,7 @@ class CompletionWriter(ChoicesWriter):
         }
 
     def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
-        prompt = self._request.prompts[prompt_index]
-        if isinstance(prompt, str):
-            return prompt
+        text = self._echoed_texts[prompt_index]
+        if text is not None:
+            return text
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

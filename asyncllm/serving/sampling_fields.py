@@ -158,7 +158,12 @@ class ChoicesRequest(SamplingFields):
     stream_options: StreamOptions | None = None
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
     def num_outputs(self) -> int:
+        """Number of outputs for each prompt."""
         return 1 if self.n is None else self.n
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
@@ -17,6 +18,10 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
 _MAX_NESTING_DEPTH = 100
 _MAX_VALUES = 100_000
+
+_BYTES_PER_VALUE = 80
+"""Memory of a key, a value or a container, apart from strings: a dict with one entry has 232 bytes,
+a list with an empty list 120."""
 
 MAX_CHARACTERS = 2**24
 """Maximum number of characters of all strings of a conversation, as many as a prompt may have. A
@@ -54,9 +59,10 @@ class TemplateInput:
         texts: every string in ``values``.
         num_characters: number of characters of all strings. A rendered prompt may have more, or
             fewer.
+        num_bytes: memory of ``values``, estimated for dicts and lists.
     """
 
-    __slots__ = ("chat_template", "num_characters", "texts", "values")
+    __slots__ = ("chat_template", "num_bytes", "num_characters", "texts", "values")
 
     def __init__(
         self, messages: Any, variables: Mapping[str, Any], *, arguments_as_text: bool = False
@@ -84,6 +90,8 @@ class TemplateInput:
         }
         self.texts = copier.texts
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
+        self.num_bytes = sum(map(sys.getsizeof, self.texts))
+        self.num_bytes += _BYTES_PER_VALUE * (_MAX_VALUES - copier.num_values_left)
 
     def with_changed_strings(
         self, change_string: Callable[[str], str], unchanged_names: Collection[str] = ()
