@@ -285,7 +285,7 @@ class AsyncLLMEngine(UncopyableHandle):
         Args:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
             sampling_params: how to sample. ``sampling`` replaces fields of it.
-            request_id: unique among live requests; None generates one.
+            request_id: unique among live requests, of at most 256 characters; None generates one.
             priority: a smaller number is scheduled sooner; only with the "priority" or "deadline"
                 policy.
             timeout: seconds after which the request fails with DeadlineExceededError.
@@ -294,7 +294,8 @@ class AsyncLLMEngine(UncopyableHandle):
             on_slow: policy for a slow reader: "coalesce" merges unread deltas, "pause" stops
                 generating until at most half of ``max_unread`` tokens are unread, "abort" aborts
                 the request.
-            cache_salt: requests share cached prefixes only with equal salts.
+            cache_salt: requests share cached prefixes only with equal salts, of at most 256
+                characters.
             owner: name of the user that the request is for, of at most 256 characters; None is an
                 owner like any other. Requests of equal rank are admitted in turns by owner; see
                 docs/streaming.md.

@@ -1,4 +1,4 @@
-"""Waits for a condition or for an idle engine, and threads that wait."""
+"""Waits for a condition or for an idle engine, and a hold on the thread of long texts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def all_free(engine: AsyncLLMEngine) -> None:
 
 @contextlib.contextmanager
 def held_up(engine: AsyncLLMEngine) -> Iterator[None]:
-    """The thread of long texts waits inside the block."""
+    """Hold up the thread of long texts inside the block."""
     go, processor = threading.Event(), engine._require_input_processor()
     processor.submitter._tokenizer_threads.long_thread.submit(go.wait, -1)
     try:

@@ -640,6 +640,32 @@ async def test_unread_answers_are_bounded_in_memory():
             assert (await client.get(path)).status_code == 200
 
 
+async def test_a_response_counts_by_the_memory_of_its_texts():
+    """One emoji makes each character take four bytes; many short messages count for nothing."""
+    text = "\U0001f600" + "x" * 60_000
+    short = {"input": user("x") * 500, "truncate_prompt_tokens": 8, "max_output_tokens": 2}
+    fields = {"input": text, "truncate_prompt_tokens": 8, "max_output_tokens": 2}
+    engine = fake_engine("Hello")
+    async with served_app(engine) as server, asyncio.timeout(60):
+        serving = server._server.config.app._server_context
+        serving.answer_budget = ByteBudget(700_000)
+        await engine.pause()
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            waiting = [
+                asyncio.create_task(client.post("/v1/responses", json=fields)) for _ in range(2)
+            ]
+            await until(lambda: engine.stats().num_waiting == 2)
+            assert (await client.post("/v1/responses", json=fields)).status_code == 429
+            await until(lambda: engine.stats().num_waiting == 2)
+            waiting += [
+                asyncio.create_task(client.post("/v1/responses", json=short)) for _ in range(9)
+            ]
+            await until(lambda: engine.stats().num_waiting == 11)
+            await engine.resume()
+            assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 11
+            assert (await client.post("/v1/responses", json=fields)).status_code == 200
+
+
 async def test_whole_answers_are_bounded_until_they_are_read():
     """Of every path: a long one that is not read keeps other long ones away, and no short one."""
     engine = fake_engine("x", max_model_len=40_000, num_blocks=4000)

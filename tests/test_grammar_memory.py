@@ -22,7 +22,7 @@ from asyncllm import (
     InvalidRequestError,
     SamplingParams,
 )
-from asyncllm.core import admission as admission_module
+from asyncllm.core import waiting_texts as waiting_texts_module
 from asyncllm.core.request import Request
 from asyncllm.core.structured_output import RequestGrammar
 from asyncllm.structured import compiler as compiler_module
@@ -151,7 +151,7 @@ async def test_unwanted_compiles_keep_no_text_behind_others(sized, monkeypatch):
 
 
 async def test_texts_of_waiting_grammars_count_in_the_queue(monkeypatch):
-    monkeypatch.setattr(admission_module, "MAX_WAITING_TEXT_BYTES", 500_000)
+    monkeypatch.setattr(waiting_texts_module, "MAX_WAITING_TEXT_BYTES", 500_000)
     async with ByteRig().engine() as engine:
         await engine.pause()
         for prompt in ([1, 2], "a" * 520):
@@ -164,7 +164,7 @@ async def test_texts_of_waiting_grammars_count_in_the_queue(monkeypatch):
             streams.append(engine.stream([1], structured_outputs={"choice": ["a"]}))
             for stream in streams:
                 stream.abort()
-            await until(lambda: not engine._thread.core.admission._groups_with_long_texts)
+            await until(lambda: not engine._thread.core.admission.waiting_texts)
 
 
 async def test_aborted_requests_compile_nothing():

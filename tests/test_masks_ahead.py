@@ -168,9 +168,12 @@ def test_slow_masks_with_spare_time_are_made_in_their_step() -> None:
 
 
 @pytest.mark.parametrize(("num_others", "expected"), [(0, []), (1, list(range(9, 24)))])
-def test_many_quick_masks_delay_no_rows_without_masks(num_others: int, expected: list[int]) -> None:
+def test_many_quick_masks_delay_no_rows_without_masks(
+    num_others: int, expected: list[int], depth: int
+) -> None:
     """The nine cheapest are made within the millisecond that a step may wait."""
-    rig = Rig(max_queued_requests=32, max_num_seqs=32, num_blocks=201)
+    limits = {"max_num_seqs": 32, "num_blocks": 201, "pipeline_depth": depth}
+    rig = Rig(max_queued_requests=32, **limits)
     grammars = []
     for i in range(24):
         matcher = SlowMatcher(rig)
@@ -181,7 +184,12 @@ def test_many_quick_masks_delay_no_rows_without_masks(num_others: int, expected:
         grammars.append(grammar)
     for i in range(num_others):
         rig.group(LENGTH, name=f"other {i}")
-    rig.steps(3)
+    gone = rig.group(LENGTH, name="gone")
+    gone.members[0].structured_output = RequestGrammar(SlowMatcher(rig), clock=rig.clock)
+    gone.members[0].structured_output.matcher.slow = False
+    rig.steps(2)
+    rig.core.abort(gone)  # In flight its row is left without a mask, and waits for none.
+    rig.steps(2)
     ahead = [i for i, grammar in enumerate(grammars) if grammar.num_masks_ahead]
     assert ahead == expected
     rig.core._mask_maker.close()

@@ -18,10 +18,10 @@ from asyncllm.cli.session import checked_config, run_async, running_engine
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineError, InvalidRequestError
 
-GIL_SWITCH_SECONDS = 0.0005
-"""Interval after which a thread gives up the GIL if another one waits for it. The engine thread
-waits for it several times in a step, and with Python's default of 5 ms each wait may last as long
-as the event loop or a thread that parses a body has work."""
+_GIL_SWITCH_SECONDS = 0.0005
+"""Longest wait for the GIL before its holder is asked for it. The engine thread waits for it
+several times in a step, and with Python's default of 5 ms each wait may last as long as the event
+loop or a thread that parses a body has work."""
 
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 5.0
@@ -78,7 +78,7 @@ async def _main(arguments: argparse.Namespace) -> None:
             file=sys.stderr,
             flush=True,
         )
-    sys.setswitchinterval(GIL_SWITCH_SECONDS)
+    sys.setswitchinterval(_GIL_SWITCH_SECONDS)
     async with running_engine(engine), server:
         with anyio.CancelScope() as until_signal:
             _install_signal_handlers(until_signal.cancel)

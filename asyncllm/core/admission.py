@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,20 +18,11 @@ from typing import Any
 from asyncllm import validation as check
 from asyncllm.core.caller_queue import CallerQueue
 from asyncllm.core.request import Request, RequestGroup
+from asyncllm.core.waiting_texts import WaitingTexts
 from asyncllm.errors import AsyncLLMError, EngineOverloadedError, InvalidRequestError
 
 _RATE_HALF_LIFE_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 60.0
-
-MAX_WAITING_TEXT_BYTES = 2**26
-"""Maximum memory in bytes of the long texts of queued requests: prompts until they are tokenised,
-grammars, and lists of parameters. Requests without long texts are not refused for it."""
-
-MIN_LONG_TEXT_BYTES = 2**14
-"""Groups whose texts take fewer bytes count for none."""
-
-MAX_COUNTED_TEXT_BYTES = MAX_WAITING_TEXT_BYTES // 4
-"""Maximum number of bytes that a group counts for, so that one conversation keeps no other out."""
 
 
 class Admission:
@@ -50,6 +41,7 @@ class Admission:
         queued_requests: map from each queued request to its number of prompt tokens, an estimate
             until its text is tokenised.
         num_queued_tokens: sum of these numbers.
+        waiting_texts: memory of the queued groups' long texts.
         caller_queue: callers that wait until this queue has a place for them.
         caller_queues: all CallerQueues whose callers may get a place in this queue, in the order in
             which they are served: ``caller_queue``, and the EngineGroup's. The tuple is replaced,
@@ -70,7 +62,7 @@ class Admission:
         self._next_arrival_index = 0
         self.queued_requests: dict[Request, int] = {}
         self.num_queued_tokens = 0
-        self._groups_with_long_texts: dict[RequestGroup, None] = {}
+        self.waiting_texts = WaitingTexts()
         self._queued_counts_by_owner: dict[str | None, list[int]] = {}
         self.caller_queue = CallerQueue()
         self.caller_queues: tuple[CallerQueue, ...] = (self.caller_queue,)
@@ -184,11 +176,8 @@ class Admission:
             shortage = f"{num_waiting} wait for a place in the queue", num_waiting
         else:
             shortage = self._check_room(len(group.members), num_tokens)
-        if _has_long_texts(group):
-            groups = self._groups_with_long_texts
-            num_waiting_bytes = _num_text_bytes(groups)
-            if _num_text_bytes([*groups, group]) > MAX_WAITING_TEXT_BYTES:
-                return f"{num_waiting_bytes} bytes of long texts are queued", 1
+        if not self.waiting_texts.has_room(group):
+            return f"{self.waiting_texts.num_bytes} bytes of long texts are queued", 1
         if shortage is None:
             return None
         owner = group.members[0].owner
@@ -223,8 +212,7 @@ class Admission:
         self._live_groups[group.request_id] = group
         self._num_members += count
         self._count_queued(owner, count, count * num_tokens)
-        if _has_long_texts(group):
-            self._groups_with_long_texts[group] = None
+        self.waiting_texts.add(group)
         for i, request in enumerate(members, self._next_arrival_index):
             self.queued_requests[request] = num_tokens
             request.arrival_index = i
@@ -299,6 +287,7 @@ class Admission:
                 if request in self.queued_requests:
                     self._count_queued(request.owner, 0, num_tokens - self.queued_requests[request])
                     self.queued_requests[request] = num_tokens
+            self.waiting_texts.remove_prompt(group)
             group.num_text_bytes = 0
         self._advance_caller_queues()
 
@@ -310,7 +299,7 @@ class Admission:
             num_tokens = self.queued_requests.pop(request, None)
             if num_tokens is None:
                 return
-            self._groups_with_long_texts.pop(request.group, None)
+            self.waiting_texts.remove(request.group)
             self._count_queued(request.owner, -1, -num_tokens)
             now = self._clock()
             decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
@@ -347,19 +336,3 @@ class Admission:
         self.caller_queue.fail_all(error)
         self._advance_caller_queues()  # Calls to an EngineGroup may have waited for this engine.
         return live
-
-
-def _has_long_texts(group: RequestGroup) -> bool:
-    num_bytes = group.num_text_bytes
-    if group.param_bytes:
-        num_bytes += sum(group.param_bytes.values())
-    return num_bytes >= MIN_LONG_TEXT_BYTES
-
-
-def _num_text_bytes(groups: Iterable[RequestGroup]) -> int:
-    """Counted bytes of the groups' texts; objects that several groups share count once."""
-    num_bytes, param_bytes = 0, dict[int, int]()
-    for group in groups:
-        num_bytes += min(group.num_text_bytes, MAX_COUNTED_TEXT_BYTES)
-        param_bytes |= group.param_bytes
-    return num_bytes + sum(param_bytes.values())

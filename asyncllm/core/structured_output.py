@@ -36,8 +36,8 @@ class RequestGrammar:
         clock: function that returns the calling thread's CPU seconds. By wall-clock time, a quick
             mask would count as slow on a busy machine.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
-        num_masks_ahead: number of masks that MaskMaker must still make ahead of their step; 0 if
-            the masks are quick. While it is not 0, a token is accepted along with the next mask.
+        num_masks_ahead: number of masks that MaskMaker must still make ahead of their step. While
+            it is not 0, a token is accepted along with the next mask.
         pending_token: the last token, if it waits for the next mask.
         next_mask: future of the next mask, which another thread makes; that thread owns the matcher
             until the mask is done.
@@ -207,29 +207,22 @@ def _grammar_of(request: Request) -> RequestGrammar:
     return grammar
 
 
-def _rows_to_make_ahead(
-    step: ScheduledStep, slow: list[int], waits: dict[int, float], limit: float
-) -> list[int]:
-    """Rows whose next masks are to be made ahead of their step.
+def _rows_beyond(limit: float, waits: dict[int, float]) -> list[int]:
+    """Rows of the longest waits, without which the others take ``limit`` seconds at most.
 
     Args:
-        slow: rows whose masks are slow.
-        waits: seconds that the step waited for its masks, by row.
-        limit: seconds that a step may wait.
+        waits: seconds that a step waited for its masks, by row.
     """
-    if sum(waits.values()) <= limit or len(slow) == len(step.requests):
-        return [row for row in slow if _grammar_of(step.requests[row]).num_masks_ahead]
-    rows, seconds = list(slow), 0.0
-    if len(waits) < len(step.requests):
-        for row in sorted(waits.keys() - slow, key=waits.__getitem__):
-            seconds += waits[row]
-            if seconds > limit:
-                rows.append(row)
+    rows, seconds = [], 0.0
+    for row in sorted(waits, key=waits.__getitem__):
+        seconds += waits[row]
+        if seconds > limit:
+            rows.append(row)
     return rows
 
 
 _NUM_MASKS_AHEAD = 16
-"""After a slow mask, this many masks are made ahead of their steps, even if they are quick."""
+"""Once a request's masks are made ahead of their steps, this many are, even if they are quick."""
 
 _MIN_STEP_WAIT_SECONDS = 0.001
 """A step may wait this long for its masks, or a tenth of its time if that is longer."""
@@ -242,7 +235,7 @@ _SLOW_MASK_WAIT_FRACTION = 1 / 8
 
 
 class MaskMaker:
-    """Makes the masks of steps; slow masks are made ahead of their step on a thread.
+    """Maker of the masks of steps, in their step or ahead of it on a thread.
 
     A step may wait ``max(1 ms, a tenth of its time)`` for its masks, and for grammars to accept the
     tokens before those masks. If this takes longer and delays other rows, a request with slow masks
@@ -273,7 +266,8 @@ class MaskMaker:
         masks = GrammarMask(batch.step)
         ends: list[tuple[Request, BaseException | None]] = []
         slow: list[int] = []
-        waits: dict[int, float] = {}
+        quick_waits: dict[int, float] = {}
+        total = 0.0
         limit = max(_MIN_STEP_WAIT_SECONDS, step_time / 10)
         for row in batch.masked_rows:
             request = step.requests[row]
@@ -292,24 +286,32 @@ class MaskMaker:
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
                 continue
-            waits[row] = waited
+            total += waited
             if seconds > limit * _SLOW_MASK_WAIT_FRACTION:
                 slow.append(row)
             elif grammar.num_masks_ahead:
                 self._decrement_num_masks_ahead(request, grammar)
+            else:
+                quick_waits[row] = waited
             if mask is None:
                 ends.append((request, None))
             elif mask:
                 masks.rows.append(row)
                 masks.masks.append(mask)
-        for row in _rows_to_make_ahead(step, slow, waits, limit):
+        delays_others = total > limit and len(slow) < len(step.requests)
+        rows_ahead = [
+            row for row in slow if delays_others or _grammar_of(step.requests[row]).num_masks_ahead
+        ]
+        if delays_others and len(batch.masked_rows) < len(step.requests):
+            rows_ahead += _rows_beyond(limit, quick_waits)
+        for row in rows_ahead:
             request = step.requests[row]
             _grammar_of(request).num_masks_ahead = _NUM_MASKS_AHEAD
             request.run_ahead_end = 0
         return masks, ends
 
     def make_masks_ahead(self, step: ScheduledStep) -> None:
-        """Start to make the next masks, on another thread, for the step's requests with slow masks.
+        """Start to make the next masks, on another thread, of requests whose masks are made ahead.
         Call this once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]

@@ -57,7 +57,7 @@ and many requests with small lists would fill an event loop."""
 _CHARACTERS_PER_BAD_WORD = 16
 """Fixed cost of encoding a bad word, as the number of characters whose encoding takes as long."""
 
-BYTES_PER_INTEGER = 32
+_BYTES_PER_INTEGER = 32
 """Memory of a token id or a number, apart from its place in a list."""
 
 _MAX_CACHED_TOKEN_RULES = 16
@@ -442,7 +442,10 @@ def _measure_params(sampling: SamplingParams) -> dict[int, int]:
     for texts in (sampling.stop, sampling.bad_words):
         if texts:
             num_bytes[id(texts)] = sum(map(sys.getsizeof, texts))
-    for ids in (sampling.stop_token_ids, sampling.allowed_token_ids, sampling.logit_bias):
+    if ids := sampling.allowed_token_ids:
+        num_bytes[id(ids)] = sys.getsizeof(ids) + _BYTES_PER_INTEGER * len(ids)
+    # A request has a set of its stop tokens besides; a bias has a token id and a number.
+    for ids in (sampling.stop_token_ids, sampling.logit_bias):
         if ids:
-            num_bytes[id(ids)] = sys.getsizeof(ids) + BYTES_PER_INTEGER * len(ids)
+            num_bytes[id(ids)] = 2 * (sys.getsizeof(ids) + _BYTES_PER_INTEGER * len(ids))
     return num_bytes

@@ -11,7 +11,7 @@ from asyncllm.core.channel import OnSlow
 
 T = TypeVar("T")
 
-MAX_NAME_LENGTH = 256
+_MAX_NAME_LENGTH = 256
 """Maximum number of characters of ``request_id``, ``cache_salt`` and ``owner``."""
 
 
@@ -35,8 +35,8 @@ class RequestOptions:
         for name in ("request_id", "cache_salt", "owner"):
             check.validate_field(self, check.string, name, allow_empty=name == "cache_salt")
             value = getattr(self, name)
-            if value is not None and len(value) > MAX_NAME_LENGTH:
-                accepted = f"at most {MAX_NAME_LENGTH} characters; a digest of a longer one"
+            if value is not None and len(value) > _MAX_NAME_LENGTH:
+                accepted = f"at most {_MAX_NAME_LENGTH} characters; a digest of a longer one"
                 raise check.value_error(name, value, accepted)
         check.validate_field(self, check.integer, "priority", -check.MAX_INTEGER)
         check.validate_field(self, check.seconds, "timeout", exclusive_low=True)

@@ -32,9 +32,9 @@ POLL_SECONDS = 0.02
 
 class Cooldown:
     """Pause between the jobs of worker threads. During a job, an engine's steps hardly advance:
-    Python releases the GIL only every 5 ms, and a step waits for the GIL many times. So after a job
-    that took t seconds, no thread with the same Cooldown begins a job for COOLDOWN_TO_JOB_RATIO * t
-    seconds, unless the engine has no steps to run. Jobs may overlap.
+    by default Python releases the GIL only every 5 ms, and a step waits for the GIL many times. So
+    after a job that took t seconds, no thread with the same Cooldown begins a job for
+    COOLDOWN_TO_JOB_RATIO * t seconds, unless the engine has no steps to run. Jobs may overlap.
 
     Args:
         is_needed: function that tells whether the engine has running requests; called on any

@@ -22,7 +22,11 @@ from asyncllm.serving.exchange import Exchange, encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.sampling_fields import ChoicesRequest
-from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES, ServingContext
+from asyncllm.serving.serving import (
+    MIN_LARGE_JSON_BYTES,
+    MIN_WORKER_JSON_BYTES,
+    ServingContext,
+)
 from asyncllm.serving.token_logprobs import num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
@@ -33,8 +37,8 @@ MAX_FULL_ANSWER_LOGPROBS_BYTES = 3 << 24
 """Maximum number of JSON bytes of the log-probabilities in a whole answer. Writing the answer takes
 four times as much memory."""
 
-BYTES_PER_OUTPUT = 256
-"""Bytes of JSON that take as long to read as one output of a list of prompts takes to submit."""
+_BYTES_PER_OUTPUT = 256
+"""Cost of submitting one output of a list of prompts, in bytes of JSON read."""
 
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
@@ -61,13 +65,15 @@ async def handle_completion_request(
 
     def parse_and_submit_one(body: bytes) -> Any:
         request = request_type.parse(parse_json(body), server_context.unsupported_fields)
-        return submit(request) if request.num_prompts == 1 else request
+        if request.num_prompts == 1 or len(body) >= MIN_WORKER_JSON_BYTES:
+            return submit(request)
+        return request
 
     submitted = await exchange.process_body(parse_and_submit_one)
-    if isinstance(submitted, ChoicesRequest):
+    if isinstance(submitted, request_type):
         num_outputs = submitted.num_prompts * submitted.num_outputs
         job = partial(submit, submitted)
-        submitted = await server_context.run_json_job(job, num_outputs * BYTES_PER_OUTPUT)
+        submitted = await server_context.run_json_job(job, num_outputs * _BYTES_PER_OUTPUT)
         del job  # It holds the prompts.
     is_streamed, streams, writer = submitted
     exchange.release_body(untokenized_streams=streams)

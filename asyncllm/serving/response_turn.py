@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -9,6 +10,7 @@ from typing import Self
 import anyio
 
 from asyncllm.serving.byte_budget import ByteClaim
+from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_events import ResponseEvent, ResponseEvents
 from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
@@ -18,7 +20,7 @@ from asyncllm.serving.response_store import (
     StoredResponse,
     response_not_found_error,
 )
-from asyncllm.serving.serving import ServingContext
+from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES, ServingContext
 from asyncllm.stream import TokenStream
 
 CONVERT_PARSE_SPEED_RATIO = 32
@@ -79,10 +81,11 @@ class ResponseTurn:
             history = stored.conversation
         claim = server_context.claim_answer_bytes(num_request_bytes)
 
-        def submit() -> Self:
+        def submit() -> tuple[Self, int]:
             engine = server_context.engine
             model = server_context.resolve_model_name(request.model)
-            conversation = history.with_messages(request.messages)
+            messages = request.messages
+            conversation = history.with_messages(messages)
             stream = request.submit(
                 engine, conversation.messages, server_context.request_options(owner)
             )
@@ -90,17 +93,27 @@ class ResponseTurn:
             response = ResponseObject(request, model, defaults)
             events = ResponseEvents(request, response, engine.tokenizer.id_to_text_and_bytes)
             store = server_context.response_store if request.should_store else connection_store
-            return cls(
+            turn = cls(
                 stream, events, server_context, owner, conversation, store, num_request_bytes, claim
             )
+            return turn, sum(sys.getsizeof(message.get("content")) for message in messages)
 
         try:
-            return await server_context.run_json_job(
+            turn, num_text_bytes = await server_context.run_json_job(
                 submit, num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO
             )
         except BaseException:
             claim.release()
             raise
+        # With one emoji in it a text takes four times the bytes of its JSON.
+        if num_text_bytes > max(num_request_bytes, MIN_LARGE_JSON_BYTES):
+            claim.release()
+            try:
+                turn._claim = server_context.claim_answer_bytes(num_text_bytes)
+            except ProtocolError:
+                turn.stream.abort()
+                raise
+        return turn
 
     def release(self) -> None:
         """Release the memory claimed for the answer, once the client has read it."""

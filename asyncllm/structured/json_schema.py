@@ -11,7 +11,7 @@ from typing import Any
 from asyncllm.structured.grammar import GrammarError
 from asyncllm.structured.references import refuse_infinite_references
 
-MAX_SCHEMAS = 8192
+_MAX_SCHEMAS = 8192
 """Maximum number of subschemas of a specification. The checks hold the GIL for 20
 microseconds per subschema."""
 
@@ -59,14 +59,14 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def refuse_many_schemas(*roots: Any) -> None:
-    """Raise GrammarError for more than MAX_SCHEMAS subschemas.
+    """Raise GrammarError for too many subschemas.
 
     Args:
         roots: all schemas of one specification.
     """
     count = sum(1 for root in roots for _ in subschemas(root))
-    if count > MAX_SCHEMAS:
-        raise GrammarError(f"has {count} subschemas, expected at most {MAX_SCHEMAS}")
+    if count > _MAX_SCHEMAS:
+        raise GrammarError(f"has {count} subschemas, expected at most {_MAX_SCHEMAS}")
 
 
 def refuse_unenforced_keywords(schema: Any, enforced_keywords: frozenset[str]) -> None:
@@ -102,7 +102,6 @@ def refuse_unsupported_by_xgrammar(schema: Any) -> None:
     xgrammar reads a schema as a reference, as constants, as alternatives, or as a type with its
     keywords. It ignores all other keywords of the schema.
     """
-    refuse_many_schemas(schema)
     refuse_infinite_references(schema)
     for part in subschemas(schema):
         keywords = part.keys() - ANNOTATION_KEYWORDS

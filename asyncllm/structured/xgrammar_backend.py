@@ -18,7 +18,11 @@ from asyncllm.structured.grammar import (
     GrammarMemoryBound,
     Vocabulary,
 )
-from asyncllm.structured.json_schema import refuse_unsupported_by_xgrammar, subschemas
+from asyncllm.structured.json_schema import (
+    refuse_many_schemas,
+    refuse_unsupported_by_xgrammar,
+    subschemas,
+)
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.structured.structural_tag import convert_to_format, schemas_in_tag
 
@@ -97,6 +101,7 @@ class XGrammarBackend:
 
     def _check_schemas(self, text: str, schemas: list[Any]) -> None:
         """Raise GrammarError for schemas that xgrammar would partly ignore, or compile slowly."""
+        refuse_many_schemas(*schemas)
         for schema in schemas:
             refuse_unsupported_by_xgrammar(schema)
         num_tokens = len(self._vocabulary.tokens)

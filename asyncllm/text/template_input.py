@@ -90,7 +90,7 @@ class TemplateInput:
         }
         self.texts = copier.texts
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
-        self.num_bytes = sum(map(sys.getsizeof, self.texts))
+        self.num_bytes = sys.getsizeof(template) + sum(map(sys.getsizeof, self.texts))
         self.num_bytes += _BYTES_PER_VALUE * (_MAX_VALUES - copier.num_values_left)
 
     def with_changed_strings(
