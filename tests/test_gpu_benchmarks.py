@@ -35,7 +35,7 @@ from benchmarks.gpu.smoke_models import MODELS
 from benchmarks.gpu.stage import Deadline, Stage
 from benchmarks.gpu.tune import Sweep, TunePlan
 from benchmarks.gpu.tune_compile import Compiled, CompileJob, TunedAttention, compile_all
-from tests.gpu_stand_ins import HostClock, figures, make_stage, tiny_plan
+from tests.gpu_stand_ins import TINY, HostClock, figures, make_stage, tiny_plan
 from tests.processes import python
 from tests.triton.paged import attend, plain_attention
 
@@ -112,8 +112,15 @@ class Tracing(HostClock):
 
 def test_steps_are_traced_while_they_run(tmp_path):
     stage = make_stage()
+    # Enough tokens that a busy machine begins to trace before they are generated.
+    shape = replace(TINY, context=4096)
+    settings = {"num_threads": 1, "num_blocks": 768, "max_num_seqs": 8}
     plan = ProfilePlan(
-        tiny_plan(max_len=200), batches=(1, 3), truncated_batch=2, steps=4, prompts=(20, 5)
+        tiny_plan(small=shape, max_len=4000, settings=settings),
+        batches=(1, 3),
+        truncated_batch=2,
+        steps=4,
+        prompts=(20, 5),
     )
     asyncio.run(ProfileBench(stage, Tracing(), plan, tmp_path).run())
     assert (stage.failed, stage.skipped) == ([], [])
