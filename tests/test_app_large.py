@@ -123,50 +123,40 @@ PADDED = " " * 1_000_000
 """As part of a body, memory that nothing but the body itself takes."""
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-async def test_a_body_is_not_held_while_its_answer_is_made(path):
-    engine = fake_engine("x")
-    app, fields = create_app(engine), json.dumps(BODIES[path]("a"))
-    async with engine, contextlib.AsyncExitStack() as stack:
-        await engine.pause()
-        with held_by(6) as held:
-            requests = [
-                await stack.enter_async_context(RawRequest(app, (fields + PADDED).encode(), path))
-                for _ in range(6)
-            ]
-            try:
-                await until(lambda: engine.stats().num_waiting == 6)
-                await until(lambda: held() < 200_000, 5.0)
-            finally:
-                await engine.resume()
-        for one in requests:
-            await one.whole()
-            assert one.status == 200
-
-
-@pytest.mark.parametrize(
-    ("prompt", "n"), [([*range(250)] * 1000, 2), ([[*range(250)] * 62] * 16, 1)], ids=["one", "16"]
-)
-async def test_truncated_prompts_are_not_held_while_their_answer_is_made(prompt, n):
-    body = {"prompt": prompt, "truncate_prompt_tokens": 4, "stream": True, "n": n}
-    engine, fields = fake_engine("x"), json.dumps(body)
+async def check_memory_of_six(engine, path, body, num_waiting, max_bytes):
+    """Six requests hold at most ``max_bytes`` each until their answers are made."""
     app = create_app(engine)
     async with engine, contextlib.AsyncExitStack() as stack:
         await engine.pause()
         with held_by(6) as held:
             requests = [
-                await stack.enter_async_context(RawRequest(app, fields.encode(), "/v1/completions"))
+                await stack.enter_async_context(RawRequest(app, body.encode(), path))
                 for _ in range(6)
             ]
             try:
-                num_prompts = 16 if n == 1 else 1
-                await until(lambda: engine.stats().num_waiting == 6 * n * num_prompts)
-                await until(lambda: held() < 200_000, 5.0)
+                await until(lambda: engine.stats().num_waiting == num_waiting)
+                await until(lambda: held() < max_bytes, 5.0)
             finally:
                 await engine.resume()
         for one in requests:
             await one.whole()
             assert one.status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_a_body_is_not_held_while_its_answer_is_made(path):
+    body = json.dumps(BODIES[path]("a")) + PADDED
+    await check_memory_of_six(fake_engine("x"), path, body, 6, 200_000)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "num_outputs"),
+    [([*range(250)] * 1000, 2, 2), ([[*range(250)] * 62] * 16, 1, 16)],
+    ids=["one", "16"],
+)
+async def test_truncated_prompts_are_not_held_while_their_answer_is_made(prompt, n, num_outputs):
+    body = json.dumps({"prompt": prompt, "truncate_prompt_tokens": 4, "stream": True, "n": n})
+    await check_memory_of_six(fake_engine("x"), "/v1/completions", body, 6 * num_outputs, 200_000)
 
 
 @pytest.mark.parametrize(
@@ -195,24 +185,9 @@ async def test_a_wide_character_makes_no_request_take_four_times_its_bytes(path)
     is_chat = path == "/v1/chat/completions"
     tool = {"type": "function", **({"function": function} if is_chat else function)}
     limit = "max_tokens" if is_chat else "max_output_tokens"
-    fields = json.dumps(BODIES[path]("a") | {"tools": [tool], "stream": True, limit: 2})
-    engine = AsyncLLMEngine(num_blocks=64)
-    app = create_app(engine)
-    async with engine, contextlib.AsyncExitStack() as stack:
-        await engine.pause()
-        with held_by(6) as held:
-            requests = [
-                await stack.enter_async_context(RawRequest(app, fields.encode(), path))
-                for _ in range(6)
-            ]
-            try:
-                await until(lambda: engine.stats().num_waiting == 6)
-                await until(lambda: held() < (100_000 if is_chat else 1_800_000), 5.0)
-            finally:
-                await engine.resume()
-        for one in requests:
-            await one.whole()
-            assert one.status == 200
+    body = json.dumps(BODIES[path]("a") | {"tools": [tool], "stream": True, limit: 2})
+    max_bytes = 100_000 if is_chat else 1_800_000
+    await check_memory_of_six(AsyncLLMEngine(num_blocks=64), path, body, 6, max_bytes)
 
 
 async def test_a_message_is_not_held_once_it_is_answered():

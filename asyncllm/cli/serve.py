@@ -19,9 +19,9 @@ from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import EngineError, InvalidRequestError
 
 _GIL_SWITCH_SECONDS = 0.0005
-"""Longest wait for the GIL before its holder is asked for it. The engine thread waits for it
-several times in a step, and with Python's default of 5 ms each wait may last as long as the event
-loop or a thread that parses a body has work."""
+"""Python's switch interval in ``asyncllm serve``. The engine thread acquires the GIL several times
+in a step. With Python's default of 5 ms, each time takes up to 5 ms while another thread runs
+Python code, such as parsing a large body."""
 
 _POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 5.0

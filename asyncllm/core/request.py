@@ -77,8 +77,8 @@ class RequestGroup:
         make_prompt: tokenises the prompt, which it holds; None once the prompt is tokenised or the
             group has ended.
         num_text_bytes: memory of the texts and messages that ``make_prompt`` holds.
-        param_bytes: memory of the grammar's text and of the lists of ``sampling``, by the id of
-            the object. Groups that share an object share its memory.
+        param_bytes: bytes of the grammar's text and of each list in ``sampling``, by object id.
+            Several groups may share an object.
     """
 
     request_id: str
@@ -123,7 +123,7 @@ class Request:
         max_total_tokens: maximum number of tokens of prompt and output together.
         run_ahead_end: number of tokens, placeholders included, below which the request may be
             scheduled while one of its tokens is in flight: ``max_total_tokens``; 0 with
-            ``needs_host``, or if its masks are made ahead of their steps.
+            ``needs_host``, or while its grammar masks are made ahead of their steps.
         num_computed_tokens: tokens whose KV is computed by steps already launched; at most
             ``len(token_ids) + num_placeholders``.
         budget_cost_per_token: how many tokens of a step's budget each token of its next chunk

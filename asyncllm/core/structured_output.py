@@ -208,7 +208,7 @@ def _grammar_of(request: Request) -> RequestGrammar:
 
 
 def _rows_beyond(limit: float, waits: dict[int, float]) -> list[int]:
-    """Rows of the longest waits, without which the others take ``limit`` seconds at most.
+    """Select the rows with the slowest masks, so that the others take at most ``limit`` seconds.
 
     Args:
         waits: seconds that a step waited for its masks, by row.
@@ -222,27 +222,29 @@ def _rows_beyond(limit: float, waits: dict[int, float]) -> list[int]:
 
 
 _NUM_MASKS_AHEAD = 16
-"""Once a request's masks are made ahead of their steps, this many are, even if they are quick."""
+"""Minimum number of masks that are made ahead, once a request's masks are. Quick masks are made in
+their step again afterwards."""
 
 _MIN_STEP_WAIT_SECONDS = 0.001
-"""A step may wait this long for its masks, or a tenth of its time if that is longer."""
+"""Maximum seconds that a step waits for its masks; a tenth of the step's time if that is more."""
 
 _GIL_YIELD_SECONDS = 0.00005
-"""Sleep of the thread before each mask: the shortest with which the engine thread got the GIL."""
+"""Seconds that the mask thread sleeps before each mask, so that the engine thread can acquire the
+GIL. With ``sleep(0)`` it often could not."""
 
 _SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
 
 
 class MaskMaker:
-    """Maker of the masks of steps, in their step or ahead of it on a thread.
+    """Makes grammar masks: quick ones in their step, others ahead of time on a thread.
 
     A step may wait ``max(1 ms, a tenth of its time)`` for its masks, and for grammars to accept the
     tokens before those masks. If this takes longer and delays other rows, a request with slow masks
     is scheduled from then on only once its next mask is made: until then its last token is treated
-    as if still in flight. If rows without masks are delayed, this holds also for the requests with
-    the slowest of the quick masks, until the rest are made in time. So a grammar delays only its
-    own request, and changes no token.
+    as if still in flight. If rows without masks are delayed, the slowest of the quick masks are
+    made ahead too, until the step waits no longer than that for the others. So a grammar delays
+    only its own request, and changes no token.
 
     Args:
         send: function that asks the engine thread to call a function with arguments.
@@ -311,8 +313,8 @@ class MaskMaker:
         return masks, ends
 
     def make_masks_ahead(self, step: ScheduledStep) -> None:
-        """Start to make the next masks, on another thread, of requests whose masks are made ahead.
-        Call this once the step's tokens are accepted."""
+        """Submit mask jobs to the thread, for the requests whose masks are made ahead. Call this
+        once the step's tokens are accepted."""
         for row in step.batch.masked_rows:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
@@ -345,7 +347,7 @@ class MaskMaker:
     def _make_mask_ahead(
         self, grammar: RequestGrammar, request: Request
     ) -> tuple[bytes | None, float]:
-        # The engine thread gets the GIL, which a matcher holds while it accepts a token.
+        # Let the engine thread acquire the GIL: the matcher holds it while it accepts a token.
         time.sleep(_GIL_YIELD_SECONDS)
         return self._make_mask(grammar, request)
 

@@ -9,17 +9,17 @@ MAX_WAITING_TEXT_BYTES = 2**26
 grammars, and lists of parameters. Requests without long texts are not refused for it."""
 
 MIN_LONG_TEXT_BYTES = 2**14
-"""Groups whose texts take fewer bytes count for none."""
+"""Minimum size of a group's texts. Groups with fewer bytes are not counted."""
 
 MAX_COUNTED_PROMPT_BYTES = MAX_WAITING_TEXT_BYTES // 4
-"""Maximum number of bytes that a prompt counts for, so that one conversation keeps no other out."""
+"""Maximum number of bytes counted for one prompt, so that one cannot fill the queue."""
 
 
 class WaitingTexts:
-    """Counter of the memory of queued groups' long texts. What groups share counts once.
+    """Total memory of the long texts of queued groups. An object that groups share counts once.
 
     Attributes:
-        num_bytes: counted bytes of all groups.
+        num_bytes: bytes of all groups together.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class WaitingTexts:
         )
 
     def add(self, group: RequestGroup) -> None:
-        """Count a group's texts, if they are long. The group's ``param_bytes`` stay as they are."""
+        """Count a group, if its texts are long. Its ``param_bytes`` must not change afterwards."""
         if not _has_long_texts(group):
             return
         self._prompt_bytes[group] = num_bytes = _num_prompt_bytes(group)
@@ -48,7 +48,7 @@ class WaitingTexts:
             self._num_groups_by_param_id[param_id] = num_groups + 1
 
     def remove_prompt(self, group: RequestGroup) -> None:
-        """Stop counting a group's prompt, which is tokenised."""
+        """Stop counting the text of a group's prompt, once it is tokenised."""
         if group in self._prompt_bytes:
             self.num_bytes -= self._prompt_bytes[group]
             self._prompt_bytes[group] = 0
@@ -66,7 +66,7 @@ class WaitingTexts:
                 self.num_bytes -= num_bytes
 
     def _num_own_param_bytes(self, group: RequestGroup) -> int:
-        """Bytes of the group's parameters that no counted group has."""
+        """Bytes of the group's parameters that it shares with no counted group."""
         counted = self._num_groups_by_param_id
         return sum(size for param_id, size in group.param_bytes.items() if param_id not in counted)
 

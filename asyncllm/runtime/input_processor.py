@@ -58,7 +58,7 @@ _CHARACTERS_PER_BAD_WORD = 16
 """Fixed cost of encoding a bad word, as the number of characters whose encoding takes as long."""
 
 _BYTES_PER_INTEGER = 32
-"""Memory of a token id or a number, apart from its place in a list."""
+"""Size of an int or float object, in bytes."""
 
 _MAX_CACHED_TOKEN_RULES = 16
 """Maximum number of cached TokenRules, one per long ``bad_words`` list: about 10 MB together."""
@@ -434,7 +434,7 @@ def _token_rule_params(sampling: SamplingParams) -> _TokenRuleParams:
 
 
 def _measure_params(sampling: SamplingParams) -> dict[int, int]:
-    """Memory in bytes of the grammar's text and of the lists of ``sampling``, by object id."""
+    """Estimate the bytes of the grammar's text and of each list in ``sampling``, by object id."""
     num_bytes: dict[int, int] = {}
     if sampling.structured_outputs is not None:
         text = sampling.structured_outputs.text
@@ -444,7 +444,7 @@ def _measure_params(sampling: SamplingParams) -> dict[int, int]:
             num_bytes[id(texts)] = sum(map(sys.getsizeof, texts))
     if ids := sampling.allowed_token_ids:
         num_bytes[id(ids)] = sys.getsizeof(ids) + _BYTES_PER_INTEGER * len(ids)
-    # A request has a set of its stop tokens besides; a bias has a token id and a number.
+    # Twice: a request copies its stop token ids to a set, and a dict entry has two objects.
     for ids in (sampling.stop_token_ids, sampling.logit_bias):
         if ids:
             num_bytes[id(ids)] = 2 * (sys.getsizeof(ids) + _BYTES_PER_INTEGER * len(ids))

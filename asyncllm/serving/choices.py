@@ -38,7 +38,8 @@ MAX_FULL_ANSWER_LOGPROBS_BYTES = 3 << 24
 four times as much memory."""
 
 _BYTES_PER_OUTPUT = 256
-"""Cost of submitting one output of a list of prompts, in bytes of JSON read."""
+"""Estimated time to submit one output, expressed as the bytes of JSON that are parsed in that time.
+``run_json_job`` chooses the thread by this number."""
 
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
@@ -74,7 +75,7 @@ async def handle_completion_request(
         num_outputs = submitted.num_prompts * submitted.num_outputs
         job = partial(submit, submitted)
         submitted = await server_context.run_json_job(job, num_outputs * _BYTES_PER_OUTPUT)
-        del job  # It holds the prompts.
+        del job  # It refers to the prompts, which may take megabytes.
     is_streamed, streams, writer = submitted
     exchange.release_body(untokenized_streams=streams)
     if is_streamed:

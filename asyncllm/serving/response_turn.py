@@ -105,7 +105,7 @@ class ResponseTurn:
         except BaseException:
             claim.release()
             raise
-        # With one emoji in it a text takes four times the bytes of its JSON.
+        # A text with an emoji takes four bytes per character, and its JSON mostly one.
         if num_text_bytes > max(num_request_bytes, MIN_LARGE_JSON_BYTES):
             claim.release()
             try:

@@ -69,7 +69,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         if not self.handshake_complete:
             await super().send(message)
             if self.close_sent:
-                # Else uvicorn logs a refused handshake as an error of the application.
+                # The handshake was refused. If it seems incomplete, uvicorn logs an error.
                 self.handshake_complete = True
             if self.handshake_complete and not self.transport.is_closing():
                 self._resume_parsing()

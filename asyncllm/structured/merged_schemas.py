@@ -32,7 +32,7 @@ take 50 ms and 8 MB."""
 MAX_CHECK_STEPS = 50_000
 """Maximum number of steps of the check: the checked values and the schemas that apply to them,
 repetitions included. NON_SCHEMAS_PER_STEP other entries of a list, such as ``true``, count as one.
-This many steps take 0.12 s."""
+This many steps take some 60 ms."""
 
 NON_SCHEMAS_PER_STEP = 8
 

@@ -20,8 +20,7 @@ _MAX_NESTING_DEPTH = 100
 _MAX_VALUES = 100_000
 
 _BYTES_PER_VALUE = 80
-"""Memory of a key, a value or a container, apart from strings: a dict with one entry has 232 bytes,
-a list with an empty list 120."""
+"""Estimated bytes of each key, value and container of a conversation, in addition to strings."""
 
 MAX_CHARACTERS = 2**24
 """Maximum number of characters of all strings of a conversation, as many as a prompt may have. A
@@ -59,7 +58,7 @@ class TemplateInput:
         texts: every string in ``values``.
         num_characters: number of characters of all strings. A rendered prompt may have more, or
             fewer.
-        num_bytes: memory of ``values``, estimated for dicts and lists.
+        num_bytes: estimated memory of ``values``, in bytes.
     """
 
     __slots__ = ("chat_template", "num_bytes", "num_characters", "texts", "values")
