@@ -9,6 +9,7 @@ import logging
 import resource
 import socket
 import time
+import weakref
 
 import h11
 import httpx
@@ -38,6 +39,7 @@ from tests.app_clients import (
     BODY,
     CHAT,
     HEAD,
+    RawRequest,
     app_client,
     connected,
     open_to,
@@ -608,6 +610,33 @@ async def test_parts_of_small_bodies_hold_no_other_up():
         request = head.format(len(body)).encode() + body.encode()
         async with asyncio.timeout(2), connected(server, request) as (reader, _):
             assert b" 200 " in await reader.readline()
+
+
+async def test_a_body_that_waits_for_memory_is_held_once():
+    """The ASGI message it came in, which holds its bytes too, is gone by then."""
+
+    class Message(dict):
+        """A message with weak references."""
+
+    messages, app = [], create_app(fake_engine("Hello", max_model_len=9000, num_blocks=2000))
+
+    async def app_that_sees_messages(scope, receive, send):
+        async def receive_message():
+            message = Message(await receive())
+            messages.append(weakref.ref(message))
+            return message
+
+        await app(scope, receive_message, send)
+
+    budget = app._server_context.small_body_budget = ByteBudget(len(LONG))
+    async with app._server_context.engine:
+        claim = budget.claim(len(LONG), lambda: None)
+        async with RawRequest(app_that_sees_messages, LONG, "/v1/completions") as answer:
+            await until(lambda: budget.num_waiting, 10)
+            assert [message() for message in messages] == [None]
+            claim.release()
+            await answer.whole()
+    assert answer.status == 200
 
 
 async def test_unread_answers_are_bounded_in_memory():

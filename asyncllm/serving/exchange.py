@@ -123,6 +123,7 @@ class Exchange:
                     if len(data) > max_size:
                         raise _too_large_error(max_size)
                     self._has_read_body = not message.get("more_body", False)
+                    del message  # Free its copy of the bytes: a small body waits for memory next.
         except TimeoutError:
             raise _too_slow_error(f"did not come within {timeout:g} seconds") from None
 

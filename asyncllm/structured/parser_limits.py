@@ -16,6 +16,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 from asyncllm.structured.grammar import GrammarError, GrammarMemoryBound
 from asyncllm.structured.json_schema import (
     LLGUIDANCE_KEYWORDS,
@@ -183,8 +185,9 @@ def _check_limits(matcher: Any) -> None:
 
 def _sample_allowed_tokens(mask: bytes) -> list[int]:
     """Up to four tokens that a mask allows, spread over the vocabulary."""
-    token_ids = [8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte]
-    return token_ids[:: max(1, len(token_ids) // 4)][:4]
+    byte_indices = np.flatnonzero(np.frombuffer(mask, np.uint8))
+    sampled = byte_indices[:: max(1, len(byte_indices) // 4)][:4].tolist()
+    return [8 * i + (mask[i] & -mask[i]).bit_length() - 1 for i in sampled]
 
 
 def shorten_message(error: str) -> str:
