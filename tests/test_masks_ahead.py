@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +40,7 @@ class SlowMatcher:
         self.last_token: int | None = None
         self.error: BaseException | None = None
         self.num_elsewhere = 0
+        self.niceness: int | None = None
         self.ended = False
         self._using = threading.Lock()
 
@@ -57,6 +60,7 @@ class SlowMatcher:
         if call != self.slow_call:
             return
         if threading.current_thread() is not threading.main_thread():
+            self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
             self.num_elsewhere += 1
             assert self.gate.wait(10)
             if self.error is not None:
@@ -151,6 +155,14 @@ def test_neighbours_go_on_while_a_mask_is_made(rig: SlowRig, depth: int) -> None
     assert rig.matcher.num_elsewhere == 1
     assert rig.finish() == expected(pipeline_depth=depth)
     assert rig.matcher.num_elsewhere > LENGTH // 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread")
+def test_only_the_mask_thread_has_low_priority(rig: SlowRig) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    rig.until_ahead()
+    assert rig.matcher.niceness == min(before + 5, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_quick_masks_are_made_with_their_step(depth: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from asyncllm.core.batch import GrammarMask
 from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
+from asyncllm.thread_priority import lower_thread_priority
 
 if TYPE_CHECKING:
     from asyncllm.core.reasoning import ReasoningTracker
@@ -324,7 +325,7 @@ class MaskMaker:
             if not grammar.num_masks_ahead or request.num_placeholders:
                 continue
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "asyncllm-masks")
+                self._worker = ThreadPoolExecutor(1, "asyncllm-masks", lower_thread_priority)
             try:
                 grammar.next_mask = self._worker.submit(self._make_mask_ahead, grammar, request)
             except RuntimeError:

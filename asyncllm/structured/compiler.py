@@ -19,13 +19,10 @@ from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemoryBound
 from asyncllm.structured.spec import StructuredOutputs
+from asyncllm.thread_priority import lower_thread_priority
 
 MAX_COMPILE_THREADS = 2
 """Maximum number of concurrent compilations, not counting overdue ones."""
-
-THREAD_NICENESS = 5
-"""Increase of a compiling thread's niceness, on Linux. On a busy processor, a thread that runs a
-step then gets three times the time of a compiling thread."""
 
 MAX_EXTRA_COMPILE_THREADS = 1
 """Maximum number of threads beyond MAX_COMPILE_THREADS. Each replaces a thread whose compilation is
@@ -207,8 +204,7 @@ class GrammarCompiler:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_jobs(self) -> None:
-        if sys.platform == "linux":  # On other systems niceness applies to the whole process.
-            os.nice(THREAD_NICENESS)
+        lower_thread_priority()
         while True:
             with self._lock:
                 self._drop_unwanted_jobs()
