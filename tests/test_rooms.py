@@ -49,7 +49,7 @@ ROOMS = (
     "validation",
     "json_copier",
     "foreign_names",
-    "errors logger version",
+    "errors logger thread_priority version",
 )
 """Top to bottom: a room imports rooms below it, and those of its own line."""
 
