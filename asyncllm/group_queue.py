@@ -338,7 +338,7 @@ def _text_beginning(prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> s
         if isinstance(message, int):
             break
         for part in (message["role"], message.get("content", "")):
-            text += part[: _MAX_HASHED_CHARACTERS - len(text)] + "\0"
+            text += part[:_MAX_HASHED_CHARACTERS] + "\0"
         if len(text) >= _MAX_HASHED_CHARACTERS:
             break
     return text
