@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from asyncllm import validation as check
 from asyncllm.core.caller_queue import CallerQueue
 from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.request import Request
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError, EngineError, EngineOverloadedError
 from asyncllm.observer import RequestInfo
@@ -57,7 +57,7 @@ class GroupQueue:
     def __init__(self, retries: int) -> None:
         self.engines: Mapping[int, AsyncLLMEngine] = {}
         self.primary_submitter: Submitter | None = None
-        self.caller_queue = CallerQueue()
+        self.caller_queue = CallerQueue(self._has_text_room)
         self._retries = retries
         self._router = Router()
         self._text_index = PrefixIndex(_MAX_TEXT_HASHES_PER_ENGINE)
@@ -89,6 +89,12 @@ class GroupQueue:
 
     def has_running_requests(self) -> bool:
         return any(core.scheduler.running for core in self.engine_cores().values())
+
+    def _has_text_room(self, group: RequestGroup) -> bool:
+        """Whether a running engine has room for a group's texts, or none runs."""
+        submitters = [engine._submitter for engine in self.running_engines()]
+        texts = [one.core.admission.waiting_texts for one in submitters if one is not None]
+        return not texts or any(one.has_room(group) for one in texts)
 
     def claim_engine(self, engine: AsyncLLMEngine, number: int) -> None:
         """Assign an engine to this group, and number it.
