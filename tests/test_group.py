@@ -614,7 +614,7 @@ async def test_a_request_keeps_no_text_once_it_is_tokenised(is_chat):
         assert prompts.pop() is prompt
         del messages, prompt
         await until(lambda: stream.prompt_token_ids)
-        await until(lambda: sys.getrefcount(text) == num_references)
+        await until(lambda: sys.getrefcount(text) == num_references, 5)
         number = engine_number(stream)
         rig.rigs[number].executor.faults[0] = ZeroDivisionError("on purpose")
         for engine in group.engines.values():
