@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from asyncllm import validation as check
 from asyncllm.core.caller_queue import CallerQueue
 from asyncllm.core.engine_core import EngineCore
-from asyncllm.core.request import Request
+from asyncllm.core.request import Request, RequestGroup
 from asyncllm.engine import AsyncLLMEngine
 from asyncllm.errors import AsyncLLMError, EngineError, EngineOverloadedError
 from asyncllm.observer import RequestInfo
@@ -57,7 +57,7 @@ class GroupQueue:
     def __init__(self, retries: int) -> None:
         self.engines: Mapping[int, AsyncLLMEngine] = {}
         self.primary_submitter: Submitter | None = None
-        self.caller_queue = CallerQueue()
+        self.caller_queue = CallerQueue(self._has_text_room)
         self._retries = retries
         self._router = Router()
         self._text_index = PrefixIndex(_MAX_TEXT_HASHES_PER_ENGINE)
@@ -89,6 +89,12 @@ class GroupQueue:
 
     def has_running_requests(self) -> bool:
         return any(core.scheduler.running for core in self.engine_cores().values())
+
+    def _has_text_room(self, group: RequestGroup) -> bool:
+        """Whether a running engine has room for a group's texts, or none runs."""
+        submitters = [engine._submitter for engine in self.running_engines()]
+        texts = [one.core.admission.waiting_texts for one in submitters if one is not None]
+        return not texts or any(one.has_room(group) for one in texts)
 
     def claim_engine(self, engine: AsyncLLMEngine, number: int) -> None:
         """Assign an engine to this group, and number it.
@@ -143,6 +149,7 @@ class GroupQueue:
             EngineOverloadedError: if the queues of all engines are full.
             EngineDeadError, EngineClosedError: if no engine runs.
         """
+        _hash_text(submission)
         return self._enqueue(submission, self._retries)
 
     def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
@@ -153,6 +160,7 @@ class GroupQueue:
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request; if all queues are full, wait until an engine has a place for it."""
+        _hash_text(submission)
         group, is_gone = submission.request.group, running_backend().is_closed
         with self.caller_queue.lock:
             placement = self.caller_queue.push(group, partial(self._try_place, submission), is_gone)
@@ -235,7 +243,7 @@ class GroupQueue:
         if len(submitters) == 1 and request.token_ids:
             (only,) = submitters.values()
             return only, None
-        hashes = [] if request.token_ids else text_hashes(*_prompt_beginning(submission))
+        hashes = () if request.token_ids else submission.text_hashes
         num_text_pieces = self._text_index.find(hashes, self.core.clock()) if hashes else {}
         candidates = []
         for number, submitter in submitters.items():
@@ -271,6 +279,7 @@ class GroupQueue:
         """Have the request sent again if its engine dies before the first token."""
         # Only the reader keeps the stream: if the reader drops it, the request is aborted.
         submission.stream = None
+        submission.call = submission.call[0], None
         stream._resubmit = partial(self._resubmit, submission, retries - 1) if retries else None
         if retries:
             self.retryable_streams[stream.request_id] = stream
@@ -318,18 +327,24 @@ def _abort_placed_request(placement: Future[Any]) -> None:
         placement.result()[1].abort()
 
 
-def _prompt_beginning(submission: Submission) -> tuple[str, str | None]:
-    """Beginning of the text of a prompt that is not tokenised yet, and the prompt's cache salt."""
-    prompt, salt = submission.call[1], submission.request.cache_salt
+def _hash_text(submission: Submission) -> None:
+    """Hash the beginning of a prompt that is not tokenised yet, once for all tries to place it."""
+    request = submission.request
+    if request.group.raw_prompt is not None:
+        beginning = _text_beginning(request.group.raw_prompt.value)
+        submission.text_hashes = text_hashes(beginning, request.cache_salt)
+
+
+def _text_beginning(prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> str:
+    """Beginning of a text, or of the roles and texts of messages; empty for token ids."""
     if isinstance(prompt, str):
-        return prompt[:_MAX_HASHED_CHARACTERS], salt
+        return prompt[:_MAX_HASHED_CHARACTERS]
     text = ""
     for message in prompt:
-        if not isinstance(message, Mapping):  # A token id, or an object of the caller's own.
+        if isinstance(message, int):
             break
-        content = message.get("content")
-        content = content if isinstance(content, str) else str(content)
-        text += f"{message.get('role')}\0{content[:_MAX_HASHED_CHARACTERS]}\0"
+        for part in (message["role"], message.get("content", "")):
+            text += part[:_MAX_HASHED_CHARACTERS] + "\0"
         if len(text) >= _MAX_HASHED_CHARACTERS:
             break
-    return text, salt
+    return text

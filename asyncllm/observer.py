@@ -28,7 +28,9 @@ class RequestInfo:
 
     Attributes:
         operation: "chat" for a conversation, else "text_completion".
-        prompt: the caller's object: text, token ids, or messages. Do not change it.
+        prompt: the caller's object: text, token ids, or messages. Do not change it. For a request
+            that an EngineGroup sends again: its token ids, or the engine's copy of a text that is
+            not tokenised yet.
     """
 
     operation: Operation

@@ -98,7 +98,10 @@ class TokenStream(UncopyableHandle):
         """Resubmit the request if its engine died before the first token; returns whether another
         engine took it."""
         channel, resubmit = self._channel, self._resubmit
-        if channel.num_written or self._group.aborted:
+        if channel.num_written:
+            self._resubmit = None
+            return False
+        if self._group.aborted:
             return False
         is_lost = isinstance(channel.stream_end, EngineDeadError)
         return is_lost and resubmit is not None and resubmit(self)

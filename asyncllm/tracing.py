@@ -181,7 +181,8 @@ def _finish_reason(request: Request, error: BaseException | None) -> str:
 
 def _input_messages(request: Request, submission: RequestInfo) -> str:
     prompt = submission.prompt
-    if submission.operation == "chat":
+    is_tokenised = type(prompt) is tuple and isinstance(prompt[0], int)
+    if submission.operation == "chat" and not is_tokenised:
         return _to_json([_input_message(message) for message in prompt])
     text = prompt if isinstance(prompt, str) else request.output.decode(request.token_ids)
     return _to_json([{"role": "user", "parts": [_text_part(text)]}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 
@@ -312,3 +313,124 @@ def test_a_caller_that_has_left_the_line_gets_no_place(clock):
     assert waiting.result(0)
     assert (len(admission.queued_requests), len(admission.caller_queue)) == (1, 0)
     assert (gone.members, aborted.members, len(last.members)) == ([], [], 1)
+
+
+def text(request_id, num_bytes, owner=None):
+    """A group of one whose prompt has so many bytes."""
+    group = request(request_id, owner)
+    group.num_text_bytes = num_bytes
+    return group
+
+
+def wait(admission, group):
+    """Whether a group has its place: the future of one that waits for it."""
+    waiting = admission.reserve_or_wait(group, 1, lambda: False)
+    assert waiting is not None
+    return waiting
+
+
+def test_groups_without_long_texts_pass_a_text_that_finds_no_room(clock):
+    admission = Admission(10, 1000, clock)
+    queued = [text(f"queued{i}", 2**24) for i in range(4)]
+    queued[0].num_text_bytes -= 2**15
+    for group in queued:
+        admission.reserve(group, 1)
+    large, small = wait(admission, text("large", 2**24)), wait(admission, text("small", 2**14))
+    admission.reserve(request("short"), 1)
+    assert admission.reserve_or_wait(request("other"), 1, lambda: False) is None
+    # Of the groups with long texts none passes the first, although a small one would fit.
+    with pytest.raises(EngineOverloadedError):
+        admission.reserve(text("one more", 2**14), 1)
+    assert not small.done()
+    admission.correct_estimate(queued[1], 1)
+    assert large.done()
+    assert small.done()
+    assert (len(admission.queued_requests), admission.waiting_texts.num_bytes) == (8, 2**26 - 2**14)
+
+
+def test_a_text_that_found_no_room_comes_before_later_groups(clock):
+    admission = Admission(2, 1000, clock)
+    queued = [text("queued", 0), request("queued too")]
+    queued[0].param_bytes = {1: 2**26}
+    for group in queued:
+        admission.reserve(group, 1)
+    long = wait(admission, text("long", 2**14))
+    earlier, later = request("earlier"), request("later")
+    waiting = [wait(admission, group) for group in (earlier, later)]
+    admission.forget_group(queued[1])
+    assert [one.done() for one in (long, *waiting)] == [False, True, False]
+    admission.forget_group(queued[0])
+    assert [one.done() for one in (long, *waiting)] == [True, True, False]
+    admission.forget_group(earlier)
+    assert waiting[1].done()
+
+
+def test_a_text_whose_room_is_taken_waits_again(clock):
+    admission = Admission(5, 1000, clock)
+    queued = [*(text(f"queued{i}", 2**24, "a") for i in range(4)), request("short", "a")]
+    for group in queued:
+        admission.reserve(group, 1)
+    long = wait(admission, text("long", 2**24, "a"))
+    admission.correct_estimate(queued[0], 1)  # Room, but no place.
+    admission.reserve(text("others", 2**24, "b"), 1)
+    later = wait(admission, request("later", "a"))
+    for group in (queued[0], queued[4]):
+        admission.forget_group(group)
+    assert [long.done(), later.done()] == [False, True]
+    admission.forget_group(queued[1])
+    assert long.done()
+
+
+def test_an_aborted_text_that_waits_for_room_leaves(clock):
+    admission = Admission(2, 1000, clock)
+    queued = text("queued", 0)
+    queued.param_bytes = {1: 2**26}
+    admission.reserve(queued, 1)
+    aborted, withdrawn = text("aborted", 2**14), text("withdrawn", 2**14)
+    assert not wait(admission, aborted).done()
+    assert not wait(admission, withdrawn).done()
+    last = wait(admission, text("last", 2**14))
+    aborted.cancelled = True
+    admission.caller_queue.withdraw(withdrawn)
+    assert (aborted.members, withdrawn.members) == ([], [])
+    assert len(admission.caller_queue) == 1
+    admission.forget_group(queued)
+    assert last.done()
+    assert len(admission.caller_queue) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_text_gets_its_place_and_no_free_place_waits_for_one(clock, seed):
+    admission, draw = Admission(6, 1000, clock), random.Random(seed)
+    queue, names, waiting, queued = admission.caller_queue, itertools.count(), {}, []
+    for _ in range(400):
+        size = draw.choice([0, 0, 2**14, 2**23, 2**24])
+        group = text(str(next(names)), size, draw.choice("ab"))
+        if size > 2**22:
+            group.param_bytes = {next(names): draw.choice([2**24, 2**25])}
+        future = admission.reserve_or_wait(group, 1, lambda: False)
+        if future is None:
+            queued.append(group)
+        else:
+            waiting[group] = future
+        while queued and draw.random() < 0.5:
+            group = queued.pop(draw.randrange(len(queued)))
+            if draw.random() < 0.5:
+                admission.forget_group(group)
+            else:
+                admission.correct_estimate(group, 1)
+                admission.remove_from_queue(group.members[0])
+        queued += [group for group, future in waiting.items() if future.done()]
+        waiting = {group: future for group, future in waiting.items() if not future.done()}
+        assert len(queue) == len(waiting)
+        owners = {group.members[0].owner for group in waiting}
+        assert owners == {name for name in "ab" if queue.has_owner(name)}
+        if len(admission.queued_requests) < 6:
+            assert all(group.num_text_bytes for group in waiting)
+    while queued:
+        admission.forget_group(queued.pop())
+        queued += [group for group, future in waiting.items() if future.done()]
+        waiting = {group: future for group, future in waiting.items() if not future.done()}
+    assert (len(queue), len(waiting), admission.waiting_texts.num_bytes) == (0, 0, 0)
+    assert not queue.has_owner("a")
+    assert not queue.has_owner("b")

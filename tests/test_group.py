@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.token_rate import TokenRate
 from asyncllm.group_queue import GroupQueue, _RoutingObserver
 from asyncllm.metrics import EngineMetrics
-from asyncllm.routing import Candidate
+from asyncllm.routing import Candidate, text_hashes
 from asyncllm.runtime.submitter import Submission
 from asyncllm.serving import create_app
 from asyncllm.stream import TokenStream
@@ -187,6 +188,58 @@ async def test_a_long_text_goes_where_its_beginning_was():
         ]
         assert [result.usage.cached_tokens for result in results] == [0] * 6
         assert len({engine for engine, _ in watcher.submitted[before:]}) > 1
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The texts that groups hash to place a prompt, and what they made of them."""
+    calls = []
+
+    def record(text, salt):
+        calls.append((text, text_hashes(text, salt)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(group_queue, "text_hashes", record)
+    return calls
+
+
+async def test_a_text_in_parts_is_placed_like_a_string(hashed):
+    options = {"max_model_len": 4096, "num_blocks": 4097, "max_num_batched_tokens": 4096}
+    texts = ["7 " * 2000, "8 " * 2000]
+    contents = ["\n".join(texts), texts, [{"type": "text", "text": text} for text in texts]]
+    async with fake_group(2, **options).engine() as group:
+        for content in contents:
+            stream = group.chat([{"role": "user", "content": content}], max_tokens=1)
+            assert (await stream.result()).usage.prompt_tokens == 4000
+    assert [text for text, _ in hashed] == ["user\0" + contents[0] + "\0"] * 3
+    assert len(hashed[0][1]) == 3
+    assert hashed[1][1] == hashed[2][1] == hashed[0][1]
+
+
+@pytest.mark.parametrize("role", ["user", "r" * 100_000])
+async def test_only_the_beginning_of_a_conversation_is_read_to_place_it(hashed, role):
+    wide = "\U000e0001" * 100_000
+    async with fake_group(2).engine() as group:
+        for content in (wide, [wide], [{"type": "text", "text": wide}]):
+            messages = [{"role": role, "content": content, "extra": wide}] * 3
+            with pytest.raises(InvalidRequestError):
+                await group.chat(messages, max_tokens=1)
+    (text, hashes), *others = hashed
+    assert others == [(text, hashes)] * 2
+    assert (text[:65_536], len(hashes)) == (f"{role}\0{wide}"[:65_536], 32)
+    assert len(text) <= 2 * 65_536 + 2
+
+
+async def test_a_waiting_text_is_hashed_once(hashed):
+    async with full_group(waiting=0) as (_, group, held, _, line):
+        task = asyncio.create_task(group.submit("7 " * 5000, truncate_prompt_tokens=9))
+        await until(lambda: len(line) == 1)
+        for _ in range(5):
+            line.advance()
+        assert [text for text, _ in hashed] == ["7 " * 5000]
+        held[0].abort()
+        (await task).abort()
+        assert len(hashed) == 1
 
 
 # --- ids, places, full queues -----------------------------------------------------------
@@ -542,6 +595,59 @@ async def test_tokenless_requests_are_resent(how):
         assert [one.token_ids for one in result.outputs] == [
             one.token_ids for one in expected.outputs
         ]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_a_request_keeps_no_text_once_it_is_tokenised(is_chat):
+    rig, prompts = fake_group(2), []
+    watcher = Watcher()
+    watcher.on_submit = lambda request, submission: prompts.append(submission.prompt)
+    async with rig.engine(retries=1) as group:
+        group.add_observer(watcher)
+        for engine in group.engines.values():
+            await engine.pause()
+        text = "4 2 " * 3000
+        num_references = sys.getrefcount(text)
+        messages = [{"role": "user", "content": text, "extra": text}]
+        call, prompt = (group.chat, messages) if is_chat else (group.stream, text)
+        stream = call(prompt, max_tokens=5, truncate_prompt_tokens=2)
+        assert prompts.pop() is prompt
+        del messages, prompt
+        await until(lambda: stream.prompt_token_ids)
+        await until(lambda: sys.getrefcount(text) == num_references, 5)
+        number = engine_number(stream)
+        rig.rigs[number].executor.faults[0] = ZeroDivisionError("on purpose")
+        for engine in group.engines.values():
+            await engine.resume()
+        tokens = []
+        async for delta in stream:
+            tokens += delta.token_ids
+            assert stream._resubmit is None
+        assert tokens == rig.executor.reference([4, 2], 5)
+        assert engine_number(stream) == 1 - number
+        assert prompts == [(4, 2)]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_a_text_is_tokenised_where_it_is_sent_again(is_chat):
+    rig, gate, prompts = fake_group(2), threading.Event(), []
+    watcher = Watcher()
+    watcher.on_submit = lambda request, submission: prompts.append(submission.prompt)
+    async with rig.engine(retries=1) as group:
+        group.add_observer(watcher)
+        for one in rig.rigs:
+            one.tokenizer.gate = gate
+        text = "4 2 " * 3000
+        prompt = [{"role": "user", "content": text}] if is_chat else text
+        call = group.chat if is_chat else group.stream
+        stream = call(prompt, max_tokens=5, truncate_prompt_tokens=2)
+        number = engine_number(stream)
+        await die(rig, group, number)
+        reading = asyncio.create_task(stream.result())
+        await until(lambda: engine_number(stream) == 1 - number)
+        gate.set()
+        assert list((await reading).token_ids) == rig.executor.reference([4, 2], 5)
+        assert prompts[::2] == [prompt, prompt]
 
 
 async def test_request_with_a_token_is_not_resent():

@@ -174,12 +174,12 @@ async def test_an_aborted_request_keeps_no_text_until_its_turn() -> None:
     async with fake_engine("xy", max_model_len=500) as engine:
         with held_up(engine):
             stream = engine.stream("a" * 2**16, truncate_prompt_tokens=5)
-            assert stream._group.make_prompt is not None
+            assert stream._group.raw_prompt is not None
             stream.abort()
-            await until(lambda: stream._group.make_prompt is None)
+            await until(lambda: stream._group.raw_prompt is None)
             kept = engine.stream("a" * 2**16, truncate_prompt_tokens=5, max_tokens=1)
         assert (await kept.result()).text == "x"
-        assert kept._group.make_prompt is None
+        assert kept._group.raw_prompt is None
 
 
 @pytest.mark.parametrize("value", [0, -2, 20, 2**63, 1.5, "3", True])

@@ -16,8 +16,9 @@ from asyncllm import (
     EngineOverloadedError,
     InvalidRequestError,
 )
+from asyncllm.core import waiting_texts
 from tests.event_loops import run as run  # a fixture
-from tests.fakes import entered, fake
+from tests.fakes import entered, fake, fake_group
 from tests.idle import until
 
 
@@ -314,3 +315,28 @@ async def test_the_engine_thread_cannot_wait_for_a_place():
             await (await task).result()
         await until(lambda: nothing_left(full.engine))
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+async def test_a_text_that_waits_for_room_holds_up_no_short_prompt(is_group, monkeypatch):
+    monkeypatch.setattr(waiting_texts, "MAX_WAITING_TEXT_BYTES", 100_000)
+    rig, gate = fake_group(2) if is_group else fake(), threading.Event()
+    for one in rig.rigs if is_group else [rig]:
+        one.tokenizer.gate = gate
+    text, options = "7 " * 20_000, {"max_tokens": 1, "truncate_prompt_tokens": 3}
+    async with rig.engine() as engine:
+        streams = [engine.stream(text, **options) for _ in range(4 if is_group else 2)]
+        with pytest.raises(EngineOverloadedError):
+            engine.stream(text, **options)
+        queue = engine._queue if is_group else engine._thread.core.admission
+        waiting = [asyncio.create_task(engine.submit(text, **options)) for _ in range(3)]
+        await until(lambda: len(queue.caller_queue) == 3)
+        for _ in range(3):
+            assert (await engine.generate([1], max_tokens=1)).finish_reason == "length"
+            assert (await (await engine.submit([1], max_tokens=1)).result()).finish_reason
+        assert not any(task.done() for task in waiting)
+        gate.set()
+        streams += await asyncio.gather(*waiting)
+        assert [(await stream.result()).prompt_token_ids for stream in streams] == (
+            [(7, 7, 7)] * len(streams)
+        )

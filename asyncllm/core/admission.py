@@ -64,7 +64,7 @@ class Admission:
         self.num_queued_tokens = 0
         self.waiting_texts = WaitingTexts()
         self._queued_counts_by_owner: dict[str | None, list[int]] = {}
-        self.caller_queue = CallerQueue()
+        self.caller_queue = CallerQueue(self.waiting_texts.has_room)
         self.caller_queues: tuple[CallerQueue, ...] = (self.caller_queue,)
         self._closed_error: Callable[[], AsyncLLMError] | None = None
         self._drain_rate = 0.0
@@ -171,7 +171,7 @@ class Admission:
             num_caller_queues_ahead: as for ``reserve``.
         """
         queues_ahead = self.caller_queues[:num_caller_queues_ahead]
-        num_waiting = sum(map(len, queues_ahead))
+        num_waiting = sum([queue.num_ahead_of(group) for queue in queues_ahead])
         if num_waiting:
             shortage = f"{num_waiting} wait for a place in the queue", num_waiting
         else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncllm.core.request import RequestGroup
 from asyncllm.core.waiting_queue import WaitingQueue
+from asyncllm.core.waiting_texts import has_long_texts
 from asyncllm.errors import AsyncLLMError
 
 
@@ -33,22 +34,36 @@ class CallerQueue:
     """Queue of request groups that wait for a place in the queue of one engine, or of any engine of
     an EngineGroup. Each owner (``Request.owner``) that has waiting groups gets a place in turn.
 
+    Groups whose texts find no room wait in a line of their own, so that groups without long texts
+    pass them. The first of that line comes back once there is room for its texts, and no group with
+    long texts passes it until then.
+
+    Args:
+        has_text_room: function that tells whether there is room for the texts of a group; called on
+            any thread.
+
     Attributes:
         lock: held while a group gets its place. It is taken before the lock of an Admission.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_text_room: Callable[[RequestGroup], bool]) -> None:
         self.lock = threading.Lock()
+        self._has_text_room = has_text_room
         self._waiters: dict[RequestGroup, _Waiter] = {}
         self._waiting_queue = WaitingQueue("fcfs")
+        self._text_queue = WaitingQueue("fcfs")
         self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._waiters)
 
+    def num_ahead_of(self, group: RequestGroup) -> int:
+        """Number of waiting groups that come before a new group."""
+        return len(self._waiters if has_long_texts(group) else self._waiting_queue)
+
     def has_owner(self, name: str | None) -> bool:
         """Whether a group of this owner waits."""
-        return self._waiting_queue.has_owner(name)
+        return self._waiting_queue.has_owner(name) or self._text_queue.has_owner(name)
 
     def push(
         self, group: RequestGroup, try_reserve: Callable[[], Any], is_gone: Callable[[], bool]
@@ -68,7 +83,10 @@ class CallerQueue:
         waiter = self._waiters[group] = _Waiter(try_reserve, is_gone)
         self._num_pushed += 1
         group.members[0].arrival_index = self._num_pushed
-        self._waiting_queue.push(group.members[0])
+        waits_for_room = has_long_texts(group) and (
+            len(self._text_queue) > 0 or not self._has_text_room(group)
+        )
+        (self._text_queue if waits_for_room else self._waiting_queue).push(group.members[0])
         return waiter.place_future
 
     def withdraw(self, group: RequestGroup) -> None:
@@ -77,6 +95,7 @@ class CallerQueue:
             with self.lock:
                 if self._waiters.pop(group, None) is not None:
                     self._waiting_queue.discard(group.members[0])
+                    self._text_queue.discard(group.members[0])
                     group.members = []
             self.advance()
 
@@ -86,13 +105,18 @@ class CallerQueue:
         the groups' futures."""
         while self._waiters:
             with self.lock:
+                self._return_text_waiter()
                 first = self._waiting_queue.peek()
                 if first is None:
                     return
                 group = first.group
                 waiter, place, error = self._waiters[group], None, None
-                if group.cancelled or waiter.is_gone():
+                if self._has_left(group):
                     group.members = []
+                elif not self._has_text_room(group):
+                    self._waiting_queue.discard(first)
+                    self._text_queue.push(first)
+                    continue
                 else:
                     try:
                         place = waiter.try_reserve()
@@ -108,11 +132,24 @@ class CallerQueue:
             else:
                 waiter.place_future.set_exception(error)
 
+    def _return_text_waiter(self) -> None:
+        """Move the first group that waits for room for its texts back to the others, if there is
+        room now."""
+        first = self._text_queue.peek()
+        if first is not None and (self._has_left(first.group) or self._has_text_room(first.group)):
+            self._text_queue.admit(first)
+            self._text_queue.release(first)
+            self._waiting_queue.push(first)
+
+    def _has_left(self, group: RequestGroup) -> bool:
+        """Whether a waiting group was aborted, or its caller has stopped waiting."""
+        return group.cancelled or self._waiters[group].is_gone()
+
     def fail_all(self, error: Callable[[], AsyncLLMError]) -> None:
         """Fail all waiting groups."""
         with self.lock:
             waiters, self._waiters = self._waiters, {}
-            self._waiting_queue = WaitingQueue("fcfs")
+            self._waiting_queue, self._text_queue = WaitingQueue("fcfs"), WaitingQueue("fcfs")
         for group, waiter in waiters.items():
             group.members = []
             waiter.place_future.set_exception(error())

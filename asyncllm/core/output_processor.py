@@ -11,7 +11,7 @@ from asyncllm.core.channel import Channel, Mailbox, StreamEnd, check_gil
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.core.tracebacks import replace_tracebacks_by_note
-from asyncllm.errors import RequestError, with_cause
+from asyncllm.errors import EngineDeadError, RequestError, with_cause
 from asyncllm.outputs import (
     Completion,
     CompletionOutput,
@@ -177,7 +177,9 @@ class OutputProcessor:
                 grammar.release()
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
-        group.members, group.make_prompt = [], None
+        group.members = []
+        if not isinstance(error, EngineDeadError):  # Another engine of a group may take the prompt.
+            group.raw_prompt = None
 
     def _propose_stream_end(
         self, request: Request, error: Exception | None, last_delta: Delta | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,9 +74,9 @@ class RequestGroup:
         notifier: calls the observers; None without any.
         num_truncated_tokens: tokens cut from the prompt's start.
         engine: number of its engine in an EngineGroup; None without an EngineGroup.
-        make_prompt: tokenises the prompt, which it holds; None once the prompt is tokenised or the
-            group has ended.
-        num_text_bytes: memory of the texts and messages that ``make_prompt`` holds.
+        raw_prompt: RawPrompt of a prompt that is not tokenised yet. None once it is tokenised, and
+            once the group has ended, unless its engine died.
+        num_text_bytes: memory of the texts and messages of ``raw_prompt``.
         param_bytes: bytes of the grammar's text and of each list in ``sampling``, by object id.
             Several groups may share an object.
     """
@@ -91,7 +91,7 @@ class RequestGroup:
     notifier: LifecycleNotifier | None = None
     num_truncated_tokens: int = 0
     engine: int | None = None
-    make_prompt: Callable[[int | None], bool] | None = None
+    raw_prompt: Any = None
     num_text_bytes: int = 0
     param_bytes: Mapping[int, int] = field(default_factory=dict)
 

@@ -32,14 +32,14 @@ class WaitingTexts:
 
     def has_room(self, group: RequestGroup) -> bool:
         """Whether a group's texts can be added; true for a group without long texts."""
-        return not _has_long_texts(group) or (
+        return not has_long_texts(group) or (
             self.num_bytes + _num_prompt_bytes(group) + self._num_own_param_bytes(group)
             <= MAX_WAITING_TEXT_BYTES
         )
 
     def add(self, group: RequestGroup) -> None:
         """Count a group, if its texts are long. Its ``param_bytes`` must not change afterwards."""
-        if not _has_long_texts(group):
+        if not has_long_texts(group):
             return
         self._prompt_bytes[group] = num_bytes = _num_prompt_bytes(group)
         self.num_bytes += num_bytes + self._num_own_param_bytes(group)
@@ -71,7 +71,8 @@ class WaitingTexts:
         return sum(size for param_id, size in group.param_bytes.items() if param_id not in counted)
 
 
-def _has_long_texts(group: RequestGroup) -> bool:
+def has_long_texts(group: RequestGroup) -> bool:
+    """Whether a group's texts are long enough to count."""
     num_bytes = group.num_text_bytes
     if group.param_bytes:
         num_bytes += sum(group.param_bytes.values())

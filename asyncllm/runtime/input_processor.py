@@ -26,7 +26,7 @@ from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
 from asyncllm.runtime.prompt_encoder import EncodeFunction, PromptEncoder
 from asyncllm.runtime.request_options import ChatOptions, RequestOptions, pop_fields
-from asyncllm.runtime.submitter import CallArguments, RequestQueue, Submission
+from asyncllm.runtime.submitter import CallArguments, RawPrompt, RequestQueue, Submission
 from asyncllm.sampling_params import SamplingParams, with_response_format
 from asyncllm.text.bad_words import bad_words_token_ids
 from asyncllm.text.detokenizer import NullDetokenizer, StopStrings
@@ -105,7 +105,9 @@ class InputProcessor:
                 prompt, self._max_prompt_tokens(request)
             )
             request.group.num_truncated_tokens = num_cut
-            return self._prepare_submission(request, call_arguments, lambda _: token_ids, 0, 0)
+            return self._prepare_submission(
+                request, call_arguments, token_ids, lambda _: token_ids, 0, 0
+            )
         min_num_tokens = 0
         if len(text) > SHORT_TEXT_CHARACTERS:
             min_num_tokens = self.loaded_model.tokenizer.min_num_tokens(len(text))
@@ -114,6 +116,7 @@ class InputProcessor:
         return self._prepare_submission(
             request,
             call_arguments,
+            text,
             encode,
             len(text),
             sys.getsizeof(text),
@@ -164,9 +167,14 @@ class InputProcessor:
         self._check_length(request, template_input.texts, 0)
         split = chat_options.split_special_tokens
         encode = partial(self.prompts.encode_chat, template_input, max_tokens, split)
-        num_characters, num_bytes = template_input.num_characters, template_input.num_bytes
         return self._prepare_submission(
-            request, call_arguments, encode, num_characters, num_bytes, parser
+            request,
+            call_arguments,
+            template_input.values["messages"],
+            encode,
+            template_input.num_characters,
+            template_input.num_bytes,
+            parser,
         )
 
     def make_submission(
@@ -195,6 +203,7 @@ class InputProcessor:
         self,
         request: Request,
         call_arguments: CallArguments,
+        checked_prompt: str | Sequence[int] | Sequence[dict[str, Any]],
         encode: EncodeFunction,
         num_characters: int,
         num_text_bytes: int,
@@ -205,6 +214,7 @@ class InputProcessor:
         at once; else a worker thread sets it.
 
         Args:
+            checked_prompt: text, messages or token ids: what ``encode`` tokenises.
             num_characters: number of characters that ``encode`` tokenises.
             num_text_bytes: memory of the texts and messages that ``encode`` holds.
             min_num_tokens: lower bound on the number of tokens of these characters.
@@ -217,7 +227,7 @@ class InputProcessor:
             self._set_prompt(request, token_ids, parser)
             return Submission(request, call_arguments, request.num_prompt_tokens, parser)
 
-        def make_prompt(request: Request, max_characters: int | None) -> bool:
+        def prepare(request: Request, max_characters: int | None) -> bool:
             made = token_ids or encode(max_characters)
             if made is None:
                 return False
@@ -229,10 +239,11 @@ class InputProcessor:
 
         estimate = max(num_characters // 4, min_num_tokens) if token_ids is None else len(token_ids)
         estimate = min(estimate, self._max_prompt_tokens(request) or request.max_model_len)
+        group.raw_prompt = RawPrompt(checked_prompt, prepare)
         group.num_text_bytes = num_text_bytes
         words = request.sampling.bad_words
         num_characters += sum(map(len, words)) + _CHARACTERS_PER_BAD_WORD * len(words)
-        return Submission(request, call_arguments, estimate, parser, make_prompt, num_characters)
+        return Submission(request, call_arguments, estimate, parser, num_characters)
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Maximum number of prompt tokens that a request keeps; None if the prompt is not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -29,17 +29,32 @@ CallArguments = tuple[Operation, Any]
 """Operation and prompt of a call; converted to a RequestInfo only if there are observers."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RawPrompt:
+    """A checked prompt that is not tokenised yet.
+
+    Attributes:
+        value: text, messages, or token ids whose request lacks its token rules.
+        prepare: ``prepare(request, max_characters)`` sets the request's prompt, on a worker thread;
+            it returns False if the prompt has more characters.
+    """
+
+    value: str | Sequence[int] | Sequence[dict[str, Any]]
+    prepare: Callable[[Request, int | None], bool]
+
+
 @dataclass(slots=True, eq=False)
 class Submission:
     """A call's request, with checked arguments, ready to be queued.
 
     Attributes:
         request: first member of its group.
-        num_tokens: tokens of the prompt, or an estimate if ``make_prompt`` makes it.
-        num_characters: characters that ``make_prompt`` tokenises.
+        call: what observers are told. A copy for a retry has the engine's copy of the prompt, so
+            that the caller's objects need not be kept.
+        num_tokens: tokens of the prompt, or an estimate for a RawPrompt.
+        num_characters: characters of the RawPrompt.
         parser: parser of a conversation's answer; None for a plain prompt.
-        make_prompt: ``make_prompt(request, max_characters)`` sets the prompt, on a worker thread;
-            it returns False if the prompt has more characters. None if the prompt is set already.
+        text_hashes: hashes of the beginning of a RawPrompt in an EngineGroup.
         observers: observers of this request, beside those of its engine.
         stream: stream to continue with this request after a failed attempt; None makes a stream.
     """
@@ -48,8 +63,8 @@ class Submission:
     call: CallArguments
     num_tokens: int
     parser: MessageParser | None = None
-    make_prompt: Callable[[Request, int | None], bool] | None = None
     num_characters: int = 0
+    text_hashes: Sequence[bytes] = ()
     observers: tuple[Observer, ...] = ()
     stream: TokenStream | None = None
     notifier: ObserverNotifier | None = field(init=False, default=None)
@@ -63,6 +78,8 @@ class Submission:
         """Copy the submission of a request that has no output yet, for another engine. The copy has
         the same id, seeds, arrival and deadline, and the prompt if it was tokenised already."""
         old_group = self.request.group
+        # While there is a raw prompt, a worker thread may be setting the members' prompts.
+        raw_prompt = old_group.raw_prompt
         channel = Channel(old_group.channel.max_unread, old_group.channel.on_slow)
         group = RequestGroup(
             old_group.request_id,
@@ -70,18 +87,20 @@ class Submission:
             old_group.arrived_at,
             old_group.deadline,
             num_truncated_tokens=old_group.num_truncated_tokens,
+            raw_prompt=raw_prompt,
             num_text_bytes=old_group.num_text_bytes,
             param_bytes=old_group.param_bytes,
         )
         for member in self._members:
-            prompt = member.token_ids[: member.num_prompt_tokens]
+            prompt = [] if raw_prompt else member.token_ids[: member.num_prompt_tokens]
             first = group.members[0] if group.members else None
             replace(
                 member, group=group, token_ids=prompt, first_member=first, structured_output=None
             )  # The constructor adds the request to the group.
         request = group.members[0]
-        make_prompt = None if request.token_ids else self.make_prompt
-        return replace(self, request=request, make_prompt=make_prompt, observers=(), stream=stream)
+        prompt = raw_prompt.value if raw_prompt else tuple(request.token_ids)
+        call = self.call[0], prompt
+        return replace(self, request=request, call=call, observers=(), stream=stream)
 
 
 class RequestQueue(Protocol):
@@ -192,25 +211,23 @@ class Submitter:
         If Ctrl-C interrupts an Observer's ``on_submit``, the dropped stream aborts the request."""
         if submission.notifier is not None:
             submission.notifier.notify_submit(RequestInfo(*submission.call))
-        core, request, make_prompt = self.core, submission.request, submission.make_prompt
-        if make_prompt is None:
+        core, request, group = self.core, submission.request, submission.request.group
+        if request.token_ids:
             self._send_when_grammar_ready(request)
             return
-        group = request.group
         if group.deadline < math.inf:
             core.send(core.on_add_deadline, group)
-        num_characters = submission.num_characters
-        # The group holds the text, so that one that ends earlier holds none until its turn.
-        group.make_prompt = partial(make_prompt, request)
 
-        def make_prompt_and_send(max_characters: int | None) -> bool:
-            make_prompt = group.make_prompt
-            if group.cancelled or make_prompt is None:
+        def prepare_and_send(max_characters: int | None) -> bool:
+            # Only the group holds the text, so that one that ends earlier holds none until its
+            # turn.
+            raw_prompt = group.raw_prompt
+            if group.cancelled or raw_prompt is None:
                 return True
             try:
-                if not make_prompt(max_characters):
+                if not raw_prompt.prepare(request, max_characters):
                     return False
-                group.make_prompt = None
+                group.raw_prompt = None
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
                 self._send_when_grammar_ready(request)
             except BaseException as error:
@@ -221,7 +238,7 @@ class Submitter:
             return True
 
         try:
-            self._tokenizer_threads.submit(make_prompt_and_send, num_characters)
+            self._tokenizer_threads.submit(prepare_and_send, submission.num_characters)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 
