@@ -176,9 +176,23 @@ def _parse_parameter_call(
         return None
     try:
         arguments = convert_arguments(parse_parameters(raw_text), tools[name])
-        return [(name, json.dumps(arguments, ensure_ascii=False))]
     except RecursionError:
         return None
+    arguments_json = _to_json(arguments)
+    return None if arguments_json is None else [(name, arguments_json)]
+
+
+def _to_json(arguments: dict[str, Any]) -> str | None:
+    """JSON of a call's arguments; None if a number is not finite, or the nesting too deep."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # A string has half of a surrogate pair, by an escape.
+        text = json.dumps(arguments)
+    return text
 
 
 def _flatten_lists(value: Any) -> list[Any]:
@@ -194,7 +208,8 @@ def _name_and_arguments(call: Any) -> tuple[str, str] | None:
     name, arguments = function.get("name"), function.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    arguments_json = _to_json(arguments)
+    return None if arguments_json is None else (name, arguments_json)
 
 
 def _closing_delimiters(field: Mapping[str, Any]) -> Delimiters | None:

@@ -16,7 +16,7 @@ from asyncllm.tool_calls.call_reader import CallEvent, CallReader
 from asyncllm.tool_calls.chat_syntax import IGNORED_DELIMITER_NAME, TOOL_CALLS_FIELD, ChatSyntax
 from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
 
-_MAX_PIECE_CHARACTERS = 4096
+_MAX_PIECE_CHARACTERS = 1024
 """Maximum number of characters that are parsed at a time. After each tool call the rest of the
 piece is scanned again, so a long piece with many calls would take quadratic time."""
 
