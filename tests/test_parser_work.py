@@ -14,6 +14,7 @@ import pytest
 from asyncllm.tool_calls import json_call_reader, xml_parameters
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.delimiters import (
+    MAX_DELIMITER_CHARACTERS,
     DelimiterMatch,
     Delimiters,
     literals_or_pattern,
@@ -149,6 +150,16 @@ def test_searched_characters_are_linear_in_the_output(
         assert long < 6 * short, (text[:99], counts)
         assert max(long, whole) < 80 * 4096, (text[:99], counts)
         assert results[1] == results[2], text[:99]
+
+
+@pytest.mark.parametrize(("family", "reasoning"), SYNTAX_PAIRS)
+def test_cuts_beside_long_white_space_change_nothing(family: str, reasoning: str) -> None:
+    syntax = ChatSyntax(TOOL_CALL_FAMILIES[family], REASONING_FAMILIES[reasoning])
+    sample = CALLS[family]
+    for cut in (part.end() for part in re.finditer(r"\w+|\W", sample)):
+        for num_spaces in (64, 65, MAX_DELIMITER_CHARACTERS, MAX_DELIMITER_CHARACTERS + 50):
+            text = sample[:cut] + " " * num_spaces + sample[cut:]
+            assert parse(syntax, text, 8) == parse(syntax, text, 4096), (cut, num_spaces)
 
 
 @pytest.mark.parametrize(("family", "reasoning"), SYNTAX_PAIRS)
