@@ -172,7 +172,7 @@ def test_search_steps_are_linear_in_the_text(family: str, reasoning: str) -> Non
     ):
         delimiters.append(literals_or_pattern(field, side))
     for pattern in {delimiter for delimiter in delimiters if isinstance(delimiter, str)}:
-        texts = [hostile_texts(family, reasoning, n, CHARACTERS) for n in (24, 96)]
+        texts = [hostile_texts(family, reasoning, n, CHARACTERS) for n in (16, 64)]
         for short, long in zip(*texts, strict=True):
             num_steps = count_search_steps(pattern, long)
             assert num_steps < 6 * count_search_steps(pattern, short), (pattern, long[:99])
@@ -288,7 +288,7 @@ def test_parameters_are_those_of_transformers() -> None:
     syntax = ChatSyntax(TOOL_CALL_FAMILIES["qwen3_coder"], None)
     rng, num_arguments = random.Random(7), 0
     opening = "<tool_call>\n<function=f>\n"
-    for _ in range(600):
+    for _ in range(300):
         schemas = {"f": {"properties": {key: random_schema(rng) for key in "ab"}}, "g": {}}
         kept = syntax.schemas_to_parse(schemas)
         body = "".join(rng.choices(PIECES, k=rng.randint(0, 8)))
@@ -304,4 +304,4 @@ def test_parameters_are_those_of_transformers() -> None:
         assert expected is not None
         assert reader.events == [("begin", "f"), ("arguments", expected[0][1]), ("done", "")]
         num_arguments += len(json.loads(expected[0][1]))
-    assert num_arguments > 500
+    assert num_arguments > 250
