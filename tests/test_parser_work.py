@@ -7,11 +7,12 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from asyncllm.tool_calls import json_call_reader, xml_parameters
+from asyncllm.tool_calls import json_call_reader, message_parser, xml_parameters
 from asyncllm.tool_calls.chat_syntax import ChatSyntax
 from asyncllm.tool_calls.delimiters import (
     MAX_DELIMITER_CHARACTERS,
@@ -196,6 +197,21 @@ def test_white_space_after_a_call_is_read_once() -> None:
     assert reader.push("x") == "x"
     text = '<tool_call>{"name": "add", "arguments": {}}' + " \n" * 1000
     assert reader.events[-1] == ("text", text)
+
+
+def test_fragments_of_a_long_delta_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+
+    def count(fragment: Any, **changes: Any) -> Any:
+        copies.append(len(changes["arguments"]))
+        return replace(fragment, **changes)
+
+    monkeypatch.setattr(message_parser, "replace", count)
+    parser = OutputParser(ChatSyntax(TOOL_CALL_FAMILIES["hermes"], None), TOOLS, "")
+    arguments = json.dumps({"a": "x" * 100_000})
+    parser.push(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>')
+    assert [fragment.arguments for fragment in parser.take_increments()[2]] == [arguments]
+    assert copies == [len(arguments)]
 
 
 OPENING = "<parameter=a>"
