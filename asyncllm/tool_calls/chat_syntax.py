@@ -19,6 +19,11 @@ from asyncllm.tool_calls.families import (
     ToolCallFamily,
 )
 from asyncllm.tool_calls.json_call_reader import JsonCallReader, JsonSyntax
+from asyncllm.tool_calls.xml_parameters import (
+    convert_arguments,
+    keep_parameter_types,
+    parse_parameters,
+)
 
 REASONING_FIELD_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Names of the field for reasoning in a tokenizer's response template, the preferred one first."""
@@ -48,8 +53,8 @@ class ChatSyntax:
     - it copies the whole output with each piece, which takes 4 microseconds per token of a short
       output, and up to 550 for an output of one megabyte (``benchmarks.parsing``).
 
-    ``ResponseParser`` is only used for calls in other syntaxes than plain JSON, one region at a
-    time.
+    ``ResponseParser`` is only used for calls in other syntaxes than plain JSON and Qwen's
+    ``<parameter=…>``, one region at a time.
 
     Args:
         tool_family: format of calls; None if the output is not searched for calls.
@@ -67,6 +72,7 @@ class ChatSyntax:
         calls_close_delimiters, reasoning_close_delimiters: delimiters that end a call, and that
             end reasoning; None if the template has none.
         json_syntax: layout of calls in JSON; None for another syntax.
+        is_parameter_syntax: whether calls are in Qwen's ``<parameter=…>`` syntax.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class ChatSyntax:
         self.calls_close_delimiters = _closing_delimiters(self.calls_field)
         self.reasoning_close_delimiters = _closing_delimiters(self.reasoning_field)
         self.json_syntax = _json_syntax(self.calls_field)
+        self.is_parameter_syntax = _is_parameter_syntax(self.calls_field)
 
     def delimiters_contain(self, token: str) -> bool:
         """Whether ``token`` may be a part of a delimiter."""
@@ -110,9 +117,11 @@ class ChatSyntax:
     def schemas_to_parse(
         self, tools: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Mapping[str, Any]]:
-        """The schemas that ``make_call_reader`` needs as long as an answer is read: only the names
-        of the tools if calls are JSON."""
-        return tools if self.json_syntax is None else {name: {} for name in tools}
+        """Parts of the schemas that ``make_call_reader`` needs as long as an answer is read: the
+        names of the tools, and the types of their parameters unless calls are JSON."""
+        if self.json_syntax is None:
+            return keep_parameter_types(tools)
+        return {name: {} for name in tools}
 
     def make_call_reader(
         self, tools: Mapping[str, Mapping[str, Any]], opening_delimiter: DelimiterMatch
@@ -132,11 +141,14 @@ class ChatSyntax:
                 name,
                 self.calls_close_delimiters,
             )
-        return BufferedCallReader(
-            partial(self._parse_calls, tools), opening_delimiter.text, self.calls_close_delimiters
-        )
+        if self.is_parameter_syntax:
+            name = opening_delimiter.captures.get("name", "")
+            parse_calls = partial(_parse_parameter_call, tools, name)
+        else:
+            parse_calls = partial(self._parse_with_transformers, tools)
+        return BufferedCallReader(parse_calls, opening_delimiter.text, self.calls_close_delimiters)
 
-    def _parse_calls(
+    def _parse_with_transformers(
         self, tools: Mapping[str, Mapping[str, Any]], raw_text: str
     ) -> list[tuple[str, str]] | None:
         from transformers.utils.chat_parsing import parse_response
@@ -157,6 +169,32 @@ class ChatSyntax:
         return [call for call in calls if call is not None]
 
 
+def _parse_parameter_call(
+    tools: Mapping[str, Mapping[str, Any]], name: str, raw_text: str
+) -> list[tuple[str, str]] | None:
+    if name not in tools:
+        return None
+    try:
+        arguments = convert_arguments(parse_parameters(raw_text), tools[name])
+    except RecursionError:
+        return None
+    arguments_json = _to_json(arguments)
+    return None if arguments_json is None else [(name, arguments_json)]
+
+
+def _to_json(arguments: dict[str, Any]) -> str | None:
+    """JSON of a call's arguments; None if a number is not finite, or the nesting too deep."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # A string has half of a surrogate pair, by an escape.
+        text = json.dumps(arguments)
+    return text
+
+
 def _flatten_lists(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [item for nested in value for item in _flatten_lists(nested)]
@@ -170,12 +208,19 @@ def _name_and_arguments(call: Any) -> tuple[str, str] | None:
     name, arguments = function.get("name"), function.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    arguments_json = _to_json(arguments)
+    return None if arguments_json is None else (name, arguments_json)
 
 
 def _closing_delimiters(field: Mapping[str, Any]) -> Delimiters | None:
     delimiter = literals_or_pattern(field, "close")
     return None if delimiter is None else Delimiters([("close", delimiter)])
+
+
+def _is_parameter_syntax(calls_field: Mapping[str, Any]) -> bool:
+    qwen_field = TOOL_CALL_FAMILIES["qwen3_coder"].calls_field
+    keys = ("content", "content_args", "transform", "transform_each")
+    return all(calls_field.get(key) == qwen_field.get(key) for key in keys)
 
 
 def _json_syntax(calls_field: Mapping[str, Any]) -> JsonSyntax | None:
@@ -269,7 +314,8 @@ class ChatSyntaxes:
 
     def import_response_parser(self) -> None:
         """Import transformers' parser if it is needed, so that no event loop waits for it later."""
-        if self._tool_family is not None and _json_syntax(self._tool_family.calls_field) is None:
+        field = {} if self._tool_family is None else self._tool_family.calls_field
+        if field and _json_syntax(field) is None and not _is_parameter_syntax(field):
             with importing_transformers():
                 importlib.import_module("transformers.utils.chat_parsing")
 

@@ -6,8 +6,9 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAX_DELIMITER_CHARACTERS = 4096
-"""Maximum number of characters of a delimiter; a longer match is plain text."""
+MAX_DELIMITER_CHARACTERS = 256
+"""Maximum number of characters of a delimiter; a longer match is plain text. Text that may become
+a delimiter is searched again with each piece."""
 
 _CANDIDATE_STARTING_CHARACTERS = string.printable
 """Characters tried as a delimiter's first character, besides the characters of its pattern."""
@@ -63,6 +64,8 @@ class Delimiters:
             ``(match, pending)``. ``match`` is None if nothing matches, or if later text could
             change the match. In the second case ``pending`` is true.
         """
+        is_last = is_last or len(text) > MAX_DELIMITER_CHARACTERS
+        text = text[:MAX_DELIMITER_CHARACTERS]
         pending = False
         for _, pattern, literal in self.patterns:
             match = pattern.match(text, partial=not is_last)

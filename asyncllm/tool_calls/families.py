@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asyncllm.tool_calls.xml_parameters import PARAMETER_PATTERN
+
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
@@ -106,7 +108,8 @@ _NAMED_JSON_CALLS_FIELD = {"repeats": True, "content": "json", "transform": _NAM
 # In Harmony, a message has a header, with its channel and recipient, and a body.
 _HARMONY_START_PATTERN = r"(?:<\|start\|>assistant)?"
 _HARMONY_RECIPIENT_PATTERN = r" ?to=functions\.(?P<name>[\w.-]+)"
-_HARMONY_CONSTRAINT_PATTERN = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+# White space is one run between two texts: of adjacent runs, each split would be tried.
+_HARMONY_CONSTRAINT_PATTERN = r"\s*(?:<\|constrain\|>\s*)?(?:json\s*)?<\|message\|>"
 _HARMONY_CALL_PATTERN = (
     rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:commentary|analysis)"
     rf"{_HARMONY_RECIPIENT_PATTERN}{_HARMONY_CONSTRAINT_PATTERN}"
@@ -156,9 +159,7 @@ TOOL_CALL_FAMILIES: Mapping[str, ToolCallFamily] = {
             "close_pattern": r"</function>\s*</tool_call>",
             "repeats": True,
             "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-            },
+            "content_args": {"tag_pattern": PARAMETER_PATTERN},
             "transform": _NAMED_CALL_TRANSFORM,
         },
         call_syntax=CallSyntax(
@@ -236,7 +237,10 @@ TOOL_CALL_FAMILIES: Mapping[str, ToolCallFamily] = {
     ),
     "llama3_json": ToolCallFamily(
         calls_field={
-            "open_pattern": r'(?:;\s*)?(?:<\|python_tag\|>\s*)?(?=\{\s*")',
+            "open_pattern": (
+                # The length is bounded, because a delimiter's is and does not include the quote.
+                r'(?:;\s{0,64})?(?:<\|python_tag\|>\s{0,64})?(?=\{\s{0,64}")'
+            ),
             "repeats": True,
             "content": "json",
             "transform": _tool_call_transform("{content.name}", "{content.parameters}"),

@@ -92,6 +92,7 @@ class JsonCallReader:
         self._raw_texts = [opening_delimiter]
         self._unparsed_text = ""
         self._raw_end = 0
+        # Unparsed text after the JSON, without the white space before it.
         self._text_after_json: str | None = None
         self._state: _State = syntax.kind
         self._tool_name = tool_name
@@ -151,21 +152,20 @@ class JsonCallReader:
     def _parse_closing_delimiter(self, text: str) -> str | None:
         """Parse white space and the closing delimiter. After anything else, the text is no call."""
         assert self._closing_delimiters is not None
-        self._text_after_json = (self._text_after_json or "") + text
-        rest = self._text_after_json.lstrip()
+        text = (self._text_after_json or "") + text
+        rest = text.lstrip()
+        self._raw_texts.append(text[: len(text) - len(rest)])
+        self._text_after_json = rest
         match, pending = self._closing_delimiters.match(rest)
         if match is not None:
             self._complete_call(0)
             return rest[match.end() :]
-        if pending or not rest:
-            return None
-        self._raw_texts.append(self._text_after_json[: len(self._text_after_json) - len(rest)])
-        return self._emit_as_text(rest)
+        return None if pending or not rest else self._emit_as_text(rest)
 
     def finish(self) -> str:
         if self._text_after_json is not None:
             assert self._closing_delimiters is not None
-            rest = self._text_after_json.lstrip()
+            rest = self._text_after_json
             match, _ = self._closing_delimiters.match(rest, is_last=True)
             self._complete_call(0)
             return rest[match.end() :] if match is not None else ""

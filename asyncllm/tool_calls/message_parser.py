@@ -7,6 +7,8 @@ import string
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from asyncllm.outputs import CompletionOutput, Delta, ToolCall, ToolCallDelta
@@ -14,7 +16,7 @@ from asyncllm.tool_calls.call_reader import CallEvent, CallReader
 from asyncllm.tool_calls.chat_syntax import IGNORED_DELIMITER_NAME, TOOL_CALLS_FIELD, ChatSyntax
 from asyncllm.tool_calls.delimiters import DelimiterMatch, DelimiterScanner
 
-_MAX_PIECE_CHARACTERS = 4096
+_MAX_PIECE_CHARACTERS = 1024
 """Maximum number of characters that are parsed at a time. After each tool call the rest of the
 piece is scanned again, so a long piece with many calls would take quadratic time."""
 
@@ -296,11 +298,10 @@ class MessageParser:
 def _join_fragments(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Join adjacent fragments of the same call."""
     joined: list[ToolCallDelta] = []
-    for delta in deltas:
-        if joined and joined[-1].index == delta.index:
-            first = joined[-1]
-            arguments, done = first.arguments + delta.arguments, first.done or delta.done
-            joined[-1] = replace(first, arguments=arguments, done=done)
-        else:
-            joined.append(delta)
+    for _, group in groupby(deltas, key=attrgetter("index")):
+        first, *others = fragments = list(group)
+        if others:
+            arguments = "".join(fragment.arguments for fragment in fragments)
+            first = replace(first, arguments=arguments, done=fragments[-1].done)
+        joined.append(first)
     return tuple(joined)
