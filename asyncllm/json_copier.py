@@ -100,6 +100,7 @@ class JsonCopier:
         max_characters: maximum number of characters of all strings. An integer counts as one
             character for each 4 bits.
         max_depth: maximum nesting depth.
+        max_containers: maximum number of containers.
         convert: function that converts a value of another type, or raises NotJsonError.
         scalar_types: types whose values need no conversion.
         require_text_keys: refuse keys other than strings, and convert tuples to lists.
@@ -115,12 +116,14 @@ class JsonCopier:
         max_depth: int,
         convert: Callable[[Any], Any] = convert_scalar_subclass,
         *,
+        max_containers: int | None = None,
         scalar_types: frozenset[type] = SCALAR_TYPES,
         require_text_keys: bool = False,
     ) -> None:
         self.texts: list[str] = []
         self.max_values, self.max_characters, self.max_depth = max_values, max_characters, max_depth
-        self.num_values = self.num_characters = 0
+        self.max_containers = max_values if max_containers is None else max_containers
+        self.num_values = self.num_characters = self.num_containers = 0
         self._convert = convert
         self._scalar_types = scalar_types
         self._plain_types = scalar_types | _COPIED_TYPES
@@ -157,6 +160,11 @@ class JsonCopier:
             raise NotJsonError(f"beyond {self.max_values} values", True)
         if self.num_characters > self.max_characters:
             raise NotJsonError(f"beyond {self.max_characters} characters", True)
+
+    def _count_containers(self, num_containers: int) -> None:
+        self.num_containers += num_containers
+        if self.num_containers > self.max_containers:
+            raise NotJsonError(f"beyond {self.max_containers} dicts and lists", True)
 
     def _count_characters(self, values: Collection[Any], types: Collection[type]) -> None:
         """Count the characters of the scalars in ``values``; ``types`` are the values' types."""
@@ -203,8 +211,9 @@ class JsonCopier:
         self._count_characters(items, types)
         if types <= self._scalar_types:
             return [], []
-        self._add_to_totals(2 * sum(map(len, _of_type(dict, items, types))))
-        self._add_to_totals(sum(map(len, _of_type(list, items, types))))
+        inner_dicts, inner_lists = _of_type(dict, items, types), _of_type(list, items, types)
+        self._count_containers(len(inner_dicts) + len(inner_lists))
+        self._add_to_totals(2 * sum(map(len, inner_dicts)) + sum(map(len, inner_lists)))
         if not types <= self._plain_types:
             places = list(_places(levels[-1]))
             for index, item in enumerate(items):
@@ -275,6 +284,7 @@ class JsonCopier:
                 value, num_values = dict(pairs), 2 * len(pairs)
             self._converted[id(item)] = item, value, is_tuple, num_values
         _, value, is_tuple, num_values = self._converted[id(item)]
+        self._count_containers(1)
         self._add_to_totals(num_values)
         return value, is_tuple
 

@@ -183,7 +183,7 @@ def test_schemas_up_to_the_bound_are_accepted(schema: Any) -> None:
 def test_tools_are_counted_together() -> None:
     one = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(1000)}}
     assert tools(one, 10) is not None
-    with pytest.raises(InvalidRequestError, match=r"tools\[24\].*: beyond 100000 values"):
+    with pytest.raises(InvalidRequestError, match=r"^tools: beyond 100000 values"):
         tools(one, 1000)
 
 
