@@ -262,6 +262,8 @@ class JsonCopier:
     def _convert_item(self, item: Any, depth: int) -> tuple[Any, bool]:
         """Convert an object of a type other than a scalar's, a dict or a list to one of these, and
         count it; the second item says whether it is to become a tuple."""
+        if type(item) in SCALAR_TYPES:
+            return self._convert(item), False
         if id(item) not in self._converted:
             value = item
             # An object may convert to another object endlessly.

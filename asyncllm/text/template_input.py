@@ -113,7 +113,7 @@ class TemplateInput:
         }
         self.texts = copier.texts
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
-        self.num_bytes = sys.getsizeof(template) + sum(map(sys.getsizeof, self.texts))
+        self.num_bytes = sys.getsizeof(template) + sum(map(str.__sizeof__, self.texts))
         self.num_bytes += _BYTES_PER_VALUE * (_MAX_VALUES - copier.num_values_left)
 
     def with_changed_strings(
@@ -205,18 +205,18 @@ def _copied_messages(
         if _has_only_role_and_text(plain):
             chat.append(plain)
             continue
-        location = f"messages[{i}]"
         if not isinstance(plain, dict):
-            raise _invalid_input_error(location, f"a {type(plain).__name__}", "a dict with a role")
+            kind = f"a {type(plain).__name__}"
+            raise _invalid_input_error(f"messages[{i}]", kind, "a dict with a role")
         # Clients send null for an absent field, but templates test only for presence.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
-            raise _invalid_input_error(f"{location}.role", describe(role), "a string, as 'user'")
-        if "content" in plain:
-            plain["content"] = _join_content(plain["content"], f"{location}.content")
+            raise _invalid_input_error(f"messages[{i}].role", describe(role), "a string, as 'user'")
+        if not isinstance(plain.get("content", ""), str):
+            plain["content"] = _join_content(plain["content"], f"messages[{i}].content")
         if calls := plain.get("tool_calls"):
-            location = f"{location}.tool_calls"
+            location = f"messages[{i}].tool_calls"
             if not isinstance(calls, (list, tuple)):
                 raise _invalid_input_error(location, describe(calls), "a list of tool calls")
             plain["tool_calls"] = list(calls)
@@ -242,8 +242,6 @@ def _has_only_role_and_text(message: Any) -> bool:
 
 
 def _join_content(content: Any, location: str) -> str:
-    if isinstance(content, str):
-        return content
     if not isinstance(content, (list, tuple)):
         raise _invalid_input_error(location, describe(content), "a string or a list of text parts")
     texts = []

@@ -180,6 +180,8 @@ def _check_reference(
         checked_pointers: pointers that lead to a schema, to which this function adds. So each
             reference of a chain is resolved once.
     """
+    if type(schema["$ref"]) is str and schema["$ref"] in checked_pointers:
+        return 0
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
