@@ -300,11 +300,10 @@ def _parse_arguments(
         if isinstance(arguments, str):
             num_characters_left -= _CHARACTERS_PER_CALL + len(arguments)
             if num_characters_left < 0:
-                raise _invalid_input_error(
-                    location,
-                    f"beyond {_MAX_ARGUMENT_CHARACTERS} characters of arguments, with "
-                    f"{_CHARACTERS_PER_CALL} more for each call",
-                    "fewer",
+                raise InvalidRequestError(
+                    f"{location}: beyond {_MAX_ARGUMENT_CHARACTERS} characters of arguments, where "
+                    f"each call counts {_CHARACTERS_PER_CALL} more",
+                    param="messages",
                 )
             if arguments.lstrip().startswith("{"):
                 with_json.append(function)
