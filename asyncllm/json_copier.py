@@ -100,8 +100,8 @@ class JsonCopier:
         max_characters: maximum number of characters of all strings. An integer counts as one
             character for each 4 bits.
         max_depth: maximum nesting depth.
-        max_containers: maximum number of containers.
         convert: function that converts a value of another type, or raises NotJsonError.
+        max_containers: maximum number of containers; ``max_values`` by default.
         scalar_types: types whose values need no conversion.
         require_text_keys: refuse keys other than strings, and convert tuples to lists.
 
@@ -201,7 +201,8 @@ class JsonCopier:
                 method adds.
         """
         dicts, lists = levels[-1]
-        self._copy_keys(levels, depth)
+        if dicts:
+            self._copy_keys(levels, depth)
         items = list(
             chain(chain.from_iterable(map(dict.values, dicts)), chain.from_iterable(lists))
         )
@@ -225,9 +226,8 @@ class JsonCopier:
                     if is_tuple:
                         tuple_places.append(places[index])
             types = set(map(type, items))
-        if types in ({dict}, {list}):
-            items = list(map(types.pop().copy, items))
-            types = {type(items[0])}
+        if len(types) == 1 and types <= _COPIED_TYPES:
+            items = list(map(type(items[0]).copy, items))
         else:
             items = [one.copy() if type(one) in _COPIED_TYPES else one for one in items]
         # A loop takes a quarter of the time of ``update`` for a dict of one key.
@@ -240,8 +240,7 @@ class JsonCopier:
         return _of_type(dict, items, types), _of_type(list, items, types)
 
     def _copy_keys(self, levels: list[_Level], depth: int) -> None:
-        """Count the characters of the keys of the last level, and replace those that are no
-        scalars."""
+        """Count the characters of the last level's keys, and convert keys that are no scalars."""
         dicts, _ = levels[-1]
         keys = list(chain.from_iterable(dicts))
         types = set(map(type, keys))
@@ -260,8 +259,11 @@ class JsonCopier:
                 _raise_located(error, levels, one)
 
     def _convert_item(self, item: Any, depth: int) -> tuple[Any, bool]:
-        """Convert an object of a type other than a scalar's, a dict or a list to one of these, and
-        count it; the second item says whether it is to become a tuple."""
+        """Convert an object of another type to a scalar, dict or list, and count what it holds.
+
+        Returns:
+            The converted object, and whether it is to become a tuple.
+        """
         if type(item) in SCALAR_TYPES:
             return self._convert(item), False
         if id(item) not in self._converted:

@@ -257,7 +257,7 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
 
 
 def _convert_plain_scalar(value: Any) -> Any:
-    # Most numbers are plain; they are checked in a fifth of the time.
+    # Plain numbers are checked in a fraction of the time of others.
     if type(value) is int and -(2**63) <= value < 2**64:
         return value
     if type(value) is float and math.isfinite(value):

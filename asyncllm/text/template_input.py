@@ -104,9 +104,11 @@ class TemplateInput:
         self.chat_template: str | None = template
         copier = tools_copier or TemplateInputCopier()
         chat = _copied_messages(messages, copier, arguments_as_text)
+        if others:
+            others = copier.copy_value(others, "chat_template_kwargs", "chat_template_kwargs")
         self.values = {
             "add_generation_prompt": True,
-            **copier.copy_value(others, "chat_template_kwargs", "chat_template_kwargs"),
+            **others,
             "messages": chat,
             "tools": _check_tools(tools, copier) if tools_copier is None else tools,
             "documents": None,
@@ -225,10 +227,9 @@ def _copied_messages(
                 if isinstance(function, dict):
                     functions.append((location, function))
         chat.append(_with_reasoning(plain))
-    if arguments_as_text:
-        _write_arguments(functions, copier)
-    else:
-        _parse_arguments(functions, copier)
+    if functions:
+        convert_arguments = _write_arguments if arguments_as_text else _parse_arguments
+        convert_arguments(functions, copier)
     return chat
 
 
