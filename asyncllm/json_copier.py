@@ -216,15 +216,14 @@ class JsonCopier:
         self._count_containers(len(inner_dicts) + len(inner_lists))
         self._add_to_totals(2 * sum(map(len, inner_dicts)) + sum(map(len, inner_lists)))
         if not types <= self._plain_types:
-            places = list(_places(levels[-1]))
-            for index, item in enumerate(items):
-                if type(item) not in self._plain_types:
+            for index, place in enumerate(_places(levels[-1])):
+                if type(items[index]) not in self._plain_types:
                     try:
-                        items[index], is_tuple = self._convert_item(item, depth + 1)
+                        items[index], is_tuple = self._convert_item(items[index], depth + 1)
                     except Exception as error:
-                        _raise_located(error, levels, *places[index])
+                        _raise_located(error, levels, *place)
                     if is_tuple:
-                        tuple_places.append(places[index])
+                        tuple_places.append(place)
             types = set(map(type, items))
         if len(types) == 1 and types <= _COPIED_TYPES:
             items = list(map(type(items[0]).copy, items))
