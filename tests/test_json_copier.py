@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import tracemalloc
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
@@ -90,6 +91,52 @@ def test_copies_are_independent(value: Any) -> None:
         if isinstance(item, (dict, list)):
             item.clear()
     assert repr(copied) == repr(before)
+
+
+def num_python_calls(call: Callable[[], Any]) -> int:
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
+def nested_dicts(times: int, depth: int) -> list[Any]:
+    return [halves(depth - 1, lambda inner: {"a": inner}) for _ in range(times)]
+
+
+def test_containers_of_one_depth_are_copied_together() -> None:
+    for value in (nested_dicts(500, 9), [[]] * 5000, [{"a": [{"b": [1, []]}]}] * 1000):
+        assert num_python_calls(lambda value=value: copier(10**5).copy(value)) < 500
+    schema = {"type": "object", "x": nested_dicts(500, 9)}
+    assert num_python_calls(lambda: tools(schema)) < 1.2 * 4500
+
+
+def test_plain_numbers_are_checked_by_three_calls_each() -> None:
+    values = [0, -(2**63), 2**64 - 1, 1.5, -0.0, 1e308] * 100
+    copied = check.plain_data("x", {"a": values})
+    assert repr(copied) == repr({"a": [0, -(2**63), 2**64 - 1, 1.5, 0.0, 1e308] * 100})
+    assert num_python_calls(lambda: check.plain_data("x", {"a": values})) < 3.5 * len(values)
+    for number in (2**64, -(2**63) - 1, float("inf"), float("nan"), 10**5000):
+        refused(lambda number=number: check.plain_data("x", {"a": [number]}), "x")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, {"b": object()}]}, "x.a[1].b: a object"),
+        ([[], ({}, (b"",))], "x[1][1][0]: a bytes"),
+        ([{"a": {(1, object): 2}}], "x[0].a[0][1]: a type"),
+        ([UserDict({"a": [OrderedDict(b=b"")]})], "x[0].a[0].b: a bytes"),
+        (object(), "x: a object"),
+    ],
+)
+def test_an_error_names_the_faulty_value(value: Any, message: str) -> None:
+    with pytest.raises(NotJsonError) as caught:
+        copier().copy(value)
+    assert caught.value.message_for("x") == message
 
 
 class Counted(UserDict[str, Any]):
@@ -183,7 +230,7 @@ def test_schemas_up_to_the_bound_are_accepted(schema: Any) -> None:
 def test_tools_are_counted_together() -> None:
     one = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(1000)}}
     assert tools(one, 10) is not None
-    with pytest.raises(InvalidRequestError, match=r"tools\[24\].*: beyond 100000 values"):
+    with pytest.raises(InvalidRequestError, match=r"^tools: beyond 100000 values"):
         tools(one, 1000)
 
 
@@ -201,6 +248,96 @@ def test_arguments_are_counted_before_they_are_parsed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(template_input.json, "loads", lambda text: pytest.fail("it is parsed"))
     with pytest.raises(InvalidRequestError, match="beyond 100000 values"):
         TemplateInput(conversation('{"a": [' + "1," * 100_000 + "1]}"), {})
+
+
+@pytest.mark.parametrize("param", ["tools", "messages", "chat_template_kwargs"])
+def test_containers_are_bounded(param: str) -> None:
+    def call(num_lists: int) -> Any:
+        lists: list[Any] = [[] for _ in range(num_lists)]
+        if param == "messages":
+            return chat(content="x", more=lists)
+        return CALLS[param]({"x": lists})
+
+    call(32_000)
+    with pytest.raises(InvalidRequestError, match="beyond 32768 dicts and lists") as caught:
+        call(33_000)
+    assert caught.value.param == param
+
+
+def test_long_conversations_and_many_tools_are_accepted() -> None:
+    assert len(TemplateInput([MESSAGE.copy() for _ in range(19_990)], {}).values["messages"]) > 9999
+    properties = {f"p{i}": {"type": "string", "description": "a"} for i in range(64)}
+    assert tools({"type": "object", "properties": properties}, 64) is not None
+
+
+def test_a_conversation_has_the_copies_of_its_tools() -> None:
+    use = tools({"type": "object", "properties": {"a": {"enum": ["b", 2**40]}}})
+    assert use is not None
+    schemas = list(use.schemas)
+    found = TemplateInput([MESSAGE], {"tools": schemas}, tools_copier=use.copier)
+    assert found.values["tools"] is schemas
+    alone = TemplateInput([MESSAGE], {"tools": schemas})
+    assert found.values == alone.values
+    assert set(found.texts) == set(alone.texts)
+
+
+async def test_one_limit_holds_for_tools_and_messages() -> None:
+    parameters = {"type": "object", "x": [0] * 60_000}
+    offered: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    messages: Any = [MESSAGE | {"y": [0] * 60_000}]
+    async with fake_engine("x") as engine:
+        refused(lambda: engine.chat(messages, tools=offered), "messages")
+        with pytest.raises(InvalidRequestError, match="beyond 100000 values") as caught:
+            await engine.tokenize(messages, tools=offered)
+    assert caught.value.param == "messages"
+
+
+def test_different_references_of_tools_are_bounded() -> None:
+    def call(num_references: int, times: int, depth: int = 1) -> Any:
+        deep = halves(depth, lambda inner: {"a": inner})
+        leaves = {str(i): {} for i in range(num_references)}
+        pointer = "#/d" + "/a" * depth
+        value: Any = deep
+        for _ in range(depth - 1):
+            value = value["a"]
+        value["a"] = leaves
+        references = [{"$ref": f"{pointer}/{i}"} for i in leaves]
+        return tools({"type": "object", "d": deep, "x": references * times})
+
+    assert call(1000, 10) is not None
+    for arguments in ((8000, 1), (200, 1, 60)):
+        with pytest.raises(InvalidRequestError, match="more than 8192 parts") as caught:
+            call(*arguments)
+        assert caught.value.param == "tools"
+
+
+def with_calls(*arguments: Any, as_text: bool = False) -> list[Any]:
+    """Arguments of a message's tool calls as a template gets them."""
+    calls = [{"function": {"name": "f", "arguments": one}} for one in arguments]
+    found = TemplateInput([MESSAGE | {"tool_calls": calls}], {}, arguments_as_text=as_text)
+    return [one["function"]["arguments"] for one in found.values["messages"][0]["tool_calls"]]
+
+
+def test_long_arguments_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = json.dumps({"a": ["\n,", 10**4000, float("inf")] * 120})
+    assert with_calls(long, "{a", long) == [json.loads(long), "{a", json.loads(long)]
+    assert with_calls(long * 2, as_text=True) == [long * 2]
+    monkeypatch.setattr(template_input.json, "loads", lambda text: pytest.fail("it is parsed"))
+    for texts in ([long, long[:-2] + "," * 90_000], [" " * 2**20 + "{}"], ["{}"] * 8192):
+        with pytest.raises(InvalidRequestError, match="beyond 1048576 characters") as caught:
+            with_calls(*texts)
+        assert caught.value.param == "messages"
+
+
+def test_long_arguments_are_refused_before_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = {"a": ["\n,", 10**4000, 1.5] * 50}
+    assert with_calls(values, values, as_text=True) == [json.dumps(values)] * 2
+    monkeypatch.setattr(template_input.json, "dumps", lambda *a, **kw: pytest.fail("it is written"))
+    for many in (["x" * 600_000] * 2, [10**4000] * 400, [1.5] * 40_000):
+        with pytest.raises(InvalidRequestError, match="arguments of tool_calls: beyond"):
+            with_calls({"a": many}, as_text=True)
 
 
 def test_a_message_may_occur_several_times() -> None:

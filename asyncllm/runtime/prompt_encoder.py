@@ -129,7 +129,7 @@ class PromptEncoder:
             raise check.value_error("chat_template_kwargs", kwargs, accepted)
         if not add_generation_prompt:
             variables["add_generation_prompt"] = False
-        schemas = None if tool_use is None else tool_use.schemas
+        schemas = None if tool_use is None else list(tool_use.schemas)
         for name, value in (("tools", schemas), ("chat_template", options.chat_template)):
             if value is None:
                 continue
@@ -138,7 +138,10 @@ class PromptEncoder:
                 raise check.value_error("chat_template_kwargs", kwargs, accepted)
             variables[name] = value
         return TemplateInput(
-            messages, variables, arguments_as_text=self._chat_syntaxes.expects_text_arguments
+            messages,
+            variables,
+            arguments_as_text=self._chat_syntaxes.expects_text_arguments,
+            tools_copier=None if tool_use is None else tool_use.copier,
         )
 
     def find_chat_syntax(

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
-from asyncllm.structured.json_tree import walk_json
+from asyncllm.structured.json_tree import walk_dicts
 
 
 def is_schema_type(value: Any) -> bool:
@@ -56,9 +56,8 @@ def forbid_additional_properties(schema: dict[str, Any]) -> dict[str, Any]:
 
     Objects that already set ``additionalProperties`` are not changed.
     """
-    for item in walk_json(schema):
-        is_object = isinstance(item, dict) and item.get("type") == "object"
-        if is_object and isinstance(item.get("properties"), dict):
+    for item in walk_dicts(schema):
+        if item.get("type") == "object" and isinstance(item.get("properties"), dict):
             item.setdefault("additionalProperties", False)
     return schema
 

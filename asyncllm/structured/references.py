@@ -29,7 +29,7 @@ def resolve_pointer(pointer: str, root: Any) -> Any:
     value = root
     for part in pointer.split("/", _MAX_POINTER_PARTS)[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):
             value = value[part]
         elif isinstance(value, (list, tuple)) and part.isdecimal() and len(part) < 10:
             value = value[int(part)]

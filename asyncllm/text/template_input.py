@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
@@ -18,6 +18,23 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
 _MAX_NESTING_DEPTH = 100
 _MAX_VALUES = 100_000
+_MAX_CONTAINERS = 2**15
+"""Maximum number of dicts and lists of a conversation. Copying one takes half a microsecond, and
+Python's garbage collection a microsecond more, while an event loop waits."""
+
+_MAX_ARGUMENT_CHARACTERS = 2**20
+"""Maximum number of characters of all arguments of tool calls that are converted. Each call counts
+as _CHARACTERS_PER_CALL more. They are converted while an event loop waits."""
+
+_CHARACTERS_PER_CALL = 128
+"""Number of characters that are parsed in the time that each text takes by itself."""
+
+_MAX_WRITTEN_VALUES = 2**15
+"""Maximum number of values of all arguments of tool calls that are written as JSON text. A float
+takes half a microsecond."""
+
+_ARGUMENTS_LOCATION = "messages: arguments of tool_calls"
+"""Location, for errors, of arguments that are checked together."""
 
 _BYTES_PER_VALUE = 80
 """Estimated bytes of each key, value and container of a conversation, in addition to strings."""
@@ -47,6 +64,8 @@ class TemplateInput:
             - ``add_generation_prompt``: True by default.
             - ``chat_template``: name of one of the model's templates, or the source of another.
         arguments_as_text: pass the arguments of tool calls to the template as JSON text.
+        tools_copier: copier that made ``tools``, a list of dicts, which are not copied again. The
+            limits hold for all that it copies.
 
     Raises:
         InvalidRequestError: ``param`` is "messages", "tools", "chat_template" or
@@ -64,7 +83,12 @@ class TemplateInput:
     __slots__ = ("chat_template", "num_bytes", "num_characters", "texts", "values")
 
     def __init__(
-        self, messages: Any, variables: Mapping[str, Any], *, arguments_as_text: bool = False
+        self,
+        messages: Any,
+        variables: Mapping[str, Any],
+        *,
+        arguments_as_text: bool = False,
+        tools_copier: TemplateInputCopier | None = None,
     ) -> None:
         for name in _RESERVED_VARIABLES:
             if name in variables:
@@ -78,18 +102,20 @@ class TemplateInput:
                 "chat_template", kind, "the name or the source of one", "chat_template"
             )
         self.chat_template: str | None = template
-        copier = TemplateInputCopier()
+        copier = tools_copier or TemplateInputCopier()
         chat = _copied_messages(messages, copier, arguments_as_text)
+        if others:
+            others = copier.copy_value(others, "chat_template_kwargs", "chat_template_kwargs")
         self.values = {
             "add_generation_prompt": True,
-            **copier.copy_value(others, "chat_template_kwargs", "chat_template_kwargs"),
+            **others,
             "messages": chat,
-            "tools": _check_tools(tools, copier),
+            "tools": _check_tools(tools, copier) if tools_copier is None else tools,
             "documents": None,
         }
         self.texts = copier.texts
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
-        self.num_bytes = sys.getsizeof(template) + sum(map(sys.getsizeof, self.texts))
+        self.num_bytes = sys.getsizeof(template) + sum(map(str.__sizeof__, self.texts))
         self.num_bytes += _BYTES_PER_VALUE * (_MAX_VALUES - copier.num_values_left)
 
     def with_changed_strings(
@@ -126,7 +152,11 @@ class TemplateInputCopier:
 
     def __init__(self) -> None:
         self._copier = JsonCopier(
-            _MAX_VALUES, MAX_CHARACTERS, _MAX_NESTING_DEPTH, _convert_to_json_type
+            _MAX_VALUES,
+            MAX_CHARACTERS,
+            _MAX_NESTING_DEPTH,
+            _convert_to_json_type,
+            max_containers=_MAX_CONTAINERS,
         )
         self.texts = self._copier.texts
 
@@ -171,29 +201,35 @@ def _copied_messages(
     copied = copier.copy_items(messages, "messages", "messages")
     if not copied:
         raise _invalid_input_error("messages", "empty", "a list of at least one message")
-    chat = []
+    chat: list[dict[str, Any]] = []
+    functions: list[tuple[str, dict[str, Any]]] = []
     for i, plain in enumerate(copied):
         if _has_only_role_and_text(plain):
             chat.append(plain)
             continue
-        location = f"messages[{i}]"
         if not isinstance(plain, dict):
-            raise _invalid_input_error(location, f"a {type(plain).__name__}", "a dict with a role")
+            kind = f"a {type(plain).__name__}"
+            raise _invalid_input_error(f"messages[{i}]", kind, "a dict with a role")
         # Clients send null for an absent field, but templates test only for presence.
         plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
-            raise _invalid_input_error(f"{location}.role", describe(role), "a string, as 'user'")
-        if "content" in plain:
-            plain["content"] = _join_content(plain["content"], f"{location}.content")
+            raise _invalid_input_error(f"messages[{i}].role", describe(role), "a string, as 'user'")
+        if not isinstance(plain.get("content", ""), str):
+            plain["content"] = _join_content(plain["content"], f"messages[{i}].content")
         if calls := plain.get("tool_calls"):
-            location = f"{location}.tool_calls"
+            location = f"messages[{i}].tool_calls"
             if not isinstance(calls, (list, tuple)):
                 raise _invalid_input_error(location, describe(calls), "a list of tool calls")
-            plain["tool_calls"] = [
-                _convert_arguments(call, copier, arguments_as_text, location) for call in calls
-            ]
+            plain["tool_calls"] = list(calls)
+            for call in calls:
+                function = call.get("function", call) if isinstance(call, dict) else None
+                if isinstance(function, dict):
+                    functions.append((location, function))
         chat.append(_with_reasoning(plain))
+    if functions:
+        convert_arguments = _write_arguments if arguments_as_text else _parse_arguments
+        convert_arguments(functions, copier)
     return chat
 
 
@@ -207,8 +243,6 @@ def _has_only_role_and_text(message: Any) -> bool:
 
 
 def _join_content(content: Any, location: str) -> str:
-    if isinstance(content, str):
-        return content
     if not isinstance(content, (list, tuple)):
         raise _invalid_input_error(location, describe(content), "a string or a list of text parts")
     texts = []
@@ -230,44 +264,79 @@ def _join_content(content: Any, location: str) -> str:
     return "\n".join(texts)
 
 
-def _convert_arguments(
-    call: Any, copier: TemplateInputCopier, arguments_as_text: bool, location: str
-) -> Any:
-    """Copy a tool call with its arguments as JSON text or as a dict. Invalid JSON stays text."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return call
-    arguments = function.get("arguments")
-    if arguments_as_text and isinstance(arguments, dict):
+def _write_arguments(
+    functions: list[tuple[str, dict[str, Any]]], copier: TemplateInputCopier
+) -> None:
+    """Replace the ``arguments`` of functions by JSON text.
+
+    Args:
+        functions: functions of copied tool calls, each after its location.
+    """
+    functions = [one for one in functions if isinstance(one[1].get("arguments"), dict)]
+    # Few large copies are made in a fraction of the time of many.
+    counter = JsonCopier(_MAX_WRITTEN_VALUES, _MAX_ARGUMENT_CHARACTERS, _MAX_NESTING_DEPTH)
+    all_arguments = [function["arguments"] for _, function in functions]
+    copier.copy_or_raise(lambda: counter.copy_items(all_arguments), _ARGUMENTS_LOCATION, "messages")
+    texts: list[str] = []
+    for location, function in functions:
         # JSON has no key that is a tuple, and Python's writes no integer of 4,301 digits.
-        converted: Any = copier.copy_or_raise(
-            lambda: json.dumps(arguments, ensure_ascii=False), location, "messages"
-        )
-    elif (
-        not arguments_as_text and isinstance(arguments, str) and arguments.lstrip().startswith("{")
-    ):
-        _check_num_values(arguments, copier.num_values_left, location)
-        try:
-            converted = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-        if not isinstance(converted, dict):
-            return call
-    else:
-        return call
-    converted = {**function, "arguments": copier.copy_value(converted, location, "messages")}
-    return {**call, "function": converted} if "function" in call else converted
+        write = partial(json.dumps, function["arguments"], ensure_ascii=False)
+        texts.append(copier.copy_or_raise(write, location, "messages"))
+    texts = copier.copy_items(texts, _ARGUMENTS_LOCATION, "messages")
+    for (_, function), text in zip(functions, texts, strict=True):
+        function["arguments"] = text
 
 
-def _check_num_values(text: str, num_values_left: int, location: str) -> None:
-    """Refuse JSON text of more than ``num_values_left`` values before it is parsed."""
-    separators = ",[{"
-    if sum(map(text.count, separators)) > num_values_left:
-        text = _JSON_STRING_PATTERN.sub("", text)
-        if sum(map(text.count, separators)) > num_values_left:
+def _parse_arguments(
+    functions: list[tuple[str, dict[str, Any]]], copier: TemplateInputCopier
+) -> None:
+    """Replace the ``arguments`` of functions by a dict where they are its JSON text.
+
+    Args:
+        functions: functions of copied tool calls, each after its location.
+    """
+    num_characters_left, with_json = _MAX_ARGUMENT_CHARACTERS, []
+    for location, function in functions:
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            num_characters_left -= _CHARACTERS_PER_CALL + len(arguments)
+            if num_characters_left < 0:
+                raise InvalidRequestError(
+                    f"{location}: beyond {_MAX_ARGUMENT_CHARACTERS} characters of arguments, where "
+                    f"each call counts {_CHARACTERS_PER_CALL} more",
+                    param="messages",
+                )
+            if arguments.lstrip().startswith("{"):
+                with_json.append(function)
+    _check_num_values([one["arguments"] for one in with_json], copier.num_values_left)
+    parsed = [(one, _parse_json(one["arguments"])) for one in with_json]
+    parsed = [(one, value) for one, value in parsed if isinstance(value, dict)]
+    copied = copier.copy_items([value for _, value in parsed], _ARGUMENTS_LOCATION, "messages")
+    for (function, _), value in zip(parsed, copied, strict=True):
+        function["arguments"] = value
+
+
+def _parse_json(text: str) -> Any:
+    """Parse JSON; returns None for other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _check_num_values(texts: list[str], num_values_left: int) -> None:
+    """Refuse JSON texts of more than ``num_values_left`` values before they are parsed."""
+    if _num_separators(texts) > num_values_left:
+        texts = [_JSON_STRING_PATTERN.sub("", text) for text in texts]
+        if _num_separators(texts) > num_values_left:
             raise InvalidRequestError(
-                f"{location}: beyond {_MAX_VALUES} values, expected JSON types", param="messages"
+                f"{_ARGUMENTS_LOCATION}: beyond {_MAX_VALUES} values, expected JSON types",
+                param="messages",
             )
+
+
+def _num_separators(texts: list[str]) -> int:
+    return sum(text.count(separator) for text in texts for separator in ",[{")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

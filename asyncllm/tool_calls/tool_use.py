@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
-from asyncllm.structured.json_tree import walk_json
+from asyncllm.structured.json_tree import walk_dicts
 from asyncllm.structured.references import is_local_ref, resolve_pointer
 from asyncllm.text.template_input import TemplateInputCopier
 from asyncllm.tool_calls.function_schema import function_schema, is_pydantic_model
 
 MAX_TOOLS = 1024
+
+_MAX_REFERENCE_PARTS = 2**13
+"""Maximum number of parts of all different ``$ref`` of the tools; ``#/$defs/x`` has two. They are
+followed while an event loop waits."""
+
 _TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ACCEPTED_TOOLS_TEXT = "OpenAI's dicts, Python functions or Pydantic models"
 
@@ -28,11 +33,14 @@ class ToolUse:
         schemas: one ``{"type": "function", "function": {...}}`` per tool, as chat templates expect.
         choice: "auto", "required", or ``{"name": …}`` for one tool.
         parallel: whether an answer may have several calls.
+        copier: copier that made ``schemas``, for the rest of the conversation: one limit holds for
+            both.
     """
 
     schemas: tuple[dict[str, Any], ...]
     choice: str | dict[str, str]
     parallel: bool
+    copier: TemplateInputCopier
 
     @classmethod
     def parse(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> ToolUse | None:
@@ -43,8 +51,17 @@ class ToolUse:
                 message has the path of the invalid value.
         """
         items = check.bounded_tuple("tools", tools, _ACCEPTED_TOOLS_TEXT, MAX_TOOLS)
+        items = [
+            function_schema(tool, f"tools[{i}]")
+            if inspect.isroutine(tool) or is_pydantic_model(tool)
+            else tool
+            for i, tool in enumerate(items)
+        ]
         copier = TemplateInputCopier()
-        schemas = tuple(_parse_tool(tool, f"tools[{i}]", copier) for i, tool in enumerate(items))
+        copied = copier.copy_items(items, "tools", "tools")
+        schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(copied))
+        copier.texts += ("type", "function")  # A schema may have these where its tool has not.
+        _check_references(schemas)
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):
@@ -63,7 +80,7 @@ class ToolUse:
         # With "none", the model does not see the tools.
         if not names or choice == "none":
             return None
-        return cls(schemas, choice, parallel)
+        return cls(schemas, choice, parallel, copier)
 
     @property
     def parameter_schemas(self) -> dict[str, dict[str, Any]]:
@@ -96,16 +113,13 @@ def _parse_tool_choice(value: Any) -> str | dict[str, str]:
     raise check.value_error("tool_choice", value, accepted)
 
 
-def _parse_tool(tool: Any, location: str, copier: TemplateInputCopier) -> dict[str, Any]:
-    if inspect.isroutine(tool) or is_pydantic_model(tool):
-        tool = function_schema(tool, location)
-    plain = copier.copy_value(tool, location, "tools")
-    is_tool = isinstance(plain, dict) and plain.get("type", "function") == "function"
+def _parse_tool(tool: Any, location: str) -> dict[str, Any]:
+    is_tool = isinstance(tool, dict) and tool.get("type", "function") == "function"
     _check_valid(is_tool, location, tool, f"one of {_ACCEPTED_TOOLS_TEXT}")
-    function: Any = plain.get("function")
+    function: Any = tool.get("function")
     # OpenAI's Responses protocol puts the function's fields into the tool itself.
-    if "function" not in plain:
-        function = {key: value for key, value in plain.items() if key != "type"}
+    if "function" not in tool:
+        function = {key: value for key, value in tool.items() if key != "type"}
     location = f"{location}.function"
     _check_valid(isinstance(function, dict), location, function, "a dict with a name")
     name = function.get("name")
@@ -133,16 +147,32 @@ def _check_parameters(schema: Any, location: str) -> None:
     _check_valid(is_map, f"{location}.properties", properties, "names to JSON schemas")
     is_list = isinstance(required, (list, tuple)) and all(isinstance(r, str) for r in required)
     _check_valid(is_list, f"{location}.required", required, "a list of names")
-    checked_pointers: set[str] = set()
-    for value in walk_json(schema):
-        if isinstance(value, dict) and "$ref" in value:
-            _check_reference(value, schema, location, checked_pointers)
+
+
+def _check_references(schemas: Collection[dict[str, Any]]) -> None:
+    num_parts = 0
+    for i, schema in enumerate(schemas):
+        parameters, location = (
+            schema["function"].get("parameters", {}),
+            f"tools[{i}].function.parameters",
+        )
+        checked_pointers: set[str] = set()
+        for value in walk_dicts(parameters):
+            if "$ref" in value:
+                num_parts += _check_reference(value, parameters, location, checked_pointers)
+                if num_parts > _MAX_REFERENCE_PARTS:
+                    raise _tool_error(
+                        location,
+                        f"different $ref of more than {_MAX_REFERENCE_PARTS} parts together",
+                        "fewer",
+                    )
 
 
 def _check_reference(
     schema: dict[str, Any], root: dict[str, Any], location: str, checked_pointers: set[str]
-) -> None:
-    """Check that the ``$ref`` of a schema leads to a schema within ``root``.
+) -> int:
+    """Check that the ``$ref`` of a schema leads to a schema within ``root``; returns the number of
+    parts of the pointers that it follows.
 
     Refuses references that lead only to each other; accepts a recursive schema, such as a tree's.
 
@@ -150,6 +180,8 @@ def _check_reference(
         checked_pointers: pointers that lead to a schema, to which this function adds. So each
             reference of a chain is resolved once.
     """
+    if type(schema["$ref"]) is str and schema["$ref"] in checked_pointers:
+        return 0
     seen: set[str] = set()
     while isinstance(schema, dict) and "$ref" in schema:
         pointer = schema["$ref"]
@@ -171,6 +203,7 @@ def _check_reference(
                 location, f"$ref {pointer!r}, which leads nowhere", "one to a schema"
             ) from None
     checked_pointers |= seen
+    return sum(pointer.count("/") for pointer in seen)
 
 
 def _check_valid(is_valid: bool, location: str, value: object, accepted_values: str) -> None:
