@@ -57,12 +57,14 @@ class ChoicesWriter:
         )
 
     def full_answer(self, completions: Sequence[Completion]) -> Iterator[bytes]:
-        """JSON of a whole answer, in parts of one choice."""
+        """JSON of a whole answer in parts, which are made one at a time: what a choice is made of
+        takes several times the memory of its JSON."""
         separator = b'%b,"choices":[' % to_json(self._fields)[:-1]
         for i, completion in enumerate(completions):
             for output in completion.outputs:
                 choice = self._make_choice(output, i * len(completion.outputs), completion)
-                yield separator + to_json(choice)
+                yield separator
+                yield to_json(choice)
                 separator = b","
         yield b"],%b" % to_json(self._final_fields(completions))[1:]
 
