@@ -21,7 +21,7 @@ from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFieldPolicy
-from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.response_store import ResponseStore, SharedResponseBytes
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
@@ -33,6 +33,9 @@ does not wait. A byte takes up to a quarter of a microsecond."""
 
 MIN_LARGE_JSON_BYTES = 1 << 16
 """JSON of at least this many bytes counts in ``large_body_budget`` and ``answer_budget``."""
+
+MAX_UNSTORED_RESPONSES_BYTES = 1 << 26
+"""Maximum total bytes of the responses with ``store=false`` that can be continued."""
 
 COPIES_OF_LOGPROBS = 3
 """Number of copies of log-probabilities in memory while their events are sent: their JSON, the
@@ -68,6 +71,7 @@ class ServingContext:
             content the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not count.
         logprobs_budget: budget for long events with log-probabilities, until clients have read
             them: the last ones of streamed responses, and chunks of completions.
+        unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
         large_chunk_lock: lock of the answer whose large chunk is made, until memory is reserved
             for it.
     """
@@ -94,6 +98,9 @@ class ServingContext:
     large_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
     answer_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
     logprobs_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
+    unstored_response_bytes: SharedResponseBytes = field(
+        default_factory=lambda: SharedResponseBytes(MAX_UNSTORED_RESPONSES_BYTES)
+    )
     large_chunk_lock: anyio.Lock = field(default_factory=anyio.Lock)
 
     def __post_init__(self) -> None:
