@@ -17,7 +17,13 @@ import httpx
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.serving import choices, completion_request, create_app, http_protocol
+from asyncllm.serving import (
+    choices,
+    completion_request,
+    create_app,
+    http_protocol,
+    response_turn,
+)
 from asyncllm.serving import serving as serving_module
 from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol
 from asyncllm.serving.byte_budget import ByteBudget
@@ -863,6 +869,39 @@ async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
     assert text_done["logprobs"] == part_done["part"]["logprobs"] == told
     assert item_done["item"]["content"][0]["logprobs"] == told
     assert last["response"]["output"][0]["content"][0]["logprobs"] == told
+
+
+@pytest.mark.parametrize("is_socket", [False, True])
+async def test_long_events_of_a_response_wait_for_memory(monkeypatch, is_socket):
+    """Those of its deltas too, whose tokens are merged while a client does not read."""
+    monkeypatch.setattr(serving_module, "MIN_LARGE_JSON_BYTES", 1)
+    monkeypatch.setattr(response_turn, "MIN_WORKER_JSON_BYTES", 1)
+    fields = {"input": "1", "max_output_tokens": 9, "ignore_eos": True, "top_logprobs": 3}
+    fields |= {"include": ["message.output_text.logprobs"], "seed": 1}
+    async with served_app(AsyncLLMEngine(num_blocks=64)) as server, asyncio.timeout(30):
+        budget = server._server.config.app._server_context.logprobs_budget = ByteBudget(10_000)
+        held = budget.claim(10_000, lambda: None)
+        claimed, claim = [], budget.claim
+        budget.claim = lambda *args: claimed.append(args[0]) or claim(*args)
+
+        async def ask():
+            if not is_socket:
+                async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+                    body = fields | {"stream": True}
+                    return (await client.post("/v1/responses", json=body)).text
+            message = json.dumps(fields | {"type": "response.create"}).encode()
+            answer = await told(server, frame(FIN | TEXT, message), end=b'"response.incomplete"')
+            return "\n".join(f"data: {payload.decode()}" for _, payload in answer)
+
+        answer = asyncio.create_task(ask())
+        await until(lambda: budget.num_waiting == 1)
+        assert len(claimed) == 1
+        held.release()
+        lines = [line for line in (await answer).splitlines() if '_text.delta"' in line]
+        deltas = [line for line in lines if line.startswith("data: ")]
+        await until(lambda: budget._num_free_bytes == 10_000)
+    assert claimed[0] >= COPIES_OF_LOGPROBS * len(deltas[0].removeprefix("data: "))
+    assert len(claimed) == len(deltas) + 1
 
 
 async def test_ids_to_detokenize_fit_the_context():

@@ -170,7 +170,7 @@ async def _send_chunks(
             for delta, num_bytes in zip(deltas, sizes, strict=True):
                 append = partial(append_chunks, delta)
                 async with (
-                    server_context.claimed_chunk(append, num_bytes)
+                    server_context.claimed_chunk(append, len, num_bytes)
                     if is_long
                     else nullcontext(append())
                 ) as data:

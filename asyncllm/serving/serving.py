@@ -70,7 +70,7 @@ class ServingContext:
         answer_budget: budget for answers that clients have not read yet, and for requests whose
             content the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not count.
         logprobs_budget: budget for long events with log-probabilities, until clients have read
-            them: the last ones of streamed responses, and chunks of completions.
+            them.
         unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
         large_chunk_lock: lock of the answer whose large chunk is made, until memory is reserved
             for it.
@@ -141,20 +141,21 @@ class ServingContext:
 
     @asynccontextmanager
     async def claimed_chunk(
-        self, make_chunk: Callable[[], bytes], num_bytes: int
-    ) -> AsyncIterator[bytes]:
+        self, make_chunk: Callable[[], T], measure: Callable[[T], int], num_bytes: int
+    ) -> AsyncIterator[T]:
         """Context manager that makes a chunk, and reserves memory for it as
         ``claimed_logprobs_bytes`` does. How long a chunk is shows once it is made, so of all
         answers one at a time makes a large one.
 
         Args:
+            measure: function that returns a chunk's number of bytes.
             num_bytes: approximate number of bytes of log-probabilities in the chunk.
         """
         async with AsyncExitStack() as claims:
             is_large = num_bytes >= MIN_LARGE_JSON_BYTES
             async with self.large_chunk_lock if is_large else nullcontext():
                 chunk = await self.run_json_job(make_chunk, num_bytes)
-                await claims.enter_async_context(self.claimed_logprobs_bytes(len(chunk)))
+                await claims.enter_async_context(self.claimed_logprobs_bytes(measure(chunk)))
             yield chunk
 
     def claim_answer_bytes(self, num_bytes: int) -> ByteClaim:
