@@ -149,7 +149,7 @@ class ResponseTurn:
                 num_bytes = num_logprobs_bytes(delta.logprobs, BYTES_PER_ENTRY)
                 if num_bytes < MIN_WORKER_JSON_BYTES:
                     await send(events.delta_events(delta))
-                else:  # Tokens were merged because the client reads slowly.
+                else:  # Many tokens are merged where the client reads slowly.
                     make_events = partial(list, events.delta_events(delta))
                     async with self._server_context.claimed_chunk(
                         make_events, _count_bytes, num_bytes
