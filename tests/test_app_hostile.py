@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import json
 import logging
@@ -16,10 +17,18 @@ import httpx
 import pytest
 
 from asyncllm import AsyncLLMEngine
-from asyncllm.serving import choices, completion_request, create_app, http_protocol
+from asyncllm.serving import (
+    choices,
+    completion_request,
+    create_app,
+    http_protocol,
+    response_turn,
+)
 from asyncllm.serving import serving as serving_module
 from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol
 from asyncllm.serving.byte_budget import ByteBudget
+from asyncllm.serving.chat_writer import ChatWriter
+from asyncllm.serving.completion_writer import CompletionWriter
 from asyncllm.serving.connections import RESERVED_FILE_DESCRIPTORS
 from asyncllm.serving.event_sender import EventSender
 from asyncllm.serving.exchange import Exchange
@@ -32,7 +41,7 @@ from asyncllm.serving.parse_queue import (
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
-from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES
+from asyncllm.serving.serving import COPIES_OF_LOGPROBS, MIN_LARGE_JSON_BYTES
 from asyncllm.serving.websocket_protocol import BASE_MESSAGE_FRAME_LIMIT, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
@@ -722,6 +731,15 @@ async def test_logprobs_of_a_whole_answer_are_bounded(monkeypatch):
         assert '"stream": true' in refused.json()["error"]["message"]
         for change in ({"stream": True}, {"logprobs": None}):
             assert (await client.post("/v1/completions", json=fields | change)).status_code == 200
+        # The true length counts, even where the estimate is too low.
+        monkeypatch.setattr(CompletionWriter, "BYTES_PER_LOGPROB", 1)
+        assert (await client.post("/v1/completions", json=fields)).status_code == 400
+        # A chat's entries are longer than those of completions.
+        monkeypatch.setattr(choices, "MAX_FULL_ANSWER_LOGPROBS_BYTES", 4000)
+        assert (await client.post("/v1/completions", json=fields)).status_code == 200
+        monkeypatch.setattr(ChatWriter, "full_answer", None)
+        chat = BODY | {"logprobs": True, "top_logprobs": 2, "max_tokens": 20, "ignore_eos": True}
+        assert (await client.post(CHAT, json=chat)).status_code == 400
 
 
 async def test_outputs_do_not_repeat_a_long_prompt_without_end(monkeypatch):
@@ -762,6 +780,66 @@ async def test_outputs_that_wait_together_are_not_one_long_write(monkeypatch):
         assert sum(counts) >= 8
 
 
+LONG_CHUNKS = {"max_tokens": 1, "echo": True, "logprobs": 20, "stream": True, "seed": 1}
+"""A completion whose chunks have 140 KB with a prompt of 250 tokens."""
+
+
+@pytest.fixture
+def num_chunks(monkeypatch):
+    """Counts the chunks that are made for each index of a choice."""
+    found, chunks = collections.Counter(), CompletionWriter.chunks
+
+    def count(writer, delta, index, stream):
+        found[index + delta.index] += 1
+        return chunks(writer, delta, index, stream)
+
+    monkeypatch.setattr(CompletionWriter, "chunks", count)
+    return found
+
+
+async def test_of_an_answer_that_nothing_reads_one_long_chunk_is_made(num_chunks):
+    body = json.dumps(LONG_CHUNKS | {"prompt": [[1 + i] * 250 for i in range(6)]})
+    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    engine = AsyncLLMEngine(num_blocks=256)
+    async with served_app(engine) as server, asyncio.timeout(30):
+        budget = server._server.config.app._server_context.logprobs_budget
+        async with deaf(server, (request + body).encode()) as (_, transport):
+            await until(lambda: num_chunks and engine.stats().num_finished == 6)
+            await until(lambda: transport.get_write_buffer_size() > 1 << 16)
+            await asyncio.sleep(0.05)
+            assert num_chunks.total() == 1
+            num_claimed_bytes = (3 << 23) - budget._num_free_bytes
+            assert num_claimed_bytes > 3 * transport.get_write_buffer_size()
+        await all_left(server)
+        assert num_chunks.total() <= 2
+        num_chunks.clear()
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+            text = (await client.post("/v1/completions", content=body)).text
+    assert sorted(num_chunks) == list(range(6))
+    assert len(text) > 6 * 130_000
+    assert (budget.num_waiting, budget._num_free_bytes) == (0, 3 << 23)
+
+
+async def test_large_chunks_wait_for_memory(num_chunks):
+    """Of all answers one has made its chunk meanwhile; short ones wait for nothing."""
+    long, short = (LONG_CHUNKS | {"prompt": [5] * count} for count in (250, 50))
+    async with served_app(AsyncLLMEngine(num_blocks=256)) as server, asyncio.timeout(30):
+        budget = server._server.config.app._server_context.logprobs_budget = ByteBudget(1000)
+        held = budget.claim(1000, lambda: None)
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+            answers = [
+                asyncio.create_task(client.post("/v1/completions", json=long)) for _ in range(3)
+            ]
+            await until(lambda: budget.num_waiting == 1)
+            await client.post("/v1/completions", json=short)
+            assert num_chunks.total() == 2
+            assert not any(answer.done() for answer in answers)
+            held.release()
+            texts = [(await answer).text for answer in answers]
+    assert all(text.endswith("data: [DONE]\n\n") and len(text) > 130_000 for text in texts)
+    assert (budget.num_waiting, budget._num_free_bytes) == (0, 1000)
+
+
 async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
     monkeypatch.setattr(serving_module, "MIN_LARGE_JSON_BYTES", 1)
     fields = {"input": "1", "max_output_tokens": 20, "ignore_eos": True, "top_logprobs": 3}
@@ -770,6 +848,8 @@ async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
         serving = server._server.config.app._server_context
         budget = serving.logprobs_budget = ByteBudget(1000)
         held = budget.claim(1000, lambda: None)
+        claimed, claim = [], budget.claim
+        budget.claim = lambda *args: claimed.append(args[0]) or claim(*args)
         async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
             answer = asyncio.create_task(client.post("/v1/responses", json=fields))
             await until(lambda: budget.num_waiting == 1)
@@ -782,11 +862,46 @@ async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     told = [entry for event in deltas for entry in event["logprobs"]]
     assert len(told) == 20
+    size = len(json.dumps(told, separators=(",", ":"), ensure_ascii=False))
+    assert claimed == [pytest.approx(COPIES_OF_LOGPROBS * size, rel=0.02)]
     assert all(len(entry["top_logprobs"]) == 3 for entry in told)
     text_done, part_done, item_done, last = events[-4:]
     assert text_done["logprobs"] == part_done["part"]["logprobs"] == told
     assert item_done["item"]["content"][0]["logprobs"] == told
     assert last["response"]["output"][0]["content"][0]["logprobs"] == told
+
+
+@pytest.mark.parametrize("is_socket", [False, True])
+async def test_long_events_of_a_response_wait_for_memory(monkeypatch, is_socket):
+    """Those of its deltas too, whose tokens are merged while a client does not read."""
+    monkeypatch.setattr(serving_module, "MIN_LARGE_JSON_BYTES", 1)
+    monkeypatch.setattr(response_turn, "MIN_WORKER_JSON_BYTES", 1)
+    fields = {"input": "1", "max_output_tokens": 9, "ignore_eos": True, "top_logprobs": 3}
+    fields |= {"include": ["message.output_text.logprobs"], "seed": 1}
+    async with served_app(AsyncLLMEngine(num_blocks=64)) as server, asyncio.timeout(30):
+        budget = server._server.config.app._server_context.logprobs_budget = ByteBudget(10_000)
+        held = budget.claim(10_000, lambda: None)
+        claimed, claim = [], budget.claim
+        budget.claim = lambda *args: claimed.append(args[0]) or claim(*args)
+
+        async def ask():
+            if not is_socket:
+                async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+                    body = fields | {"stream": True}
+                    return (await client.post("/v1/responses", json=body)).text
+            message = json.dumps(fields | {"type": "response.create"}).encode()
+            answer = await told(server, frame(FIN | TEXT, message), end=b'"response.incomplete"')
+            return "\n".join(f"data: {payload.decode()}" for _, payload in answer)
+
+        answer = asyncio.create_task(ask())
+        await until(lambda: budget.num_waiting == 1)
+        assert len(claimed) == 1
+        held.release()
+        lines = [line for line in (await answer).splitlines() if '_text.delta"' in line]
+        deltas = [line for line in lines if line.startswith("data: ")]
+        await until(lambda: budget._num_free_bytes == 10_000)
+    assert claimed[0] >= COPIES_OF_LOGPROBS * len(deltas[0].removeprefix("data: "))
+    assert len(claimed) == len(deltas) + 1
 
 
 async def test_ids_to_detokenize_fit_the_context():

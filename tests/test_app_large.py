@@ -6,16 +6,22 @@ import asyncio
 import contextlib
 import gc
 import json
+import struct
 import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 
 from asyncllm import AsyncLLMEngine
+from asyncllm.outputs import Completion, CompletionOutput, TokenLogprobs, Usage
 from asyncllm.sampling_params import MAX_LOGIT_BIASES
 from asyncllm.serving import create_app
+from asyncllm.serving.chat_request import ChatRequest
+from asyncllm.serving.chat_writer import ChatWriter
 from asyncllm.serving.completion_request import CompletionRequest
-from asyncllm.serving.request_body import RequestBody
+from asyncllm.serving.completion_writer import CompletionWriter
+from asyncllm.serving.request_body import RequestBody, UnsupportedFieldPolicy
 from asyncllm.serving.response_events import ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LegacyLogprobFormatter, LogprobFormatter
@@ -280,6 +286,40 @@ async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
             body = BODIES["/v1/chat/completions"]("Hi") | options
             await client.post("/v1/chat/completions", json=body)
             assert (chat["threads"] == {here}) == is_here
+
+
+@pytest.mark.parametrize(
+    ("writer_type", "path", "fields"),
+    [
+        (ChatWriter, "/v1/chat/completions", {"logprobs": True, "top_logprobs": 20}),
+        (CompletionWriter, "/v1/completions", {"logprobs": 20}),
+    ],
+)
+async def test_a_whole_answer_is_written_in_twice_its_memory(writer_type, path, fields):
+    """Its entries as Python objects would take six times the memory of their JSON."""
+    numbers = [number for i in range(20) for number in (32 + i, -1 / (3 + i))]
+    entry = TokenLogprobs._from_packed(struct.pack("=iif" + 20 * "if", 32, 1, -1 / 3, *numbers))
+    outputs = tuple(
+        CompletionOutput(index, "", (), "length", logprobs=(entry,) * 200) for index in range(4)
+    )
+    completion = Completion("", (1,), outputs, Usage(1, 800, 0, 0.0, 0.1, 1.0))
+    request_type = ChatRequest if writer_type is ChatWriter else CompletionRequest
+    request = request_type.parse(BODIES[path]("a") | fields | {"n": 4}, UnsupportedFieldPolicy())
+
+    def text_and_bytes(token_id):
+        return chr(token_id) * 4, [token_id] * 4
+
+    writer = writer_type("x", request, SimpleNamespace(id_to_text_and_bytes=text_and_bytes))
+    b"".join(writer.full_answer([completion]))
+    tracemalloc.start()
+    try:
+        answer = b"".join(writer.full_answer([completion]))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(json.loads(answer)["choices"]) == 4
+    assert len(answer) > 4 * 200 * 21 * 25
+    assert peak < 2.5 * len(answer)
 
 
 async def test_oversized_logit_bias_is_refused_before_reading_keys():

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import groupby
 
 import pytest
 
 from asyncllm import RequestError
 from asyncllm.serving.response_input import items_to_messages
-from asyncllm.serving.response_store import Conversation, ResponseStore, StoredResponse
+from asyncllm.serving.response_store import (
+    Conversation,
+    ResponseStore,
+    SharedResponseBytes,
+    StoredResponse,
+)
 from asyncllm.testing import fake_engine
 from tests.app_clients import app_client, served_app
 from tests.fakes import fake
@@ -225,6 +231,30 @@ async def test_the_store_is_bounded():
     none = ResponseStore(max_responses=0, max_bytes=100)
     none.add("me", "a", response(1))
     assert none.get("me", "a") is None
+
+
+async def test_stores_share_a_bound():
+    """The oldest responses of all make room, and those of a store that is cleared."""
+    response = StoredResponse(Conversation((), 1000), b"")
+    shared = SharedResponseBytes(5 * (1000 + sys.getsizeof(b"")))
+    one, other = (ResponseStore(3, 10_000, shared) for _ in range(2))
+
+    def left():
+        return [name for name in "abcdefgh" if one.get("", name) or other.get("", name)]
+
+    for store, name in ((one, "a"), (other, "b"), (one, "c"), (other, "d"), (other, "e")):
+        store.add("", name, response)
+    assert left() == ["a", "b", "c", "d", "e"]
+    one.add("", "f", response)
+    assert left() == ["b", "c", "d", "e", "f"]
+    other.add("", "g", response)  # The store itself has room for three.
+    assert left() == ["c", "d", "e", "f", "g"]
+    other.clear()
+    one.add("", "h", response)
+    assert left() == ["c", "f", "h"]
+    assert shared._num_bytes_left == 2 * (1000 + sys.getsizeof(b""))
+    one.clear()
+    assert (len(shared._stores), shared._num_bytes_left // 5) == (0, 1000 + sys.getsizeof(b""))
 
 
 async def test_errors_whole_and_in_events():

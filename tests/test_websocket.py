@@ -124,8 +124,11 @@ async def test_last_32_unstored_responses_continue_on_their_connection():
             ids = [(await client.ask("1", **fields))["id"] for _ in range(33)]
             lost = await client.ask("2", previous_response_id=ids[0])
             kept = await client.ask("2", previous_response_id=ids[1], **fields)
+            shared = server._server.config.app._server_context.unstored_response_bytes
+            assert len(shared._stores) == 32
         async with client_of(server) as other:
             foreign = await other.ask("2", previous_response_id=ids[-1])
+            await until(lambda: not shared._stores)
     assert lost["error"]["code"] == foreign["error"]["code"] == "previous_response_not_found"
     assert (lost["status"], lost["error"]["param"]) == (400, "previous_response_id")
     assert (kept["status"], kept["store"]) == ("incomplete", False)

@@ -11,7 +11,11 @@ from asyncllm.serving.call_collector import ToolCallCollector
 from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.exchange import encode_json
-from asyncllm.serving.token_logprobs import LogprobFormatter, encode_logprobs
+from asyncllm.serving.token_logprobs import (
+    BYTES_PER_ENTRY,
+    LogprobFormatter,
+    encode_logprobs,
+)
 from asyncllm.stream import TokenStream
 
 
@@ -25,6 +29,7 @@ class ChatWriter(ChoicesWriter):
     ID_PREFIX = "chatcmpl"
     OBJECT_TYPE = "chat.completion"
     CHUNK_OBJECT_TYPE = "chat.completion.chunk"
+    BYTES_PER_LOGPROB = BYTES_PER_ENTRY
 
     def __init__(self, model: str, request: ChatRequest, tokenizer: Any) -> None:
         super().__init__(model, request, service_tier="default")
@@ -35,8 +40,8 @@ class ChatWriter(ChoicesWriter):
         )
         self._call_collectors = [ToolCallCollector() for _ in range(request.num_outputs)]
 
-    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return {**super().full_answer(completions), **self._metadata}
+    def _final_fields(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return {**super()._final_fields(completions), **self._metadata}
 
     def _make_choice(
         self, output: CompletionOutput, first_choice_index: int, completion: Completion

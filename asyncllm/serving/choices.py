@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import anyio
-from pydantic_core import to_json
 
 from asyncllm.outputs import Completion, Delta
 from asyncllm.serving.choices_writer import ChoicesWriter
@@ -18,7 +19,7 @@ from asyncllm.serving.event_sender import (
     open_event_sender,
     task_group,
 )
-from asyncllm.serving.exchange import Exchange, encode_json
+from asyncllm.serving.exchange import ClientGoneError, Exchange, encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.sampling_fields import ChoicesRequest
@@ -27,20 +28,20 @@ from asyncllm.serving.serving import (
     MIN_WORKER_JSON_BYTES,
     ServingContext,
 )
-from asyncllm.serving.token_logprobs import num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
 MAX_MERGED_DELTAS = 1024
 """Maximum number of ready deltas that are merged into one write."""
 
 MAX_FULL_ANSWER_LOGPROBS_BYTES = 3 << 24
-"""Maximum number of JSON bytes of the log-probabilities in a whole answer. Writing the answer takes
-four times as much memory."""
+"""Maximum number of JSON bytes of a whole answer with log-probabilities. While it is written and
+sent, it takes twice as much memory."""
 
 _BYTES_PER_OUTPUT = 256
 """Estimated time to submit one output, expressed as the bytes of JSON that are parsed in that time.
 ``run_json_job`` chooses the thread by this number."""
 
+T = TypeVar("T")
 RequestT = TypeVar("RequestT", bound=ChoicesRequest)
 
 
@@ -82,7 +83,7 @@ async def handle_completion_request(
         async with open_event_sender(
             server_context, exchange, streams, writer.first_chunks().encode(), _error_event
         ) as sender:
-            await _send_chunks(server_context, streams, writer, sender)
+            await _send_chunks(server_context, streams, writer, exchange, sender)
     else:
         await _send_full_answer(server_context, exchange, streams, writer)
 
@@ -111,7 +112,24 @@ async def _send_full_answer(
     for completion in completions:
         if any(output.finish_reason == "abort" for output in completion.outputs):
             raise aborted_error()
-    num_bytes = sum(map(_num_completion_logprobs_bytes, completions))
+    num_logprobs_bytes = writer.num_full_answer_logprobs_bytes(completions)
+    _check_answer_size(num_logprobs_bytes)
+
+    def write() -> bytes:
+        parts: list[bytes] = []
+        num_bytes = 0
+        for part in writer.full_answer(completions):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_logprobs_bytes:  # The estimate is too low where tokens are long.
+                _check_answer_size(num_bytes)
+        return b"".join(parts)
+
+    await exchange.respond(200, await server_context.run_json_job(write, num_logprobs_bytes))
+
+
+def _check_answer_size(num_bytes: int) -> None:
+    """Raise ProtocolError for too many bytes of log-probabilities."""
     if num_bytes > MAX_FULL_ANSWER_LOGPROBS_BYTES:
         raise ProtocolError(
             f"logprobs: take {num_bytes} bytes in the answer, expected at most "
@@ -120,54 +138,68 @@ async def _send_full_answer(
             code="answer_too_large",
             param="logprobs",
         )
-    answer = await server_context.run_json_job(
-        lambda: to_json(writer.full_answer(completions)), num_bytes
-    )
-    await exchange.respond(200, answer)
-
-
-def _num_completion_logprobs_bytes(completion: Completion) -> int:
-    """Approximate number of JSON bytes of a completion's log-probabilities."""
-    # Each output may echo the prompt.
-    echoed = len(completion.outputs) * num_logprobs_bytes(completion.prompt_logprobs)
-    return echoed + sum(num_logprobs_bytes(output.logprobs) for output in completion.outputs)
 
 
 async def _send_chunks(
     server_context: ServingContext,
     streams: Sequence[TokenStream],
     writer: ChoicesWriter,
+    exchange: Exchange,
     sender: EventSender,
 ) -> None:
     """Send the chunks of all streams as they arrive. The first error of a stream ends them all."""
 
+    # Of the streams' long chunks, one at a time is made and sent: the others' log-probabilities
+    # wait in packed form, which takes a fraction of the memory of their JSON.
+    long_chunk_lock = anyio.Lock()
+
+    async def send_deltas(
+        deltas: Sequence[Delta], first_choice_index: int, stream: TokenStream
+    ) -> None:
+        """Send deltas of a stream's outputs in one write, or in several if that would be long."""
+        sizes = [writer.num_logprobs_bytes(delta, first_choice_index, stream) for delta in deltas]
+        is_long = sum(sizes) >= MIN_WORKER_JSON_BYTES
+        data = b""
+
+        def append_chunks(delta: Delta) -> bytes:
+            return data + writer.chunks(delta, first_choice_index, stream).encode()
+
+        async with long_chunk_lock if is_long else nullcontext():
+            if exchange.is_client_gone:
+                raise ClientGoneError
+            for delta, num_bytes in zip(deltas, sizes, strict=True):
+                append = partial(append_chunks, delta)
+                async with (
+                    server_context.claimed_chunk(append, len, num_bytes)
+                    if is_long
+                    else nullcontext(append())
+                ) as data:
+                    if len(data) >= MIN_LARGE_JSON_BYTES:
+                        await sender.send(data)
+                        data = b""
+            if data:
+                await sender.send(data)
+
     async def send_stream(stream: TokenStream, first_choice_index: int) -> None:
         pacer, chunks, send = server_context.frame_pacer, writer.chunks, sender.send
         num_read = 0
-        unsent: dict[int, Delta] = {}
+        unsent: dict[int, list[Delta]] = {}
         async for delta in stream:
             if delta.finish_reason == "abort":
                 raise aborted_error()
             has_unread = stream._has_unread
             if has_unread or unsent or delta.logprobs is not None:
-                index, num_read = delta.index, num_read + 1
-                unsent[index] = join_deltas(unsent[index], delta) if index in unsent else delta
+                num_read += 1
+                unsent.setdefault(delta.index, []).append(delta)
                 if has_unread and num_read < MAX_MERGED_DELTAS:
                     continue
-                text = ""
-                for unsent_delta in unsent.values():
-                    job = partial(chunks, unsent_delta, first_choice_index, stream)
-                    num_bytes = writer.num_logprobs_bytes(unsent_delta, first_choice_index, stream)
-                    text += await server_context.run_json_job(job, num_bytes)
-                    if len(text) >= MIN_LARGE_JSON_BYTES:
-                        await send(text.encode())
-                        text = ""
+                joined = list(map(join_deltas, unsent.values()))
                 unsent.clear()
                 num_read = 0
-            else:  # Nearly every token takes this fast path.
-                text = chunks(delta, first_choice_index, stream)
-            if text:
-                await send(text.encode())
+                await send_deltas(joined, first_choice_index, stream)
+            # Nearly every token takes this fast path.
+            elif data := chunks(delta, first_choice_index, stream).encode():
+                await send(data)
             if stream.usage is None and (pause := pacer.pause_seconds) > 0:
                 # Tokens that arrive meanwhile are merged into the next chunk of their output.
                 await anyio.sleep(pause)
@@ -181,16 +213,22 @@ async def _send_chunks(
     await sender.send(f"{writer.final_chunks(usages)}data: [DONE]\n\n".encode())
 
 
-def join_deltas(earlier: Delta, later: Delta) -> Delta:
-    """Join two consecutive deltas of an output."""
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Join consecutive deltas of an output."""
+    if len(deltas) == 1:
+        return deltas[0]
     return replace(
-        later,
-        text=earlier.text + later.text,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=((earlier.logprobs or ()) + (later.logprobs or ())) or None,
-        reasoning=earlier.reasoning + later.reasoning,
-        tool_calls=earlier.tool_calls + later.tool_calls,
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=_concatenate(delta.token_ids for delta in deltas),
+        logprobs=_concatenate(delta.logprobs or () for delta in deltas) or None,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_concatenate(delta.tool_calls for delta in deltas),
     )
+
+
+def _concatenate(tuples: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
+    return tuple(chain.from_iterable(tuples))
 
 
 def aborted_error() -> ProtocolError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from asyncllm.outputs import Completion, CompletionOutput, Delta, Usage
+from pydantic_core import to_json
+
+from asyncllm.outputs import Completion, CompletionOutput, Delta, TokenLogprobs, Usage
 from asyncllm.serving.answers import TokenUsage, TruncationUsage
 from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.running_usage import RunningUsage
@@ -24,6 +26,7 @@ class ChoicesWriter:
     Class attributes:
         ID_PREFIX: prefix of the answer's id.
         OBJECT_TYPE, CHUNK_OBJECT_TYPE: field ``object`` of a whole answer, and of a streamed chunk.
+        BYTES_PER_LOGPROB: JSON bytes of one token's log-probability, about.
 
     Args:
         model: the client's name for the model.
@@ -34,6 +37,7 @@ class ChoicesWriter:
     ID_PREFIX: ClassVar[str]
     OBJECT_TYPE: ClassVar[str]
     CHUNK_OBJECT_TYPE: ClassVar[str]
+    BYTES_PER_LOGPROB: ClassVar[int]
 
     def __init__(self, model: str, request: ChoicesRequest, **extra_fields: Any) -> None:
         self._fields = {
@@ -52,14 +56,33 @@ class ChoicesWriter:
             f"data: {encode_json({**self._fields, 'object': self.CHUNK_OBJECT_TYPE})[:-1]}"
         )
 
-    def full_answer(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = [
-            self._make_choice(output, i * len(completion.outputs), completion)
-            for i, completion in enumerate(completions)
-            for output in completion.outputs
-        ]
-        usage = self._usage([completion.usage for completion in completions])
-        return {**self._fields, "choices": choices, "usage": usage}
+    def full_answer(self, completions: Sequence[Completion]) -> Iterator[bytes]:
+        """JSON of a whole answer in parts, which are made one at a time: what a choice is made of
+        takes several times the memory of its JSON."""
+        separator = b'%b,"choices":[' % to_json(self._fields)[:-1]
+        for i, completion in enumerate(completions):
+            for output in completion.outputs:
+                choice = self._make_choice(output, i * len(completion.outputs), completion)
+                yield separator
+                yield to_json(choice)
+                separator = b","
+        yield b"],%b" % to_json(self._final_fields(completions))[1:]
+
+    def _final_fields(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Fields of a whole answer after its choices."""
+        return {"usage": self._usage([completion.usage for completion in completions])}
+
+    def num_full_answer_logprobs_bytes(self, completions: Sequence[Completion]) -> int:
+        """Approximate number of JSON bytes of the log-probabilities in a whole answer."""
+        return sum(
+            self._num_logprobs_bytes(logprobs)
+            for completion in completions
+            for output in completion.outputs  # Each may echo the prompt.
+            for logprobs in (output.logprobs, completion.prompt_logprobs)
+        )
+
+    def _num_logprobs_bytes(self, logprobs: Sequence[TokenLogprobs | None] | None) -> int:
+        return num_logprobs_bytes(logprobs, self.BYTES_PER_LOGPROB)
 
     def _make_choice(
         self, output: CompletionOutput, first_choice_index: int, completion: Completion
@@ -77,7 +100,7 @@ class ChoicesWriter:
 
     def num_logprobs_bytes(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> int:
         """Approximate number of JSON bytes of a delta's log-probabilities."""
-        return num_logprobs_bytes(delta.logprobs)
+        return self._num_logprobs_bytes(delta.logprobs)
 
     def final_chunks(self, usages: Sequence[Usage | None]) -> str:
         """Events after the last delta."""

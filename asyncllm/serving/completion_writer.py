@@ -11,9 +11,9 @@ from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.token_logprobs import (
+    LEGACY_BYTES_PER_ENTRY,
     LegacyLogprobFormatter,
     encode_logprobs,
-    num_logprobs_bytes,
 )
 from asyncllm.stream import TokenStream
 
@@ -26,6 +26,7 @@ class CompletionWriter(ChoicesWriter):
     """
 
     ID_PREFIX, OBJECT_TYPE, CHUNK_OBJECT_TYPE = "cmpl", "text_completion", "text_completion"
+    BYTES_PER_LOGPROB = LEGACY_BYTES_PER_ENTRY
 
     def __init__(self, model: str, request: CompletionRequest, tokenizer: Any) -> None:
         super().__init__(model, request)
@@ -56,7 +57,7 @@ class CompletionWriter(ChoicesWriter):
     def num_logprobs_bytes(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> int:
         echoes = first_choice_index + delta.index in self._unechoed_choices
         prompt = stream.prompt_logprobs if echoes else None
-        return num_logprobs_bytes(delta.logprobs) + num_logprobs_bytes(prompt)
+        return self._num_logprobs_bytes(delta.logprobs) + self._num_logprobs_bytes(prompt)
 
     def _usage(self, usages: Iterable[Usage | None]) -> TokenUsage:
         usage = super()._usage(usages)

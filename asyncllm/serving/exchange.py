@@ -52,6 +52,7 @@ class Exchange:
         owner: owner of the responses that the client creates, a digest of its token; empty if no
             token is required.
         has_begun_answer: whether the answer has begun.
+        is_client_gone: whether ``wait_for_disconnect`` has ended.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Exchange:
         self.scope = scope
         self.headers = Headers(scope=scope)
         self.owner = ""
-        self.has_begun_answer = False
+        self.has_begun_answer = self.is_client_gone = False
         self._server_context = server_context
         self._receive = receive
         self._send = send
@@ -159,6 +160,7 @@ class Exchange:
         """Wait until the client closes its connection. Called once the body is read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.is_client_gone = True
 
     # --- the answer ---------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl, service_unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from asyncllm.serving.bounded_protocol import BoundedProtocol, Timer
+from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol, Timer
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.parse_queue import RequestStartQueue
 
@@ -256,6 +256,9 @@ class _AnswerSender:
         body = message["body"]
         if body and not cycle.disconnected:
             self.write(b"%x\r\n%b\r\n" % (len(body), body))
+            if len(body) >= MAX_BYTES_PER_PARSE_TURN:
+                # After a long event too: the application then releases the memory it claimed.
+                await self._drain()
 
     async def _drain(self) -> None:
         if self._flow.write_paused and not self._cycle.disconnected:

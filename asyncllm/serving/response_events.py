@@ -14,7 +14,12 @@ from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_items import CallItem, TextItem
 from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
-from asyncllm.serving.token_logprobs import LogprobFormatter, encode_logprobs, num_logprobs_bytes
+from asyncllm.serving.token_logprobs import (
+    BYTES_PER_ENTRY,
+    LogprobFormatter,
+    encode_logprobs,
+    num_logprobs_bytes,
+)
 
 ResponseEvent = tuple[str, str | bytes]
 """Type of the event, and the whole event as JSON. One that repeats the request is UTF-8, which
@@ -50,7 +55,8 @@ class ResponseEvents:
         self.num_tokens = 0
         self.should_generate = request.should_generate
         self._final_response_json = b""
-        self._logprobs_json = ""
+        self._logprobs_json = b""
+        self._num_written_logprobs_bytes = 0
         self._response = response
         top = request.num_logprobs
         self._logprobs = None if top is None else LogprobFormatter(id_to_text_and_bytes, top)
@@ -64,8 +70,10 @@ class ResponseEvents:
 
     @property
     def num_logprobs_bytes(self) -> int:
-        """Approximate number of JSON bytes of the message's log-probabilities."""
-        return 0 if self._message_item is None else num_logprobs_bytes(self._message_item.logprobs)
+        """Number of JSON bytes of the message's log-probabilities; approximate for those that no
+        event contains yet."""
+        unsent = num_logprobs_bytes(self._unsent_logprobs, BYTES_PER_ENTRY)
+        return self._num_written_logprobs_bytes + unsent
 
     @property
     def response_json(self) -> bytes:
@@ -80,8 +88,8 @@ class ResponseEvents:
         data, item = data if isinstance(data, bytes) else data.encode(), self._message_item
         if item is None or not item.logprobs:
             return data
-        self._logprobs_json = self._logprobs_json or self._encode_logprobs(item.logprobs)
-        return data.replace(b'"%b"' % item.logprobs_mark.encode(), self._logprobs_json.encode())
+        self._logprobs_json = self._logprobs_json or self._encode_logprobs(item.logprobs).encode()
+        return data.replace(b'"%b"' % item.logprobs_mark.encode(), self._logprobs_json)
 
     def _encode_logprobs(self, logprobs: list[TokenLogprobs]) -> str:
         if self._logprobs is None or not logprobs:
@@ -148,7 +156,8 @@ class ResponseEvents:
         if self._unsent_logprobs or not self._items:
             yield from self._add_text("")
         if self._message_item is not None:
-            self._logprobs_json = self._encode_logprobs(self._message_item.logprobs)
+            # In UTF-8: in a ``str``, one emoji makes every character take four bytes.
+            self._logprobs_json = self._encode_logprobs(self._message_item.logprobs).encode()
             yield from self._close_item(self._message_item, item_status)
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             finish_reason or "", "completed"
@@ -190,7 +199,10 @@ class ResponseEvents:
             return
         self._message_item.texts.append(text)
         self._message_item.logprobs += logprobs
-        yield self._text_event(text, self._encode_logprobs(logprobs))
+        logprobs_json = self._encode_logprobs(logprobs)
+        if logprobs:
+            self._num_written_logprobs_bytes += len(logprobs_json)
+        yield self._text_event(text, logprobs_json)
 
     def _text_event(self, text: str, logprobs: str) -> ResponseEvent:
         """Event of new text. Nearly every token has one, so the slow JSON encoder is not used."""

@@ -60,24 +60,32 @@ class ResponseSession:
     server_context: ServingContext
     owner: str
     current_turn: ResponseTurn | None = None
-    _unstored_responses: ResponseStore = field(
-        default_factory=lambda: ResponseStore(MAX_UNSTORED_RESPONSES, MAX_UNSTORED_RESPONSE_BYTES)
-    )
+    _unstored_responses: ResponseStore = field(init=False)
     _num_consecutive_errors: int = 0
     _is_closing: bool = False
     _tasks: TaskGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._unstored_responses = ResponseStore(
+            MAX_UNSTORED_RESPONSES,
+            MAX_UNSTORED_RESPONSE_BYTES,
+            self.server_context.unstored_response_bytes,
+        )
 
     async def run(self) -> None:
         """Run until either side closes the connection."""
         # A task of the group runs up to its first wait even if it was cancelled before, so each
         # response is cleaned up.
-        async with anyio.create_task_group() as self._tasks:
-            with contextlib.suppress(*DISCONNECT_ERRORS):
-                async for message in self.connection:
-                    if not self._is_closing:
-                        await self._handle_message(message)
-                    del message  # Free the text: the next message may come much later.
-            self._tasks.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                with contextlib.suppress(*DISCONNECT_ERRORS):
+                    async for message in self.connection:
+                        if not self._is_closing:
+                            await self._handle_message(message)
+                        del message  # Free the text: the next message may come much later.
+                self._tasks.cancel_scope.cancel()
+        finally:
+            self._unstored_responses.clear()
 
     # --- requests -----------------------------------------------------------------------
 

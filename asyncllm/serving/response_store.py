@@ -40,6 +40,29 @@ class StoredResponse:
     body: bytes
 
 
+class SharedResponseBytes:
+    """Bound on the bytes of several stores together; the oldest responses of all are dropped.
+
+    Args:
+        max_bytes: maximum number of bytes of all responses and conversations.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._num_bytes_left = max_bytes
+        self._stores: OrderedDict[tuple[str, str], ResponseStore] = OrderedDict()
+
+    def add(self, store: ResponseStore, key: tuple[str, str], num_bytes: int) -> None:
+        self._stores[key] = store
+        self._num_bytes_left -= num_bytes
+        while self._num_bytes_left < 0:
+            oldest_key, oldest_store = next(iter(self._stores.items()))
+            oldest_store.remove(*oldest_key)
+
+    def remove(self, key: tuple[str, str], num_bytes: int) -> None:
+        del self._stores[key]
+        self._num_bytes_left += num_bytes
+
+
 class ResponseStore:
     """Store of the latest responses, by owner and id. Conversations share their messages, but
     each conversation counts with its full size.
@@ -48,9 +71,14 @@ class ResponseStore:
         max_responses: maximum number of responses; 0 stores none.
         max_bytes: maximum number of bytes of all responses and conversations; the oldest are
             dropped.
+        shared_bytes: bound that other stores share; the caller of ``clear`` returns this store's
+            part.
     """
 
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
+    def __init__(
+        self, max_responses: int, max_bytes: int, shared_bytes: SharedResponseBytes | None = None
+    ) -> None:
+        self._shared_bytes = shared_bytes
         self._max_responses = max_responses
         self._num_bytes_left = max_bytes
         self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
@@ -59,18 +87,28 @@ class ResponseStore:
         return self._responses.get((owner, response_id))
 
     def add(self, owner: str, response_id: str, stored_response: StoredResponse) -> None:
+        num_bytes = _estimate_response_bytes(stored_response)
         self._responses[owner, response_id] = stored_response
-        self._num_bytes_left -= _estimate_response_bytes(stored_response)
+        self._num_bytes_left -= num_bytes
+        if self._shared_bytes is not None:
+            self._shared_bytes.add(self, (owner, response_id), num_bytes)
         while len(self._responses) > self._max_responses or self._num_bytes_left < 0:
-            _, oldest = self._responses.popitem(last=False)
-            self._num_bytes_left += _estimate_response_bytes(oldest)
+            self.remove(*next(iter(self._responses)))
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Remove a response; returns False if there was none."""
         removed = self._responses.pop((owner, response_id), None)
-        if removed is not None:
-            self._num_bytes_left += _estimate_response_bytes(removed)
-        return removed is not None
+        if removed is None:
+            return False
+        num_bytes = _estimate_response_bytes(removed)
+        self._num_bytes_left += num_bytes
+        if self._shared_bytes is not None:
+            self._shared_bytes.remove((owner, response_id), num_bytes)
+        return True
+
+    def clear(self) -> None:
+        for key in tuple(self._responses):
+            self.remove(*key)
 
 
 def _estimate_response_bytes(stored_response: StoredResponse) -> int:

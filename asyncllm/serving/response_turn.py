@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import anyio
@@ -20,7 +21,12 @@ from asyncllm.serving.response_store import (
     StoredResponse,
     response_not_found_error,
 )
-from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES, ServingContext
+from asyncllm.serving.serving import (
+    MIN_LARGE_JSON_BYTES,
+    MIN_WORKER_JSON_BYTES,
+    ServingContext,
+)
+from asyncllm.serving.token_logprobs import BYTES_PER_ENTRY, num_logprobs_bytes
 from asyncllm.stream import TokenStream
 
 CONVERT_PARSE_SPEED_RATIO = 32
@@ -140,7 +146,15 @@ class ResponseTurn:
         should_generate = events.should_generate
         async for delta in self.stream:
             if should_generate:
-                await send(events.delta_events(delta))
+                num_bytes = num_logprobs_bytes(delta.logprobs, BYTES_PER_ENTRY)
+                if num_bytes < MIN_WORKER_JSON_BYTES:
+                    await send(events.delta_events(delta))
+                else:  # Many tokens are merged where the client reads slowly.
+                    make_events = partial(list, events.delta_events(delta))
+                    async with self._server_context.claimed_chunk(
+                        make_events, _count_bytes, num_bytes
+                    ) as delta_events:
+                        await send(delta_events)
                 if delta.finish_reason is None and (pause := pacer.pause_seconds) > 0:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
@@ -163,3 +177,7 @@ class ResponseTurn:
             # Complete the events one by one, because each repeats the log-probabilities.
             for event in final_events:
                 await send((events.insert_logprobs(event),))
+
+
+def _count_bytes(events: Iterable[ResponseEvent]) -> int:
+    return sum(len(data) for _, data in events)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFieldPolicy
-from asyncllm.serving.response_store import ResponseStore
+from asyncllm.serving.response_store import ResponseStore, SharedResponseBytes
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
@@ -34,9 +34,12 @@ does not wait. A byte takes up to a quarter of a microsecond."""
 MIN_LARGE_JSON_BYTES = 1 << 16
 """JSON of at least this many bytes counts in ``large_body_budget`` and ``answer_budget``."""
 
+MAX_UNSTORED_RESPONSES_BYTES = 1 << 26
+"""Maximum total bytes of the responses with ``store=false`` that can be continued."""
+
 COPIES_OF_LOGPROBS = 3
-"""Number of copies of a response's log-probabilities in memory while its last events are sent:
-their JSON, the event that is being made, and the event that the client has not read yet."""
+"""Number of copies of log-probabilities in memory while their events are sent: their JSON, the
+event that is being made, and the event that the client has not read yet."""
 
 
 @dataclass(eq=False, repr=False)
@@ -66,8 +69,11 @@ class ServingContext:
             size once it is parsed.
         answer_budget: budget for answers that clients have not read yet, and for requests whose
             content the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not count.
-        logprobs_budget: budget for the last events of streamed responses with log-probabilities,
-            until clients have read them.
+        logprobs_budget: budget for long events with log-probabilities, until clients have read
+            them.
+        unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
+        large_chunk_lock: lock of the answer whose large chunk is made, until memory is reserved
+            for it.
     """
 
     engine: AsyncLLMEngine
@@ -92,6 +98,10 @@ class ServingContext:
     large_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
     answer_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
     logprobs_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
+    unstored_response_bytes: SharedResponseBytes = field(
+        default_factory=lambda: SharedResponseBytes(MAX_UNSTORED_RESPONSES_BYTES)
+    )
+    large_chunk_lock: anyio.Lock = field(default_factory=anyio.Lock)
 
     def __post_init__(self) -> None:
         self.json_worker = WorkerThread("asyncllm-json", self.engine._cooldown)
@@ -118,9 +128,8 @@ class ServingContext:
 
     @asynccontextmanager
     async def claimed_logprobs_bytes(self, num_bytes: int) -> AsyncIterator[None]:
-        """Context manager that waits for, and reserves, memory for a response's last events, which
-        contain all its log-probabilities (``num_bytes``) again. Below MIN_LARGE_JSON_BYTES, it
-        reserves none."""
+        """Context manager that waits for, and reserves, memory for events that contain
+        ``num_bytes`` of log-probabilities. Below MIN_LARGE_JSON_BYTES, it reserves none."""
         if num_bytes < MIN_LARGE_JSON_BYTES:
             yield
             return
@@ -129,6 +138,25 @@ class ServingContext:
             yield
         finally:
             claim.release()
+
+    @asynccontextmanager
+    async def claimed_chunk(
+        self, make_chunk: Callable[[], T], measure: Callable[[T], int], num_bytes: int
+    ) -> AsyncIterator[T]:
+        """Context manager that makes a chunk, and reserves memory for it as
+        ``claimed_logprobs_bytes`` does. How long a chunk is shows once it is made, so of all
+        answers one at a time makes a large one.
+
+        Args:
+            measure: function that returns a chunk's number of bytes.
+            num_bytes: approximate number of bytes of log-probabilities in the chunk.
+        """
+        async with AsyncExitStack() as claims:
+            is_large = num_bytes >= MIN_LARGE_JSON_BYTES
+            async with self.large_chunk_lock if is_large else nullcontext():
+                chunk = await self.run_json_job(make_chunk, num_bytes)
+                await claims.enter_async_context(self.claimed_logprobs_bytes(measure(chunk)))
+            yield chunk
 
     def claim_answer_bytes(self, num_bytes: int) -> ByteClaim:
         """Reserve ``num_bytes`` of the answer budget: the JSON of an answer, or of a request that

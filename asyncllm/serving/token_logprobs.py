@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -10,19 +10,28 @@ from typing import Any
 from pydantic_core import to_json
 
 from asyncllm.outputs import TokenLogprobs
-from asyncllm.serving.answers import CompletionLogprobs, TokenLogprob, TopLogprob
+from asyncllm.serving.answers import TokenLogprob, TopLogprob
+
+BYTES_PER_ENTRY, LEGACY_BYTES_PER_ENTRY = 75, 32
+"""JSON bytes of one token's log-probability, with tokens of some four bytes: by LogprobFormatter,
+and by LegacyLogprobFormatter. Long tokens take several times as many."""
 
 LOWEST_LOGPROB = -1e9
 """JSON value for minus infinity, the log-probability of a token that cannot be sampled."""
 
 
-def num_logprobs_bytes(logprobs: Sequence[TokenLogprobs | None] | None) -> int:
+def num_logprobs_bytes(
+    logprobs: Sequence[TokenLogprobs | None] | None, bytes_per_entry: int
+) -> int:
     """Approximate number of JSON bytes of log-probabilities."""
-    return 32 * len(logprobs) * (1 + logprobs[-1]._num_top) if logprobs and logprobs[-1] else 0
+    if not logprobs or logprobs[-1] is None:
+        return 0
+    return bytes_per_entry * len(logprobs) * (1 + logprobs[-1]._num_top)
 
 
 def encode_logprobs(value: Any) -> str:
-    """Serialise a value with log-probabilities, ten times as fast as ``encode_json``."""
+    """Serialise a value with log-probabilities, ten times as fast as ``encode_json``. The value
+    may contain iterators, whose items are freed one by one."""
     return to_json(value).decode()
 
 
@@ -38,14 +47,16 @@ class LogprobFormatter:
     id_to_text_and_bytes: Callable[[int], tuple[str, list[int]]]
     num_top: int
 
-    def format(self, token_logprobs: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
-        return [
+    def format(self, token_logprobs: Iterable[TokenLogprobs]) -> Iterator[TokenLogprob]:
+        """Make the entries of all tokens, one at a time, because they take several times the memory
+        of their JSON."""
+        return (
             {
                 **self._make_entries((sampled,))[0],
                 "top_logprobs": self._make_entries(islice(top, self.num_top)),
             }
             for sampled, top in map(TokenLogprobs._ids_and_logprobs, token_logprobs)
-        ]
+        )
 
     def _make_entries(self, candidates: Iterable[tuple[int, float]]) -> list[TopLogprob]:
         id_to_text_and_bytes, lowest = self.id_to_text_and_bytes, LOWEST_LOGPROB
@@ -72,37 +83,45 @@ class LegacyLogprobFormatter:
 
     def format(
         self, token_logprobs: Sequence[TokenLogprobs | None], unscored_token_id: int | None = None
-    ) -> CompletionLogprobs:
-        """Write log-probabilities as the parallel lists of a completion.
+    ) -> dict[str, Iterable[Any]]:
+        """Write log-probabilities as the parallel lists of a completion. ``top_logprobs`` is an
+        iterator, because its items take several times the memory of their JSON.
 
         Args:
             unscored_token_id: id of the first token, if that has no log-probability.
         """
-        lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        texts: list[str] = []
+        logprobs: list[float | None] = []
+        offsets: list[int] = []
         for item in token_logprobs:
             if item is None:
-                text = ""
+                text, logprob = "", None
                 if unscored_token_id is not None:
                     text = self.id_to_text_and_bytes(unscored_token_id)[0]
-                logprob, top = None, None
             else:
-                sampled, likeliest = item._ids_and_logprobs()
-                text = self.id_to_text_and_bytes(sampled[0])[0]
-                logprob = max(sampled[1], LOWEST_LOGPROB)
-                top = self._top_by_text((*islice(likeliest, self.num_top), sampled))
-            lists["tokens"].append(text)
-            lists["token_logprobs"].append(logprob)
-            lists["top_logprobs"].append(top)
-            lists["text_offset"].append(self._offset)
+                token_id, logprob = item._ids_and_logprobs()[0]
+                text = self.id_to_text_and_bytes(token_id)[0]
+                logprob = max(logprob, LOWEST_LOGPROB)
+            texts.append(text)
+            logprobs.append(logprob)
+            offsets.append(self._offset)
             self._offset += len(text)
-        return lists
+        return {
+            "tokens": texts,
+            "token_logprobs": logprobs,
+            "top_logprobs": map(self._top_by_text, token_logprobs),
+            "text_offset": offsets,
+        }
 
-    def _top_by_text(self, candidates: Iterable[tuple[int, float]]) -> dict[str, float]:
+    def _top_by_text(self, item: TokenLogprobs | None) -> dict[str, float] | None:
         """Map from tokens' texts to log-probabilities. If two tokens have the same text, the
         likelier one counts. The sampled token is always included, as in OpenAI's protocol."""
+        if item is None:
+            return None
         top: dict[str, float] = {}
+        sampled, likeliest = item._ids_and_logprobs()
         id_to_text_and_bytes, lowest = self.id_to_text_and_bytes, LOWEST_LOGPROB
-        for token_id, logprob in candidates:
+        for token_id, logprob in (*islice(likeliest, self.num_top), sampled):
             text = id_to_text_and_bytes(token_id)[0]
             top.setdefault(text, logprob if logprob > lowest else lowest)
         return top
