@@ -346,7 +346,7 @@ class AsyncLLMEngine(UncopyableHandle):
             EngineClosedError, EngineDeadError: if the engine closes or dies during the wait.
 
         Waiting calls are admitted in turns by owner, before new calls of ``stream`` and ``chat``.
-        Calls whose long texts find no room in memory are passed by others.
+        Calls without long texts pass those whose texts find no room in memory.
         While the engine is paused, calls keep waiting. A cancelled call leaves nothing behind.
         """
         inputs = self._require_input_processor()

@@ -91,7 +91,7 @@ class GroupQueue:
         return any(core.scheduler.running for core in self.engine_cores().values())
 
     def _has_text_room(self, group: RequestGroup) -> bool:
-        """Whether a running engine has room for a group's texts, or none runs."""
+        """Whether any running engine has room for a group's texts; true if no engine runs."""
         submitters = [engine._submitter for engine in self.running_engines()]
         texts = [one.core.admission.waiting_texts for one in submitters if one is not None]
         return not texts or any(one.has_room(group) for one in texts)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 SCALAR_TYPES = frozenset({str, bool, int, float, NoneType})
 
 _COPIED_TYPES = frozenset({dict, list})
-"""Types of the containers that are copied; others are read into one of these before."""
+"""Types of containers that are copied. Other containers are first converted to one of them."""
 
 _Level: TypeAlias = tuple[list[dict[Any, Any]], list[list[Any]]]
 """The dicts and the lists of one depth."""
@@ -90,10 +90,10 @@ def _raise_located(error: Exception, levels: list[_Level], container: Any, *keys
 class JsonCopier:
     """Copies values to dicts, lists and scalars, within limits for all its copies together.
 
-    It copies level by level: a few calls copy all containers of one depth, in a fraction of the
-    time of a call for each. What a level holds is counted before it is read, so a few lists that
-    share their items, and stand for more values than anyone can visit, are refused early. So is a
-    container that holds itself.
+    The containers of one depth are copied together by a few calls, which takes a fraction of the
+    time of a call for each. The values of a depth are counted before they are copied. So lists that
+    share their items are refused before they are expanded, and a container that holds itself is
+    refused.
 
     Args:
         max_values: maximum number of values; containers and keys of dicts count too.
@@ -129,8 +129,9 @@ class JsonCopier:
         self._plain_types = scalar_types | _COPIED_TYPES
         self._require_text_keys = require_text_keys
         self._converted: dict[int, tuple[Any, Any, bool, int]] = {}
-        """For each container that is read in another type, by its id: itself, which keeps the id
-        from other objects; what was read; whether it is to become a tuple; its number of values."""
+        """Converted containers by the id of their source: the source, the dict or list made from
+        it, whether it becomes a tuple, and its number of values. The source is kept so that no
+        other object gets its id."""
 
     def copy(self, value: Any) -> Any:
         """Copy a value.
@@ -195,10 +196,9 @@ class JsonCopier:
         level that they form.
 
         Args:
-            levels: shallow copies, each held by one of the level before.
+            levels: copied levels, from the root's to the one whose items are replaced.
             depth: depth of the last level.
-            tuple_places: container and key of each list that is to become a tuple, to which this
-                method adds.
+            tuple_places: list to which the container and key of each future tuple are added.
         """
         dicts, lists = levels[-1]
         if dicts:
@@ -229,7 +229,7 @@ class JsonCopier:
             items = list(map(type(items[0]).copy, items))
         else:
             items = [one.copy() if type(one) in _COPIED_TYPES else one for one in items]
-        # A loop takes a quarter of the time of ``update`` for a dict of one key.
+        # For dicts of one key, this loop takes a quarter of the time of ``update``.
         remaining = iter(items)
         for one in dicts:
             for key in one:

@@ -96,15 +96,16 @@ class TokenStream(UncopyableHandle):
 
     def _try_resubmit(self) -> bool:
         """Resubmit the request if its engine died before the first token; returns whether another
-        engine took it."""
+        engine took it. What a resubmission needs is freed once there can be none."""
         channel, resubmit = self._channel, self._resubmit
-        if channel.num_written:
-            self._resubmit = None
-            return False
-        if self._group.aborted:
+        if channel.stream_end is None and not channel.num_written:
             return False
         is_lost = isinstance(channel.stream_end, EngineDeadError)
-        return is_lost and resubmit is not None and resubmit(self)
+        may_resubmit = is_lost and not channel.num_written and not self._group.aborted
+        if may_resubmit and resubmit is not None and resubmit(self):
+            return True
+        self._resubmit = self._group.raw_prompt = None
+        return False
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:

@@ -261,7 +261,7 @@ def _convert_plain_scalar(value: Any) -> Any:
     if type(value) is int and -(2**63) <= value < 2**64:
         return value
     if type(value) is float and math.isfinite(value):
-        return value + 0.0
+        return value + 0.0  # Adding 0.0 turns -0.0 into 0.0.
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, numbers.Integral):

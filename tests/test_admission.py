@@ -323,7 +323,7 @@ def text(request_id, num_bytes, owner=None):
 
 
 def wait(admission, group):
-    """Whether a group has its place: the future of one that waits for it."""
+    """Future of the place of a group that has to wait."""
     waiting = admission.reserve_or_wait(group, 1, lambda: False)
     assert waiting is not None
     return waiting
@@ -363,6 +363,15 @@ def test_a_text_that_found_no_room_comes_before_later_groups(clock):
     assert [one.done() for one in (long, *waiting)] == [True, True, False]
     admission.forget_group(earlier)
     assert waiting[1].done()
+
+
+def test_a_text_that_finds_no_room_costs_its_owner_no_share_for_others(clock):
+    admission = Admission(4, 1000, clock)
+    for i in range(4):
+        admission.reserve(text(f"queued{i}", 2**24, "a"), 1)
+    long = wait(admission, text("long", 2**24, "b"))
+    admission.reserve(request("short", "b"), 1)
+    assert (long.done(), len(admission.queued_requests)) == (False, 5)
 
 
 def test_a_text_whose_room_is_taken_waits_again(clock):
@@ -424,7 +433,9 @@ def test_every_text_gets_its_place_and_no_free_place_waits_for_one(clock, seed):
         waiting = {group: future for group, future in waiting.items() if not future.done()}
         assert len(queue) == len(waiting)
         owners = {group.members[0].owner for group in waiting}
-        assert owners == {name for name in "ab" if queue.has_owner(name)}
+        assert owners == {
+            name for name in "ab" if queue.has_owner_ahead_of(text("new", 2**14, name))
+        }
         if len(admission.queued_requests) < 6:
             assert all(group.num_text_bytes for group in waiting)
     while queued:
@@ -432,5 +443,5 @@ def test_every_text_gets_its_place_and_no_free_place_waits_for_one(clock, seed):
         queued += [group for group, future in waiting.items() if future.done()]
         waiting = {group: future for group, future in waiting.items() if not future.done()}
     assert (len(queue), len(waiting), admission.waiting_texts.num_bytes) == (0, 0, 0)
-    assert not queue.has_owner("a")
-    assert not queue.has_owner("b")
+    assert not queue.has_owner_ahead_of(text("new", 2**14, "a"))
+    assert not queue.has_owner_ahead_of(text("new", 2**14, "b"))

@@ -323,8 +323,9 @@ def test_long_arguments_are_refused_before_they_are_parsed(monkeypatch: pytest.M
     assert with_calls(long, "{a", long) == [json.loads(long), "{a", json.loads(long)]
     assert with_calls(long * 2, as_text=True) == [long * 2]
     monkeypatch.setattr(template_input.json, "loads", lambda text: pytest.fail("it is parsed"))
-    for texts in ([long, long[:-2] + "," * 90_000], [" " * 2**20 + "{}"], ["{}"] * 8192):
-        with pytest.raises(InvalidRequestError, match="beyond 1048576 characters") as caught:
+    assert with_calls("x" * 2**22) == ["x" * 2**22]
+    for texts in ([long] * 5, [" " * 2**21 + "{}"], ["{}"] * 8192):
+        with pytest.raises(InvalidRequestError, match="beyond 2097152 characters") as caught:
             with_calls(*texts)
         assert caught.value.param == "messages"
 
@@ -336,7 +337,7 @@ def test_long_arguments_are_refused_before_they_are_written(
     assert with_calls(values, values, as_text=True) == [json.dumps(values)] * 2
     monkeypatch.setattr(template_input.json, "dumps", lambda *a, **kw: pytest.fail("it is written"))
     for many in (["x" * 600_000] * 2, [10**4000] * 400, [1.5] * 40_000):
-        with pytest.raises(InvalidRequestError, match="arguments of tool_calls: beyond"):
+        with pytest.raises(InvalidRequestError, match="arguments of all tool calls: beyond"):
             with_calls({"a": many}, as_text=True)
 
 

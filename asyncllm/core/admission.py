@@ -180,8 +180,7 @@ class Admission:
             return f"{self.waiting_texts.num_bytes} bytes of long texts are queued", 1
         if shortage is None:
             return None
-        owner = group.members[0].owner
-        waits = any(queue.has_owner(owner) for queue in queues_ahead)
+        waits = any(queue.has_owner_ahead_of(group) for queue in queues_ahead)
         return None if not waits and self._fits_owner_share(group, num_tokens) else shortage
 
     def _admit(

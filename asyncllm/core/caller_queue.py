@@ -34,9 +34,9 @@ class CallerQueue:
     """Queue of request groups that wait for a place in the queue of one engine, or of any engine of
     an EngineGroup. Each owner (``Request.owner``) that has waiting groups gets a place in turn.
 
-    Groups whose texts find no room wait in a line of their own, so that groups without long texts
-    pass them. The first of that line comes back once there is room for its texts, and no group with
-    long texts passes it until then.
+    Groups whose texts find no room wait in a second line, and groups without long texts pass them.
+    Groups with long texts that come later join that line. Its first group returns to the queue once
+    its texts have room.
 
     Args:
         has_text_room: function that tells whether there is room for the texts of a group; called on
@@ -61,9 +61,12 @@ class CallerQueue:
         """Number of waiting groups that come before a new group."""
         return len(self._waiters if has_long_texts(group) else self._waiting_queue)
 
-    def has_owner(self, name: str | None) -> bool:
-        """Whether a group of this owner waits."""
-        return self._waiting_queue.has_owner(name) or self._text_queue.has_owner(name)
+    def has_owner_ahead_of(self, group: RequestGroup) -> bool:
+        """Whether a group of the same owner comes before a new group."""
+        owner = group.members[0].owner
+        return self._waiting_queue.has_owner(owner) or (
+            has_long_texts(group) and self._text_queue.has_owner(owner)
+        )
 
     def push(
         self, group: RequestGroup, try_reserve: Callable[[], Any], is_gone: Callable[[], bool]
@@ -113,7 +116,7 @@ class CallerQueue:
                 waiter, place, error = self._waiters[group], None, None
                 if self._has_left(group):
                     group.members = []
-                elif not self._has_text_room(group):
+                elif has_long_texts(group) and not self._has_text_room(group):
                     self._waiting_queue.discard(first)
                     self._text_queue.push(first)
                     continue
@@ -133,8 +136,7 @@ class CallerQueue:
                 waiter.place_future.set_exception(error)
 
     def _return_text_waiter(self) -> None:
-        """Move the first group that waits for room for its texts back to the others, if there is
-        room now."""
+        """Move the first group of the second line back to the queue if its texts have room."""
         first = self._text_queue.peek()
         if first is not None and (self._has_left(first.group) or self._has_text_room(first.group)):
             self._text_queue.admit(first)

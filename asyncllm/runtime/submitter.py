@@ -34,7 +34,7 @@ class RawPrompt:
     """A checked prompt that is not tokenised yet.
 
     Attributes:
-        value: text, messages, or token ids whose request lacks its token rules.
+        value: text or messages; or token ids, if the request's token rules are not made yet.
         prepare: ``prepare(request, max_characters)`` sets the request's prompt, on a worker thread;
             it returns False if the prompt has more characters.
     """
@@ -49,10 +49,10 @@ class Submission:
 
     Attributes:
         request: first member of its group.
-        call: what observers are told. A copy for a retry has the engine's copy of the prompt, so
-            that the caller's objects need not be kept.
+        call: operation and prompt for observers. A retry has the engine's copy of the prompt, so
+            that the caller's objects can be freed.
         num_tokens: tokens of the prompt, or an estimate for a RawPrompt.
-        num_characters: characters of the RawPrompt.
+        num_characters: characters for the worker thread: the prompt's and those of ``bad_words``.
         parser: parser of a conversation's answer; None for a plain prompt.
         text_hashes: hashes of the beginning of a RawPrompt in an EngineGroup.
         observers: observers of this request, beside those of its engine.

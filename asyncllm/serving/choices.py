@@ -34,8 +34,8 @@ MAX_MERGED_DELTAS = 1024
 """Maximum number of ready deltas that are merged into one write."""
 
 MAX_FULL_ANSWER_LOGPROBS_BYTES = 3 << 24
-"""Maximum number of JSON bytes of a whole answer with log-probabilities. While it is written and
-sent, it takes twice as much memory."""
+"""Maximum number of JSON bytes of a whole answer with log-probabilities. While it is joined and
+sent, two copies are in memory."""
 
 _BYTES_PER_OUTPUT = 256
 """Estimated time to submit one output, expressed as the bytes of JSON that are parsed in that time.
@@ -129,12 +129,11 @@ async def _send_full_answer(
 
 
 def _check_answer_size(num_bytes: int) -> None:
-    """Raise ProtocolError for too many bytes of log-probabilities."""
+    """Raise ProtocolError for a whole answer that is too long."""
     if num_bytes > MAX_FULL_ANSWER_LOGPROBS_BYTES:
         raise ProtocolError(
-            f"logprobs: take {num_bytes} bytes in the answer, expected at most "
-            f'{MAX_FULL_ANSWER_LOGPROBS_BYTES} in a whole one: "stream": true, or fewer outputs or '
-            "log-probabilities",
+            f"logprobs: the answer takes more than {MAX_FULL_ANSWER_LOGPROBS_BYTES} bytes, "
+            'expected "stream": true, or fewer outputs or log-probabilities',
             code="answer_too_large",
             param="logprobs",
         )
@@ -149,8 +148,8 @@ async def _send_chunks(
 ) -> None:
     """Send the chunks of all streams as they arrive. The first error of a stream ends them all."""
 
-    # Of the streams' long chunks, one at a time is made and sent: the others' log-probabilities
-    # wait in packed form, which takes a fraction of the memory of their JSON.
+    # Make and send one long chunk at a time. Until then the log-probabilities of the other streams
+    # stay packed, which takes a fraction of the memory of JSON.
     long_chunk_lock = anyio.Lock()
 
     async def send_deltas(
@@ -161,14 +160,14 @@ async def _send_chunks(
         is_long = sum(sizes) >= MIN_WORKER_JSON_BYTES
         data = b""
 
-        def append_chunks(delta: Delta) -> bytes:
+        def append_chunks(data: bytes, delta: Delta) -> bytes:
             return data + writer.chunks(delta, first_choice_index, stream).encode()
 
         async with long_chunk_lock if is_long else nullcontext():
-            if exchange.is_client_gone:
-                raise ClientGoneError
             for delta, num_bytes in zip(deltas, sizes, strict=True):
-                append = partial(append_chunks, delta)
+                if exchange.is_client_gone:
+                    raise ClientGoneError
+                append = partial(append_chunks, data, delta)
                 async with (
                     server_context.claimed_chunk(append, len, num_bytes)
                     if is_long

@@ -26,7 +26,7 @@ class ChoicesWriter:
     Class attributes:
         ID_PREFIX: prefix of the answer's id.
         OBJECT_TYPE, CHUNK_OBJECT_TYPE: field ``object`` of a whole answer, and of a streamed chunk.
-        BYTES_PER_LOGPROB: JSON bytes of one token's log-probability, about.
+        BYTES_PER_LOGPROB: approximate number of JSON bytes of one log-probability.
 
     Args:
         model: the client's name for the model.
@@ -57,8 +57,8 @@ class ChoicesWriter:
         )
 
     def full_answer(self, completions: Sequence[Completion]) -> Iterator[bytes]:
-        """JSON of a whole answer in parts, which are made one at a time: what a choice is made of
-        takes several times the memory of its JSON."""
+        """Make the JSON of a whole answer in parts. Each choice is made when its part is read,
+        because its objects take several times the memory of the JSON."""
         separator = b'%b,"choices":[' % to_json(self._fields)[:-1]
         for i, completion in enumerate(completions):
             for output in completion.outputs:

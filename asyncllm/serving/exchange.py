@@ -52,7 +52,7 @@ class Exchange:
         owner: owner of the responses that the client creates, a digest of its token; empty if no
             token is required.
         has_begun_answer: whether the answer has begun.
-        is_client_gone: whether ``wait_for_disconnect`` has ended.
+        is_client_gone: whether the client was seen to close its connection.
     """
 
     def __init__(

@@ -257,7 +257,7 @@ class _AnswerSender:
         if body and not cycle.disconnected:
             self.write(b"%x\r\n%b\r\n" % (len(body), body))
             if len(body) >= MAX_BYTES_PER_PARSE_TURN:
-                # After a long event too: the application then releases the memory it claimed.
+                # Wait after a long event too: the application then frees its memory.
                 await self._drain()
 
     async def _drain(self) -> None:

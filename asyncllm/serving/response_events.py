@@ -70,8 +70,7 @@ class ResponseEvents:
 
     @property
     def num_logprobs_bytes(self) -> int:
-        """Number of JSON bytes of the message's log-probabilities; approximate for those that no
-        event contains yet."""
+        """JSON bytes of the message's log-probabilities; an estimate for those not sent yet."""
         unsent = num_logprobs_bytes(self._unsent_logprobs, BYTES_PER_ENTRY)
         return self._num_written_logprobs_bytes + unsent
 
@@ -201,7 +200,7 @@ class ResponseEvents:
         self._message_item.logprobs += logprobs
         logprobs_json = self._encode_logprobs(logprobs)
         if logprobs:
-            self._num_written_logprobs_bytes += len(logprobs_json)
+            self._num_written_logprobs_bytes += len(logprobs_json.encode())
         yield self._text_event(text, logprobs_json)
 
     def _text_event(self, text: str, logprobs: str) -> ResponseEvent:

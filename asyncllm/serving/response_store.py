@@ -71,8 +71,7 @@ class ResponseStore:
         max_responses: maximum number of responses; 0 stores none.
         max_bytes: maximum number of bytes of all responses and conversations; the oldest are
             dropped.
-        shared_bytes: bound that other stores share; the caller of ``clear`` returns this store's
-            part.
+        shared_bytes: bound shared with other stores. Call ``clear`` before the store is dropped.
     """
 
     def __init__(

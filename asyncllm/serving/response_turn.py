@@ -180,4 +180,5 @@ class ResponseTurn:
 
 
 def _count_bytes(events: Iterable[ResponseEvent]) -> int:
-    return sum(len(data) for _, data in events)
+    """Memory of the events. In a ``str``, one emoji makes every character take four bytes."""
+    return sum(sys.getsizeof(data) for _, data in events)

@@ -72,8 +72,8 @@ class ServingContext:
         logprobs_budget: budget for long events with log-probabilities, until clients have read
             them.
         unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
-        large_chunk_lock: lock of the answer whose large chunk is made, until memory is reserved
-            for it.
+        large_chunk_lock: held by the one answer that makes a large chunk, until memory is reserved
+            for the chunk.
     """
 
     engine: AsyncLLMEngine
@@ -143,9 +143,8 @@ class ServingContext:
     async def claimed_chunk(
         self, make_chunk: Callable[[], T], measure: Callable[[T], int], num_bytes: int
     ) -> AsyncIterator[T]:
-        """Context manager that makes a chunk, and reserves memory for it as
-        ``claimed_logprobs_bytes`` does. How long a chunk is shows once it is made, so of all
-        answers one at a time makes a large one.
+        """Context manager that makes a chunk and reserves memory for it. A chunk's length is known
+        only once it is made, so only one large chunk at a time is made and waits for memory.
 
         Args:
             measure: function that returns a chunk's number of bytes.

@@ -13,8 +13,8 @@ from asyncllm.outputs import TokenLogprobs
 from asyncllm.serving.answers import TokenLogprob, TopLogprob
 
 BYTES_PER_ENTRY, LEGACY_BYTES_PER_ENTRY = 75, 32
-"""JSON bytes of one token's log-probability, with tokens of some four bytes: by LogprobFormatter,
-and by LegacyLogprobFormatter. Long tokens take several times as many."""
+"""Approximate JSON bytes of one log-probability, as LogprobFormatter and as LegacyLogprobFormatter
+write it, for a token of four bytes. Long tokens take several times as many."""
 
 LOWEST_LOGPROB = -1e9
 """JSON value for minus infinity, the log-probability of a token that cannot be sampled."""

@@ -19,22 +19,22 @@ _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return
 _MAX_NESTING_DEPTH = 100
 _MAX_VALUES = 100_000
 _MAX_CONTAINERS = 2**15
-"""Maximum number of dicts and lists of a conversation. Copying one takes half a microsecond, and
-Python's garbage collection a microsecond more, while an event loop waits."""
+"""Maximum number of dicts and lists of a conversation. Each takes half a microsecond to copy and
+one microsecond of garbage collection, on the caller's thread."""
 
-_MAX_ARGUMENT_CHARACTERS = 2**20
-"""Maximum number of characters of all arguments of tool calls that are converted. Each call counts
-as _CHARACTERS_PER_CALL more. They are converted while an event loop waits."""
+_MAX_PARSED_CHARACTERS = 2**21
+"""Maximum number of characters of all arguments of tool calls that are parsed, on the caller's
+thread. Each text counts _CHARACTERS_PER_CALL more."""
 
-_CHARACTERS_PER_CALL = 128
-"""Number of characters that are parsed in the time that each text takes by itself."""
+_CHARACTERS_PER_CALL = 256
+"""Fixed cost of parsing one text, as the number of characters parsed in the same time."""
 
-_MAX_WRITTEN_VALUES = 2**15
-"""Maximum number of values of all arguments of tool calls that are written as JSON text. A float
-takes half a microsecond."""
+_MAX_WRITTEN_VALUES, _MAX_WRITTEN_CHARACTERS = 2**15, 2**20
+"""Maximum number of values and characters in arguments that are written as JSON text, on the
+caller's thread. A float takes half a microsecond, a digit of a long integer 50 nanoseconds."""
 
-_ARGUMENTS_LOCATION = "messages: arguments of tool_calls"
-"""Location, for errors, of arguments that are checked together."""
+_ARGUMENTS_LOCATION = "messages: arguments of all tool calls"
+"""Location in errors about the arguments of all tool calls together."""
 
 _BYTES_PER_VALUE = 80
 """Estimated bytes of each key, value and container of a conversation, in addition to strings."""
@@ -64,8 +64,8 @@ class TemplateInput:
             - ``add_generation_prompt``: True by default.
             - ``chat_template``: name of one of the model's templates, or the source of another.
         arguments_as_text: pass the arguments of tool calls to the template as JSON text.
-        tools_copier: copier that made ``tools``, a list of dicts, which are not copied again. The
-            limits hold for all that it copies.
+        tools_copier: copier that made ``tools``, which are then not copied again. Its limits hold
+            for tools and messages together.
 
     Raises:
         InvalidRequestError: ``param`` is "messages", "tools", "chat_template" or
@@ -267,14 +267,14 @@ def _join_content(content: Any, location: str) -> str:
 def _write_arguments(
     functions: list[tuple[str, dict[str, Any]]], copier: TemplateInputCopier
 ) -> None:
-    """Replace the ``arguments`` of functions by JSON text.
+    """Write ``arguments`` that are a dict as JSON text.
 
     Args:
         functions: functions of copied tool calls, each after its location.
     """
     functions = [one for one in functions if isinstance(one[1].get("arguments"), dict)]
-    # Few large copies are made in a fraction of the time of many.
-    counter = JsonCopier(_MAX_WRITTEN_VALUES, _MAX_ARGUMENT_CHARACTERS, _MAX_NESTING_DEPTH)
+    # Check the limits by a copy that is not kept, because ``json.dumps`` has none.
+    counter = JsonCopier(_MAX_WRITTEN_VALUES, _MAX_WRITTEN_CHARACTERS, _MAX_NESTING_DEPTH)
     all_arguments = [function["arguments"] for _, function in functions]
     copier.copy_or_raise(lambda: counter.copy_items(all_arguments), _ARGUMENTS_LOCATION, "messages")
     texts: list[str] = []
@@ -290,24 +290,25 @@ def _write_arguments(
 def _parse_arguments(
     functions: list[tuple[str, dict[str, Any]]], copier: TemplateInputCopier
 ) -> None:
-    """Replace the ``arguments`` of functions by a dict where they are its JSON text.
+    """Parse ``arguments`` that are the JSON text of a dict.
 
     Args:
         functions: functions of copied tool calls, each after its location.
     """
-    num_characters_left, with_json = _MAX_ARGUMENT_CHARACTERS, []
+    num_characters_left, with_json = _MAX_PARSED_CHARACTERS, []
     for location, function in functions:
         arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            num_characters_left -= _CHARACTERS_PER_CALL + len(arguments)
-            if num_characters_left < 0:
-                raise InvalidRequestError(
-                    f"{location}: beyond {_MAX_ARGUMENT_CHARACTERS} characters of arguments, where "
-                    f"each call counts {_CHARACTERS_PER_CALL} more",
-                    param="messages",
-                )
-            if arguments.lstrip().startswith("{"):
-                with_json.append(function)
+        if not isinstance(arguments, str) or arguments[:1] not in "{ \t\r\n":
+            continue
+        num_characters_left -= _CHARACTERS_PER_CALL + len(arguments)
+        if num_characters_left < 0:
+            raise InvalidRequestError(
+                f"{location}: beyond {_MAX_PARSED_CHARACTERS} characters of arguments, where "
+                f"each call counts {_CHARACTERS_PER_CALL} more",
+                param="messages",
+            )
+        if arguments.lstrip().startswith("{"):
+            with_json.append(function)
     _check_num_values([one["arguments"] for one in with_json], copier.num_values_left)
     parsed = [(one, _parse_json(one["arguments"])) for one in with_json]
     parsed = [(one, value) for one, value in parsed if isinstance(value, dict)]

@@ -117,8 +117,8 @@ class ChatSyntax:
     def schemas_to_parse(
         self, tools: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Mapping[str, Any]]:
-        """Parts of the schemas that ``make_call_reader`` needs as long as an answer is read: the
-        names of the tools, and the types of their parameters unless calls are JSON."""
+        """Keep the parts of the schemas that ``make_call_reader`` reads: the tools' names, and the
+        types of their parameters for calls that are not JSON."""
         if self.json_syntax is None:
             return keep_parameter_types(tools)
         return {name: {} for name in tools}

@@ -108,7 +108,7 @@ _NAMED_JSON_CALLS_FIELD = {"repeats": True, "content": "json", "transform": _NAM
 # In Harmony, a message has a header, with its channel and recipient, and a body.
 _HARMONY_START_PATTERN = r"(?:<\|start\|>assistant)?"
 _HARMONY_RECIPIENT_PATTERN = r" ?to=functions\.(?P<name>[\w.-]+)"
-# White space is one run between two texts: of adjacent runs, each split would be tried.
+# No two repeats of white space are adjacent: a backtracking search would try every split of them.
 _HARMONY_CONSTRAINT_PATTERN = r"\s*(?:<\|constrain\|>\s*)?(?:json\s*)?<\|message\|>"
 _HARMONY_CALL_PATTERN = (
     rf"{_HARMONY_START_PATTERN}<\|channel\|>(?:commentary|analysis)"
@@ -238,7 +238,7 @@ TOOL_CALL_FAMILIES: Mapping[str, ToolCallFamily] = {
     "llama3_json": ToolCallFamily(
         calls_field={
             "open_pattern": (
-                # The length is bounded, because a delimiter's is and does not include the quote.
+                # White space is bounded, so that a whole delimiter fits MAX_DELIMITER_CHARACTERS.
                 r'(?:;\s{0,64})?(?:<\|python_tag\|>\s{0,64})?(?=\{\s{0,64}")'
             ),
             "repeats": True,

@@ -18,8 +18,8 @@ from asyncllm.tool_calls.function_schema import function_schema, is_pydantic_mod
 MAX_TOOLS = 1024
 
 _MAX_REFERENCE_PARTS = 2**13
-"""Maximum number of parts of all different ``$ref`` of the tools; ``#/$defs/x`` has two. They are
-followed while an event loop waits."""
+"""Maximum number of parts of all different ``$ref`` in a call's tools; ``#/$defs/x`` has two. Each
+is followed on the caller's thread."""
 
 _TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ACCEPTED_TOOLS_TEXT = "OpenAI's dicts, Python functions or Pydantic models"
@@ -33,8 +33,8 @@ class ToolUse:
         schemas: one ``{"type": "function", "function": {...}}`` per tool, as chat templates expect.
         choice: "auto", "required", or ``{"name": …}`` for one tool.
         parallel: whether an answer may have several calls.
-        copier: copier that made ``schemas``, for the rest of the conversation: one limit holds for
-            both.
+        copier: copier that made ``schemas``. It copies the messages too, so that its limits hold
+            for both.
     """
 
     schemas: tuple[dict[str, Any], ...]
@@ -60,7 +60,10 @@ class ToolUse:
         copier = TemplateInputCopier()
         copied = copier.copy_items(items, "tools", "tools")
         schemas = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(copied))
-        copier.texts += ("type", "function")  # A schema may have these where its tool has not.
+        copier.texts += (
+            "type",
+            "function",
+        )  # ``_parse_tool`` adds these words to tools without them.
         _check_references(schemas)
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
@@ -150,12 +153,11 @@ def _check_parameters(schema: Any, location: str) -> None:
 
 
 def _check_references(schemas: Collection[dict[str, Any]]) -> None:
+    """Check that each ``$ref`` of the tools leads to a schema of the same tool."""
     num_parts = 0
     for i, schema in enumerate(schemas):
-        parameters, location = (
-            schema["function"].get("parameters", {}),
-            f"tools[{i}].function.parameters",
-        )
+        location = f"tools[{i}].function.parameters"
+        parameters = schema["function"].get("parameters", {})
         checked_pointers: set[str] = set()
         for value in walk_dicts(parameters):
             if "$ref" in value:

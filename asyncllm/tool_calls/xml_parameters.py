@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 PARAMETER_PATTERN = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-"""Pattern of one parameter, by which a response template names this syntax."""
+"""Pattern of one parameter. Calls of a response template with this pattern are parsed here."""
 
 MAX_TYPED_NAME_CHARACTERS = 1_048_576
-"""Maximum number of characters of all parameters' names whose types are kept for one answer. The
-arguments of further parameters stay texts."""
+"""Maximum total length of the parameter names that are kept for one answer. Arguments of other
+parameters stay text."""
 
 _OPENING, _CLOSING = "<parameter=", "</parameter>"
 _NAME_END_PATTERN = re.compile(r"[>\n]")
 
 
 def parse_parameters(text: str) -> dict[str, str]:
-    """The values of the parameters in ``text``, by name."""
+    """Read the parameters in a text; returns their values by name."""
     values: dict[str, str] = {}
     position = 0
     while (opening := text.find(_OPENING, position)) >= 0:
@@ -47,7 +47,7 @@ def parse_parameters(text: str) -> dict[str, str]:
 def keep_parameter_types(
     schemas: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    """Copy of tools' schemas without anything but the types to which arguments are converted."""
+    """Copy only the parameter types of tools' schemas."""
     num_characters_left = MAX_TYPED_NAME_CHARACTERS
     kept: dict[str, dict[str, Any]] = {}
     lists: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -63,7 +63,7 @@ def keep_parameter_types(
 
 
 def convert_arguments(values: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert texts to the types that a tool's schema has for them; others stay texts."""
+    """Convert each text to a type in the tool's schema; a text that fits none stays text."""
     properties = schema.get("properties", {})
     return {
         name: _convert(value, _types(properties[name])) if name in properties else value
@@ -133,7 +133,7 @@ _CONVERTERS: Mapping[str, Callable[[str], Any]] = {
 
 
 def _convert(text: str, types: list[str]) -> Any:
-    """Convert ``text`` to the first of ``types`` that it is a value of; else return it."""
+    """Convert ``text`` to the first type that accepts it; else return it unchanged."""
     for name in types:
         try:
             return _CONVERTERS[name](text)

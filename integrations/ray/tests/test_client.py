@@ -231,13 +231,14 @@ async def test_a_full_queue_says_when_to_retry(client: Client, handle: Any) -> N
     streams = [client.stream(PROMPT, on_slow="pause", **ENDLESS) for _ in range(32)]
     reads = [asyncio.ensure_future(anext(one)) for one in streams]
     refused: list[EngineOverloadedError] = []
-    for read in asyncio.as_completed(reads):
-        try:
-            await read
-        except EngineOverloadedError as error:
-            refused.append(error)
-        if len(refused) == 8:
-            break
+    async with asyncio.timeout(60):
+        for read in asyncio.as_completed(reads):
+            try:
+                await read
+            except EngineOverloadedError as error:
+                refused.append(error)
+            if len(refused) == 8:
+                break
     assert all(error.retry_after > 0 for error in refused)
     for stream, one in zip(streams, reads, strict=True):
         one.cancel()
