@@ -316,7 +316,7 @@ def test_a_caller_that_has_left_the_line_gets_no_place(clock):
 
 
 def text(request_id, num_bytes, owner=None):
-    """A group of one whose prompt has so many bytes."""
+    """A group of one request, whose prompt has ``num_bytes``."""
     group = request(request_id, owner)
     group.num_text_bytes = num_bytes
     return group

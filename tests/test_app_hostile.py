@@ -622,7 +622,7 @@ async def test_parts_of_small_bodies_hold_no_other_up():
 
 
 async def test_a_body_that_waits_for_memory_is_held_once():
-    """The ASGI message it came in, which holds its bytes too, is gone by then."""
+    """The ASGI message of the body, which holds the bytes too, is freed before."""
 
     class Message(dict):
         """A message with weak references."""
@@ -821,7 +821,7 @@ async def test_of_an_answer_that_nothing_reads_one_long_chunk_is_made(num_chunks
 
 
 async def test_large_chunks_wait_for_memory(num_chunks):
-    """Of all answers one has made its chunk meanwhile; short ones wait for nothing."""
+    """Only one answer has made its large chunk; short chunks do not wait."""
     long, short = (LONG_CHUNKS | {"prompt": [5] * count} for count in (250, 50))
     async with served_app(AsyncLLMEngine(num_blocks=256)) as server, asyncio.timeout(30):
         budget = server._server.config.app._server_context.logprobs_budget = ByteBudget(1000)
@@ -873,7 +873,7 @@ async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
 
 @pytest.mark.parametrize("is_socket", [False, True])
 async def test_long_events_of_a_response_wait_for_memory(monkeypatch, is_socket):
-    """Those of its deltas too, whose tokens are merged while a client does not read."""
+    """Deltas that were merged while the client did not read count too."""
     monkeypatch.setattr(serving_module, "MIN_LARGE_JSON_BYTES", 1)
     monkeypatch.setattr(response_turn, "MIN_WORKER_JSON_BYTES", 1)
     fields = {"input": "1", "max_output_tokens": 9, "ignore_eos": True, "top_logprobs": 3}

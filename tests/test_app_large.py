@@ -296,7 +296,7 @@ async def test_many_log_probabilities_are_written_on_the_thread(threads_of):
     ],
 )
 async def test_a_whole_answer_is_written_in_twice_its_memory(writer_type, path, fields):
-    """Its entries as Python objects would take six times the memory of their JSON."""
+    """As Python objects, the log-probabilities would take six times the memory of their JSON."""
     numbers = [number for i in range(20) for number in (32 + i, -1 / (3 + i))]
     entry = TokenLogprobs._from_packed(struct.pack("=iif" + 20 * "if", 32, 1, -1 / 3, *numbers))
     outputs = tuple(

@@ -234,7 +234,7 @@ async def test_the_store_is_bounded():
 
 
 async def test_stores_share_a_bound():
-    """The oldest responses of all make room, and those of a store that is cleared."""
+    """The oldest responses of all stores are dropped first; a cleared store frees its bytes."""
     response = StoredResponse(Conversation((), 1000), b"")
     shared = SharedResponseBytes(5 * (1000 + sys.getsizeof(b"")))
     one, other = (ResponseStore(3, 10_000, shared) for _ in range(2))

@@ -192,7 +192,7 @@ async def test_a_long_text_goes_where_its_beginning_was():
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """The texts that groups hash to place a prompt, and what they made of them."""
+    """The texts that groups hash to place a prompt, and their hashes."""
     calls = []
 
     def record(text, salt):

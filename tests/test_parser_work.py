@@ -165,7 +165,7 @@ def test_cuts_beside_long_white_space_change_nothing(family: str, reasoning: str
 
 @pytest.mark.parametrize(("family", "reasoning"), SYNTAX_PAIRS)
 def test_search_steps_are_linear_in_the_text(family: str, reasoning: str) -> None:
-    """The patterns' own backtracking."""
+    """Count the steps of the patterns' backtracking."""
     tool, thoughts = TOOL_CALL_FAMILIES[family], REASONING_FAMILIES[reasoning]
     delimiters: list[Any] = [tool.ignored_pattern, thoughts.ignored_pattern]
     for field, side in itertools.product(

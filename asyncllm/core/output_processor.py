@@ -178,7 +178,7 @@ class OutputProcessor:
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
         group.members = []
-        if not isinstance(error, EngineDeadError):  # Another engine may take it over.
+        if not isinstance(error, EngineDeadError):  # Another engine may take over the prompt.
             group.raw_prompt = None
 
     def _propose_stream_end(
