@@ -153,6 +153,23 @@ def test_many_owners_hold_twice_the_limits_together(clock):
     assert (queued[:3], sum(queued)) == ([10, 5, 4], 20)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_a_group_larger_than_a_share_holds_nobody_up(clock, num_tokens):
+    """Five owners keep the queue full, each with its share, so it never has room for the group."""
+    admission = Admission(12, 1000, clock)
+    for owner in "abcde" * 2:
+        admission.reserve(request(f"{owner}{admission.num_requests}", owner), 50)
+    large = RequestGroup("large")
+    for _ in range(4):
+        Request(large, SamplingParams(), token_ids=[1], max_model_len=10, owner="x")
+    places = [admission.reserve_or_wait(large, num_tokens, lambda: False)]
+    places += [
+        admission.reserve_or_wait(request(f"later{i}", "y"), 1, lambda: False) for i in range(2)
+    ]
+    assert places == [None, None, None]
+    assert len(admission.queued_requests) == 16
+
+
 def test_owner_past_its_share_waits_and_others_pass(clock):
     admission = Admission(4, 1000, clock)
     first = fill(admission, "a")

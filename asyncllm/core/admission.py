@@ -229,21 +229,23 @@ class Admission:
             del self._queued_counts_by_owner[owner]
 
     def _fits_owner_share(self, group: RequestGroup, num_tokens: int) -> bool:
-        """Whether a full queue may still take a group, because its owner holds less than its share.
-        The queue may then grow to twice its limits. False if no other owner uses the queue."""
+        """Whether a full queue may still take a group, because its owner holds less than its share,
+        or nothing: a group larger than a share would else hold up all that wait behind it. The
+        queue may then grow to twice its limits. False if no other owner uses the queue."""
         owner, num_requests = group.members[0].owner, len(group.members)
+        num_tokens *= num_requests
         num_owners = len(self._queued_counts_by_owner) + (owner not in self._queued_counts_by_owner)
+        counted_tokens = min(num_tokens, self.max_queued_tokens)
         if (
             num_owners == 1
             or len(self.queued_requests) + num_requests > 2 * self.max_queued_requests
-            or self.num_queued_tokens + num_requests * num_tokens > 2 * self.max_queued_tokens
+            or self.num_queued_tokens + counted_tokens > 2 * self.max_queued_tokens
         ):
             return False
         num_queued, num_queued_tokens = self._queued_counts_by_owner.get(owner, (0, 0))
-        return num_queued + num_requests <= math.ceil(self.max_queued_requests / num_owners) and (
-            not num_queued
-            or num_queued_tokens + num_requests * num_tokens
-            <= math.ceil(self.max_queued_tokens / num_owners)
+        return not num_queued or (
+            num_queued + num_requests <= math.ceil(self.max_queued_requests / num_owners)
+            and num_queued_tokens + num_tokens <= math.ceil(self.max_queued_tokens / num_owners)
         )
 
     def _check_room(self, num_requests: int, num_tokens: int) -> tuple[str, int] | None:
