@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 
 from asyncllm.errors import EngineClosedError
+from asyncllm.runtime import worker_thread
 from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, TokenizerThreads, WorkerThread
 from asyncllm.testing import fake_engine
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
@@ -31,7 +33,10 @@ def blocked(thread: WorkerThread) -> Callable[[], None]:
     return go.set
 
 
-def test_one_job_at_a_time_and_smaller_ones_first():
+def test_one_job_at_a_time_and_smaller_ones_overtake(monkeypatch):
+    clock = SimpleNamespace(now=0.0, perf_counter=time.perf_counter)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(worker_thread, "time", clock)
     thread, told, idents = WorkerThread("w"), [], set()
     go = blocked(thread)
 
@@ -42,9 +47,11 @@ def test_one_job_at_a_time_and_smaller_ones_first():
 
     sizes = {"large": 9, "small": 1, "medium": 5, "small too": 1}
     futures = [thread.submit(lambda name=name: job(name), size) for name, size in sizes.items()]
+    clock.now = 9 / worker_thread.LARGE_JOB_DELAY_PER_SECOND
+    futures.append(thread.submit(lambda: job("late")))
     go()
-    assert [future.result(10) for future in futures] == list(sizes)
-    assert told == ["small", "small too", "medium", "large"]
+    assert [future.result(10) for future in futures] == [*sizes, "late"]
+    assert told == ["small", "small too", "medium", "large", "late"]
     assert len(idents) == 1
     assert threading.get_ident() not in idents
 

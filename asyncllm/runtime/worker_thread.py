@@ -26,6 +26,10 @@ T = TypeVar("T")
 COOLDOWN_TO_JOB_RATIO = 2
 """Pause after a job, as a multiple of the job's duration."""
 
+LARGE_JOB_DELAY_PER_SECOND = 2**20
+"""A job of this size is queued as if it had arrived one second later, and other jobs in proportion
+to their size. So small jobs overtake a large one that arrived shortly before them."""
+
 POLL_SECONDS = 0.02
 """Maximum seconds between two checks whether a cooldown is still needed."""
 
@@ -66,8 +70,8 @@ class WorkerThread:
     """Runs jobs on a daemon thread that lives only while there are jobs.
 
     It runs one job at a time, so that many jobs take no more memory and no more cores than one.
-    Smaller jobs go first, and jobs of equal size in order of arrival: a waiting large job delays
-    only other large jobs.
+    Jobs of equal size go in order of arrival. A smaller job overtakes only larger ones that arrived
+    shortly before it, so no job starves.
 
     Args:
         name: the thread's name.
@@ -79,7 +83,7 @@ class WorkerThread:
         self._cooldown = cooldown
         self._lock = threading.Lock()
         self._job_numbers = itertools.count()
-        self._jobs: list[tuple[int, int, Callable[[], Any], Future[Any]]] = []
+        self._jobs: list[tuple[float, int, Callable[[], Any], Future[Any]]] = []
         self._thread: threading.Thread | None = None
         self._close_event = threading.Event()
 
@@ -87,7 +91,7 @@ class WorkerThread:
         """Queue a job. Any thread may call this method.
 
         Args:
-            job_size: amount of work; smaller jobs run first.
+            job_size: amount of work, in bytes or characters.
 
         Raises:
             RequestError: if no thread can be started; a later job may succeed.
@@ -104,7 +108,8 @@ class WorkerThread:
                         f"({describe_error(error)})"
                     ) from error
                 self._thread = thread
-            heappush(self._jobs, (job_size, next(self._job_numbers), job, future))
+            rank = time.monotonic() + job_size / LARGE_JOB_DELAY_PER_SECOND
+            heappush(self._jobs, (rank, next(self._job_numbers), job, future))
         return future
 
     async def call(self, job: Callable[[], T], job_size: int = 0) -> T:
@@ -193,8 +198,9 @@ class TokenizerThreads:
             self.long_thread.submit(partial(job, None))
 
     async def call(self, job: Callable[[int | None], T | None], num_characters: int) -> T | None:
-        """Run a job on the same threads as ``submit``, and return its result. Of the waiting jobs,
-        the shortest runs first. A job returns None if its text is longer than the maximum."""
+        """Run a job on the same threads as ``submit``, and return its result. Short texts overtake
+        long ones that arrived shortly before. A job returns None if its text is longer than the
+        maximum."""
         result = None
         if num_characters < LONG_TEXT_CHARACTERS:
             result = await self._short_thread.call(
