@@ -10,10 +10,11 @@ from typing import Any, NoReturn, TypeAlias
 SCALAR_TYPES = frozenset({str, bool, int, float, NoneType})
 
 _COPIED_TYPES = frozenset({dict, list})
-"""Types of containers that are copied. Other containers are first converted to one of them."""
+"""Types whose objects are copied with their own ``copy`` method. Tuples and other containers are
+first converted to one of these types."""
 
 _Level: TypeAlias = tuple[list[dict[Any, Any]], list[list[Any]]]
-"""The dicts and the lists of one depth."""
+"""All dicts and all lists at one nesting depth."""
 
 
 class NotJsonError(Exception):

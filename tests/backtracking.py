@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+# The parser of patterns has no public name.
 _PARSER: Any = re._parser  # type: ignore[attr-defined]
 _GROUPS = ("BRANCH", "SUBPATTERN", "ASSERT", "MAX_REPEAT")
 

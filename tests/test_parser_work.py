@@ -91,6 +91,7 @@ class CountedText(str):
 
     num_characters = 0
 
+    # The parsers call ``find`` with two arguments at most; ``str.find`` also takes an end.
     def find(self, text: str, position: int = 0) -> int:  # type: ignore[override]
         found = str.find(self, text, position)
         CountedText.num_characters += (len(self) if found < 0 else found) - position

@@ -231,7 +231,7 @@ _MIN_STEP_WAIT_SECONDS = 0.001
 
 _GIL_YIELD_SECONDS = 0.00005
 """Seconds that the mask thread sleeps before each mask, so that the engine thread can acquire the
-GIL. With ``sleep(0)`` it often could not."""
+GIL. With ``sleep(0)`` the mask thread often got the GIL back first."""
 
 _SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""

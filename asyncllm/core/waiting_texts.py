@@ -38,7 +38,8 @@ class WaitingTexts:
         )
 
     def add(self, group: RequestGroup) -> None:
-        """Count a group, if its texts are long. Its ``param_bytes`` must not change afterwards."""
+        """Add a group's texts to the total, if they are long. Its ``param_bytes`` must not change
+        afterwards."""
         if not has_long_texts(group):
             return
         self._prompt_bytes[group] = num_bytes = _num_prompt_bytes(group)
@@ -48,13 +49,13 @@ class WaitingTexts:
             self._num_groups_by_param_id[param_id] = num_groups + 1
 
     def remove_prompt(self, group: RequestGroup) -> None:
-        """Stop counting the text of a group's prompt, once it is tokenised."""
+        """Subtract the text of a group's prompt. Call this once the prompt is tokenised."""
         if group in self._prompt_bytes:
             self.num_bytes -= self._prompt_bytes[group]
             self._prompt_bytes[group] = 0
 
     def remove(self, group: RequestGroup) -> None:
-        """Stop counting a group. Idempotent."""
+        """Subtract a group's texts from the total; does nothing for a group that is not in it."""
         num_prompt_bytes = self._prompt_bytes.pop(group, None)
         if num_prompt_bytes is None:
             return
@@ -72,7 +73,7 @@ class WaitingTexts:
 
 
 def has_long_texts(group: RequestGroup) -> bool:
-    """Whether a group's texts are long enough to count."""
+    """Whether a group's texts have at least MIN_LONG_TEXT_BYTES."""
     num_bytes = group.num_text_bytes
     if group.param_bytes:
         num_bytes += sum(group.param_bytes.values())

@@ -41,7 +41,7 @@ class StoredResponse:
 
 
 class SharedResponseBytes:
-    """Bound on the bytes of several stores together; the oldest responses of all are dropped.
+    """Bound on the total bytes of several ResponseStores. The oldest responses are dropped.
 
     Args:
         max_bytes: maximum number of bytes of all responses and conversations.

@@ -35,7 +35,7 @@ MIN_LARGE_JSON_BYTES = 1 << 16
 """JSON of at least this many bytes counts in ``large_body_budget`` and ``answer_budget``."""
 
 MAX_UNSTORED_RESPONSES_BYTES = 1 << 26
-"""Maximum total bytes of the responses with ``store=false`` that can be continued."""
+"""Maximum bytes of all responses with ``store=false`` that WebSockets keep for continuation."""
 
 COPIES_OF_LOGPROBS = 3
 """Number of copies of log-probabilities in memory while their events are sent: their JSON, the

@@ -23,18 +23,19 @@ _MAX_CONTAINERS = 2**15
 one microsecond of garbage collection, on the caller's thread."""
 
 _MAX_PARSED_CHARACTERS = 2**21
-"""Maximum number of characters of all arguments of tool calls that are parsed, on the caller's
-thread. Each text counts _CHARACTERS_PER_CALL more."""
+"""Maximum number of characters of the JSON texts in a conversation's tool calls, plus
+_CHARACTERS_PER_CALL for each text. They are parsed on the caller's thread."""
 
 _CHARACTERS_PER_CALL = 256
-"""Fixed cost of parsing one text, as the number of characters parsed in the same time."""
+"""Number of characters added for each parsed text. Starting a parse takes as long as parsing this
+many characters."""
 
 _MAX_WRITTEN_VALUES, _MAX_WRITTEN_CHARACTERS = 2**15, 2**20
-"""Maximum number of values and characters in arguments that are written as JSON text, on the
-caller's thread. A float takes half a microsecond, a digit of a long integer 50 nanoseconds."""
+"""Maximum number of values, and of characters, of the dicts in a conversation's tool calls that are
+written as JSON text. They are written on the caller's thread: a float takes half a microsecond."""
 
 _ARGUMENTS_LOCATION = "messages: arguments of all tool calls"
-"""Location in errors about the arguments of all tool calls together."""
+"""Beginning of an error message about the arguments of all tool calls together."""
 
 _BYTES_PER_VALUE = 80
 """Estimated bytes of each key, value and container of a conversation, in addition to strings."""
