@@ -663,6 +663,11 @@ class AsyncLLMEngine(UncopyableHandle):
         None, the length that the engine chose at start."""
         return self._require_started().loaded_model.executor.info.max_model_len
 
+    @property
+    def _num_slots(self) -> int:
+        """Number of sequences that can run at once."""
+        return self._require_started().loaded_model.executor.info.max_num_seqs
+
     # --- checks of the state -----------------------------------------------------------
 
     def _require_started(self) -> EngineThread:

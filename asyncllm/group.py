@@ -346,6 +346,10 @@ class EngineGroup(AsyncLLMEngine):
     def _max_queued_requests(self) -> int:
         return sum(engine.config.max_queued_requests for engine in self._queue.engines.values())
 
+    @property
+    def _num_slots(self) -> int:
+        return sum(engine._num_slots for engine in self._queue.engines.values())
+
     # --- engines and checks ------------------------------------------------------------
 
     async def _start_engines(self, engines: Sequence[AsyncLLMEngine]) -> None:

@@ -71,6 +71,8 @@ class TokenStream(UncopyableHandle):
     _is_done: bool = False
     _error: BaseException | None = None
     _stop_reason: str | int | None = None
+    _keeps_output: bool = True
+    """Whether deltas are kept after they are read, for ``completion()``."""
     _outputs: list[OutputReader] = field(init=False)
     _single_output_texts: list[str] | None = None
     _resubmit: Callable[[TokenStream], bool] | None = None
@@ -117,6 +119,10 @@ class TokenStream(UncopyableHandle):
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """Prompt log-probabilities as in ``Completion``; complete when the first delta arrives."""
         return self._request.whole_prompt_logprobs
+
+    def _drop_prompt_logprobs(self) -> None:
+        """Free the prompt log-probabilities; to be called after the first delta was read."""
+        self._request.prompt_logprobs = None
 
     @property
     def num_outputs(self) -> int:
@@ -277,14 +283,15 @@ class TokenStream(UncopyableHandle):
             delta = self._parser.push(delta)
             if self.finish_reason is not None:
                 self.finish_reason = delta.finish_reason
-        texts = self._single_output_texts
-        if texts is None:
-            self._outputs[delta.index].add(delta)
-        else:
-            # ``OutputReader.add`` inlined, for a request with a single output.
-            texts.append(delta.text)
-            if delta.logprobs is not None:
-                self._outputs[0].logprobs += delta.logprobs
+        if self._keeps_output:
+            texts = self._single_output_texts
+            if texts is None:
+                self._outputs[delta.index].add(delta)
+            else:
+                # ``OutputReader.add`` inlined, for a request with a single output.
+                texts.append(delta.text)
+                if delta.logprobs is not None:
+                    self._outputs[0].logprobs += delta.logprobs
         channel.num_read += len(delta.token_ids)
         if channel.is_backpressured and channel.num_unread <= channel.max_unread // 2:
             # Resume a request that backpressure paused.

@@ -904,6 +904,126 @@ async def test_long_events_of_a_response_wait_for_memory(monkeypatch, is_socket)
     assert len(claimed) == len(deltas) + 1
 
 
+@pytest.fixture
+def written_streams(monkeypatch):
+    """Streams in order of their chunks, with whether their prompt log-probabilities are kept then,
+    and how many entries each of their outputs keeps."""
+    found, make = [], CompletionWriter.chunks
+
+    def record(writer, delta, index, stream):
+        text = make(writer, delta, index, stream)
+        num_kept = [len(output.texts) + len(output.logprobs) for output in stream._outputs]
+        found.append((stream.prompt_logprobs is not None, num_kept))
+        return text
+
+    monkeypatch.setattr(CompletionWriter, "chunks", record)
+    return found
+
+
+async def test_log_probabilities_that_were_written_are_freed(written_streams):
+    """Those of the prompt once the last output has echoed it."""
+    fields = {"prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True, "seed": 1, "n": 2}
+    fields |= {"echo": True, "logprobs": 2, "stream": True}
+    async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
+        text = (await client.post("/v1/completions", json=fields)).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    logprobs = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    assert sum(len(one["tokens"]) for one in logprobs) == 2 * (3 + 3)
+    are_kept, num_kept = zip(*written_streams, strict=True)
+    assert are_kept == (True, *[False] * (len(are_kept) - 1))
+    assert set(map(tuple, num_kept)) == {(0, 0)}
+
+
+CHAT_LOGPROBS = {"messages": user("x"), "logprobs": True, "top_logprobs": 20}
+RESPONSE_LOGPROBS = {"input": "x", "top_logprobs": 20, "store": False}
+ECHO = {"echo": True, "logprobs": 20}
+BYTES_OF_20 = 112 + 20 * 8
+LOGPROBS_REQUESTS = [
+    (CHAT, CHAT_LOGPROBS | {"n": 2, "max_tokens": 300}, 2 * 300 * BYTES_OF_20),
+    (CHAT, CHAT_LOGPROBS | {"top_logprobs": 0}, 1000 * 112),
+    (CHAT, CHAT_LOGPROBS | {"max_tokens": 9999}, 1000 * BYTES_OF_20),
+    ("/v1/responses", RESPONSE_LOGPROBS, 1000 * BYTES_OF_20),
+    ("/v1/responses", RESPONSE_LOGPROBS | {"max_output_tokens": 400}, 400 * BYTES_OF_20),
+    (
+        "/v1/completions",
+        ECHO | {"prompt": [[1] * 300, [2] * 1], "max_tokens": 0},
+        303 * BYTES_OF_20,
+    ),
+    ("/v1/completions", ECHO | {"prompt": "a" * 99 + "\u00e4" * 100}, (299 + 16) * BYTES_OF_20),
+    (
+        "/v1/completions",
+        ECHO | {"prompt": ["a" * 5000] * 2, "truncate_prompt_tokens": 9},
+        2 * 1016 * BYTES_OF_20,
+    ),
+    ("/v1/completions", {"prompt": "a" * 900, "logprobs": 20, "n": 30}, 30 * 16 * BYTES_OF_20),
+]
+"""Requests of 65,536 bytes of packed log-probabilities and more, and their bytes."""
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_packed_log_probabilities_of_all_answers_are_bounded(is_streamed):
+    """Of every path, until the answer's end; short answers and plain ones are not counted."""
+    engine = fake_engine("x", max_model_len=1000, num_blocks=999)
+    async with engine:
+        app = create_app(engine)
+        serving = app._server_context
+        budget = serving.packed_logprobs_budget
+        assert budget._num_bytes == (1 << 27) + 64 * 1000 * BYTES_OF_20
+        claimed, claim = [], budget.claim
+        budget.claim = lambda *args: claimed.append(args[0]) or claim(*args)
+        url, transport = "http://127.0.0.1", httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+            for path, fields, num_bytes in LOGPROBS_REQUESTS:
+                fields = fields | {"stream": is_streamed}
+                claimed.clear()
+                held = claim(budget._num_bytes - num_bytes + 1, lambda: None)
+                refused = await client.post(path, json=fields)
+                assert (refused.status_code, claimed) == (429, [num_bytes]), (path, fields)
+                assert refused.json()["error"]["code"] == "server_overloaded"
+                assert engine.stats().num_requests == 0 or engine.stats().num_waiting == 0
+                short = {"prompt": "x", "max_tokens": 200, "logprobs": 20, "stream": is_streamed}
+                plain = {
+                    name: fields[name] for name in ("prompt", "messages", "input") if name in fields
+                }
+                plain |= {"max_tokens": 2} if "input" not in fields else {"max_output_tokens": 2}
+                plain["truncate_prompt_tokens"] = 9
+                assert (await client.post("/v1/completions", json=short)).status_code == 200
+                assert (await client.post(path, json=plain)).status_code == 200
+                held.release()
+                assert (await client.post(path, json=fields)).status_code == 200
+                assert budget._num_free_bytes == budget._num_bytes
+
+
+async def test_an_answer_larger_than_the_budget_is_served_alone():
+    fields = {"prompt": "1", "n": 50, "max_tokens": 9, "logprobs": 20, "stream": True}
+    body = json.dumps(fields)
+    request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with served_app(AsyncLLMEngine(num_blocks=256)) as server, asyncio.timeout(30):
+        budget = server._server.config.app._server_context.packed_logprobs_budget = ByteBudget(1000)
+        async with deaf(server, (request + body).encode()):
+            await until(lambda: budget._num_free_bytes == 0)
+            async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+                assert (await client.post("/v1/completions", json=fields)).status_code == 429
+        await until(lambda: budget._num_free_bytes == 1000)
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+            answer = await client.post("/v1/completions", json=fields)
+            assert answer.text.endswith("data: [DONE]\n\n")
+        await until(lambda: budget._num_free_bytes == 1000)
+
+
+async def test_a_response_of_a_socket_claims_its_log_probabilities():
+    engine = fake_engine("x", max_model_len=1000, num_blocks=999)
+    message = json.dumps(RESPONSE_LOGPROBS | {"type": "response.create"}).encode()
+    async with served_app(engine) as server, asyncio.timeout(30):
+        budget = server._server.config.app._server_context.packed_logprobs_budget = ByteBudget(1000)
+        held = budget.claim(1000, lambda: None)
+        answer = await told(server, frame(FIN | TEXT, message), end=b'"server_overloaded"')
+        assert b'"error"' in answer[-1][1]
+        held.release()
+        await told(server, frame(FIN | TEXT, message), end=b'"response.completed"')
+        await until(lambda: budget._num_free_bytes == 1000)
+
+
 async def test_ids_to_detokenize_fit_the_context():
     async with app_client(fake_engine("x", max_model_len=100)) as client:
         assert (await client.post("/detokenize", json={"tokens": [65] * 100})).is_success

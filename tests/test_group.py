@@ -95,6 +95,7 @@ def test_requests_spread_and_have_the_tokens_of_any_engine(run):
     async def main():
         async with rig.engine() as group:
             assert (group.state, group.max_model_len) == ("running", 256)
+            assert group._num_slots == sum(one._num_slots for one in group.engines.values()) > 4
             streams = [group.stream([i, 5], max_tokens=6) for i in range(32)]
             assert all(type(stream) is TokenStream for stream in streams)
             for i, stream in enumerate(streams):

@@ -263,6 +263,33 @@ def test_recomputed_positions_are_kept_once() -> None:
     rig.finish_all(request)
 
 
+def test_positions_that_come_after_the_reader_dropped_all_are_not_kept() -> None:
+    """A reader may drop them while a step that computes them again is in flight."""
+    rig = Rig(max_num_batched_tokens=12, pipeline_depth=2, has_states=True)
+    request = rig.add(range(7), max_tokens=3, prompt_logprobs=1)
+    first = rig.launch()
+    rig.scheduler.pause(request)
+    rig.scheduler.resume(request)
+    second = rig.launch()
+    assert first is not None
+    assert second is not None
+    assert first.batch.prompt_logprobs == second.batch.prompt_logprobs
+    rig.collect()
+    assert request.prompt_logprobs == rig.executor.reference_prompt_logprobs(range(7), 1)
+    request.prompt_logprobs = None
+    rig.collect()
+    assert request.prompt_logprobs is None
+    rig.scheduler._preempt(request)
+    step = rig.launch()
+    assert step is not None
+    assert step.batch.prompt_logprobs == {}
+    rig.collect()
+    while rig.scheduler.has_work():
+        rig.launch()
+        rig.collect()
+    assert request.output_token_ids == rig.executor.reference(list(range(7)), 3)
+
+
 def test_incomplete_results_are_detected() -> None:
     rig = Rig()
     rig.add(range(3), prompt_logprobs=0)

@@ -110,6 +110,18 @@ def resumed(reading):
 # --- what a read takes ------------------------------------------------------------------
 
 
+def test_a_stream_that_keeps_no_output_frees_what_was_read():
+    rig = Rig(logprobs=0)
+    rig.stream._keeps_output = False
+    rig.put(5, 6)
+    assert rig.read() == Delta("5 6 ", (5, 6), logprobs=(logprobs_of(5), logprobs_of(6)))
+    rig.end()
+    assert rig.read().finish_reason == "length"
+    assert (rig.stream.finish_reason, rig.stream.usage) == ("length", USAGE)
+    (reader,) = rig.stream._outputs
+    assert (reader.texts, reader.logprobs, rig.channel.num_read) == ([], [], 2)
+
+
 def test_read_merges_unread_tokens_and_last_has_the_end():
     rig = Rig(logprobs=0)
     rig.put(5, 6)

@@ -43,12 +43,13 @@ def prompt_logprob_spans(step: ScheduledStep, vocab_size: int) -> dict[int, Prom
     batch, spans = step.batch, {}
     for row in range(batch.num_decodes, len(batch)):
         request = step.requests[row]
-        if request.prompt_logprobs is None:
+        known = request.prompt_logprobs
+        if known is None:
             continue
         start = batch.starts[row]
         # After a preemption the prompt is computed again, but some log-probabilities are already
         # known.
-        first = max(start, len(request.prompt_logprobs))
+        first = max(start, len(known))
         end = min(start + batch.counts[row], request.num_prompt_tokens - 1)
         if first < end:
             spans[row] = PromptLogprobSpan(first, end, _num_top_logprobs(request, vocab_size))
@@ -58,14 +59,14 @@ def prompt_logprob_spans(step: ScheduledStep, vocab_size: int) -> dict[int, Prom
 def append_prompt_logprobs(step: ScheduledStep, result: StepResult) -> None:
     """Append a step's prompt log-probabilities to those that its requests already have.
 
-    A request that ended, or was preempted or rolled back, since the launch is skipped. A recurrent
+    A request that ended, or was preempted or rolled back, since the launch is skipped, and so is
+    one whose reader has dropped its prompt log-probabilities, which were all known. A recurrent
     request that is paused while a step is in flight starts over, and may compute the positions of
     that step again. Each position is kept once."""
     for row, values in result.prompt_logprobs.items():
         request = step.requests[row]
-        if request.epoch == step.epochs[row]:
-            logprobs = request.prompt_logprobs
-            assert logprobs is not None
+        logprobs = request.prompt_logprobs
+        if logprobs is not None and request.epoch == step.epochs[row]:
             logprobs.extend(values[len(logprobs) - step.batch.prompt_logprobs[row].first :])
             if not request.lacks_prompt_logprobs:
                 request.budget_cost_per_token = 1

@@ -160,7 +160,8 @@ class Request:
         structured_output: the grammar that its tokens follow, or None.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as
             computed; None if ``sampling`` does not ask for them. Only the engine thread appends to
-            it.
+            it. Once it is complete, the reader may drop it at any time by setting None: no function
+            of the engine thread reads the attribute twice.
     """
 
     group: RequestGroup

@@ -218,9 +218,17 @@ class ChatRequest(ConversationFields, ChoicesRequest):
             return None
         return self.top_logprobs or 0
 
+    @property
+    def _token_limits(self) -> set[int]:
+        """Maximum length of an output, as each of two fields says."""
+        limits = (self.max_tokens, self.max_completion_tokens)
+        return {limit for limit in limits if limit is not None}
+
+    def max_logprobs_tokens(self, max_model_len: int) -> int:
+        return min((*self._token_limits, max_model_len)) * self.num_outputs
+
     def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
+        if len(self._token_limits) > 1:
             accepted = f"what max_tokens={self.max_tokens} says, or null"
             raise value_error("max_completion_tokens", self.max_completion_tokens, accepted)
         stream = self.submit_chat(
@@ -230,7 +238,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
             response_format=self.response_format,
             template_variables=self.template_variables(engine, self.reasoning_effort),
             n=self.num_outputs,
-            max_tokens=next(iter(limits), None),
+            max_tokens=next(iter(self._token_limits), None),
             logprobs=self.num_logprobs,
         )
         return [stream]

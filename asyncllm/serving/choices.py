@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -65,27 +65,38 @@ async def handle_completion_request(
         )
         return request.stream, streams, writer_type(model, request, server_context.engine.tokenizer)
 
+    num_body_bytes = num_logprobs_bytes = 0
+
     def parse_and_submit_one(body: bytes) -> Any:
+        nonlocal num_body_bytes, num_logprobs_bytes
         request = request_type.parse(parse_json(body), server_context.unsupported_fields)
-        if request.num_prompts == 1 or len(body) >= MIN_WORKER_JSON_BYTES:
-            return submit(request)
-        return request
+        num_body_bytes = len(body)
+        num_logprobs_bytes = server_context.max_packed_logprobs_bytes(request)
+        is_one_job = request.num_prompts == 1 or num_body_bytes >= MIN_WORKER_JSON_BYTES
+        is_one_job = is_one_job and num_logprobs_bytes < MIN_LARGE_JSON_BYTES
+        return submit(request) if is_one_job else request
 
     submitted = await exchange.process_body(parse_and_submit_one)
-    if isinstance(submitted, request_type):
-        num_outputs = submitted.num_prompts * submitted.num_outputs
-        job = partial(submit, submitted)
-        submitted = await server_context.run_json_job(job, num_outputs * _BYTES_PER_OUTPUT)
-        del job  # It refers to the prompts, which may take megabytes.
-    is_streamed, streams, writer = submitted
-    exchange.release_body(untokenized_streams=streams)
-    if is_streamed:
-        async with open_event_sender(
-            server_context, exchange, streams, writer.first_chunks().encode(), _error_event
-        ) as sender:
-            await _send_chunks(server_context, streams, writer, exchange, sender)
-    else:
-        await _send_full_answer(server_context, exchange, streams, writer)
+    with ExitStack() as claims:
+        if isinstance(submitted, request_type):
+            # Budgets belong to the event loop's thread.
+            claim = server_context.claim_packed_logprobs_bytes(num_logprobs_bytes)
+            claims.callback(claim.release)
+            num_outputs = submitted.num_prompts * submitted.num_outputs
+            job = partial(submit, submitted)
+            submitted = await server_context.run_json_job(
+                job, max(num_body_bytes, num_outputs * _BYTES_PER_OUTPUT)
+            )
+            del job  # It refers to the prompts, which may take megabytes.
+        is_streamed, streams, writer = submitted
+        exchange.release_body(untokenized_streams=streams)
+        if is_streamed:
+            async with open_event_sender(
+                server_context, exchange, streams, writer.first_chunks().encode(), _error_event
+            ) as sender:
+                await _send_chunks(server_context, streams, writer, exchange, sender)
+        else:
+            await _send_full_answer(server_context, exchange, streams, writer)
 
 
 def _error_event(error: ProtocolError) -> bytes:
@@ -151,6 +162,8 @@ async def _send_chunks(
     # Make and send one long chunk at a time. Until then the log-probabilities of the other streams
     # stay packed, which takes a fraction of the memory of JSON.
     long_chunk_lock = anyio.Lock()
+    for stream in streams:
+        stream._keeps_output = False
 
     async def send_deltas(
         deltas: Sequence[Delta], first_choice_index: int, stream: TokenStream
@@ -196,6 +209,7 @@ async def _send_chunks(
                 unsent.clear()
                 num_read = 0
                 await send_deltas(joined, first_choice_index, stream)
+                del joined  # Free its log-probabilities: the next delta may come much later.
             # Nearly every token takes this fast path.
             elif data := chunks(delta, first_choice_index, stream).encode():
                 await send(data)

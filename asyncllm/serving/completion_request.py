@@ -72,6 +72,24 @@ class CompletionRequest(ChoicesRequest):
         """Whether tokens are generated; false for a request that only scores its prompts."""
         return self.max_tokens != 0
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def max_logprobs_tokens(self, max_model_len: int) -> int:
+        num_outputs = self.num_prompts * self.num_outputs
+        num_tokens = num_outputs * min(self._num_tokens_to_generate, max_model_len)
+        for prompt in self.prompts if self.echo else ():
+            # Nearly every token of a text has at least one byte.
+            ids = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else prompt
+            num_tokens += min(len(ids), max_model_len)
+        return num_tokens
+
+    @property
+    def _num_tokens_to_generate(self) -> int:
+        """Maximum length of an output; at least one token, so that the whole prompt is computed."""
+        return max(DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens, 1)
+
     def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:
         if self.best_of is not None and self.best_of != self.num_outputs:
             raise unsupported_error("best_of", self.best_of, (self.num_outputs,))
@@ -86,11 +104,9 @@ class CompletionRequest(ChoicesRequest):
                 raise argument_error(
                     "echo", f"{problem}, expected at most {MAX_ECHOED_CHARACTERS} in all"
                 )
-        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         params = self.sampling_params(
             n=self.num_outputs,
-            # Generate at least one token, so that the whole prompt is computed.
-            max_tokens=max(max_tokens, 1),
+            max_tokens=self._num_tokens_to_generate,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )

@@ -47,7 +47,12 @@ class CompletionWriter(ChoicesWriter):
 
     def chunks(self, delta: Delta, first_choice_index: int, stream: TokenStream) -> str:
         usage = self._count_usage(delta, first_choice_index, stream)
+        echoes = first_choice_index + delta.index in self._unechoed_choices
         choice = self._make_choice(delta, first_choice_index, stream)
+        if echoes and self._unechoed_choices.isdisjoint(
+            range(first_choice_index, first_choice_index + self._num_outputs)
+        ):
+            stream._drop_prompt_logprobs()
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
         return self._chunk(

@@ -170,6 +170,15 @@ class ResponseRequest(ConversationFields):
             return self.top_logprobs or 0
         return self.top_logprobs or None
 
+    def max_logprobs_tokens(self, max_model_len: int) -> int:
+        return min(self._max_tokens or max_model_len, max_model_len)
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """Maximum length of the output; at least one token, so that the whole prompt is computed
+        and cached."""
+        return self.max_output_tokens if self.should_generate else 1
+
     @property
     def messages(self) -> tuple[Message, ...]:
         """Messages of ``input``, as ``AsyncLLMEngine.chat`` takes them."""
@@ -201,8 +210,7 @@ class ResponseRequest(ConversationFields):
             options,
             response_format=self._response_format(),
             template_variables=self.template_variables(engine, effort, "reasoning.effort"),
-            # Generate at least one token, so that the whole prompt is computed and cached.
-            max_tokens=self.max_output_tokens if self.should_generate else 1,
+            max_tokens=self._max_tokens,
             logprobs=self.num_logprobs,
         )
 

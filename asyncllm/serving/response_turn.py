@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -56,7 +57,8 @@ class ResponseTurn:
     _conversation: Conversation
     _store: ResponseStore
     _num_request_bytes: int
-    _claim: ByteClaim
+    _request_claim: ByteClaim
+    _logprobs_claim: ByteClaim
 
     @classmethod
     async def begin(
@@ -85,7 +87,6 @@ class ResponseTurn:
             if stored is None:
                 raise response_not_found_error(previous_id, "previous_response_id")
             history = stored.conversation
-        claim = server_context.claim_answer_bytes(num_request_bytes)
 
         def submit() -> tuple[Self, int]:
             engine = server_context.engine
@@ -100,30 +101,47 @@ class ResponseTurn:
             events = ResponseEvents(request, response, engine.tokenizer.id_to_text_and_bytes)
             store = server_context.response_store if request.should_store else connection_store
             turn = cls(
-                stream, events, server_context, owner, conversation, store, num_request_bytes, claim
+                stream,
+                events,
+                server_context,
+                owner,
+                conversation,
+                store,
+                num_request_bytes,
+                request_claim,
+                logprobs_claim,
             )
             return turn, sum(sys.getsizeof(message.get("content")) for message in messages)
 
-        try:
+        with ExitStack() as claims:
+            request_claim = server_context.claim_answer_bytes(num_request_bytes)
+            claims.callback(request_claim.release)
+            logprobs_claim = server_context.claim_packed_logprobs_bytes(
+                server_context.max_packed_logprobs_bytes(request)
+            )
+            claims.callback(logprobs_claim.release)
             turn, num_text_bytes = await server_context.run_json_job(
                 submit, num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO
             )
-        except BaseException:
-            claim.release()
-            raise
-        # A text with an emoji takes four bytes per character, and its JSON mostly one.
-        if num_text_bytes > max(num_request_bytes, MIN_LARGE_JSON_BYTES):
-            claim.release()
-            try:
-                turn._claim = server_context.claim_answer_bytes(num_text_bytes)
-            except ProtocolError:
-                turn.stream.abort()
-                raise
+            # A text with an emoji takes four bytes per character, and its JSON mostly one.
+            if num_text_bytes > max(num_request_bytes, MIN_LARGE_JSON_BYTES):
+                request_claim.release()
+                try:
+                    turn._request_claim = server_context.claim_answer_bytes(num_text_bytes)
+                except ProtocolError:
+                    turn.stream.abort()
+                    raise
+            claims.pop_all()  # The turn releases them from now on.
         return turn
 
     def release(self) -> None:
-        """Release the memory claimed for the answer, once the client has read it."""
-        self._claim.release()
+        """Release all memory claimed for the answer, once the client has read it."""
+        self.release_request_bytes()
+        self._logprobs_claim.release()
+
+    def release_request_bytes(self) -> None:
+        """Release the memory claimed for the texts of the request that the answer repeats."""
+        self._request_claim.release()
 
     async def collect_events(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
         """Make events that contain the whole response; long ones on the worker thread."""
@@ -144,6 +162,7 @@ class ResponseTurn:
         """
         events, pacer = self.events, self._server_context.frame_pacer
         should_generate = events.should_generate
+        self.stream._keeps_output = False  # ``events`` has what the last events repeat.
         async for delta in self.stream:
             if should_generate:
                 num_bytes = num_logprobs_bytes(delta.logprobs, BYTES_PER_ENTRY)

@@ -39,9 +39,8 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
             await turn.run(_drop_events)
         if turn.stream.finish_reason == "abort":
             raise aborted_error()
-        # Release the turn's claim first: ``respond`` claims memory for the whole answer, whose JSON
-        # repeats the request.
-        turn.release()
+        # ``respond`` claims memory for the whole answer, whose JSON repeats the request.
+        turn.release_request_bytes()
         await exchange.respond(200, turn.events.response_json)
     finally:
         turn.release()

@@ -137,6 +137,23 @@ class SamplingFields(RequestBody):
         return SamplingParams(**self.present_values(shared_names), **param_overrides)
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives per token; None without log-probabilities.
+
+        Raises:
+            ProtocolError, InvalidRequestError: for fields that contradict each other.
+        """
+        raise NotImplementedError
+
+    def max_logprobs_tokens(self, max_model_len: int) -> int:
+        """Maximum number of tokens that have log-probabilities in the answer.
+
+        Args:
+            max_model_len: longest sequence in tokens.
+        """
+        raise NotImplementedError
+
+    @property
     def scheduling_options(self) -> dict[str, Any]:
         """Arguments of ``AsyncLLMEngine.stream`` and ``chat`` for scheduling."""
         return self.present_values(("priority", "cache_salt"))

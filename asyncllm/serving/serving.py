@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import anyio
@@ -22,6 +23,8 @@ from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import UnsupportedFieldPolicy
 from asyncllm.serving.response_store import ResponseStore, SharedResponseBytes
+from asyncllm.serving.sampling_fields import SamplingFields
+from asyncllm.serving.token_logprobs import packed_logprobs_bytes
 from asyncllm.stream import TokenStream
 from asyncllm.validation import describe
 
@@ -36,6 +39,12 @@ MIN_LARGE_JSON_BYTES = 1 << 16
 
 MAX_UNSTORED_RESPONSES_BYTES = 1 << 26
 """Maximum bytes of all responses with ``store=false`` that WebSockets keep for continuation."""
+
+MIN_PACKED_LOGPROBS_BUDGET = 1 << 27
+"""Bytes of packed log-probabilities of all answers, besides those of the sequences that run."""
+
+NUM_LOGPROBS_IN_BUDGET = 20
+"""Number of alternatives per token for which the budget has room in each running sequence."""
 
 COPIES_OF_LOGPROBS = 3
 """Number of copies of log-probabilities in memory while their events are sent: their JSON, the
@@ -71,6 +80,9 @@ class ServingContext:
             content the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not count.
         logprobs_budget: budget for long events with log-probabilities, until clients have read
             them.
+        packed_logprobs_budget: budget for the log-probabilities that answers may hold in the
+            engine's packed form, from the request until the answer's end. Answers that hold less
+            than MIN_LARGE_JSON_BYTES do not count.
         unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
         large_chunk_lock: held by the one answer that makes a large chunk, until memory is reserved
             for the chunk.
@@ -105,6 +117,14 @@ class ServingContext:
 
     def __post_init__(self) -> None:
         self.json_worker = WorkerThread("asyncllm-json", self.engine._cooldown)
+
+    @cached_property
+    def packed_logprobs_budget(self) -> ByteBudget:
+        # Sequences that run may all be long, so that answers that are read are not refused.
+        engine = self.engine
+        num_tokens = engine._num_slots * engine.max_model_len
+        running = packed_logprobs_bytes(num_tokens, NUM_LOGPROBS_IN_BUDGET)
+        return ByteBudget(MIN_PACKED_LOGPROBS_BUDGET + running)
 
     async def run_json_job(self, job: Callable[[], T], num_bytes: int) -> T:
         """Run a job here, or on the worker thread if it is long; returns its result.
@@ -164,17 +184,26 @@ class ServingContext:
         Raises:
             ProtocolError: if the answers that clients have not read leave too few bytes.
         """
-        counted_bytes = num_bytes if num_bytes >= MIN_LARGE_JSON_BYTES else 0
-        claim = self.answer_budget.claim(counted_bytes, lambda: None)
-        if not claim.is_granted:
-            claim.release()
-            raise ProtocolError(
-                "too many long answers are still being read by their clients; ask again later",
-                code="server_overloaded",
-                status=429,
-                headers={"Retry-After": "1"},
-            )
-        return claim
+        return _claim_at_once(self.answer_budget, num_bytes)
+
+    def max_packed_logprobs_bytes(self, request: SamplingFields) -> int:
+        """Maximum memory of the log-probabilities of an answer in packed form."""
+        num_top, limit = request.num_logprobs, self.engine.config.max_logprobs
+        if num_top is None:
+            return 0
+        return packed_logprobs_bytes(
+            request.max_logprobs_tokens(self.engine.max_model_len),
+            num_top if limit < 0 else min(num_top, limit),  # The engine refuses a larger number.
+        )
+
+    def claim_packed_logprobs_bytes(self, num_bytes: int) -> ByteClaim:
+        """Reserve memory for the packed log-probabilities of an answer, before its request is
+        submitted. The caller releases the claim at the end of the answer.
+
+        Raises:
+            ProtocolError: if the answers that clients have not read leave too few bytes.
+        """
+        return _claim_at_once(self.packed_logprobs_budget, num_bytes)
 
     def release_claim(
         self, claim: ByteClaim | None, untokenized_streams: Sequence[TokenStream] = ()
@@ -236,6 +265,21 @@ class ServingContext:
                 status=503,
                 headers={"Retry-After": "1"},
             )
+
+
+def _claim_at_once(budget: ByteBudget, num_bytes: int) -> ByteClaim:
+    """Claim bytes of a budget for an answer, or raise ProtocolError. Fewer than
+    MIN_LARGE_JSON_BYTES do not count."""
+    claim = budget.claim(num_bytes if num_bytes >= MIN_LARGE_JSON_BYTES else 0, lambda: None)
+    if not claim.is_granted:
+        claim.release()
+        raise ProtocolError(
+            "too many long answers are still being read by their clients; ask again later",
+            code="server_overloaded",
+            status=429,
+            headers={"Retry-After": "1"},
+        )
+    return claim
 
 
 async def _wait_for_claim(budget: ByteBudget, num_bytes: int) -> ByteClaim:

@@ -16,6 +16,10 @@ BYTES_PER_ENTRY, LEGACY_BYTES_PER_ENTRY = 75, 32
 """Approximate JSON bytes of one log-probability, as LogprobFormatter and as LegacyLogprobFormatter
 write it, for a token of four bytes. Long tokens take several times as many."""
 
+PACKED_BYTES_PER_TOKEN, PACKED_BYTES_PER_ENTRY = 112, 8
+"""Memory of one token's log-probabilities in the engine's packed form, with the object and its
+places in lists: bytes for the token, and bytes more for each alternative."""
+
 LOWEST_LOGPROB = -1e9
 """JSON value for minus infinity, the log-probability of a token that cannot be sampled."""
 
@@ -27,6 +31,11 @@ def num_logprobs_bytes(
     if not logprobs or logprobs[-1] is None:
         return 0
     return bytes_per_entry * len(logprobs) * (1 + logprobs[-1]._num_top)
+
+
+def packed_logprobs_bytes(num_tokens: int, num_top: int) -> int:
+    """Memory of packed log-probabilities with ``num_top`` alternatives per token."""
+    return num_tokens * (PACKED_BYTES_PER_TOKEN + PACKED_BYTES_PER_ENTRY * num_top)
 
 
 def encode_logprobs(value: Any) -> str:
