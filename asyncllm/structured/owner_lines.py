@@ -16,8 +16,8 @@ class OwnerLines(Generic[T]):
     longest since its line began or its last turn. WaitingQueue of the scheduler has the same turns,
     and ranks beside them; it may keep discarded items, with all that they hold, for a while.
 
-    All operations but ``peek`` take O(1). ``peek`` looks at the owners that have running items and
-    at one more.
+    ``push``, ``discard``, ``begin`` and ``end`` take O(1). ``peek`` looks at the owners that have
+    running items and at one more.
     """
 
     def __init__(self) -> None:
