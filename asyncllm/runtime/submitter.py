@@ -257,7 +257,7 @@ class Submitter:
             core.send(core.on_add_deadline, group)
         try:
             done = partial(self._send_with_grammar, group)
-            self.grammar_compiler.submit(spec, done, lambda: not group.cancelled)
+            self.grammar_compiler.submit(spec, done, lambda: not group.cancelled, request.owner)
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
 from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemoryBound
+from asyncllm.structured.owner_lines import OwnerLines
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.thread_priority import lower_thread_priority
 
@@ -57,23 +58,30 @@ IsWanted = Callable[[], bool]
 
 
 @dataclass(slots=True, eq=False)
+class _QueuedRequest:
+    """Place in the queue of a request for a grammar."""
+
+    job: _CompileJob
+    owner: str | None
+
+
+@dataclass(slots=True, eq=False)
 class _CompileJob:
     """Compilation of one grammar.
 
     Attributes:
         waiting_requests: callbacks of the requests that wait for the grammar; None once the job
             is finished or dropped.
+        has_begun: whether a thread has taken the job. Its requests are then queued no longer.
         timer: timer that makes the compilation overdue; None before the compilation begins.
     """
 
     spec: StructuredOutputs
-    waiting_requests: list[tuple[DoneCallback, IsWanted]] | None = field(default_factory=list)
+    waiting_requests: dict[_QueuedRequest, tuple[DoneCallback, IsWanted]] | None = field(
+        default_factory=dict
+    )
+    has_begun: bool = False
     timer: threading.Timer | None = None
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether any request still waits for the grammar."""
-        return any(is_wanted() for _, is_wanted in self.waiting_requests or ())
 
 
 class GrammarCompiler:
@@ -83,12 +91,15 @@ class GrammarCompiler:
     all grammars that are cached or in use.
 
     At most ``MAX_COMPILE_THREADS`` grammars are compiled at a time, and requests for the same
-    grammar share a compilation. A compilation that takes longer than ``timeout`` is overdue: its
-    waiting requests fail. It cannot be interrupted, so it continues on its thread, and the result
-    is cached. Up to ``MAX_EXTRA_COMPILE_THREADS`` threads replace threads with overdue
-    compilations. A queued compilation without waiting requests is dropped. The threads have a low
-    priority on Linux, and rest after each compilation. After the end of the engine, results are
-    dropped. The interpreter's exit waits up to ``timeout`` for compilations that have begun.
+    grammar share a compilation. Compilations begin in turns by owner of the requests: the next is
+    of the owner whose compilations occupy the fewest threads, the rests after them included. A
+    shared compilation begins at the first of its requests' turns. A compilation that takes longer
+    than ``timeout`` is overdue: its waiting requests fail. It cannot be interrupted, so it
+    continues on its thread, and the result is cached. Up to ``MAX_EXTRA_COMPILE_THREADS`` threads
+    replace threads with overdue compilations. A queued compilation without waiting requests is
+    dropped. The threads have a low priority on Linux, and rest after each compilation. After the
+    end of the engine, results are dropped. The interpreter's exit waits up to ``timeout`` for
+    compilations that have begun.
 
     Args:
         backends: the grammar backends.
@@ -102,7 +113,8 @@ class GrammarCompiler:
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._memories: WeakSet[GrammarMemoryBound] = WeakSet()
         self._jobs: dict[StructuredOutputs, _CompileJob] = {}
-        self._queue: deque[_CompileJob] = deque()
+        self._queue: OwnerLines[_QueuedRequest] = OwnerLines()
+        self._num_queued_bytes = 0
         self._threads: set[threading.Thread] = set()
         self._num_overdue_jobs = 0
         self._is_closed = False
@@ -121,7 +133,11 @@ class GrammarCompiler:
             return grammar
 
     def submit(
-        self, spec: StructuredOutputs, done_callback: DoneCallback, is_wanted: IsWanted
+        self,
+        spec: StructuredOutputs,
+        done_callback: DoneCallback,
+        is_wanted: IsWanted,
+        owner: str | None = None,
     ) -> None:
         """Compile a grammar on a thread, then call back. Any thread may call this method.
 
@@ -129,6 +145,7 @@ class GrammarCompiler:
             done_callback: callback for the grammar or an error.
             is_wanted: function that tells whether the request still waits. If no request waits when
                 the compilation would begin, the compiler drops the job and calls no callback.
+            owner: name of the user that the request is for.
 
         Raises:
             RequestError: if too many overdue compilations still run, or no thread can be started.
@@ -141,25 +158,26 @@ class GrammarCompiler:
                 if len(self._threads) - self._num_overdue_jobs < MAX_COMPILE_THREADS:
                     self._start_thread()
                 job = self._jobs[spec] = _CompileJob(spec)
-                self._queue.append(job)
+                self._num_queued_bytes += sys.getsizeof(spec.text)
+                if self._num_queued_bytes > MAX_WAITING_SPEC_BYTES:
+                    for queued in list(self._queue):
+                        self._drop_if_unwanted(queued)
             assert job.waiting_requests is not None
-            job.waiting_requests.append((done_callback, is_wanted))
-            texts = (queued.spec.text for queued in self._queue)
-            if sum(map(sys.getsizeof, texts)) > MAX_WAITING_SPEC_BYTES:
-                for queued in self._queue:
-                    if not queued.is_wanted:
-                        self._drop_job(queued)
-                self._queue = deque(one for one in self._queue if one.waiting_requests is not None)
+            request = _QueuedRequest(job, owner)
+            job.waiting_requests[request] = done_callback, is_wanted
+            if not job.has_begun:
+                self._queue.push(owner, request)
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
         with self._lock:
             self._is_closed = True
             self._close_event.set()
-            self._queue.clear()
-            for job in self._jobs.values():
+            for job in list(self._jobs.values()):
                 if job.timer is not None:
                     job.timer.cancel()
+                if not job.has_begun:
+                    self._drop_job(job)
             self._jobs.clear()
             self._cache.clear()
             return list(self._threads)
@@ -205,16 +223,21 @@ class GrammarCompiler:
 
     def _run_jobs(self) -> None:
         lower_thread_priority()
+        job = owner = None
         while True:
             with self._lock:
-                self._drop_unwanted_jobs()
+                if job is not None:
+                    self._queue.end(owner)
+                request = self._find_next_request()
                 num_timely_threads = len(self._threads) - self._num_overdue_jobs
-                if not self._queue or num_timely_threads > MAX_COMPILE_THREADS:
+                if request is None or num_timely_threads > MAX_COMPILE_THREADS:
                     self._threads.discard(threading.current_thread())
                     if not self._threads:
                         atexit.unregister(self._at_exit)
                     return
-                job = self._queue.popleft() if self._evict_cached_grammars() else None
+                owner = request.owner
+                job = self._begin_job(request) if self._evict_cached_grammars() else None
+                del request
             if job is None:
                 self._close_event.wait(_MEMORY_CHECK_SECONDS)
                 continue
@@ -222,14 +245,46 @@ class GrammarCompiler:
             grammar, error = self._compile_job(job)
             duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
-            del job, grammar, error
+            del grammar, error
             self._close_event.wait(min(COOLDOWN_TO_COMPILE_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
-    def _drop_unwanted_jobs(self) -> None:
-        """Drop jobs from the front of the queue while no request waits for them. The caller holds
-        the lock."""
-        while self._queue and not self._queue[0].is_wanted:
-            self._drop_job(self._queue.popleft())
+    def _find_next_request(self) -> _QueuedRequest | None:
+        """Find the next request that still waits, and drop those before it. The caller holds the
+        lock."""
+        while (request := self._queue.peek()) is not None and self._drop_if_unwanted(request):
+            pass
+        return request
+
+    def _drop_if_unwanted(self, request: _QueuedRequest) -> bool:
+        """Drop a queued request that does not wait any more, and its job if no other request waits;
+        returns whether it was dropped. The caller holds the lock."""
+        job = request.job
+        waiting = job.waiting_requests
+        assert waiting is not None
+        _, is_wanted = waiting[request]
+        if is_wanted():
+            return False
+        if len(waiting) == 1:
+            self._drop_job(job)
+        else:
+            self._queue.discard(request.owner, request)
+            del waiting[request]
+        return True
+
+    def _begin_job(self, request: _QueuedRequest) -> _CompileJob:
+        """Take a request's job from the queue, at the turn of the request's owner. The caller holds
+        the lock, and ends the turn in the queue later."""
+        job = request.job
+        self._queue.begin(request.owner, request)
+        self._dequeue_job(job)
+        job.has_begun = True
+        return job
+
+    def _dequeue_job(self, job: _CompileJob) -> None:
+        """Remove the requests of a job from the queue. The caller holds the lock."""
+        self._num_queued_bytes -= sys.getsizeof(job.spec.text)
+        for request in job.waiting_requests or ():
+            self._queue.discard(request.owner, request)
 
     def _evict_cached_grammars(self) -> bool:
         """Drop cached grammars until all grammars take at most MAX_GRAMMAR_BYTES; returns False if
@@ -274,18 +329,20 @@ class GrammarCompiler:
                 try:
                     self._start_thread()
                 except RequestError as error:
-                    refused += [(queued, error) for queued in self._queue]
-                    self._queue.clear()
+                    jobs = self._jobs.values()
+                    refused += [(queued, error) for queued in jobs if not queued.has_begun]
             failures = [(self._drop_job(failed_job), error) for failed_job, error in refused]
         for waiting, error in failures:
-            for done_callback, _ in waiting:
+            for done_callback, _ in waiting.values():
                 done_callback(None, copy(error))
 
-    def _drop_job(self, job: _CompileJob) -> list[tuple[DoneCallback, IsWanted]]:
+    def _drop_job(self, job: _CompileJob) -> dict[_QueuedRequest, tuple[DoneCallback, IsWanted]]:
         """Remove a failed or unwanted job; returns its requests. The caller holds the lock."""
+        if not job.has_begun:
+            self._dequeue_job(job)
         waiting, job.waiting_requests = job.waiting_requests, None
         self._jobs.pop(job.spec, None)
-        return waiting or []
+        return waiting or {}
 
     def _finish_job(
         self, job: _CompileJob, grammar: Grammar | None, error: Exception | None
@@ -307,7 +364,7 @@ class GrammarCompiler:
                 self._evict_cached_grammars()
                 if len(self._cache) > MAX_CACHED_GRAMMARS:
                     self._cache.popitem(last=False)
-        for done_callback, _ in waiting or ():
+        for done_callback, _ in (waiting or {}).values():
             done_callback(grammar, copy(error))  # Each request raises its own copy of the error.
 
 
