@@ -980,7 +980,7 @@ async def test_packed_log_probabilities_of_all_answers_are_bounded(is_streamed):
                 refused = await client.post(path, json=fields)
                 assert (refused.status_code, claimed) == (429, [num_bytes]), (path, fields)
                 assert refused.json()["error"]["code"] == "server_overloaded"
-                assert engine.stats().num_requests == 0 or engine.stats().num_waiting == 0
+                await until(lambda: not engine.stats().num_waiting + engine.stats().num_running)
                 short = {"prompt": "x", "max_tokens": 200, "logprobs": 20, "stream": is_streamed}
                 plain = {
                     name: fields[name] for name in ("prompt", "messages", "input") if name in fields
@@ -992,6 +992,10 @@ async def test_packed_log_probabilities_of_all_answers_are_bounded(is_streamed):
                 held.release()
                 assert (await client.post(path, json=fields)).status_code == 200
                 assert budget._num_free_bytes == budget._num_bytes
+            claimed.clear()
+            invalid = {"prompt": ["x"] * 256, "n": 257, "logprobs": 20, "stream": is_streamed}
+            assert (await client.post("/v1/completions", json=invalid)).status_code == 400
+            assert not claimed
 
 
 async def test_an_answer_larger_than_the_budget_is_served_alone():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -58,38 +58,40 @@ async def handle_completion_request(
         writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
 
+    num_logprobs_bytes = 0
+
     def submit(request: RequestT) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
+        nonlocal num_logprobs_bytes
         model = server_context.resolve_model_name(request.model)
         streams = request.submit(
             server_context.engine, server_context.request_options(exchange.owner)
         )
+        num_logprobs_bytes = server_context.max_packed_logprobs_bytes(request)
         return request.stream, streams, writer_type(model, request, server_context.engine.tokenizer)
 
-    num_body_bytes = num_logprobs_bytes = 0
-
     def parse_and_submit_one(body: bytes) -> Any:
-        nonlocal num_body_bytes, num_logprobs_bytes
         request = request_type.parse(parse_json(body), server_context.unsupported_fields)
-        num_body_bytes = len(body)
-        num_logprobs_bytes = server_context.max_packed_logprobs_bytes(request)
-        is_one_job = request.num_prompts == 1 or num_body_bytes >= MIN_WORKER_JSON_BYTES
-        is_one_job = is_one_job and num_logprobs_bytes < MIN_LARGE_JSON_BYTES
-        return submit(request) if is_one_job else request
+        if request.num_prompts == 1 or len(body) >= MIN_WORKER_JSON_BYTES:
+            return submit(request)
+        return request
 
     submitted = await exchange.process_body(parse_and_submit_one)
-    with ExitStack() as claims:
-        if isinstance(submitted, request_type):
-            # Budgets belong to the event loop's thread.
-            claim = server_context.claim_packed_logprobs_bytes(num_logprobs_bytes)
-            claims.callback(claim.release)
-            num_outputs = submitted.num_prompts * submitted.num_outputs
-            job = partial(submit, submitted)
-            submitted = await server_context.run_json_job(
-                job, max(num_body_bytes, num_outputs * _BYTES_PER_OUTPUT)
-            )
-            del job  # It refers to the prompts, which may take megabytes.
-        is_streamed, streams, writer = submitted
-        exchange.release_body(untokenized_streams=streams)
+    if isinstance(submitted, request_type):
+        num_outputs = submitted.num_prompts * submitted.num_outputs
+        job = partial(submit, submitted)
+        submitted = await server_context.run_json_job(job, num_outputs * _BYTES_PER_OUTPUT)
+        del job  # It refers to the prompts, which may take megabytes.
+    is_streamed, streams, writer = submitted
+    exchange.release_body(untokenized_streams=streams)
+    try:
+        # Claim on this thread, because budgets belong to the event loop, and only now, because the
+        # engine has checked the request: an invalid one keeps nobody out.
+        claim = server_context.claim_packed_logprobs_bytes(num_logprobs_bytes)
+    except ProtocolError:
+        for stream in streams:
+            stream.close()
+        raise
+    try:
         if is_streamed:
             async with open_event_sender(
                 server_context, exchange, streams, writer.first_chunks().encode(), _error_event
@@ -97,6 +99,8 @@ async def handle_completion_request(
                 await _send_chunks(server_context, streams, writer, exchange, sender)
         else:
             await _send_full_answer(server_context, exchange, streams, writer)
+    finally:
+        claim.release()
 
 
 def _error_event(error: ProtocolError) -> bytes:

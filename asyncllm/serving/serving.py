@@ -197,8 +197,8 @@ class ServingContext:
         )
 
     def claim_packed_logprobs_bytes(self, num_bytes: int) -> ByteClaim:
-        """Reserve memory for the packed log-probabilities of an answer, before its request is
-        submitted. The caller releases the claim at the end of the answer.
+        """Reserve memory for the packed log-probabilities of an answer. The caller releases the
+        claim at the end of the answer.
 
         Raises:
             ProtocolError: if the answers that clients have not read leave too few bytes.
