@@ -134,7 +134,7 @@ async def test_abandoned_compile_does_not_begin(sized):
 
 async def test_unwanted_compiles_keep_no_text_behind_others(sized, monkeypatch):
     backends, compiler = sized
-    monkeypatch.setattr(compiler_module, "MAX_WAITING_SPEC_BYTES", 20_000)
+    monkeypatch.setattr(compiler_module, "MAX_UNSWEPT_BYTES", 50_000)
     backends.gate.clear()
     wanted = {"first", "second"}
     for name in ("first", "second", *(f"{i:04d}" + "\U0001f600" * 1000 for i in range(50))):

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from asyncllm.structured import compiler as compiler_module
-from asyncllm.structured.compiler import GrammarCompiler, _CompileJob
+from asyncllm.structured.compiler import (
+    BYTES_PER_QUEUED_REQUEST,
+    MAX_UNSWEPT_BYTES,
+    GrammarCompiler,
+    _CompileJob,
+)
 from asyncllm.structured.grammar import Grammar
 from asyncllm.structured.spec import StructuredOutputs
 from tests.fakes import thread_of
@@ -150,7 +155,7 @@ def test_a_request_joins_a_compile_that_has_begun(rig: Rig) -> None:
 def test_unwanted_texts_are_dropped_from_all_lines(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_WAITING_SPEC_BYTES", 20_000)
+    monkeypatch.setattr(compiler_module, "MAX_UNSWEPT_BYTES", 50_000)
     rig.hold_first()
     for i in range(20):
         for owner in "ab":
@@ -158,13 +163,40 @@ def test_unwanted_texts_are_dropped_from_all_lines(
             rig.submit(owner, name)
             if i != 7:
                 rig.gone.add(name)
-    assert len(rig.compiler._queue) <= 5
-    assert len(rig.compiler._jobs) <= 6
+    assert len(rig.compiler._queue) <= 6
+    assert len(rig.compiler._jobs) <= 7
     texts = [request.job.spec.text for request in rig.compiler._queue]
-    assert rig.compiler._num_queued_bytes == sum(map(sys.getsizeof, texts))
+    num_bytes = sum(sys.getsizeof(text) + BYTES_PER_QUEUED_REQUEST for text in texts)
+    assert rig.compiler._num_queued_bytes == num_bytes
     gc.collect()
     assert sum(type(one) is _CompileJob for one in gc.get_objects()) == len(rig.compiler._jobs)
     assert [name[:3] for name in rig.begun_after_first()] == ["a07", "b07"]
+
+
+def test_gone_requests_for_one_short_text_do_not_pile_up(rig: Rig) -> None:
+    rig.hold_first()
+    rig.submit("a", "text/0")
+    num_requests = 4 * MAX_UNSWEPT_BYTES // BYTES_PER_QUEUED_REQUEST
+    for i in range(1, num_requests):
+        name = f"text/{i}"
+        rig.submit("ab"[i % 2], name)
+        rig.gone.add(name)
+    assert len(rig.compiler._queue) <= MAX_UNSWEPT_BYTES // BYTES_PER_QUEUED_REQUEST
+    assert rig.num_checks < 2 * num_requests
+    assert rig.begun_after_first() == ["text"]
+    assert rig.told[:2] == [("first", None), ("text/0", None)]
+
+
+def test_wanted_requests_are_not_checked_at_each_new_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_UNSWEPT_BYTES", 4 * BYTES_PER_QUEUED_REQUEST)
+    rig.hold_first()
+    rig.num_checks = 0
+    for i in range(500):
+        rig.submit("a", f"text{i}")
+    assert 500 < rig.num_checks < 2 * 500
+    assert len(rig.compiler._queue) == 500
 
 
 def test_work_per_request_does_not_grow_with_the_queue(

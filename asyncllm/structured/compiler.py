@@ -43,9 +43,13 @@ MAX_GRAMMAR_BYTES = 192 * 2**20
 """Maximum estimated memory in bytes of the grammars that are cached or in use. No compilation
 begins while the grammars in use take more."""
 
-MAX_WAITING_SPEC_BYTES = 32 * 2**20
-"""Memory in bytes of the texts of queued compilations, beyond which those that no request waits for
-are dropped at once. The texts of waiting requests count in the engine's queue."""
+MAX_UNSWEPT_BYTES = 32 * 2**20
+"""Memory in bytes of the compile queue beyond which requests that wait no longer are removed from
+it. Until then they are removed at their turn. The texts of waiting requests count in the engine's
+queue."""
+
+BYTES_PER_QUEUED_REQUEST = 8192
+"""Estimated memory of a queued request without the text of its grammar."""
 
 _MEMORY_CHECK_SECONDS = 0.02
 """Seconds between a thread's checks whether memory allows a compilation."""
@@ -115,6 +119,7 @@ class GrammarCompiler:
         self._jobs: dict[StructuredOutputs, _CompileJob] = {}
         self._queue: OwnerLines[_QueuedRequest] = OwnerLines()
         self._num_queued_bytes = 0
+        self._num_swept_bytes = 0
         self._threads: set[threading.Thread] = set()
         self._num_overdue_jobs = 0
         self._is_closed = False
@@ -159,14 +164,13 @@ class GrammarCompiler:
                     self._start_thread()
                 job = self._jobs[spec] = _CompileJob(spec)
                 self._num_queued_bytes += sys.getsizeof(spec.text)
-                if self._num_queued_bytes > MAX_WAITING_SPEC_BYTES:
-                    for queued in list(self._queue):
-                        self._drop_if_unwanted(queued)
             assert job.waiting_requests is not None
             request = _QueuedRequest(job, owner)
             job.waiting_requests[request] = done_callback, is_wanted
             if not job.has_begun:
                 self._queue.push(owner, request)
+                self._num_queued_bytes += BYTES_PER_QUEUED_REQUEST
+                self._sweep_queue()
 
     def close(self) -> list[threading.Thread]:
         """Cancel the compilations that have not begun; returns the threads that still run."""
@@ -248,6 +252,14 @@ class GrammarCompiler:
             del grammar, error
             self._close_event.wait(min(COOLDOWN_TO_COMPILE_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
+    def _sweep_queue(self) -> None:
+        """Remove the requests that wait no longer, if the queue has doubled its memory since they
+        were last removed. The caller holds the lock."""
+        if self._num_queued_bytes > max(MAX_UNSWEPT_BYTES, 2 * self._num_swept_bytes):
+            for request in list(self._queue):
+                self._drop_if_unwanted(request)
+            self._num_swept_bytes = self._num_queued_bytes
+
     def _find_next_request(self) -> _QueuedRequest | None:
         """Find the next request that still waits, and drop those before it. The caller holds the
         lock."""
@@ -267,7 +279,7 @@ class GrammarCompiler:
         if len(waiting) == 1:
             self._drop_job(job)
         else:
-            self._queue.discard(request.owner, request)
+            self._dequeue(request)
             del waiting[request]
         return True
 
@@ -281,10 +293,14 @@ class GrammarCompiler:
         return job
 
     def _dequeue_job(self, job: _CompileJob) -> None:
-        """Remove the requests of a job from the queue. The caller holds the lock."""
+        """Remove a job and its requests from the queue. The caller holds the lock."""
         self._num_queued_bytes -= sys.getsizeof(job.spec.text)
         for request in job.waiting_requests or ():
-            self._queue.discard(request.owner, request)
+            self._dequeue(request)
+
+    def _dequeue(self, request: _QueuedRequest) -> None:
+        self._num_queued_bytes -= BYTES_PER_QUEUED_REQUEST
+        self._queue.discard(request.owner, request)
 
     def _evict_cached_grammars(self) -> bool:
         """Drop cached grammars until all grammars take at most MAX_GRAMMAR_BYTES; returns False if
