@@ -461,7 +461,8 @@ class AsyncLLMEngine(UncopyableHandle):
                 are given too, the model either calls tools or answers in that format.
             chat_template: a template's text, or the name of one of the model's, in place of the
                 usual one. A template is a program: use only templates that you would trust as code.
-            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``;
+                1024 at most.
             split_special_tokens: treat special tokens written in the messages, tools and variables
                 as ordinary text, so that a user cannot forge another role's turn. With False they
                 are control tokens, like those that the template writes.

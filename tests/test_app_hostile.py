@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gc
 import json
 import logging
 import resource
 import socket
 import time
+import tracemalloc
 import weakref
 
 import h11
@@ -38,10 +40,12 @@ from asyncllm.serving.parse_queue import (
     MAX_REQUEST_STARTS_PER_ITERATION,
     RequestStartQueue,
 )
+from asyncllm.serving.response_events import ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import COPIES_OF_LOGPROBS, MIN_LARGE_JSON_BYTES
+from asyncllm.serving.sockets import WebSocketConnection
 from asyncllm.serving.websocket_protocol import BASE_MESSAGE_FRAME_LIMIT, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
@@ -869,6 +873,72 @@ async def test_last_events_with_logprobs_wait_for_memory(monkeypatch):
     assert text_done["logprobs"] == part_done["part"]["logprobs"] == told
     assert item_done["item"]["content"][0]["logprobs"] == told
     assert last["response"]["output"][0]["content"][0]["logprobs"] == told
+
+
+async def test_slow_reader_of_last_events_waits_behind_others(monkeypatch):
+    """Events with log-probabilities wait for memory again if others have waited for it."""
+    monkeypatch.setattr(serving_module, "MIN_LARGE_JSON_BYTES", 1)
+    monkeypatch.setattr(response_turn, "RATE_CHECK_SECONDS", 0)
+    fields = {"input": "1", "max_output_tokens": 20, "ignore_eos": True, "top_logprobs": 3}
+    fields |= {"include": ["message.output_text.logprobs"], "stream": True, "seed": 1}
+    writers, others, insert = [], [], ResponseEvents.insert_logprobs
+
+    def insert_first(writer, event):
+        writers.append(writer)
+        if not others:
+            others.append(budget.claim(1000, lambda: None))
+        return insert(writer, event)
+
+    monkeypatch.setattr(ResponseEvents, "insert_logprobs", insert_first)
+    async with served_app(AsyncLLMEngine(num_blocks=64)) as server, asyncio.timeout(30):
+        budget = server._server.config.app._server_context.logprobs_budget = ByteBudget(1000)
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=20) as client:
+            answer = asyncio.create_task(client.post("/v1/responses", json=fields))
+            await until(lambda: others and others[0].is_granted)
+            await until(lambda: budget.num_waiting == 1)
+            assert (len(writers), writers[0]._logprobs_json) == (1, b"")
+            others[0].release()
+            text = (await answer).text
+        assert (budget.num_waiting, budget._num_free_bytes) == (0, 1000)
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    text_done, part_done, item_done, last = events[-4:]
+    assert len(text_done["logprobs"]) == 20
+    assert part_done["part"]["logprobs"] == text_done["logprobs"]
+    assert item_done["item"]["content"][0]["logprobs"] == text_done["logprobs"]
+    assert last["response"]["output"][0]["content"][0]["logprobs"] == text_done["logprobs"]
+
+
+async def test_unread_repeats_of_a_request_are_kept_as_utf8():
+    """One emoji would make each character of a text take four bytes."""
+    tool = {"type": "function", "name": "f", "description": "🙂" + "x" * 1_000_000}
+    fields = {"type": "response.create", "input": "1", "tools": [tool], "tool_choice": "none"}
+    request = UPGRADE + frame(FIN | TEXT, json.dumps(fields, ensure_ascii=False).encode())
+    engine = fake_engine("Hello")
+    async with served_app(engine) as server, asyncio.timeout(30):
+        await told(server, frame(FIN | TEXT, CREATE), end=b'"response.completed"')  # Fill caches.
+        await all_left(server)
+        tracemalloc.start()
+        try:
+            async with deaf(server, request) as (_, transport):
+                await until(lambda: transport.get_write_buffer_size() > 900_000)
+                await until(lambda: not engine.stats().num_running)
+                gc.collect()
+                num_bytes = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+    # The text that the response repeats, the next event, and the unread one.
+    assert 2_900_000 < num_bytes < 3_500_000
+
+
+async def test_servers_without_the_extension_are_sent_text():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    for sends_utf8 in (False, True):
+        await WebSocketConnection(send, send, sends_utf8).send("🙂".encode())
+    assert [message["text"] for message in sent] == ["🙂", "🙂".encode()]
 
 
 @pytest.mark.parametrize("is_socket", [False, True])

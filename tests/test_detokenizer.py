@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.text import detokenizer as detokenizer_module
 from asyncllm.text.chat_template import ChatTemplate
 from asyncllm.text.detokenizer import Detokenizer
 from asyncllm.text.text_decoder import (
@@ -338,8 +340,8 @@ class Pieces:
 
 @examples(1500)
 @given(
-    parts=st.lists(st.text("ab.", max_size=4), max_size=10),
-    stops=st.lists(st.text("ab.", min_size=1, max_size=5), max_size=4),
+    parts=st.lists(st.text("ab🙂", max_size=4), max_size=10),
+    stops=st.lists(st.text("ab🙂", min_size=1, max_size=5), max_size=4),
     include=st.booleans(),
     min_tokens=st.integers(0, 4),
 )
@@ -392,6 +394,48 @@ def test_stop_strings_in_tokens(data: st.DataObject, include: bool, min_tokens: 
             break
     assert detokenizer.stopped == stop
     assert out + detokenizer.finish() == expected
+
+
+SPACES = " " * 128
+"""Text of the longest token of many vocabularies."""
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        [" " * 1000 + chr(65 + i) + "y" * 23 for i in range(64)],
+        [" " * 1022 + chr(65 + i) + " " for i in range(64)],
+        [" " * (512 + i) + "🙂" + " " * (511 - i) for i in range(64)],
+        [" " * 512 + "a" + " " * 511, *(chr(65 + i) + " " * 120 for i in range(63))],
+    ],
+    ids=["end", "last but one", "middle", "short and long"],
+)
+def test_each_character_is_searched_twice_at_most(
+    stops: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[bytes] = []
+
+    def search(texts: list[bytes], text: bytes) -> int:
+        searched.append(text)
+        return bisect_right(texts, text)
+
+    monkeypatch.setattr(detokenizer_module, "bisect_right", search)
+    parts = [*[SPACES] * 20, "q", *[SPACES] * 10, stops[-1], "q"]
+    expected, stop, length = reference(parts, stops, include=False, min_tokens=0)
+    assert length is not None
+    detokenizer = Detokenizer(Pieces(parts), stop=stops)
+    out = "".join([detokenizer.push(n) for n in range(length)])
+    assert (out, detokenizer.stopped) == (expected, stop)
+    num_characters = len("".join(parts[:length]).encode())
+    assert 0 < len(searched) <= 2 * num_characters
+    assert max(map(len, searched)) <= 1200
+
+
+def test_first_of_nested_stop_strings_wins() -> None:
+    stops = [" " * (900 + i) for i in range(64)]
+    detokenizer = Detokenizer(Pieces([" " * 896, SPACES]), stop=stops)
+    assert [detokenizer.push(0), detokenizer.push(1)] == ["", ""]
+    assert detokenizer.stopped == stops[0]
 
 
 def test_stop_string_across_tokens_and_inside_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,35 @@ async def test_argument_with_raising_methods_fails_only_its_call() -> None:
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_failed) == (0, 0, 0)
         assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_huge_arguments_are_refused_before_they_are_copied() -> None:
+    message = [{"role": "user", "content": "x"}]
+    names, text = {str(i): 1 for i in range(100_000)}, "🙂" * 500_000
+    tag = {"type": "structural_tag", **names}
+    named = {"type": "json_schema", "json_schema": {"name": text, "schema": {}}}
+    async with AsyncLLMEngine() as engine:
+        cases: dict[str, Callable[[], Any]] = {
+            "request_id": lambda: engine.stream("x", request_id=text),
+            "cache_salt": lambda: engine.stream("x", cache_salt=text),
+            "owner": lambda: engine.stream("x", owner=text),
+            "chat_template_kwargs": lambda: engine.chat(message, chat_template_kwargs=names),
+            "structural_tag": lambda: engine.chat(message, response_format=tag),
+            "json_schema.name": lambda: engine.chat(message, response_format=named),
+            "structured_outputs": lambda: engine.stream("x", structured_outputs=names),
+            "logit_bias": lambda: engine.stream("x", logit_bias=names),
+        }
+        for param, call in cases.items():
+            for _ in range(2):  # The first call fills caches.
+                tracemalloc.start()
+                try:
+                    with pytest.raises(InvalidRequestError, match=param) as caught:
+                        call()
+                    num_bytes = tracemalloc.get_traced_memory()[1]
+                finally:
+                    tracemalloc.stop()
+            assert num_bytes < 200_000, param
+            assert len(str(caught.value)) < 500, param
 
 
 @pytest.mark.parametrize("engine", [None, "x", 7, object()])

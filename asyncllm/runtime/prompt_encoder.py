@@ -18,6 +18,9 @@ from asyncllm.text.template_input import TemplateInput
 from asyncllm.tool_calls.chat_syntax import ChatSyntax, ChatSyntaxes
 from asyncllm.tool_calls.tool_use import ToolUse
 
+_MAX_VARIABLES = 1024
+"""Maximum number of names in ``chat_template_kwargs``, copied while an event loop waits."""
+
 EncodeFunction = Callable[[int | None], list[int] | None]
 """Thread-safe function that makes the token ids of a prompt. Its argument is the maximum number of
 characters, or None for no maximum; with a maximum it returns None for a prompt that is longer, or
@@ -122,8 +125,13 @@ class PromptEncoder:
     ) -> TemplateInput:
         """Check and copy the messages and variables of a conversation for its template."""
         kwargs: Any = {} if options.chat_template_kwargs is None else options.chat_template_kwargs
-        # Call dict's own ``items``: that of a subclass might never end.
-        variables: Any = dict(dict.items(kwargs)) if isinstance(kwargs, dict) else None
+        variables: Any = None
+        if isinstance(kwargs, dict):
+            if dict.__len__(kwargs) > _MAX_VARIABLES:
+                accepted = f"at most {_MAX_VARIABLES} names"
+                raise check.value_error("chat_template_kwargs", kwargs, accepted)
+            # Call dict's own ``items``: that of a subclass might never end.
+            variables = dict(dict.items(kwargs))
         if variables is None or not all(isinstance(name, str) for name in variables):
             accepted = "a dict of names to values, or None"
             raise check.value_error("chat_template_kwargs", kwargs, accepted)

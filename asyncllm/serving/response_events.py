@@ -87,8 +87,19 @@ class ResponseEvents:
         data, item = data if isinstance(data, bytes) else data.encode(), self._message_item
         if item is None or not item.logprobs:
             return data
-        self._logprobs_json = self._logprobs_json or self._encode_logprobs(item.logprobs).encode()
+        if not self._logprobs_json:
+            self.encode_logprobs()
         return data.replace(b'"%b"' % item.logprobs_mark.encode(), self._logprobs_json)
+
+    def encode_logprobs(self) -> None:
+        """Make the JSON of the message's log-probabilities, which ``insert_logprobs`` inserts."""
+        if self._message_item is not None:
+            # In UTF-8: in a ``str``, one emoji makes every character take four bytes.
+            self._logprobs_json = self._encode_logprobs(self._message_item.logprobs).encode()
+
+    def free_logprobs(self) -> None:
+        """Free the memory of ``encode_logprobs``."""
+        self._logprobs_json = b""
 
     def _encode_logprobs(self, logprobs: list[TokenLogprobs]) -> str:
         if self._logprobs is None or not logprobs:
@@ -155,8 +166,7 @@ class ResponseEvents:
         if self._unsent_logprobs or not self._items:
             yield from self._add_text("")
         if self._message_item is not None:
-            # In UTF-8: in a ``str``, one emoji makes every character take four bytes.
-            self._logprobs_json = self._encode_logprobs(self._message_item.logprobs).encode()
+            self.encode_logprobs()
             yield from self._close_item(self._message_item, item_status)
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             finish_reason or "", "completed"

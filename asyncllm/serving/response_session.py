@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -197,5 +198,7 @@ class ResponseSession:
 
     async def _send_all(self, events: Iterable[ResponseEvent]) -> None:
         send = self.connection.send
-        for _, data in events:
-            await send(data if isinstance(data, str) else data.decode())
+        unsent = deque(events)
+        del events
+        while unsent:
+            await send(unsent.popleft()[1])  # Refer to no event that is sent: it may be long.

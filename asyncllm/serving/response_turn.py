@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Self
 
 import anyio
 
-from asyncllm.serving.byte_budget import ByteClaim
+from asyncllm.serving.byte_budget import RATE_CHECK_SECONDS, ByteClaim
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_events import ResponseEvent, ResponseEvents
 from asyncllm.serving.response_object import ResponseObject
@@ -177,25 +178,39 @@ class ResponseTurn:
                 if delta.finish_reason is None and (pause := pacer.pause_seconds) > 0:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
-        stream = self.stream
-        async with self._server_context.claimed_logprobs_bytes(events.num_logprobs_bytes):
+        stream, context = self.stream, self._server_context
+        async with context.claimed_logprobs_bytes(events.num_logprobs_bytes):
             final_events = await self.collect_events(
                 events.completed_events(stream.finish_reason, stream.usage)
             )
             turn = (events.assistant_message(),) if should_generate else ()
             # A response with ``store=false`` can be continued, but not read again.
-            body = (
-                events.response_json if self._store is self._server_context.response_store else b""
-            )
+            body = events.response_json if self._store is context.response_store else b""
             stored = StoredResponse(self._conversation.with_messages(turn), body)
             self._store.add(self._owner, events.id, stored)
             before_end()
             if not events.num_logprobs_bytes:
                 await send(final_events)
                 return
-            # Complete the events one by one, because each repeats the log-probabilities.
-            for event in final_events:
-                await send((events.insert_logprobs(event),))
+            await self._send_with_logprobs(send, final_events)
+        while final_events:
+            # Others have waited for this memory: wait behind them, without the JSON.
+            num_bytes = events.num_logprobs_bytes
+            async with context.claimed_logprobs_bytes(num_bytes):
+                await context.run_json_job(events.encode_logprobs, num_bytes)
+                await self._send_with_logprobs(send, final_events)
+
+    async def _send_with_logprobs(self, send: SendEvents, unsent: list[ResponseEvent]) -> None:
+        """Complete and send events one by one, because each repeats the log-probabilities. Stop
+        while others wait for memory and the client is slow, so that it holds them up for one event
+        only."""
+        budget, began_at = self._server_context.logprobs_budget, time.monotonic()
+        while unsent:
+            await send((self.events.insert_logprobs(unsent.pop(0)),))
+            is_slow = time.monotonic() - began_at >= RATE_CHECK_SECONDS
+            if unsent and is_slow and budget.num_waiting:
+                self.events.free_logprobs()
+                return
 
 
 def _count_bytes(events: Iterable[ResponseEvent]) -> int:

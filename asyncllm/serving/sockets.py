@@ -16,18 +16,31 @@ from asyncllm.serving.serving import ServingContext
 logger = logging.getLogger(__name__)
 
 
+UTF8_TEXT_EXTENSION = "asyncllm.utf8_text"
+"""ASGI extension of a server that accepts a text message as UTF-8 in ``bytes``. In a ``str``, one
+emoji makes every character take four bytes."""
+
+
 class WebSocketConnection:
     """An open WebSocket connection. Sending raises one of DISCONNECT_ERRORS if the client is
-    gone."""
+    gone.
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    Args:
+        sends_utf8: whether the server has UTF8_TEXT_EXTENSION.
+    """
+
+    def __init__(self, receive: Receive, send: Send, sends_utf8: bool) -> None:
         self._receive = receive
         self._send = send
+        self._sends_utf8 = sends_utf8
         self._is_open = True
 
-    def send(self, message: str) -> Awaitable[None]:
+    def send(self, message: str | bytes) -> Awaitable[None]:
+        """Send a text message, as text or as UTF-8."""
         if not self._is_open:
             raise ClientGoneError
+        if isinstance(message, bytes) and not self._sends_utf8:
+            message = message.decode()
         return self._send({"type": "websocket.send", "text": message})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
@@ -65,7 +78,8 @@ async def run_session(
     """
     offered = exchange.scope.get("subprotocols", ())
     subprotocol = WEBSOCKET_SUBPROTOCOL if WEBSOCKET_SUBPROTOCOL in offered else None
-    connection = WebSocketConnection(*await exchange.accept(subprotocol))
+    sends_utf8 = UTF8_TEXT_EXTENSION in (exchange.scope.get("extensions") or ())
+    connection = WebSocketConnection(*await exchange.accept(subprotocol), sends_utf8)
     session = make_session(connection, exchange.owner)
     server_context.sessions.add(session)
     try:

@@ -18,6 +18,7 @@ from asyncllm.serving.byte_budget import (
     ByteClaim,
 )
 from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
+from asyncllm.serving.sockets import UTF8_TEXT_EXTENSION
 
 BASE_MESSAGE_FRAME_LIMIT = 1024
 MESSAGE_BYTES_PER_EXTRA_FRAME = 64
@@ -78,15 +79,23 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             await self.writable.wait()
         if self.disconnected or self.close_sent or self.conn.state is not State.OPEN:
             raise ClientDisconnected
-        if (text := message.get("text")) is None:
+        if (text := message.pop("text", None)) is None:
             await super().send(message)
             return
         # Encode the frame here: websockets' own ``send`` spends more than half of its time on
         # making a Frame and a buffer for each text.
-        self.transport.write(_encode_text_frame(text.encode()))
-        if len(text) > MAX_BYTES_PER_PARSE_TURN:
+        self.transport.write(_encode_text_frame(text if isinstance(text, bytes) else text.encode()))
+        is_long = len(text) > MAX_BYTES_PER_PARSE_TURN
+        del text  # The transport has a copy, which the client may read slowly.
+        if is_long:
             # Backpressure: after a long message, return only when the client has read it.
             await self.writable.wait()
+
+    def handle_connect(self, event: Any) -> None:
+        super().handle_connect(event)
+        if not self.close_sent:
+            scope: Any = self.scope
+            scope["extensions"][UTF8_TEXT_EXTENSION] = {}
 
     def _parse(self) -> None:
         size, self._num_frames = MIN_SLICE_BYTES, 0

@@ -9,7 +9,11 @@ from typing import Any
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError
 from asyncllm.structured.python_types import is_schema_type
-from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
+from asyncllm.structured.spec import (
+    MAX_SPEC_CHARACTERS,
+    StructuredOutputs,
+    parse_structured_outputs,
+)
 
 _PARAM_NAME = "response_format"
 _ACCEPTED_RESPONSE_FORMATS = (
@@ -43,7 +47,7 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if check.equal_json(kind, "json_schema"):
         return {"json": _check_schema(value)}
     if check.equal_json(kind, "structural_tag"):
-        return {"structural_tag": dict(value)}
+        return {"structural_tag": value}
     by_type = {"text": None, "json_object": {"json_object": True}}
     if not isinstance(kind, str) or kind not in by_type or len(value) != 1:
         raise check.value_error(_PARAM_NAME, value, _ACCEPTED_RESPONSE_FORMATS)
@@ -59,6 +63,7 @@ def _check_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     fields = ("name", "schema", "strict", "description")
     check.refuse_unknown_names(f"field of {_PARAM_NAME}.json_schema", field, fields)
-    check.string(f"{_PARAM_NAME}.json_schema.name", field.get("name"), optional=True)
+    name = f"{_PARAM_NAME}.json_schema.name"
+    check.string(name, field.get("name"), max_length=MAX_SPEC_CHARACTERS, optional=True)
     check.boolean(f"{_PARAM_NAME}.json_schema.strict", field.get("strict"), optional=True)
     return field["schema"]

@@ -81,7 +81,7 @@ def _parse_mapping(value: Any) -> StructuredOutputs:
     if by_kind.get("json_object") is False:
         del by_kind["json_object"]
     if len(by_kind) != 1:
-        raise check.value_error(_PARAM_NAME, dict(value), _ACCEPTED_STRUCTURED_OUTPUTS)
+        raise check.value_error(_PARAM_NAME, value, _ACCEPTED_STRUCTURED_OUTPUTS)
     kind, kind_value = next(iter(by_kind.items()))
     return StructuredOutputs(kind, _CHECK_FUNCTIONS[kind](kind_value))
 
