@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncllm.structured.owner_lines import OwnerLines
+from asyncllm.owner_lines import OwnerLines
 
 
 def lines_of(items: str) -> OwnerLines[str]:
@@ -48,6 +48,18 @@ def test_the_fewest_running_items_come_before_the_longest_wait() -> None:
     for item in ("b0", "b1", "a0"):
         lines.begin(item[0], item)
     assert lines.peek() == "a1"
+
+
+def test_a_line_is_ordered_by_rank_and_then_by_arrival() -> None:
+    lines: OwnerLines[str] = OwnerLines()
+    for item, rank in (("a0", 2.0), ("a1", 1.0), ("b0", 9.0), ("a2", 2.0), ("a3", 1.5)):
+        lines.push(item[0], item, rank)
+    lines.discard("a", "a3")
+    order = []
+    while lines:
+        order.append(begin_next(lines))
+        lines.end(order[-1][0])
+    assert order == ["a1", "b0", "a0", "a2"]
 
 
 def test_a_discarded_item_takes_no_turn() -> None:

@@ -49,7 +49,7 @@ ROOMS = (
     "validation",
     "json_copier",
     "foreign_names",
-    "errors logger thread_priority version",
+    "errors logger owner_lines thread_priority version",
 )
 """Top to bottom: a room imports rooms below it, and those of its own line."""
 

@@ -16,9 +16,9 @@ from weakref import WeakSet
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
+from asyncllm.owner_lines import OwnerLines
 from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMemoryBound
-from asyncllm.structured.owner_lines import OwnerLines
 from asyncllm.structured.spec import StructuredOutputs
 from asyncllm.thread_priority import lower_thread_priority
 

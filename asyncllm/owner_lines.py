@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from itertools import count
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class OwnerLines(Generic[T]):
-    """Waiting items in a line for each owner, in order of arrival.
+    """Waiting items in a line for each owner, ordered by rank and then by arrival.
 
     The owner with the fewest running items is next; of several such owners, the one that has waited
     longest since its line began or its last turn. WaitingQueue of the scheduler has the same turns,
-    and ranks beside them; it may keep discarded items, with all that they hold, for a while.
+    and ranks that come before them; it may keep discarded items, with all that they hold, for a
+    while.
 
-    ``push``, ``discard``, ``begin`` and ``end`` take O(1). ``peek`` looks at the owners that have
-    running items and at one more.
+    ``push`` and ``discard`` search a line by bisection and move a part of its list. ``peek`` looks
+    at the owners that have running items and at one more.
     """
 
     def __init__(self) -> None:
-        self._lines: OrderedDict[str | None, OrderedDict[T, None]] = OrderedDict()
+        self._lines: OrderedDict[str | None, list[tuple[float, int, T]]] = OrderedDict()
+        self._entries: dict[T, tuple[float, int, T]] = {}
         self._num_running: Counter[str | None] = Counter()
+        self._serials = count()
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._lines)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[T]:
         for line in self._lines.values():
-            yield from line
+            yield from (item for *_, item in line)
 
-    def push(self, owner: str | None, item: T) -> None:
-        self._lines.setdefault(owner, OrderedDict())[item] = None
+    def push(self, owner: str | None, item: T, rank: float = 0.0) -> None:
+        """Add an item to its owner's line, behind those of the same rank and of smaller ones."""
+        entry = self._entries[item] = (rank, next(self._serials), item)
+        insort(self._lines.setdefault(owner, []), entry)
 
     def peek(self) -> T | None:
         """The next item; None if none waits."""
@@ -46,13 +50,14 @@ class OwnerLines(Generic[T]):
         line = next(idle_owners, None)
         if line is None:
             line = self._lines[min(self._lines, key=running.__getitem__)]
-        return next(iter(line))
+        return line[0][-1]
 
     def discard(self, owner: str | None, item: T) -> None:
         """Remove an item; does nothing if it does not wait."""
-        line = self._lines.get(owner)
-        if line is not None and item in line:
-            del line[item]
+        entry = self._entries.pop(item, None)
+        if entry is not None:
+            line = self._lines[owner]
+            del line[bisect_left(line, entry)]
             if not line:
                 del self._lines[owner]
 
