@@ -160,6 +160,7 @@ class GroupQueue:
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request; if all queues are full, wait until an engine has a place for it."""
+        submission.add_members()
         _hash_text(submission)
         group, is_gone = submission.request.group, running_backend().is_closed
         with self.caller_queue.lock:
@@ -248,7 +249,7 @@ class GroupQueue:
         candidates = []
         for number, submitter in submitters.items():
             core, cached = submitter.core, num_text_pieces.get(number, 0) * _TOKENS_PER_TEXT_PIECE
-            if len(request.group.members) > core.admission.max_queued_requests:
+            if request.group.num_members > core.admission.max_queued_requests:
                 continue
             if request.token_ids:
                 cached = core.num_cached_tokens(request)
@@ -265,7 +266,7 @@ class GroupQueue:
         if not candidates:
             largest = max(one.core.admission.max_queued_requests for one in submitters.values())
             accepted = f"at most max_queued_requests={largest}"
-            raise check.value_error("n", len(request.group.members), accepted)
+            raise check.value_error("n", request.group.num_members, accepted)
         route = self._router.choose(candidates, submission.num_tokens)
         number: Any = route.key
         sent_text = self._text_index.add(number, hashes, self.core.clock()) if hashes else None

@@ -115,12 +115,12 @@ async def test_a_text_is_bounded_all_the_same() -> None:
 async def test_waiting_texts_count_by_their_memory(is_chat: bool) -> None:
     """However few of their tokens will be kept. Short texts are not refused for them."""
     async with fake_engine("xy", max_model_len=500) as engine:
-        for character, most in (("a", 64), ("\U0001f600", 16)):
-            text = "a" * (2**20 - 40) + character
+        for character, most in (("a", 128), ("\U0001f600", 32)):
+            text = "a" * (2**19 - 40) + character
             with held_up(engine):
                 streams = []
                 with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
-                    for _ in range(99):
+                    for _ in range(199):
                         prompt = user(text) if is_chat else text
                         call = engine.chat if is_chat else engine.stream
                         streams.append(call(prompt, max_tokens=1, truncate_prompt_tokens=5))

@@ -15,6 +15,7 @@ from asyncllm import (
     EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
+    SamplingParams,
 )
 from asyncllm.core import waiting_texts
 from tests.event_loops import run as run  # a fixture
@@ -340,3 +341,43 @@ async def test_a_text_that_waits_for_room_holds_up_no_short_prompt(is_group, mon
         assert [(await stream.result()).prompt_token_ids for stream in streams] == (
             [(7, 7, 7)] * len(streams)
         )
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+async def test_a_refused_request_for_many_outputs_makes_only_its_first(is_group, monkeypatch):
+    made = []
+
+    def of_output(params, index):
+        made.append(index)
+        return derive(params, index)
+
+    derive = SamplingParams.of_output
+    monkeypatch.setattr(SamplingParams, "of_output", of_output)
+    rig = fake_group(2) if is_group else fake()
+    async with rig.engine(max_queued_requests=20) as engine:
+        await engine.pause()
+        stream = engine.stream([1, 2], n=15, max_tokens=2, request_id="taken")
+        others = [engine.stream([1, 2], n=15, max_tokens=2)] if is_group else []
+        assert made == [*range(1, 15)] * (1 + len(others))
+        made.clear()
+        refused = [
+            ([1, 2], {}, EngineOverloadedError),
+            ([1, 2], {"request_id": "taken", "n": 2}, InvalidRequestError),
+            ([1, 2], {"n": 21}, InvalidRequestError),
+            ([1, -2], {"n": 2}, InvalidRequestError),
+            ([1, 10**6], {"n": 2}, InvalidRequestError),
+            ([1] * 10**5, {"n": 2}, ContextLengthExceededError),
+        ]
+        for prompt, fields, error in refused:
+            with pytest.raises(error):
+                engine.stream(prompt, **{"n": 15, "max_tokens": 2} | fields)
+        assert made == []
+        assert engine.stats().num_rejected == (not is_group)
+        waiting = asyncio.create_task(engine.submit([1, 2], n=6, max_tokens=2))
+        await asyncio.sleep(0)
+        assert made == [*range(1, 6)]
+        await engine.resume()
+        for one in (stream, *others, await waiting):
+            outputs = (await one.result()).outputs
+            assert [output.index for output in outputs] == [*range(one.num_outputs)]
+            assert {len(output.token_ids) for output in outputs} == {2}

@@ -109,12 +109,27 @@ class Admission:
         """
         with self._lock:
             shortage = self._admit(group, num_tokens, num_caller_queues_ahead)
-            if shortage is not None:
-                self.num_rejected += num_caller_queues_ahead is None
-                reason, num_requests_ahead = shortage
-                retry_after = self._retry_after(num_requests_ahead)
-                message = f"{reason}; try again in {retry_after:.2f} s"
-                raise EngineOverloadedError(message, retry_after=retry_after)
+            self._raise_if_full(shortage, num_caller_queues_ahead)
+
+    def check(
+        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
+    ) -> None:
+        """Raise the errors of ``reserve``, with its arguments, but register nothing. So members of
+        a group that the queue refuses need not be made."""
+        with self._lock:
+            shortage = self._check_group(group, num_tokens, num_caller_queues_ahead)
+            self._raise_if_full(shortage, num_caller_queues_ahead)
+
+    def _raise_if_full(
+        self, shortage: tuple[str, int] | None, num_caller_queues_ahead: int | None
+    ) -> None:
+        """Raise EngineOverloadedError for a shortage, as ``_find_shortage`` returns it."""
+        if shortage is not None:
+            self.num_rejected += num_caller_queues_ahead is None
+            reason, num_requests_ahead = shortage
+            retry_after = self._retry_after(num_requests_ahead)
+            message = f"{reason}; try again in {retry_after:.2f} s"
+            raise EngineOverloadedError(message, retry_after=retry_after)
 
     def retry_after(
         self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
@@ -175,7 +190,7 @@ class Admission:
         if num_waiting:
             shortage = f"{num_waiting} wait for a place in the queue", num_waiting
         else:
-            shortage = self._check_room(len(group.members), num_tokens)
+            shortage = self._check_room(group.num_members, num_tokens)
         if not self.waiting_texts.has_room(group):
             return f"{self.waiting_texts.num_bytes} bytes of long texts are queued", 1
         if shortage is None:
@@ -183,27 +198,34 @@ class Admission:
         waits = any(queue.has_owner_ahead_of(group) for queue in queues_ahead)
         return None if not waits and self._fits_owner_share(group, num_tokens) else shortage
 
-    def _admit(
-        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
+    def _check_group(
+        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None
     ) -> tuple[str, int] | None:
-        """Register a group if the queue has room for it; returns the result of ``_find_shortage``.
+        """Result of ``_find_shortage``.
 
         Raises:
             AsyncLLMError: if the group is refused even by an empty queue.
         """
         if self._closed_error is not None:
             raise self._closed_error()
-        earlier = self._live_groups.get(group.request_id)
-        if earlier is not None:
+        if group.request_id in self._live_groups:
             self.check_id(group.request_id)
-        members = group.members
-        count, owner = len(members), members[0].owner
-        if count > self.max_queued_requests:
+        if group.num_members > self.max_queued_requests:
             accepted = f"at most max_queued_requests={self.max_queued_requests}"
-            raise check.value_error("n", count, accepted)
-        shortage = self._find_shortage(group, num_tokens, num_caller_queues_ahead)
+            raise check.value_error("n", group.num_members, accepted)
+        return self._find_shortage(group, num_tokens, num_caller_queues_ahead)
+
+    def _admit(
+        self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
+    ) -> tuple[str, int] | None:
+        """Register a group if the queue has room for it; returns the result of ``_find_shortage``,
+        and raises as ``_check_group``."""
+        shortage = self._check_group(group, num_tokens, num_caller_queues_ahead)
         if shortage is not None:
             return shortage
+        members = group.members
+        count, owner = len(members), members[0].owner
+        earlier = self._live_groups.get(group.request_id)
         if earlier is not None:
             # An aborted group frees its id at once, but the engine thread will still call
             # ``forget_group`` for it.
@@ -232,7 +254,7 @@ class Admission:
         """Whether a full queue may still take a group, because its owner holds less than its share,
         or nothing: a group larger than a share would else hold up all that wait behind it. The
         queue may then grow to twice its limits. False if no other owner uses the queue."""
-        owner, num_requests = group.members[0].owner, len(group.members)
+        owner, num_requests = group.members[0].owner, group.num_members
         num_tokens *= num_requests
         num_owners = len(self._queued_counts_by_owner) + (owner not in self._queued_counts_by_owner)
         counted_tokens = min(num_tokens, self.max_queued_tokens)

@@ -69,6 +69,7 @@ class RequestGroup:
         channel: carries all members' output to the reader.
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
+        num_outputs: number of members that it will have when it is submitted; 0 if it has all.
         cancelled: whether the group has ended, or any thread has sent an abort command for it.
         aborted: whether a caller aborted the group.
         notifier: calls the observers; None without any.
@@ -86,6 +87,7 @@ class RequestGroup:
     arrived_at: float = 0.0
     deadline: float = math.inf
     members: list[Request] = field(default_factory=list)
+    num_outputs: int = 0
     cancelled: bool = False
     aborted: bool = False
     notifier: LifecycleNotifier | None = None
@@ -94,6 +96,11 @@ class RequestGroup:
     raw_prompt: Any = None
     num_text_bytes: int = 0
     param_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def num_members(self) -> int:
+        """Number of members, those included that are not made yet."""
+        return max(self.num_outputs, len(self.members))
 
     def restart_timeout(self, now: float) -> None:
         """Restart the timeout at ``now``, which also becomes the arrival time, after a wait for a

@@ -42,9 +42,9 @@ _TokenRuleParams = tuple[Sequence[int] | None, Sequence[str]]
 _ANSWER_SEARCH_TOKENS = 32
 """Number of tokens at the end of a prompt that are searched for the beginning of the answer."""
 
-_MAX_TRUNCATABLE_CHARACTERS = 2**20
+_MAX_TRUNCATABLE_CHARACTERS = 2**19
 """Maximum number of characters of a prompt with ``truncate_prompt_tokens``, and of its bytes in
-UTF-8. All of it is tokenised, which takes up to 200 bytes per byte."""
+UTF-8. All of it is tokenised, which takes up to 420 bytes per byte."""
 
 _MAX_INLINE_BAD_WORDS = 8
 _MAX_INLINE_WORD_CHARACTERS = 256
@@ -225,7 +225,9 @@ class InputProcessor:
         has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
         if token_ids is not None and has_rules:
             self._set_prompt(request, token_ids, parser)
-            return Submission(request, call_arguments, request.num_prompt_tokens, parser)
+            return self._make_submission(
+                request, call_arguments, request.num_prompt_tokens, parser, 0
+            )
 
         def prepare(request: Request, max_characters: int | None) -> bool:
             made = token_ids or encode(max_characters)
@@ -243,7 +245,22 @@ class InputProcessor:
         group.num_text_bytes = num_text_bytes
         words = request.sampling.bad_words
         num_characters += sum(map(len, words)) + _CHARACTERS_PER_BAD_WORD * len(words)
-        return Submission(request, call_arguments, estimate, parser, num_characters)
+        return self._make_submission(request, call_arguments, estimate, parser, num_characters)
+
+    def _make_submission(
+        self,
+        request: Request,
+        call_arguments: CallArguments,
+        num_tokens: int,
+        parser: MessageParser | None,
+        num_characters: int,
+    ) -> Submission:
+        make_members = None
+        if request.sampling.n > 1:
+            make_members = partial(self._make_members, request, parser)
+        return Submission(
+            request, call_arguments, num_tokens, parser, num_characters, make_members=make_members
+        )
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Maximum number of prompt tokens that a request keeps; None if the prompt is not
@@ -359,8 +376,8 @@ class InputProcessor:
         sampling_overrides: dict[str, Any],
         request_options: RequestOptions,
     ) -> Request:
-        """Check the sampling parameters, and make the group with its channel and members; returns
-        the first member."""
+        """Check the sampling parameters, and make the group with its channel and first member;
+        returns that member."""
         resolved, claiming_processors = self._resolve_params(
             sampling_params, sampling_overrides, request_options
         )
@@ -371,26 +388,46 @@ class InputProcessor:
             Channel(max_unread=request_options.max_unread, on_slow=request_options.on_slow),
             arrived_at=now,
             deadline=math.inf if request_options.timeout is None else now + request_options.timeout,
+            num_outputs=resolved.n,
         )
         skip = resolved.skip_special_tokens
         decode = partial(self.loaded_model.tokenizer.decode, skip_special_tokens=skip)
         if not resolved.detokenize:
             decode = NullDetokenizer.decode
-        for index in range(resolved.n):
-            Request(  # The constructor adds the request to the group.
+        request = Request(  # The constructor adds the request to the group.
+            group,
+            resolved,
+            max_model_len=info.max_model_len,
+            priority=request_options.priority,
+            owner=request_options.owner,
+            eos_token_ids=model.eos_token_ids,
+            cache_salt=request_options.cache_salt,
+            claiming_processors=claiming_processors,
+            output=DetokenizerState(decode),
+        )
+        self._set_token_rules((request,), self._inline_token_rules(resolved))
+        return request
+
+    def _make_members(self, first: Request, parser: MessageParser | None) -> None:
+        """Make the members of a group after the first."""
+        group, sampling = first.group, first.sampling
+        for index in range(1, sampling.n):
+            Request(
                 group,
-                resolved.of_output(index) if index else resolved,
-                max_model_len=info.max_model_len,
-                priority=request_options.priority,
-                owner=request_options.owner,
-                eos_token_ids=model.eos_token_ids,
-                cache_salt=request_options.cache_salt,
-                claiming_processors=claiming_processors,
-                output=DetokenizerState(decode),
-                first_member=group.members[0] if index else None,
+                sampling.of_output(index),
+                max_model_len=first.max_model_len,
+                priority=first.priority,
+                owner=first.owner,
+                eos_token_ids=first.eos_token_ids,
+                cache_salt=first.cache_salt,
+                claiming_processors=first.claiming_processors,
+                output=DetokenizerState(first.output.decode),
+                first_member=first,
             )
-        self._set_token_rules(group.members, self._inline_token_rules(resolved))
-        return group.members[0]
+        members = group.members[1:]
+        self._set_token_rules(members, first.token_rules)
+        if first.token_ids:
+            self._give_prompt(members, first.token_ids, parser)
 
     def _set_prompt(
         self, request: Request, token_ids: list[int], parser: MessageParser | None = None
@@ -408,26 +445,33 @@ class InputProcessor:
             # A tokenizer may know more tokens than the model has embeddings.
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.value_error("prompt", max(token_ids), accepted)
-        tokenizer = self.loaded_model.tokenizer
+        # A group that has ended meanwhile has dropped its members.
+        self._give_prompt(request.group.members or [request], token_ids, parser)
+
+    def _give_prompt(
+        self, members: Sequence[Request], token_ids: list[int], parser: MessageParser | None
+    ) -> None:
+        """Set the checked prompt of members of a group, and make a detokenizer for each."""
+        tokenizer, sampling = self.loaded_model.tokenizer, members[0].sampling
         detokenizer_options: dict[str, Any] = {}
-        if request.sampling.stop:
-            detokenizer_options["stop"] = StopStrings(request.sampling.stop)
+        if sampling.stop:
+            detokenizer_options["stop"] = StopStrings(sampling.stop)
         if parser is not None:
             delimiters = self._find_delimiter_tokens(parser.syntax)
             detokenizer_options["visible_ids"] = delimiters.special_ids
             end = tokenizer.decode(token_ids[-_ANSWER_SEARCH_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.syntax.answer_prefix_in_prompt(end)
-            for member in request.group.members:
+            for member in members:
                 grammar = member.sampling.structured_outputs
                 member.reasoning = delimiters.make_reasoning_tracker(parser.syntax, end, grammar)
-        for member in request.group.members:
-            sampling = member.sampling
+        for member in members:
             member.output.detokenizer = (
-                tokenizer.detokenizer(sampling, token_ids, **detokenizer_options)
+                tokenizer.detokenizer(member.sampling, token_ids, **detokenizer_options)
                 if sampling.detokenize
                 else NullDetokenizer()
             )
-            member.set_prompt(token_ids if member is request else token_ids.copy())
+            # Each owns its list; the first may keep the given one.
+            member.set_prompt(token_ids if member.first_member is None else token_ids.copy())
 
     def _find_delimiter_tokens(self, syntax: ChatSyntax) -> DelimiterTokens:
         """Token ids of the delimiters of reasoning and tool calls; cached, because every

@@ -57,6 +57,7 @@ class Submission:
         text_hashes: hashes of the beginning of a RawPrompt in an EngineGroup.
         observers: observers of this request, beside those of its engine.
         stream: stream to continue with this request after a failed attempt; None makes a stream.
+        make_members: makes the group's members after the first; None once all are made.
     """
 
     request: Request
@@ -67,12 +68,17 @@ class Submission:
     text_hashes: Sequence[bytes] = ()
     observers: tuple[Observer, ...] = ()
     stream: TokenStream | None = None
+    make_members: Callable[[], None] | None = None
     notifier: ObserverNotifier | None = field(init=False, default=None)
-    _members: list[Request] = field(init=False)
+    _members: list[Request] = field(init=False, default_factory=list)
 
-    def __post_init__(self) -> None:
+    def add_members(self) -> None:
+        """Make the group's members after the first, if that was not done yet."""
+        make_members, self.make_members = self.make_members, None
+        if make_members is not None:
+            make_members()
         # A copy, because a group drops its members when it ends.
-        self._members = list(self.request.group.members)
+        self._members = self._members or list(self.request.group.members)
 
     def copy_for_retry(self, stream: TokenStream | None = None) -> Submission:
         """Copy the submission of a request that has no output yet, for another engine. The copy has
@@ -162,12 +168,17 @@ class Submitter:
             num_caller_queues_ahead: as for ``Admission.reserve``.
         """
         self._set_notifier(submission)
-        group = submission.request.group
-        self.core.admission.reserve(group, submission.num_tokens, num_caller_queues_ahead)
+        group, num_tokens = submission.request.group, submission.num_tokens
+        if submission.make_members is not None:
+            # Refuse a request for many outputs before these are made, which takes milliseconds.
+            self.core.admission.check(group, num_tokens, num_caller_queues_ahead)
+        submission.add_members()
+        self.core.admission.reserve(group, num_tokens, num_caller_queues_ahead)
         return self._make_stream(submission)
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream:
         """Queue a request once the queue has a place; its timeout begins then."""
+        submission.add_members()
         core, group = self.core, submission.request.group
         self._set_notifier(submission)
         is_gone = self.mailboxes.of_running_loop().is_closed
