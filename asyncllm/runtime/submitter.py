@@ -225,7 +225,6 @@ class Submitter:
                 core.admission.correct_estimate(group, request.num_prompt_tokens)
                 self._send_when_grammar_ready(request)
             except BaseException as error:
-                raw_prompt = None  # The error's traceback refers to this frame.
                 # A Rust panic in the tokenizer is a BaseException.
                 if not issubclass(type(error), Exception):
                     error = check.argument_error("prompt", check.describe(error))

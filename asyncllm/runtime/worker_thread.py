@@ -30,6 +30,10 @@ LARGE_JOB_DELAY_PER_SECOND = 2**20
 """A job of this size is queued as if it had arrived one second later, and other jobs in proportion
 to their size. So small jobs overtake a large one that arrived shortly before them."""
 
+MIN_TURN_SECONDS = 0.05
+"""An owner's turn goes on with the owner's next job until the jobs of the turn have taken this long
+together. So ten short jobs of one owner wait for one long job of another, and not for ten."""
+
 POLL_SECONDS = 0.02
 """Maximum seconds between two checks whether a cooldown is still needed."""
 
@@ -83,9 +87,10 @@ class WorkerThread:
     """Runs jobs on a daemon thread that lives only while there are jobs.
 
     It runs one job at a time, so that many jobs take no more memory and no more cores than one. The
-    owners of the jobs take turns, so that many jobs of one owner delay each job of another by one.
-    An owner's jobs of equal size go in order of arrival. A smaller job overtakes only larger ones
-    of its owner that arrived shortly before it, so no job starves.
+    owners of the jobs take turns, of one long job or of short ones that take MIN_TURN_SECONDS
+    together, so that many jobs of one owner delay another as one does. An owner's jobs of equal
+    size go in order of arrival. A smaller job overtakes only larger ones of its owner that arrived
+    shortly before it, so no job starves.
 
     Args:
         name: the thread's name.
@@ -97,6 +102,8 @@ class WorkerThread:
         self._cooldown = cooldown
         self._lock = threading.Lock()
         self._jobs: OwnerLines[_Job] = OwnerLines()
+        self._turn_owner: str | None = None
+        self._turn_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._close_event = threading.Event()
 
@@ -176,32 +183,42 @@ class WorkerThread:
                 self._thread = None
                 return False
         function, future = job.function, job.future
+        job.function = None
         assert function is not None
-        del job
         began = time.perf_counter()
         try:
             try:
                 result = function()
             finally:
+                self._extend_turn(job, time.perf_counter() - began)
                 if self._cooldown is not None:
                     self._cooldown.extend(began)
             future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
-        del function, future  # Break the cycle of future, exception and traceback.
+        del function, future, job  # Break the cycle of future, exception and traceback.
         return True
 
     def _begin_next(self) -> _Job | None:
         """Take the next job from its owner's line, and drop cancelled ones before it, which take no
         turn. The caller holds the lock."""
         while (job := self._jobs.peek()) is not None:
-            if job.future.set_running_or_notify_cancel():
-                self._jobs.begin(job.owner, job)
-                # The next turn is found only once this job has ended.
-                self._jobs.end(job.owner)
-                return job
+            # An owner whose line goes on stays first, until ``_extend_turn`` ends its turn.
             self._jobs.discard(job.owner, job)
+            if job.future.set_running_or_notify_cancel():
+                return job
         return None
+
+    def _extend_turn(self, job: _Job, duration: float) -> None:
+        """Count a job in the turn of its owner, and end the turn if it was long enough."""
+        with self._lock:
+            if job.owner != self._turn_owner:
+                self._turn_owner, self._turn_seconds = job.owner, 0.0
+            self._turn_seconds += duration
+            if self._turn_seconds >= MIN_TURN_SECONDS:
+                self._turn_seconds = 0.0
+                self._jobs.begin(job.owner, job)
+                self._jobs.end(job.owner)
 
 
 class TokenizerThreads:
