@@ -76,6 +76,7 @@ async def test_a_text_waits_in_the_line_of_its_owner():
     async with fake_engine("x", max_model_len=9000, num_blocks=2000) as engine:
         thread = engine._submitter._tokenizer_threads.long_thread
         with held_up(engine):
+            await until(lambda: not thread._jobs)
             streams = [engine.stream("a" * 5000, owner=owner) for owner in ("a", None, "a")]
             assert [job.owner for job in thread._jobs] == ["a", "a", None]
             for stream in streams:
