@@ -81,12 +81,6 @@ class GroupQueue:
         submitters = {number: engine._submitter for number, engine in self.engines.items()}
         return {number: one.core for number, one in submitters.items() if one is not None}
 
-    def pending_prompt_futures(self) -> list[Future[None]]:
-        submitters = [engine._submitter for engine in self.running_engines()]
-        return [
-            one for each in submitters if each is not None for one in each.pending_prompt_futures()
-        ]
-
     def has_running_requests(self) -> bool:
         return any(core.scheduler.running for core in self.engine_cores().values())
 

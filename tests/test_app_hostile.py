@@ -13,6 +13,7 @@ import socket
 import time
 import tracemalloc
 import weakref
+from types import SimpleNamespace
 
 import h11
 import httpx
@@ -45,7 +46,7 @@ from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import COPIES_OF_LOGPROBS, MIN_LARGE_JSON_BYTES
-from asyncllm.serving.sockets import WebSocketConnection
+from asyncllm.serving.sockets import UTF8_TEXT_EXTENSION, WebSocketConnection
 from asyncllm.serving.websocket_protocol import BASE_MESSAGE_FRAME_LIMIT, WebSocketProtocol
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
@@ -936,8 +937,8 @@ async def test_servers_without_the_extension_are_sent_text():
     async def send(message):
         sent.append(message)
 
-    for sends_utf8 in (False, True):
-        await WebSocketConnection(send, send, sends_utf8).send("🙂".encode())
+    for extensions in ({}, {UTF8_TEXT_EXTENSION: {}}):
+        await WebSocketConnection(send, send, extensions).send("🙂".encode())
     assert [message["text"] for message in sent] == ["🙂", "🙂".encode()]
 
 
@@ -1121,7 +1122,8 @@ async def test_unstored_responses_keep_no_copy_of_their_request():
         request = ResponseRequest.parse(
             fields | {"tool_choice": "none"}, serving.unsupported_fields
         )
-        turn = await ResponseTurn.begin(serving, "", request, 100_000, store)
+        client = SimpleNamespace(owner="", wait_for_disconnect=asyncio.Event().wait)
+        turn = await ResponseTurn.begin(serving, client, request, 100_000, store)
 
         async def drop(events):
             list(events)

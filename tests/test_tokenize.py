@@ -69,13 +69,13 @@ async def test_only_long_work_leaves_the_loop_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[Any] = []
-    submit = WorkerThread.submit
+    call = WorkerThread.call
 
-    def counted(thread: WorkerThread, job: Any, size: int) -> Any:
+    async def counted(thread: WorkerThread, job: Any, *options: Any) -> Any:
         calls.append(job)
-        return submit(thread, job, size)
+        return await call(thread, job, *options)
 
-    monkeypatch.setattr(WorkerThread, "submit", counted)
+    monkeypatch.setattr(WorkerThread, "call", counted)
     async with fake_engine("x") as engine:
         await engine.tokenize("a" * 512)
         await engine.tokenize(HELLO)

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
@@ -14,7 +15,13 @@ import pytest
 
 from asyncllm.errors import EngineClosedError
 from asyncllm.runtime import worker_thread
-from asyncllm.runtime.worker_thread import POLL_SECONDS, Cooldown, TokenizerThreads, WorkerThread
+from asyncllm.runtime.worker_thread import (
+    MIN_TURN_SECONDS,
+    POLL_SECONDS,
+    Cooldown,
+    TokenizerThreads,
+    WorkerThread,
+)
 from asyncllm.testing import fake_engine
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from tests.idle import until
@@ -167,3 +174,90 @@ async def test_what_turns_out_to_be_long_moves_to_the_long_texts(size):
     threads.submit(job, size)
     await until(lambda: len(calls) == 2 * len(tried) + 2)
     assert calls == 2 * [*tried, ("w", None)]
+
+
+class FakeClock:
+    """Clock of the worker threads, which jobs put forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, monotonic=lambda: self.now)
+        monkeypatch.setattr(worker_thread, "time", clock)
+        self.told: list[str] = []
+
+    def job(self, name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            self.told.append(name)
+            self.now += seconds
+
+        return run
+
+
+def test_owners_take_turns_of_one_long_job_or_of_short_ones(monkeypatch):
+    clock, thread = FakeClock(monkeypatch), WorkerThread("w")
+    go = blocked(thread)
+    for number in range(3):
+        thread.submit(clock.job(f"a{number}", 1.0), 9 - number, "a")
+    for number in range(12):
+        thread.submit(clock.job(f"b{number}", MIN_TURN_SECONDS / 8), owner="b")
+    last = [thread.submit(clock.job(f"none{number}", 1.0)) for number in range(2)]
+    go()
+    for future in last:
+        future.result(10)
+    thread.submit(lambda: None, 2**30, "a").result(10)
+    # Within a's line the smallest job comes first.
+    first_of_b, rest_of_b = [f"b{n}" for n in range(8)], [f"b{n}" for n in range(8, 12)]
+    assert clock.told == ["a2", *first_of_b, "none0", "a1", *rest_of_b, "none1", "a0"]
+
+
+async def test_a_cancelled_call_frees_its_job_and_takes_no_turn(monkeypatch):
+    clock, thread = FakeClock(monkeypatch), WorkerThread("w")
+    go = blocked(thread)
+
+    class Body:
+        def run(self) -> None:
+            clock.told.append("cancelled")
+
+    body = Body()
+    freed = weakref.ref(body)
+    cancelled = asyncio.ensure_future(thread.call(body.run, owner="a"))
+    del body
+    await asyncio.sleep(0)
+    for name in ("a0", "a1"):
+        thread.submit(clock.job(name, 1.0), owner="a")
+    last = thread.submit(clock.job("b", 1.0), owner="b")
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    del cancelled
+    assert freed() is None
+    go()
+    last.result(10)
+    thread.submit(lambda: None, owner="a").result(10)
+    assert clock.told == ["a0", "b", "a1"]
+
+
+@pytest.mark.parametrize("size", [1, LONG_TEXT_CHARACTERS])
+async def test_owners_take_turns_on_the_threads_of_texts(monkeypatch, size):
+    clock, threads = FakeClock(monkeypatch), TokenizerThreads("w", Cooldown(lambda: False))
+    go = blocked(threads.long_thread)
+    go_short = blocked(threads._short_thread)
+
+    def job(name: str) -> Callable[[int | None], bool]:
+        def run(most: int | None) -> bool:
+            if most is None:
+                clock.job(name, 1.0)()
+            return most is None
+
+        return run
+
+    for name in ("a0", "a1"):
+        threads.submit(job(name), size, "a")
+    waiting = asyncio.ensure_future(threads.call(lambda m: job("b")(m) or None, size, "b"))
+    await asyncio.sleep(0)
+    go_short()
+    threads._short_thread.submit(lambda: None, 2**30, "a").result(10)
+    await asyncio.sleep(0.05)
+    go()
+    assert await waiting
+    await until(lambda: len(clock.told) == 3)
+    assert clock.told == ["a0", "b", "a1"]

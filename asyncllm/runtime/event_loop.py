@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any
@@ -154,6 +155,17 @@ def post_when_done(future: Future[Any], callback: Callable[[], Any]) -> None:
             post(callback)
 
     future.add_done_callback(completed)
+
+
+def post_when_freed(value: object, callback: Callable[[], Any]) -> None:
+    """Call ``callback`` on the running loop once nothing refers to ``value`` any more."""
+    post = running_backend().post
+
+    def freed() -> None:
+        with contextlib.suppress(RuntimeError):
+            post(callback)
+
+    weakref.finalize(value, freed).atexit = False
 
 
 async def wait_for(future: Future[Any]) -> Any:

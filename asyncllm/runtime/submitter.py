@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -29,9 +28,10 @@ CallArguments = tuple[Operation, Any]
 """Operation and prompt of a call; converted to a RequestInfo only if there are observers."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RawPrompt:
-    """A checked prompt that is not tokenised yet.
+    """A checked prompt that is not tokenised yet. Only its group, and the thread that tokenises it,
+    refer to it, so that it is freed once the prompt is tokenised or the request has ended.
 
     Attributes:
         value: text or messages; or token ids, if the request's token rules are not made yet.
@@ -127,8 +127,6 @@ class RequestQueue(Protocol):
 
     async def enqueue_or_wait(self, submission: Submission) -> TokenStream: ...
 
-    def pending_prompt_futures(self) -> list[Future[None]]: ...
-
 
 @dataclass(eq=False, repr=False)
 class Submitter:
@@ -195,10 +193,6 @@ class Submitter:
         self.start(submission)
         return stream
 
-    def pending_prompt_futures(self) -> list[Future[None]]:
-        """Futures that are done once the long prompts submitted so far are tokenised."""
-        return self._tokenizer_threads.pending_job_futures()
-
     def close(self) -> list[threading.Thread]:
         """Drop texts that wait to be tokenised and grammars that wait to be compiled; returns the
         threads that still work."""
@@ -249,7 +243,9 @@ class Submitter:
             return True
 
         try:
-            self._tokenizer_threads.submit(prepare_and_send, submission.num_characters)
+            self._tokenizer_threads.submit(
+                prepare_and_send, submission.num_characters, request.owner
+            )
         except RequestError as error:
             core.send(core.on_fail, group, error)
 

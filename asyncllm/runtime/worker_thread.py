@@ -6,16 +6,16 @@ TokenizerThreads: a WorkerThread for short texts and one for long texts.
 from __future__ import annotations
 
 import contextvars
-import itertools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 from asyncllm.errors import EngineClosedError, RequestError
+from asyncllm.owner_lines import OwnerLines
 from asyncllm.runtime.event_loop import wait_for
 from asyncllm.text.long_text import LONG_TEXT_CHARACTERS
 from asyncllm.validation import describe_error
@@ -29,6 +29,10 @@ COOLDOWN_TO_JOB_RATIO = 2
 LARGE_JOB_DELAY_PER_SECOND = 2**20
 """A job of this size is queued as if it had arrived one second later, and other jobs in proportion
 to their size. So small jobs overtake a large one that arrived shortly before them."""
+
+MIN_TURN_SECONDS = 0.05
+"""An owner's turn goes on with the owner's next job until the jobs of the turn have taken this long
+together. So ten short jobs of one owner wait for one long job of another, and not for ten."""
 
 POLL_SECONDS = 0.02
 """Maximum seconds between two checks whether a cooldown is still needed."""
@@ -66,11 +70,26 @@ class Cooldown:
         self._ends_at = max(self._ends_at, now + COOLDOWN_TO_JOB_RATIO * (now - job_began_at))
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job that waits for its turn.
+
+    Attributes:
+        function: the job's work; None once its caller was cancelled.
+    """
+
+    owner: str | None
+    function: Callable[[], Any] | None
+    future: Future[Any] = field(default_factory=Future)
+
+
 class WorkerThread:
     """Runs jobs on a daemon thread that lives only while there are jobs.
 
-    It runs one job at a time, so that many jobs take no more memory and no more cores than one.
-    Jobs of equal size go in order of arrival. A smaller job overtakes only larger ones that arrived
+    It runs one job at a time, so that many jobs take no more memory and no more cores than one. The
+    owners of the jobs take turns, of one long job or of short ones that take MIN_TURN_SECONDS
+    together, so that many jobs of one owner delay another as one does. An owner's jobs of equal
+    size go in order of arrival. A smaller job overtakes only larger ones of its owner that arrived
     shortly before it, so no job starves.
 
     Args:
@@ -82,21 +101,27 @@ class WorkerThread:
         self._name = name
         self._cooldown = cooldown
         self._lock = threading.Lock()
-        self._job_numbers = itertools.count()
-        self._jobs: list[tuple[float, int, Callable[[], Any], Future[Any]]] = []
+        self._jobs: OwnerLines[_Job] = OwnerLines()
+        self._turn_owner: str | None = None
+        self._turn_seconds = 0.0
         self._thread: threading.Thread | None = None
         self._close_event = threading.Event()
 
-    def submit(self, job: Callable[[], T], job_size: int = 0) -> Future[T]:
+    def submit(
+        self, job: Callable[[], T], job_size: int = 0, owner: str | None = None
+    ) -> Future[T]:
         """Queue a job. Any thread may call this method.
 
         Args:
             job_size: amount of work, in bytes or characters.
+            owner: name of the user that the job is for.
 
         Raises:
             RequestError: if no thread can be started; a later job may succeed.
         """
-        future: Future[T] = Future()
+        return self._enqueue(_Job(owner, job), job_size).future
+
+    def _enqueue(self, job: _Job, job_size: int) -> _Job:
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -109,34 +134,39 @@ class WorkerThread:
                     ) from error
                 self._thread = thread
             rank = time.monotonic() + job_size / LARGE_JOB_DELAY_PER_SECOND
-            heappush(self._jobs, (rank, next(self._job_numbers), job, future))
-        return future
+            self._jobs.push(job.owner, job, rank)
+        return job
 
-    async def call(self, job: Callable[[], T], job_size: int = 0) -> T:
+    async def call(self, job: Callable[[], T], job_size: int = 0, owner: str | None = None) -> T:
         """Run a job on the thread, and return its result. The job runs in the caller's context, so
-        that it belongs to the caller's trace. If the caller is cancelled, the job does not begin.
+        that it belongs to the caller's trace. If the caller is cancelled, a job that has not begun
+        never begins, and what it refers to is freed.
 
         Raises:
             RequestError: as ``submit``.
             EngineClosedError: if ``close`` dropped the job.
         """
-        future = self.submit(partial(contextvars.copy_context().run, job), job_size)
+        in_context = partial(contextvars.copy_context().run, job)
+        queued = self._enqueue(_Job(owner, in_context), job_size)
         try:
-            return await wait_for(future)
+            return await wait_for(queued.future)
         except CancelledError:
             raise EngineClosedError("the engine was closed before a long text's turn") from None
         finally:
-            future.cancel()
-            del future  # Break the cycle of future, exception and traceback, as in ``wait_for``.
+            # The job keeps its place in the line: a lock must not be taken here, because a garbage
+            # collection may run this on the worker thread, which holds it.
+            if queued.future.cancel():
+                queued.function = None
+            del queued  # Break the cycle of future, exception and traceback, as in ``wait_for``.
 
     def close(self) -> threading.Thread | None:
         """Drop jobs that have not begun; returns the thread if one is running."""
         self._close_event.set()
         with self._lock:
-            dropped, self._jobs = self._jobs, []
+            dropped, self._jobs = self._jobs, OwnerLines()
             thread = self._thread
-        for *_, future in dropped:
-            future.cancel()
+        for job in dropped:
+            job.future.cancel()
         return thread
 
     def _run(self) -> None:
@@ -148,24 +178,47 @@ class WorkerThread:
         if self._cooldown is not None:
             self._cooldown.wait(self._close_event)
         with self._lock:
-            if not self._jobs:
+            job = self._begin_next()
+            if job is None:
                 self._thread = None
                 return False
-            *_, job, future = heappop(self._jobs)
-        if not future.set_running_or_notify_cancel():
-            return True
+        function, future = job.function, job.future
+        job.function = None
+        assert function is not None
         began = time.perf_counter()
         try:
             try:
-                result = job()
+                result = function()
             finally:
+                self._extend_turn(job, time.perf_counter() - began)
                 if self._cooldown is not None:
                     self._cooldown.extend(began)
             future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
-        del job, future  # Break the cycle of future, exception and traceback.
+        del function, future, job  # Break the cycle of future, exception and traceback.
         return True
+
+    def _begin_next(self) -> _Job | None:
+        """Take the next job from its owner's line, and drop cancelled ones before it, which take no
+        turn. The caller holds the lock."""
+        while (job := self._jobs.peek()) is not None:
+            # An owner whose line goes on stays first, until ``_extend_turn`` ends its turn.
+            self._jobs.discard(job.owner, job)
+            if job.future.set_running_or_notify_cancel():
+                return job
+        return None
+
+    def _extend_turn(self, job: _Job, duration: float) -> None:
+        """Count a job in the turn of its owner, and end the turn if it was long enough."""
+        with self._lock:
+            if job.owner != self._turn_owner:
+                self._turn_owner, self._turn_seconds = job.owner, 0.0
+            self._turn_seconds += duration
+            if self._turn_seconds >= MIN_TURN_SECONDS:
+                self._turn_seconds = 0.0
+                self._jobs.begin(job.owner, job)
+                self._jobs.end(job.owner)
 
 
 class TokenizerThreads:
@@ -180,39 +233,43 @@ class TokenizerThreads:
         self.long_thread = WorkerThread(name, cooldown)
         self._short_thread = WorkerThread(f"{name}-short", cooldown.short_job_cooldown)
 
-    def submit(self, job: Callable[[int | None], bool], num_characters: int) -> None:
-        """Queue a job in order of arrival; raises as ``WorkerThread.submit``.
+    def submit(
+        self, job: Callable[[int | None], bool], num_characters: int, owner: str | None = None
+    ) -> None:
+        """Queue a job in order of its owner's arrivals; raises as ``WorkerThread.submit``.
 
         Args:
             job: function, called with the maximum number of characters, or None for no maximum. It
                 returns False if its text is longer; then the thread of long texts calls it again.
+            owner: as for ``WorkerThread.submit``.
         """
 
         def try_job() -> None:
             if not job(LONG_TEXT_CHARACTERS - 1):
-                self.long_thread.submit(partial(job, None))
+                self.long_thread.submit(partial(job, None), owner=owner)
 
         if num_characters < LONG_TEXT_CHARACTERS:
-            self._short_thread.submit(try_job)
+            self._short_thread.submit(try_job, owner=owner)
         else:
-            self.long_thread.submit(partial(job, None))
+            self.long_thread.submit(partial(job, None), owner=owner)
 
-    async def call(self, job: Callable[[int | None], T | None], num_characters: int) -> T | None:
+    async def call(
+        self,
+        job: Callable[[int | None], T | None],
+        num_characters: int,
+        owner: str | None = None,
+    ) -> T | None:
         """Run a job on the same threads as ``submit``, and return its result. Short texts overtake
         long ones that arrived shortly before. A job returns None if its text is longer than the
         maximum."""
         result = None
         if num_characters < LONG_TEXT_CHARACTERS:
             result = await self._short_thread.call(
-                partial(job, LONG_TEXT_CHARACTERS - 1), num_characters
+                partial(job, LONG_TEXT_CHARACTERS - 1), num_characters, owner
             )
         if result is None:
-            result = await self.long_thread.call(partial(job, None), num_characters)
+            result = await self.long_thread.call(partial(job, None), num_characters, owner)
         return result
-
-    def pending_job_futures(self) -> list[Future[None]]:
-        """Futures that are done once the jobs submitted so far are done."""
-        return [thread.submit(lambda: None) for thread in (self.long_thread, self._short_thread)]
 
     def close(self) -> list[threading.Thread]:
         """Drop jobs that have not begun; returns the threads that still run."""

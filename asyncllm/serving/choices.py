@@ -13,13 +13,13 @@ import anyio
 
 from asyncllm.outputs import Completion, Delta
 from asyncllm.serving.choices_writer import ChoicesWriter
+from asyncllm.serving.client import ClientGoneError, task_group
 from asyncllm.serving.event_sender import (
     EventSender,
     abort_on_disconnect,
     open_event_sender,
-    task_group,
 )
-from asyncllm.serving.exchange import ClientGoneError, Exchange, encode_json
+from asyncllm.serving.exchange import Exchange, encode_json
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.request_body import parse_json
 from asyncllm.serving.sampling_fields import ChoicesRequest
@@ -79,7 +79,9 @@ async def handle_completion_request(
     if isinstance(submitted, request_type):
         num_outputs = submitted.num_prompts * submitted.num_outputs
         job = partial(submit, submitted)
-        submitted = await server_context.run_json_job(job, num_outputs * _BYTES_PER_OUTPUT)
+        submitted = await server_context.run_json_job(
+            job, num_outputs * _BYTES_PER_OUTPUT, exchange
+        )
         del job  # It refers to the prompts, which may take megabytes.
     is_streamed, streams, writer = submitted
     exchange.release_body(untokenized_streams=streams)
@@ -140,7 +142,8 @@ async def _send_full_answer(
                 _check_answer_size(num_bytes)
         return b"".join(parts)
 
-    await exchange.respond(200, await server_context.run_json_job(write, num_logprobs_bytes))
+    answer = await server_context.run_json_job(write, num_logprobs_bytes, exchange)
+    await exchange.respond(200, answer)
 
 
 def _check_answer_size(num_bytes: int) -> None:
@@ -186,7 +189,7 @@ async def _send_chunks(
                     raise ClientGoneError
                 append = partial(append_chunks, data, delta)
                 async with (
-                    server_context.claimed_chunk(append, len, num_bytes)
+                    server_context.claimed_chunk(append, len, num_bytes, exchange)
                     if is_long
                     else nullcontext(append())
                 ) as data:

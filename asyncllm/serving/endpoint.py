@@ -10,7 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.access import AccessRules
-from asyncllm.serving.exchange import CLOSE_HEADERS, DISCONNECT_ERRORS, Exchange
+from asyncllm.serving.client import DISCONNECT_ERRORS
+from asyncllm.serving.exchange import CLOSE_HEADERS, Exchange
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.serving import ServingContext
 

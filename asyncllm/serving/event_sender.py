@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.exchange import ClientGoneError, Exchange
+from asyncllm.serving.client import ClientGoneError, task_group
+from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import ServingContext
 from asyncllm.stream import TokenStream
@@ -136,14 +136,3 @@ async def abort_on_disconnect(
             stream.close()
     if is_gone:
         raise ClientGoneError
-
-
-@asynccontextmanager
-async def task_group() -> AsyncIterator[TaskGroup]:
-    """Task group that raises the first error itself, and not an ExceptionGroup."""
-    try:
-        async with anyio.create_task_group() as tasks:
-            yield tasks
-    except ExceptionGroup as group:
-        first = group.exceptions[0]
-        raise first from first.__cause__

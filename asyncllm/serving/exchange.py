@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
 from asyncllm.serving.byte_budget import MIN_BYTES_PER_RATE_CHECK, RATE_CHECK_SECONDS, ByteClaim
+from asyncllm.serving.client import ClientGoneError
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES, ServingContext
 from asyncllm.stream import TokenStream
@@ -29,14 +30,6 @@ JSON_CONTENT_TYPE = "application/json"
 
 CLOSE_HEADERS = {"Connection": "close"}
 """Headers of an answer that is sent before the whole request body was read."""
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection before the answer."""
-
-
-DISCONNECT_ERRORS = (ClientGoneError, OSError)
-"""Errors raised when the client is gone; servers raise OSError."""
 
 
 class Exchange:
@@ -69,6 +62,7 @@ class Exchange:
         self.has_begun_answer = self.is_client_gone = False
         self._server_context = server_context
         self._receive = receive
+        self._disconnect_lock = anyio.Lock(fast_acquire=True)
         self._send = send
         self.field_by_engine_param = field_by_engine_param
         self._has_read_body = False
@@ -132,7 +126,7 @@ class Exchange:
         """Read the body and call ``handle_body`` with it, on the worker thread for a long body.
         Afterwards nothing refers to the body, so that its memory is freed."""
         body = await self.read_body()
-        return await self._server_context.run_json_job(lambda: handle_body(body), len(body))
+        return await self._server_context.run_json_job(lambda: handle_body(body), len(body), self)
 
     async def _receive_body_part(self, num_received: int) -> Message:
         """Receive the next part of the body.
@@ -151,16 +145,16 @@ class Exchange:
         return await self._receive()
 
     def release_body(self, untokenized_streams: Sequence[TokenStream] = ()) -> None:
-        """Release the memory claimed for the body, once the prompts of ``untokenized_streams`` are
-        tokenised."""
+        """Release the memory claimed for the body, as ``ServingContext.release_claim``."""
         claim, self._claim = self._claim, None
         self._server_context.release_claim(claim, untokenized_streams)
 
     async def wait_for_disconnect(self) -> None:
-        """Wait until the client closes its connection. Called once the body is read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.is_client_gone = True
+        """Wait until the client closes its connection; for any number of tasks, once the body is
+        read."""
+        async with self._disconnect_lock:  # A server tells only one that receives.
+            while not self.is_client_gone:
+                self.is_client_gone = (await self._receive())["type"] == "http.disconnect"
 
     # --- the answer ---------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ import anyio
 from anyio.abc import TaskGroup
 
 from asyncllm.errors import AsyncLLMError, EngineClosedError, EngineDeadError
-from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode_json
+from asyncllm.serving.client import DISCONNECT_ERRORS
+from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.request_body import parse_json, unsupported_error
 from asyncllm.serving.response_events import ResponseEvent
@@ -88,6 +89,10 @@ class ResponseSession:
         finally:
             self._unstored_responses.clear()
 
+    async def wait_for_disconnect(self) -> None:
+        """Wait until the client's connection is lost."""
+        await self.connection.wait_for_disconnect()
+
     # --- requests -----------------------------------------------------------------------
 
     async def _handle_message(self, message: str | bytes) -> None:
@@ -107,7 +112,9 @@ class ResponseSession:
         claim = await self.server_context.claim_body_bytes(num_bytes)
         streams: list[TokenStream] = []
         try:
-            event = await self.server_context.run_json_job(partial(parse_json, message), num_bytes)
+            event = await self.server_context.run_json_job(
+                partial(parse_json, message), num_bytes, self
+            )
             kind = event.pop("type", None)
             if kind == "response.create":
                 streams.append(await self._create_response(event, num_bytes))
@@ -157,11 +164,12 @@ class ResponseSession:
         request = await self.server_context.run_json_job(
             lambda: ResponseRequest.parse(event, self.server_context.unsupported_fields),
             num_request_bytes,
+            self,
         )
         if request.stream is False:
             raise unsupported_error("stream", False, (True,))
         turn = await ResponseTurn.begin(
-            self.server_context, self.owner, request, num_request_bytes, self._unstored_responses
+            self.server_context, self, request, num_request_bytes, self._unstored_responses
         )
         self.current_turn = turn
         self.server_context.frame_pacer.begin_response()

@@ -13,6 +13,7 @@ from typing import Self
 import anyio
 
 from asyncllm.serving.byte_budget import RATE_CHECK_SECONDS, ByteClaim
+from asyncllm.serving.client import Client
 from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_events import ResponseEvent, ResponseEvents
 from asyncllm.serving.response_object import ResponseObject
@@ -54,7 +55,7 @@ class ResponseTurn:
     stream: TokenStream
     events: ResponseEvents
     _server_context: ServingContext
-    _owner: str
+    _client: Client
     _conversation: Conversation
     _store: ResponseStore
     _num_request_bytes: int
@@ -65,7 +66,7 @@ class ResponseTurn:
     async def begin(
         cls,
         server_context: ServingContext,
-        owner: str,
+        client: Client,
         request: ResponseRequest,
         num_request_bytes: int,
         connection_store: ResponseStore,
@@ -74,14 +75,14 @@ class ResponseTurn:
         end of the answer.
 
         Args:
-            owner: the client's identity; a client may continue only its own responses.
+            client: the request's client, which may continue only its owner's responses.
             num_request_bytes: number of bytes of the request's JSON.
             connection_store: this connection's responses with ``store=false``.
 
         Raises:
             ProtocolError, AsyncLLMError: if the request cannot be served.
         """
-        history = Conversation()
+        owner, history = client.owner, Conversation()
         if (previous_id := request.previous_response_id) is not None:
             stored = connection_store.get(owner, previous_id)
             stored = stored or server_context.response_store.get(owner, previous_id)
@@ -105,7 +106,7 @@ class ResponseTurn:
                 stream,
                 events,
                 server_context,
-                owner,
+                client,
                 conversation,
                 store,
                 num_request_bytes,
@@ -122,7 +123,9 @@ class ResponseTurn:
             )
             claims.callback(logprobs_claim.release)
             turn, num_text_bytes = await server_context.run_json_job(
-                submit, num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO
+                submit,
+                num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO,
+                client,
             )
             # A text with an emoji takes four bytes per character, and its JSON mostly one.
             if num_text_bytes > max(num_request_bytes, MIN_LARGE_JSON_BYTES):
@@ -148,7 +151,7 @@ class ResponseTurn:
         """Make events that contain the whole response; long ones on the worker thread."""
         num_bytes = self._num_request_bytes // WRITE_PARSE_SPEED_RATIO
         return await self._server_context.run_json_job(
-            lambda: list(events), num_bytes + self.events.num_logprobs_bytes
+            lambda: list(events), num_bytes + self.events.num_logprobs_bytes, self._client
         )
 
     async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
@@ -172,7 +175,7 @@ class ResponseTurn:
                 else:  # Many tokens are merged where the client reads slowly.
                     make_events = partial(list, events.delta_events(delta))
                     async with self._server_context.claimed_chunk(
-                        make_events, _count_bytes, num_bytes
+                        make_events, _count_bytes, num_bytes, self._client
                     ) as delta_events:
                         await send(delta_events)
                 if delta.finish_reason is None and (pause := pacer.pause_seconds) > 0:
@@ -187,7 +190,7 @@ class ResponseTurn:
             # A response with ``store=false`` can be continued, but not read again.
             body = events.response_json if self._store is context.response_store else b""
             stored = StoredResponse(self._conversation.with_messages(turn), body)
-            self._store.add(self._owner, events.id, stored)
+            self._store.add(self._client.owner, events.id, stored)
             before_end()
             if not events.num_logprobs_bytes:
                 await send(final_events)
@@ -197,7 +200,7 @@ class ResponseTurn:
             # Others have waited for this memory: wait behind them, without the JSON.
             num_bytes = events.num_logprobs_bytes
             async with context.claimed_logprobs_bytes(num_bytes):
-                await context.run_json_job(events.encode_logprobs, num_bytes)
+                await context.run_json_job(events.encode_logprobs, num_bytes, self._client)
                 await self._send_with_logprobs(send, final_events)
 
     async def _send_with_logprobs(self, send: SendEvents, unsent: list[ResponseEvent]) -> None:

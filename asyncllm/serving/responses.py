@@ -23,7 +23,7 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
     request, num_request_bytes = await exchange.process_body(parse)
     turn = await ResponseTurn.begin(
         server_context,
-        exchange.owner,
+        exchange,
         request,
         num_request_bytes,
         connection_store=ResponseStore(0, 0),

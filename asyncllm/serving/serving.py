@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import anyio
 
 from asyncllm.engine import AsyncLLMEngine
-from asyncllm.errors import AsyncLLMError
-from asyncllm.runtime.event_loop import post_when_done
+from asyncllm.runtime.event_loop import post_when_freed
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.serving.byte_budget import ByteBudget, ByteClaim
+from asyncllm.serving.client import Client, call_while_connected
 from asyncllm.serving.frame_pacer import FramePacer
 from asyncllm.serving.metrics_cache import MetricsCache
 from asyncllm.serving.protocol_error import ProtocolError
@@ -126,15 +125,19 @@ class ServingContext:
         running = packed_logprobs_bytes(num_tokens, NUM_LOGPROBS_IN_BUDGET)
         return ByteBudget(MIN_PACKED_LOGPROBS_BUDGET + running)
 
-    async def run_json_job(self, job: Callable[[], T], num_bytes: int) -> T:
+    async def run_json_job(self, job: Callable[[], T], num_bytes: int, client: Client) -> T:
         """Run a job here, or on the worker thread if it is long; returns its result.
 
         Args:
             num_bytes: approximate number of JSON bytes that the job reads or writes.
+
+        Raises:
+            ClientGoneError: if the client goes while a long job waits or runs.
         """
         if num_bytes < MIN_WORKER_JSON_BYTES:
             return job()
-        return await self.json_worker.call(job, num_bytes)
+        call = partial(self.json_worker.call, job, num_bytes, client.owner or None)
+        return await call_while_connected(client, call)
 
     async def claim_body_bytes(self, num_bytes: int) -> ByteClaim | None:
         """Reserve memory for a request body, waiting until ``num_bytes`` are free. The caller
@@ -161,7 +164,11 @@ class ServingContext:
 
     @asynccontextmanager
     async def claimed_chunk(
-        self, make_chunk: Callable[[], T], measure: Callable[[T], int], num_bytes: int
+        self,
+        make_chunk: Callable[[], T],
+        measure: Callable[[T], int],
+        num_bytes: int,
+        client: Client,
     ) -> AsyncIterator[T]:
         """Context manager that makes a chunk and reserves memory for it. A chunk's length is known
         only once it is made, so only one large chunk at a time is made and waits for memory.
@@ -173,7 +180,7 @@ class ServingContext:
         async with AsyncExitStack() as claims:
             is_large = num_bytes >= MIN_LARGE_JSON_BYTES
             async with self.large_chunk_lock if is_large else nullcontext():
-                chunk = await self.run_json_job(make_chunk, num_bytes)
+                chunk = await self.run_json_job(make_chunk, num_bytes, client)
                 await claims.enter_async_context(self.claimed_logprobs_bytes(measure(chunk)))
             yield chunk
 
@@ -209,25 +216,24 @@ class ServingContext:
         self, claim: ByteClaim | None, untokenized_streams: Sequence[TokenStream] = ()
     ) -> None:
         """Release the memory claimed for a body, once the prompts of ``untokenized_streams`` are
-        tokenised."""
+        tokenised, or their requests have ended."""
         if claim is None:
             return
-        prompts: list[Future[None]] = []
-        if not all(stream.prompt_token_ids for stream in untokenized_streams):
-            with suppress(AsyncLLMError):  # The engine may have closed.
-                prompts = self.engine._require_input_processor().submitter.pending_prompt_futures()
-        num_left = len(prompts)
+        num_left = 1
 
         def release_after_last_prompt() -> None:
             nonlocal num_left
             num_left -= 1
-            if num_left <= 0:
+            if not num_left:
                 claim.release()
 
-        for prompt in prompts:
-            post_when_done(prompt, release_after_last_prompt)
-        if not prompts:
-            claim.release()
+        for stream in untokenized_streams:
+            raw_prompt = stream._group.raw_prompt
+            if raw_prompt is not None:
+                num_left += 1
+                post_when_freed(raw_prompt, release_after_last_prompt)
+            del raw_prompt
+        release_after_last_prompt()
 
     def resolve_model_name(self, requested: str | None) -> str:
         """Find the model's name for an answer.

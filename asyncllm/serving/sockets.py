@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
+import anyio
 from starlette.types import Receive, Send
 
 from asyncllm.serving.access import WEBSOCKET_SUBPROTOCOL
-from asyncllm.serving.exchange import DISCONNECT_ERRORS, ClientGoneError, Exchange
+from asyncllm.serving.client import DISCONNECT_ERRORS, ClientGoneError
+from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.serving import ServingContext
 
 logger = logging.getLogger(__name__)
@@ -20,19 +22,24 @@ UTF8_TEXT_EXTENSION = "asyncllm.utf8_text"
 """ASGI extension of a server that accepts a text message as UTF-8 in ``bytes``. In a ``str``, one
 emoji makes every character take four bytes."""
 
+DISCONNECT_EXTENSION = "asyncllm.disconnect"
+"""ASGI extension of a server that sets the ``asyncio.Event`` in ``event`` when it loses the
+connection. The application sees a ``websocket.disconnect`` only where it asks for a message."""
+
 
 class WebSocketConnection:
     """An open WebSocket connection. Sending raises one of DISCONNECT_ERRORS if the client is
     gone.
 
     Args:
-        sends_utf8: whether the server has UTF8_TEXT_EXTENSION.
+        extensions: the server's ASGI extensions.
     """
 
-    def __init__(self, receive: Receive, send: Send, sends_utf8: bool) -> None:
+    def __init__(self, receive: Receive, send: Send, extensions: Mapping[str, Any]) -> None:
         self._receive = receive
         self._send = send
-        self._sends_utf8 = sends_utf8
+        self._sends_utf8 = UTF8_TEXT_EXTENSION in extensions
+        self._disconnect = extensions.get(DISCONNECT_EXTENSION)
         self._is_open = True
 
     def send(self, message: str | bytes) -> Awaitable[None]:
@@ -42,6 +49,13 @@ class WebSocketConnection:
         if isinstance(message, bytes) and not self._sends_utf8:
             message = message.decode()
         return self._send({"type": "websocket.send", "text": message})
+
+    async def wait_for_disconnect(self) -> None:
+        """Wait until the connection is lost; for ever on a server without DISCONNECT_EXTENSION."""
+        if self._disconnect is None:
+            await anyio.sleep_forever()
+        else:
+            await self._disconnect["event"].wait()
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         if self._is_open:
@@ -78,8 +92,8 @@ async def run_session(
     """
     offered = exchange.scope.get("subprotocols", ())
     subprotocol = WEBSOCKET_SUBPROTOCOL if WEBSOCKET_SUBPROTOCOL in offered else None
-    sends_utf8 = UTF8_TEXT_EXTENSION in (exchange.scope.get("extensions") or ())
-    connection = WebSocketConnection(*await exchange.accept(subprotocol), sends_utf8)
+    extensions = exchange.scope.get("extensions") or {}
+    connection = WebSocketConnection(*await exchange.accept(subprotocol), extensions)
     session = make_session(connection, exchange.owner)
     server_context.sessions.add(session)
     try:

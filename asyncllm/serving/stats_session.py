@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 import anyio
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.exchange import DISCONNECT_ERRORS, encode_json
+from asyncllm.serving.client import DISCONNECT_ERRORS
+from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.serving import ServingContext
 from asyncllm.serving.sockets import WebSocketConnection

@@ -17,6 +17,7 @@ from asyncllm.serving.chat_request import (
     Tools,
     template_messages,
 )
+from asyncllm.serving.client import call_while_connected
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.request_body import RequestBody, parse_json
 from asyncllm.serving.serving import MIN_WORKER_JSON_BYTES, ServingContext
@@ -64,7 +65,9 @@ async def answer_text_request(
         answer = make_answer(server_context, body, SHORT_TEXT_CHARACTERS)
     if answer is None:
         threads = server_context.engine._require_input_processor().prompts.tokenizer_threads
-        answer = await threads.call(partial(make_answer, server_context, body), len(body))
+        job = partial(make_answer, server_context, body)
+        call = partial(threads.call, job, len(body), exchange.owner or None)
+        answer = await call_while_connected(exchange, call)
     assert answer is not None
     await exchange.respond(200, answer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from asyncllm.serving.byte_budget import (
     ByteClaim,
 )
 from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
-from asyncllm.serving.sockets import UTF8_TEXT_EXTENSION
+from asyncllm.serving.sockets import DISCONNECT_EXTENSION, UTF8_TEXT_EXTENSION
 
 BASE_MESSAGE_FRAME_LIMIT = 1024
 MESSAGE_BYTES_PER_EXTRA_FRAME = 64
@@ -49,6 +50,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self._num_frames = 0
         self._is_fragmented = False
         self._frames_left = 0.0
+        self._disconnect_event = asyncio.Event()
         self._claim: ByteClaim | None = None
         self._message_timer = Timer(MESSAGE_TIMEOUT_SECONDS, self._close_on_message_timeout)
         self._rate_check_timer = Timer(RATE_CHECK_SECONDS, self._check_receive_rate)
@@ -96,6 +98,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         if not self.close_sent:
             scope: Any = self.scope
             scope["extensions"][UTF8_TEXT_EXTENSION] = {}
+            scope["extensions"][DISCONNECT_EXTENSION] = {"event": self._disconnect_event}
 
     def _parse(self) -> None:
         size, self._num_frames = MIN_SLICE_BYTES, 0
@@ -229,6 +232,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._disconnect_event.set()
         self._stop_timers()
         self._release_claim()
 
