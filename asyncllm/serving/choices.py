@@ -186,7 +186,7 @@ async def _send_chunks(
                     raise ClientGoneError
                 append = partial(append_chunks, data, delta)
                 async with (
-                    server_context.claimed_chunk(append, len, num_bytes)
+                    server_context.claimed_chunk(append, len, num_bytes, exchange.owner)
                     if is_long
                     else nullcontext(append())
                 ) as data:

@@ -172,14 +172,14 @@ class ResponseTurn:
                 else:  # Many tokens are merged where the client reads slowly.
                     make_events = partial(list, events.delta_events(delta))
                     async with self._server_context.claimed_chunk(
-                        make_events, _count_bytes, num_bytes
+                        make_events, _count_bytes, num_bytes, self._owner
                     ) as delta_events:
                         await send(delta_events)
                 if delta.finish_reason is None and (pause := pacer.pause_seconds) > 0:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream, context = self.stream, self._server_context
-        async with context.claimed_logprobs_bytes(events.num_logprobs_bytes):
+        async with context.claimed_logprobs_bytes(events.num_logprobs_bytes, self._owner):
             final_events = await self.collect_events(
                 events.completed_events(stream.finish_reason, stream.usage)
             )
@@ -196,7 +196,7 @@ class ResponseTurn:
         while final_events:
             # Others have waited for this memory: wait behind them, without the JSON.
             num_bytes = events.num_logprobs_bytes
-            async with context.claimed_logprobs_bytes(num_bytes):
+            async with context.claimed_logprobs_bytes(num_bytes, self._owner):
                 await context.run_json_job(events.encode_logprobs, num_bytes)
                 await self._send_with_logprobs(send, final_events)
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -84,8 +84,8 @@ class ServingContext:
             engine's packed form, from the request until the answer's end. Answers that hold less
             than MIN_LARGE_JSON_BYTES do not count.
         unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
-        large_chunk_lock: held by the one answer that makes a large chunk, until memory is reserved
-            for the chunk.
+        large_chunk_turn: budget of one, claimed by the answer that makes a large chunk, until
+            memory is reserved for the chunk.
     """
 
     engine: AsyncLLMEngine
@@ -113,7 +113,7 @@ class ServingContext:
     unstored_response_bytes: SharedResponseBytes = field(
         default_factory=lambda: SharedResponseBytes(MAX_UNSTORED_RESPONSES_BYTES)
     )
-    large_chunk_lock: anyio.Lock = field(default_factory=anyio.Lock)
+    large_chunk_turn: ByteBudget = field(default_factory=lambda: ByteBudget(1))
 
     def __post_init__(self) -> None:
         self.json_worker = WorkerThread("asyncllm-json", self.engine._cooldown)
@@ -136,7 +136,7 @@ class ServingContext:
             return job()
         return await self.json_worker.call(job, num_bytes)
 
-    async def claim_body_bytes(self, num_bytes: int) -> ByteClaim | None:
+    async def claim_body_bytes(self, num_bytes: int, owner: str) -> ByteClaim | None:
         """Reserve memory for a request body, waiting until ``num_bytes`` are free. The caller
         releases the returned claim, which is None for a body below MIN_WORKER_JSON_BYTES."""
         if num_bytes < MIN_WORKER_JSON_BYTES:
@@ -144,16 +144,17 @@ class ServingContext:
         budget = (
             self.small_body_budget if num_bytes < MIN_LARGE_JSON_BYTES else self.large_body_budget
         )
-        return await _wait_for_claim(budget, num_bytes)
+        return await _wait_for_claim(budget, num_bytes, owner)
 
     @asynccontextmanager
-    async def claimed_logprobs_bytes(self, num_bytes: int) -> AsyncIterator[None]:
+    async def claimed_logprobs_bytes(self, num_bytes: int, owner: str) -> AsyncIterator[None]:
         """Context manager that waits for, and reserves, memory for events that contain
         ``num_bytes`` of log-probabilities. Below MIN_LARGE_JSON_BYTES, it reserves none."""
         if num_bytes < MIN_LARGE_JSON_BYTES:
             yield
             return
-        claim = await _wait_for_claim(self.logprobs_budget, COPIES_OF_LOGPROBS * num_bytes)
+        num_bytes *= COPIES_OF_LOGPROBS
+        claim = await _wait_for_claim(self.logprobs_budget, num_bytes, owner)
         try:
             yield
         finally:
@@ -161,7 +162,7 @@ class ServingContext:
 
     @asynccontextmanager
     async def claimed_chunk(
-        self, make_chunk: Callable[[], T], measure: Callable[[T], int], num_bytes: int
+        self, make_chunk: Callable[[], T], measure: Callable[[T], int], num_bytes: int, owner: str
     ) -> AsyncIterator[T]:
         """Context manager that makes a chunk and reserves memory for it. A chunk's length is known
         only once it is made, so only one large chunk at a time is made and waits for memory.
@@ -169,12 +170,18 @@ class ServingContext:
         Args:
             measure: function that returns a chunk's number of bytes.
             num_bytes: approximate number of bytes of log-probabilities in the chunk.
+            owner: owner of the answer.
         """
         async with AsyncExitStack() as claims:
             is_large = num_bytes >= MIN_LARGE_JSON_BYTES
-            async with self.large_chunk_lock if is_large else nullcontext():
+            turn = await _wait_for_claim(self.large_chunk_turn, 1, owner) if is_large else None
+            try:
                 chunk = await self.run_json_job(make_chunk, num_bytes)
-                await claims.enter_async_context(self.claimed_logprobs_bytes(measure(chunk)))
+                claim = self.claimed_logprobs_bytes(measure(chunk), owner)
+                await claims.enter_async_context(claim)
+            finally:
+                if turn is not None:
+                    turn.release()
             yield chunk
 
     def claim_answer_bytes(self, num_bytes: int) -> ByteClaim:
@@ -282,10 +289,10 @@ def _claim_at_once(budget: ByteBudget, num_bytes: int) -> ByteClaim:
     return claim
 
 
-async def _wait_for_claim(budget: ByteBudget, num_bytes: int) -> ByteClaim:
-    """Claim bytes of a budget, waiting until they are granted."""
+async def _wait_for_claim(budget: ByteBudget, num_bytes: int, owner: str) -> ByteClaim:
+    """Claim bytes of a budget, waiting until they are granted, in turns by owner."""
     granted = anyio.Event()
-    claim = budget.claim(num_bytes, granted.set)
+    claim = budget.claim(num_bytes, granted.set, owner)
     try:
         await granted.wait()
     except BaseException:
