@@ -562,19 +562,21 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
         await until(lambda: len(read) == 7, 10)
 
 
-@pytest.mark.parametrize("is_fragmented", [False, True])
-async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch, is_fragmented):
+@pytest.mark.parametrize("long_frame", ["only", "first", "last"])
+async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch, long_frame):
     """A message of one frame counts by the length that this announces, and one of several as the
     longest; the others wait unread."""
     limits = {"max_message_size": 4 << 20}
     async with attacked(caplog, limits=limits) as server, contextlib.AsyncExitStack() as stack:
         text = CREATE + b" " * 1_000_000
-        writers, message = [], frame(FIN | TEXT, text)
-        if is_fragmented:
-            message = frame(TEXT) + frame(FIN, text)
-        set_long_message_budget(
-            server, 4 * (limits["max_message_size"] if is_fragmented else len(text))
-        )
+        writers, num_claimed_bytes = [], limits["max_message_size"]
+        if long_frame == "only":
+            message, rest, num_claimed_bytes = frame(FIN | TEXT, text), b"", len(text)
+        elif long_frame == "first":
+            message, rest = frame(TEXT, text), frame(FIN)
+        else:
+            message, rest = frame(TEXT) + frame(FIN, text), b""
+        set_long_message_budget(server, 4 * num_claimed_bytes)
         for _ in range(6):
             reader, writer = await stack.enter_async_context(upgraded(server, message[:-1]))
             writers.append((reader, writer))
@@ -587,7 +589,7 @@ async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch, is_frag
         await asyncio.sleep(0.1)
         assert held()[1] < 100_000
         for _, writer in writers:
-            writer.write(message[-1:])
+            writer.write(message[-1:] + rest)
         for reader, _ in writers:
             await reader.readuntil(b'"response.completed"')
 
