@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import gc
+import hashlib
 import json
 import logging
 import resource
@@ -562,11 +563,21 @@ async def test_large_bodies_are_read_as_others_are_tokenised(caplog, monkeypatch
         await until(lambda: len(read) == 7, 10)
 
 
-async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch):
-    """16 MiB at once, of which each counts as the longest; the others wait unread."""
+@pytest.mark.parametrize("long_frame", ["only", "first", "last"])
+async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch, long_frame):
+    """A message of one frame counts by the length that this announces, and one of several as the
+    longest; the others wait unread."""
     limits = {"max_message_size": 4 << 20}
     async with attacked(caplog, limits=limits) as server, contextlib.AsyncExitStack() as stack:
-        writers, message = [], frame(FIN | TEXT, CREATE + b" " * 1_000_000)
+        text = CREATE + b" " * 1_000_000
+        writers, num_claimed_bytes = [], limits["max_message_size"]
+        if long_frame == "only":
+            message, rest, num_claimed_bytes = frame(FIN | TEXT, text), b"", len(text)
+        elif long_frame == "first":
+            message, rest = frame(TEXT, text), frame(FIN)
+        else:
+            message, rest = frame(TEXT) + frame(FIN, text), b""
+        set_long_message_budget(server, 4 * num_claimed_bytes)
         for _ in range(6):
             reader, writer = await stack.enter_async_context(upgraded(server, message[:-1]))
             writers.append((reader, writer))
@@ -575,13 +586,19 @@ async def test_long_messages_are_read_a_few_at_once(caplog, monkeypatch):
         def held():
             return sorted(len(one.conn.reader.buffer) for one in connections)
 
-        await until(lambda: held()[2:] == [len(message) - 15] * 4, 10)
+        await until(lambda: held()[2:] == [len(text) - 1] * 4, 10)
         await asyncio.sleep(0.1)
         assert held()[1] < 100_000
         for _, writer in writers:
-            writer.write(message[-1:])
+            writer.write(message[-1:] + rest)
         for reader, _ in writers:
             await reader.readuntil(b'"response.completed"')
+
+
+def set_long_message_budget(server, num_bytes):
+    protocol = server._server.config.ws_protocol_class
+    protocol.long_message_budget = ByteBudget(num_bytes)
+    return protocol.long_message_budget
 
 
 def shorten_rate_check(monkeypatch):
@@ -593,7 +610,7 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
     """While others wait for its place, a body has to come at a minimum rate."""
     shorten_rate_check(monkeypatch)
     engine = fake_engine("Hello", max_model_len=9000, num_blocks=2000)
-    large = LONG + b" " * (100_000 - len(LONG))
+    large = LONG + b" " * (400_000 - len(LONG))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(large)
     async with served_app(engine) as server, contextlib.AsyncExitStack() as stack:
         server._server.config.app._server_context.large_body_budget = ByteBudget(2 * len(large))
@@ -607,9 +624,50 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
             answers = [await reader.read() for reader in silent[:2]]
         for answer in answers:
             assert b" 408 " in answer
-            assert b"came in 0.1 seconds, while other requests" in answer
+            assert b"less than 97 KiB came in 0.1 seconds, while other requests" in answer
         # Behind the last one nothing waits.
         assert not any(reader.at_eof() for reader in silent[3:])
+
+
+async def test_owners_have_turns_for_memory(monkeypatch):
+    """Bodies, messages as they are read and as they are handled, and long events."""
+    monkeypatch.setattr(serving_module, "MIN_LARGE_JSON_BYTES", 1)
+    for module in (serving_module, response_turn, choices):
+        monkeypatch.setattr(module, "MIN_WORKER_JSON_BYTES", 1)
+    owner = hashlib.sha256(b"b").hexdigest()
+    logprobs = {"top_logprobs": 3, "include": ["message.output_text.logprobs"]}
+    request = {"input": "1", "truncate_prompt_tokens": 8, "max_output_tokens": 2, **logprobs}
+    answer = {"prompt": "1", "max_tokens": 2, "logprobs": 2, "stream": True}
+    engine = AsyncLLMEngine(num_blocks=64)
+    async with served_app(engine, token=["a", "b"]) as server, asyncio.timeout(30):
+        serving = server._server.config.app._server_context
+        budgets = {
+            "bodies": serving.large_body_budget,
+            "messages": set_long_message_budget(server, 1 << 20),
+            "logprobs": serving.logprobs_budget,
+            "chunks": serving.large_chunk_turn,
+        }
+        owners = collections.defaultdict(set)
+
+        def noting(name, claim):
+            return lambda *args: owners[name].add(args[2]) or claim(*args)
+
+        for name, budget in budgets.items():
+            monkeypatch.setattr(budget, "claim", noting(name, budget.claim))
+        headers = {"authorization": "Bearer b"}
+        async with httpx.AsyncClient(base_url=url_of(server), headers=headers) as client:
+            assert (await client.post("/v1/completions", json=answer)).status_code == 200
+            assert owners == {name: {owner} for name in ("bodies", "logprobs", "chunks")}
+            owners.clear()
+            assert (await client.post("/v1/responses", json=request)).status_code == 200
+            assert owners == {name: {owner} for name in ("bodies", "logprobs", "chunks")}
+        owners.clear()
+        upgrade = UPGRADE.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer b\r\n\r\n")
+        text = json.dumps({"type": "response.create", **request}).encode() + b" " * 70_000
+        async with connected(server, upgrade) as (reader, writer):
+            writer.write(frame(FIN | TEXT, text))
+            await reader.readuntil(b'"response.completed"')
+        assert owners == {name: {owner} for name in budgets}
 
 
 async def test_parts_of_small_bodies_hold_no_other_up():
@@ -1138,13 +1196,19 @@ async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
     shorten_rate_check(monkeypatch)
     limits = {"max_message_size": 4 << 20}
     async with attacked(caplog, limits=limits) as server, contextlib.AsyncExitStack() as stack:
-        message = frame(FIN | TEXT, CREATE + b" " * 100_000)
+        message = frame(FIN | TEXT, CREATE + b" " * 400_000)
+        set_long_message_budget(server, 4 * len(message))
         silent = [
             (await stack.enter_async_context(upgraded(server, message[:-1])))[0] for _ in range(4)
         ]
         async with asyncio.timeout(10), upgraded(server, message) as (reader, _):
             await reader.readuntil(b'"response.completed"')
-            assert b"came in 0.1 seconds, while others waited" in await silent[0].read()
+            reads = [asyncio.create_task(one.readuntil(b"others waited")) for one in silent]
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            assert b"less than 97 KiB came in 0.1 seconds, while others" in done.pop().result()
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
 
 
 async def test_a_long_message_has_to_come(caplog, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 from asyncllm.serving import byte_budget
 from asyncllm.serving.byte_budget import (
     LARGE_CLAIM_DELAY_BYTES_PER_SECOND,
+    MAX_RATE_CHECKS,
     MIN_BYTES_PER_RATE_CHECK,
     RATE_CHECK_SECONDS,
     ByteBudget,
@@ -61,19 +62,72 @@ def test_a_claim_that_stops_waiting_leaves_no_trace(clock):
     assert (granted, budget.num_waiting) == (["held", "last"], 0)
 
 
+def test_owners_have_turns(clock):
+    budget, granted, claims = ByteBudget(30), [], {}
+
+    def claim(name: str, num_bytes: int = 10):
+        claims[name] = budget.claim(num_bytes, lambda: granted.append(name), name[0])
+
+    for name in ("a0", "a1", "a2", "a3", "a4", "a5"):
+        claim(name)
+    for name in ("b0", "b1", "c0"):
+        clock.now += 1.0
+        claim(name)
+    for name in ("a0", "a1", "a2", "b0"):
+        claims[name].release()
+    # "b" and "c" had none granted; of "a" and "b" then, the one that waited longer was next.
+    assert granted == ["a0", "a1", "a2", "b0", "c0", "a3", "b1"]
+    claim("d0", 30)
+    for name in ("b1", "c0"):
+        claims[name].release()
+    assert (granted[7:], budget.num_waiting) == ([], 3)  # None passes the whole budget of "d".
+    for name in ("a3", "a4", "d0", "a5"):
+        claims[name].release()
+    assert (granted[7:], budget.num_waiting) == (["a4", "d0", "a5"], 0)
+    assert not budget._lines._num_running
+
+
 def test_only_a_blocking_claim_is_too_slow(clock):
     budget = ByteBudget(10)
     held = budget.claim(10, lambda: None)
     assert not held.is_too_slow(0)
     clock.now = 100.0
     assert not held.is_too_slow(0)  # None waits.
+    assert held.seconds_until_check == RATE_CHECK_SECONDS
+    clock.now += RATE_CHECK_SECONDS - 0.5
     waiting = budget.claim(1, lambda: None)
-    clock.now += RATE_CHECK_SECONDS - 0.1
+    clock.now += 0.5
+    assert not held.is_too_slow(0)  # Others began to wait a moment ago.
+    clock.now += RATE_CHECK_SECONDS - 0.5
     assert not held.is_too_slow(0)
-    clock.now += 0.1
+    assert held.seconds_until_check == 0.5
+    clock.now += 0.5
     assert not held.is_too_slow(MIN_BYTES_PER_RATE_CHECK)
     clock.now += RATE_CHECK_SECONDS
     assert held.is_too_slow(2 * MIN_BYTES_PER_RATE_CHECK - 1)
     waiting.release()
     clock.now += RATE_CHECK_SECONDS
     assert not held.is_too_slow(2 * MIN_BYTES_PER_RATE_CHECK)
+    clock.now += 0.5
+    budget.claim(1, lambda: None)
+    clock.now += RATE_CHECK_SECONDS
+    assert not held.is_too_slow(2 * MIN_BYTES_PER_RATE_CHECK)
+    clock.now += RATE_CHECK_SECONDS
+    assert held.is_too_slow(2 * MIN_BYTES_PER_RATE_CHECK)
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_a_large_claim_is_received_in_as_many_checks_as_a_small_one(clock, is_in_time):
+    num_bytes = 4 << 20
+    budget = ByteBudget(num_bytes)
+    held = budget.claim(num_bytes, lambda: None)
+    assert held.min_bytes_per_check == 1 << 20
+    waiting, num_received = budget.claim(70_000, lambda: None), 0
+    assert waiting.min_bytes_per_check == MIN_BYTES_PER_RATE_CHECK
+    clock.now += 0.5
+    assert not held.is_too_slow(num_received)
+    for _ in range(MAX_RATE_CHECKS):
+        clock.now += RATE_CHECK_SECONDS
+        num_received += (1 << 20) - (not is_in_time)
+        assert held.is_too_slow(num_received) == (not is_in_time)
+    assert (num_received == num_bytes) == is_in_time

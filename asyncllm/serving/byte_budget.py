@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import time
 from collections.abc import Callable
+
+from asyncllm.owner_lines import OwnerLines
 
 LARGE_CLAIM_DELAY_BYTES_PER_SECOND = 1 << 20
 """A claim of this many bytes is queued as if it had arrived one second later, and other claims in
@@ -17,41 +17,76 @@ RATE_CHECK_SECONDS = 2.0
 MIN_BYTES_PER_RATE_CHECK = 1 << 16
 """Minimum number of bytes that a client sends per RATE_CHECK_SECONDS while other claims wait."""
 
+MAX_RATE_CHECKS = 4
+"""Number of checks within which a client sends a claim's bytes while other claims wait. So a large
+claim holds up others for about MAX_RATE_CHECKS * RATE_CHECK_SECONDS, as a small one does."""
+
 
 class ByteClaim:
     """One connection's reservation in a ByteBudget, made by ``ByteBudget.claim``.
 
     Attributes:
         num_bytes: number of bytes.
+        owner: owner of the connection.
         on_grant: called when the bytes are granted.
         is_granted: whether the claim has its bytes; until then it waits.
         is_released: whether the claim has returned its bytes, or has stopped waiting.
     """
 
-    __slots__ = ("_budget", "_last_check", "is_granted", "is_released", "num_bytes", "on_grant")
+    __slots__ = (
+        "_budget",
+        "_last_check",
+        "is_granted",
+        "is_released",
+        "num_bytes",
+        "on_grant",
+        "owner",
+    )
 
-    def __init__(self, budget: ByteBudget, num_bytes: int, on_grant: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        budget: ByteBudget,
+        num_bytes: int,
+        on_grant: Callable[[], object],
+        owner: str | None,
+    ) -> None:
         self._budget = budget
         self.on_grant = on_grant
+        self.owner = owner
         self._last_check: tuple[float, int] | None = None
         self.num_bytes = num_bytes
         self.is_granted = self.is_released = False
 
+    @property
+    def min_bytes_per_check(self) -> int:
+        """Number of bytes that the client sends per RATE_CHECK_SECONDS while other claims wait."""
+        return max(MIN_BYTES_PER_RATE_CHECK, self.num_bytes // MAX_RATE_CHECKS)
+
     def is_too_slow(self, num_received: int) -> bool:
         """Whether the client sends its data too slowly while other claims wait. To be called
-        at least every ``RATE_CHECK_SECONDS``, from the grant until all bytes are received.
+        every ``seconds_until_check`` or more often, from the grant until all bytes are received.
+
+        The first check begins with the first call after others began to wait: a pause before that
+        held up nobody.
 
         Args:
             num_received: number of bytes received since the claim was made.
         """
-        now = time.monotonic()
-        if self._last_check is None or not self._budget.num_waiting:
-            self._last_check = now, num_received
-        checked_at, num_before = self._last_check
+        now, waiting_since = time.monotonic(), self._budget.waiting_since
+        last = self._last_check
+        if waiting_since is None or last is None or last[0] < waiting_since:
+            self._last_check = last = now, num_received
+        checked_at, num_before = last
         if now - checked_at < RATE_CHECK_SECONDS:
             return False
         self._last_check = now, num_received
-        return num_received - num_before < MIN_BYTES_PER_RATE_CHECK
+        return num_received - num_before < self.min_bytes_per_check
+
+    @property
+    def seconds_until_check(self) -> float:
+        """Seconds until ``is_too_slow`` is due; it was called before."""
+        assert self._last_check is not None
+        return self._last_check[0] + RATE_CHECK_SECONDS - time.monotonic()
 
     def release(self) -> None:
         """Return the bytes to the budget, or stop waiting for them. Idempotent."""
@@ -61,48 +96,57 @@ class ByteClaim:
 
 
 class ByteBudget:
-    """Budget of bytes, granted to claims in order of arrival. Small claims overtake only large ones
-    that arrived shortly before them, so no claim starves.
+    """Budget of bytes, granted to claims in turns by owner.
+
+    The owner with the fewest granted claims is next, and of its claims the one that arrived first,
+    but small claims overtake large ones that arrived shortly before them. The next claim waits
+    until its bytes are free, and the others behind it, so that no large claim starves.
 
     Args:
         num_bytes: maximum number of bytes of all granted claims. A larger claim is granted alone.
 
     Attributes:
-        num_waiting: number of claims that wait.
+        waiting_since: time since when some claim or other has waited; None if none waits.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_waiting = 0
+        self.waiting_since: float | None = None
         self._num_bytes = self._num_free_bytes = num_bytes
-        self._waiting_claims: list[tuple[float, int, ByteClaim]] = []
-        self._arrival_numbers = itertools.count()
+        self._lines: OwnerLines[ByteClaim] = OwnerLines()
 
-    def claim(self, num_bytes: int, on_grant: Callable[[], object]) -> ByteClaim:
+    @property
+    def num_waiting(self) -> int:
+        """Number of claims that wait."""
+        return len(self._lines)
+
+    def claim(
+        self, num_bytes: int, on_grant: Callable[[], object], owner: str | None = None
+    ) -> ByteClaim:
         """Claim bytes. ``on_grant`` is called when they are granted, perhaps before this
         returns."""
-        claim = ByteClaim(self, min(num_bytes, self._num_bytes), on_grant)
-        rank = time.monotonic() + claim.num_bytes / LARGE_CLAIM_DELAY_BYTES_PER_SECOND
-        heapq.heappush(self._waiting_claims, (rank, next(self._arrival_numbers), claim))
-        self.num_waiting += 1
+        claim = ByteClaim(self, min(num_bytes, self._num_bytes), on_grant, owner)
+        now = time.monotonic()
+        rank = now + claim.num_bytes / LARGE_CLAIM_DELAY_BYTES_PER_SECOND
+        self._lines.push(owner, claim, rank)
         self._grant_next()
+        if self._lines and self.waiting_since is None:
+            self.waiting_since = now
         return claim
 
     def release(self, claim: ByteClaim) -> None:
         """Take back the bytes of a claim; see ``ByteClaim.release``."""
         if claim.is_granted:
             self._num_free_bytes += claim.num_bytes
+            self._lines.end(claim.owner)
         else:
-            self.num_waiting -= 1
+            self._lines.discard(claim.owner, claim)
         self._grant_next()
 
     def _grant_next(self) -> None:
-        while self._waiting_claims:
-            claim = self._waiting_claims[0][-1]
-            if not claim.is_released and claim.num_bytes > self._num_free_bytes:
-                return
-            heapq.heappop(self._waiting_claims)
-            if not claim.is_released:
-                self.num_waiting -= 1
-                self._num_free_bytes -= claim.num_bytes
-                claim.is_granted = True
-                claim.on_grant()
+        while (claim := self._lines.peek()) is not None and claim.num_bytes <= self._num_free_bytes:
+            self._lines.begin(claim.owner, claim)
+            self._num_free_bytes -= claim.num_bytes
+            claim.is_granted = True
+            claim.on_grant()
+        if not self._lines:
+            self.waiting_since = None

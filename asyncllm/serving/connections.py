@@ -26,7 +26,7 @@ RESERVED_FILE_DESCRIPTORS = 128
 
 MAX_LONG_MESSAGES_BYTES = 1 << 24
 """Maximum total bytes of the long WebSocket messages that are read or decoded at the same time. A
-long message of any length counts as ``max_message_size`` bytes."""
+message of several frames counts as ``max_message_size`` bytes."""
 
 
 def make_protocols(limits: ConnectionLimits) -> tuple[type[HttpProtocol], type[WebSocketProtocol]]:

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from asyncllm.errors import AsyncLLMError
-from asyncllm.serving.byte_budget import MIN_BYTES_PER_RATE_CHECK, RATE_CHECK_SECONDS, ByteClaim
+from asyncllm.serving.byte_budget import RATE_CHECK_SECONDS, ByteClaim
 from asyncllm.serving.client import ClientGoneError
 from asyncllm.serving.protocol_error import ProtocolError, to_protocol_error
 from asyncllm.serving.serving import MIN_LARGE_JSON_BYTES, ServingContext
@@ -30,6 +30,11 @@ JSON_CONTENT_TYPE = "application/json"
 
 CLOSE_HEADERS = {"Connection": "close"}
 """Headers of an answer that is sent before the whole request body was read."""
+
+
+OWNER_KEY = "asyncllm.owner"
+"""Key of ``websocket.accept`` with the client's owner. asyncllm's server grants memory for long
+messages in turns by owner; other servers ignore the key."""
 
 
 class Exchange:
@@ -107,7 +112,9 @@ class Exchange:
                         num_claimed_bytes = (
                             len(data) if self._has_read_body else content_length or max_size
                         )
-                        self._claim = await self._server_context.claim_body_bytes(num_claimed_bytes)
+                        self._claim = await self._server_context.claim_body_bytes(
+                            num_claimed_bytes, self.owner
+                        )
                         scope.deadline = anyio.current_time() + timeout
                     if self._has_read_body:
                         return bytes(data)
@@ -137,10 +144,10 @@ class Exchange:
         while self._claim is not None:
             if self._claim.is_too_slow(num_received):
                 raise _too_slow_error(
-                    f"less than {MIN_BYTES_PER_RATE_CHECK >> 10} KiB came in "
+                    f"less than {self._claim.min_bytes_per_check >> 10} KiB came in "
                     f"{RATE_CHECK_SECONDS:g} seconds, while other requests waited"
                 )
-            with anyio.move_on_after(RATE_CHECK_SECONDS):
+            with anyio.move_on_after(self._claim.seconds_until_check):
                 return await self._receive()
         return await self._receive()
 
@@ -200,7 +207,8 @@ class Exchange:
         """Open the WebSocket; returns its functions to receive and to send messages."""
         await self._receive()
         self.has_begun_answer, self._status = True, 101
-        await self._send({"type": "websocket.accept", "subprotocol": subprotocol})
+        accept = {"type": "websocket.accept", "subprotocol": subprotocol}
+        await self._send({**accept, OWNER_KEY: self.owner})
         return self._receive, self._send
 
     async def start_events(self) -> None:

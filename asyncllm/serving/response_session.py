@@ -109,7 +109,7 @@ class ResponseSession:
             raise ProtocolError("binary message: expected text", code="invalid_message")
         # Claim bytes before decoding: decoded, a message takes several times its length.
         num_bytes = len(message.encode("utf-8", "surrogatepass"))
-        claim = await self.server_context.claim_body_bytes(num_bytes)
+        claim = await self.server_context.claim_body_bytes(num_bytes, self.owner)
         streams: list[TokenStream] = []
         try:
             event = await self.server_context.run_json_job(

@@ -182,7 +182,7 @@ class ResponseTurn:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
         stream, context = self.stream, self._server_context
-        async with context.claimed_logprobs_bytes(events.num_logprobs_bytes):
+        async with context.claimed_logprobs_bytes(events.num_logprobs_bytes, self._client.owner):
             final_events = await self.collect_events(
                 events.completed_events(stream.finish_reason, stream.usage)
             )
@@ -199,7 +199,7 @@ class ResponseTurn:
         while final_events:
             # Others have waited for this memory: wait behind them, without the JSON.
             num_bytes = events.num_logprobs_bytes
-            async with context.claimed_logprobs_bytes(num_bytes):
+            async with context.claimed_logprobs_bytes(num_bytes, self._client.owner):
                 await context.run_json_job(events.encode_logprobs, num_bytes, self._client)
                 await self._send_with_logprobs(send, final_events)
 

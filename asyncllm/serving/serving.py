@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -83,8 +83,8 @@ class ServingContext:
             engine's packed form, from the request until the answer's end. Answers that hold less
             than MIN_LARGE_JSON_BYTES do not count.
         unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
-        large_chunk_lock: held by the one answer that makes a large chunk, until memory is reserved
-            for the chunk.
+        large_chunk_turn: budget of one, claimed by the answer that makes a large chunk, until
+            memory is reserved for the chunk.
     """
 
     engine: AsyncLLMEngine
@@ -112,7 +112,7 @@ class ServingContext:
     unstored_response_bytes: SharedResponseBytes = field(
         default_factory=lambda: SharedResponseBytes(MAX_UNSTORED_RESPONSES_BYTES)
     )
-    large_chunk_lock: anyio.Lock = field(default_factory=anyio.Lock)
+    large_chunk_turn: ByteBudget = field(default_factory=lambda: ByteBudget(1))
 
     def __post_init__(self) -> None:
         self.json_worker = WorkerThread("asyncllm-json", self.engine._cooldown)
@@ -139,7 +139,7 @@ class ServingContext:
         call = partial(self.json_worker.call, job, num_bytes, client.owner or None)
         return await call_while_connected(client, call)
 
-    async def claim_body_bytes(self, num_bytes: int) -> ByteClaim | None:
+    async def claim_body_bytes(self, num_bytes: int, owner: str) -> ByteClaim | None:
         """Reserve memory for a request body, waiting until ``num_bytes`` are free. The caller
         releases the returned claim, which is None for a body below MIN_WORKER_JSON_BYTES."""
         if num_bytes < MIN_WORKER_JSON_BYTES:
@@ -147,16 +147,17 @@ class ServingContext:
         budget = (
             self.small_body_budget if num_bytes < MIN_LARGE_JSON_BYTES else self.large_body_budget
         )
-        return await _wait_for_claim(budget, num_bytes)
+        return await _wait_for_claim(budget, num_bytes, owner)
 
     @asynccontextmanager
-    async def claimed_logprobs_bytes(self, num_bytes: int) -> AsyncIterator[None]:
+    async def claimed_logprobs_bytes(self, num_bytes: int, owner: str) -> AsyncIterator[None]:
         """Context manager that waits for, and reserves, memory for events that contain
         ``num_bytes`` of log-probabilities. Below MIN_LARGE_JSON_BYTES, it reserves none."""
         if num_bytes < MIN_LARGE_JSON_BYTES:
             yield
             return
-        claim = await _wait_for_claim(self.logprobs_budget, COPIES_OF_LOGPROBS * num_bytes)
+        num_bytes *= COPIES_OF_LOGPROBS
+        claim = await _wait_for_claim(self.logprobs_budget, num_bytes, owner)
         try:
             yield
         finally:
@@ -179,9 +180,16 @@ class ServingContext:
         """
         async with AsyncExitStack() as claims:
             is_large = num_bytes >= MIN_LARGE_JSON_BYTES
-            async with self.large_chunk_lock if is_large else nullcontext():
+            turn = None
+            if is_large:
+                turn = await _wait_for_claim(self.large_chunk_turn, 1, client.owner)
+            try:
                 chunk = await self.run_json_job(make_chunk, num_bytes, client)
-                await claims.enter_async_context(self.claimed_logprobs_bytes(measure(chunk)))
+                claim = self.claimed_logprobs_bytes(measure(chunk), client.owner)
+                await claims.enter_async_context(claim)
+            finally:
+                if turn is not None:
+                    turn.release()
             yield chunk
 
     def claim_answer_bytes(self, num_bytes: int) -> ByteClaim:
@@ -288,10 +296,10 @@ def _claim_at_once(budget: ByteBudget, num_bytes: int) -> ByteClaim:
     return claim
 
 
-async def _wait_for_claim(budget: ByteBudget, num_bytes: int) -> ByteClaim:
-    """Claim bytes of a budget, waiting until they are granted."""
+async def _wait_for_claim(budget: ByteBudget, num_bytes: int, owner: str) -> ByteClaim:
+    """Claim bytes of a budget, waiting until they are granted, in turns by owner."""
     granted = anyio.Event()
-    claim = budget.claim(num_bytes, granted.set)
+    claim = budget.claim(num_bytes, granted.set, owner)
     try:
         await granted.wait()
     except BaseException:

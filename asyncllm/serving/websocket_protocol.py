@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, ClassVar
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
+from websockets.streams import StreamReader
 
 from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol, Timer
-from asyncllm.serving.byte_budget import (
-    MIN_BYTES_PER_RATE_CHECK,
-    RATE_CHECK_SECONDS,
-    ByteBudget,
-    ByteClaim,
-)
+from asyncllm.serving.byte_budget import RATE_CHECK_SECONDS, ByteBudget, ByteClaim
+from asyncllm.serving.exchange import OWNER_KEY
 from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
 from asyncllm.serving.sockets import DISCONNECT_EXTENSION, UTF8_TEXT_EXTENSION
 
@@ -34,12 +31,37 @@ MIN_SLICE_BYTES, MAX_SLICE_BYTES = 256, 4096
 frames in these bytes."""
 
 
+class _FrameReader(StreamReader):
+    """The parser's reader, which notes the frame that the parser waits for.
+
+    Attributes:
+        is_final: whether it ends its message.
+        num_wanted: number of bytes of its part that comes next: the whole data, if so much came
+            that it is no header.
+    """
+
+    is_final = False
+    num_wanted = 0
+
+    def at_eof(self) -> Generator[None, None, bool]:
+        """Whether the stream has ended; the parser asks before each frame."""
+        has_ended = yield from super().at_eof()
+        if not has_ended:
+            self.is_final = bool(self.buffer[0] & 0x80)
+        return has_ended
+
+    def read_exact(self, n: int) -> Generator[None, None, bytearray]:
+        self.num_wanted = n
+        return super().read_exact(n)
+
+
 class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     """A WebSocket connection.
 
     Class attributes:
         long_message_budget: budget of bytes for all messages of more than MAX_BYTES_PER_PARSE_TURN.
-            A message counts until the application asks for the next one.
+            A message counts until the application asks for the next one, by the length that its
+            frame announces, or as the longest if it has several frames.
     """
 
     long_message_budget: ClassVar[ByteBudget]
@@ -51,6 +73,11 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self._is_fragmented = False
         self._frames_left = 0.0
         self._disconnect_event = asyncio.Event()
+        # Restart the parser, which has read nothing yet, with a reader that knows lengths.
+        self.conn.reader = self._reader = _FrameReader()
+        self.conn.parser = self.conn.parse()
+        next(self.conn.parser)
+        self._owner: str | None = None
         self._claim: ByteClaim | None = None
         self._message_timer = Timer(MESSAGE_TIMEOUT_SECONDS, self._close_on_message_timeout)
         self._rate_check_timer = Timer(RATE_CHECK_SECONDS, self._check_receive_rate)
@@ -70,6 +97,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         if not self.handshake_complete:
+            self._owner = message.get(OWNER_KEY)
             await super().send(message)
             if self.close_sent:
                 # The handshake was refused. If it seems incomplete, uvicorn logs an error.
@@ -108,7 +136,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
                 return
             if self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_PARSE_TURN:
                 self._claim = self.long_message_budget.claim(
-                    self.limits.max_message_size, self._begin_long_message
+                    self._num_announced_bytes(), self._begin_long_message, self._owner
                 )
                 continue
             num_frames_before = self._num_frames
@@ -122,6 +150,12 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         """Number of received bytes of an incomplete message."""
         return len(self.conn.reader.buffer) + (self.conn.current_size or 0)
 
+    def _num_announced_bytes(self) -> int:
+        """Length of an incomplete long message; the maximum if it has several frames."""
+        if self.conn.current_size is None and self._reader.is_final:
+            return self._reader.num_wanted
+        return self.limits.max_message_size
+
     def _begin_long_message(self) -> None:
         self._message_timer.start()
         self._rate_check_timer.start()
@@ -133,7 +167,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         budget; else check again later."""
         if self._claim is not None and self._claim.is_too_slow(self._num_message_bytes()):
             self._close_for_slow_message(
-                f"of a message less than {MIN_BYTES_PER_RATE_CHECK >> 10} KiB came in "
+                f"of a message less than {self._claim.min_bytes_per_check >> 10} KiB came in "
                 f"{RATE_CHECK_SECONDS:g} seconds, while others waited"
             )
         else:
