@@ -255,12 +255,11 @@ class InputProcessor:
         parser: MessageParser | None,
         num_characters: int,
     ) -> Submission:
-        make_members = None
+        submission = Submission(request, call_arguments, num_tokens, parser, num_characters)
         if request.sampling.n > 1:
-            make_members = partial(self._make_members, request, parser)
-        return Submission(
-            request, call_arguments, num_tokens, parser, num_characters, make_members=make_members
-        )
+            submission.make_members = partial(self._make_members, request)
+            submission.complete_members = partial(self._complete_members, request, parser)
+        return submission
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
         """Maximum number of prompt tokens that a request keeps; None if the prompt is not
@@ -408,13 +407,12 @@ class InputProcessor:
         self._set_token_rules((request,), self._inline_token_rules(resolved))
         return request
 
-    def _make_members(self, first: Request, parser: MessageParser | None) -> None:
-        """Make the members of a group after the first."""
-        group, sampling = first.group, first.sampling
-        for index in range(1, sampling.n):
+    def _make_members(self, first: Request) -> None:
+        """Make the members of a group after the first, with what a place in the queue needs."""
+        for _ in range(1, first.sampling.n):
             Request(
-                group,
-                sampling.of_output(index),
+                first.group,
+                first.sampling,
                 max_model_len=first.max_model_len,
                 priority=first.priority,
                 owner=first.owner,
@@ -424,9 +422,15 @@ class InputProcessor:
                 output=DetokenizerState(first.output.decode),
                 first_member=first,
             )
-        members = group.members[1:]
+
+    def _complete_members(self, first: Request, parser: MessageParser | None) -> None:
+        """Give the members of a group after the first their parameters, token rules and prompt."""
+        members = first.group.members[1:]
+        for index, member in enumerate(members, 1):
+            member.sampling = first.sampling.of_output(index)
+            member.prompt_logprobs = None  # Only the first output has them.
         self._set_token_rules(members, first.token_rules)
-        if first.token_ids:
+        if first.token_ids and members:
             self._give_prompt(members, first.token_ids, parser)
 
     def _set_prompt(
